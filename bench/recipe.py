@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     folder = Path("runs/recipe")
     parser.add_argument("--folder", type=Path, default=folder, help=f"the run folder (default: {folder})")
     parser.add_argument("--config", type=Path, default=CONFIG, help="(default: configs/tiny.toml)")
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="such as sft.epochs=1"
+    )
     return parser
 
 

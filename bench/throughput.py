@@ -35,6 +35,7 @@ from sandbox.client import AsyncClient
 from sandbox.types import Call, Status
 
 BATCH = 64
+"""Calls in one request."""
 IN_FLIGHT = 4
 """Batches in flight, enough that the service never waits for the client."""
 SAMPLE_INTERVAL_S = 0.5
@@ -42,10 +43,11 @@ SAMPLE_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The calls of a round on either side, and the ratio that the project promises."""
+    """The calls of a round, and the ratio that the project promises."""
 
     calls: int
     fresh_calls: int
+    """Calls of the fresh interpreters in a round: fewer, because they take longer."""
     min_ratio: float | None = None
 
 

@@ -40,6 +40,7 @@ _GROUPS = {
     "queue": "waiting calls and results",
     "limits": "the maximum that a call may request; a higher limit is lowered to it",
     "isolation": "the jail around the calls",
+    "cluster": "calls on other machines",
     "tuning": "the defaults suit the machine",
 }
 """Argument groups of `--help`, in order."""
@@ -69,6 +70,10 @@ def serve(args: argparse.Namespace) -> int:
 
     config = _config(args, (*SETTINGS, *RENAMED_SETTINGS))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    if config.cluster is not None:  # the nodes have Pythons and isolation levels of their own
+        from sandbox.cluster.command import serve_cluster
+
+        return serve_cluster(config)
     config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
     from sandbox.gateway import serve as serve_http
     from sandbox.jail import choose_level

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ CORES_PER_EXECUTOR = 8
 milliseconds."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
+"""All levels, the strongest first."""
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
 
 
@@ -212,6 +214,18 @@ class ServeConfig(ExecutorConfig):
     batch_calls: int = _count("queue", 65_536, 1, 10_000_000, "calls in one batch")
     results_mb: int = _count("queue", 1024, 1, 10_000_000, "MiB of results kept for clients that read slowly")
     executors: int = _count("tuning", 0, 0, 1024, f"executor processes; 0: one per {CORES_PER_EXECUTOR} cores")
+    cluster: str | None = _text(
+        "cluster",
+        None,
+        "ray: run the calls on the nodes of the Ray cluster of this machine, or start Ray if none runs; "
+        "ray=HOST:PORT: on those of another cluster. The settings of executors then count for each node",
+    )
+    cluster_min_isolation: str = _text(
+        "cluster",
+        "landlock",
+        "weakest isolation level that a node may have, if --isolation is auto",
+        *ISOLATION_LEVELS,
+    )
     max_limits: Limits = DEFAULT_MAX_LIMITS
     isolation_reason: str = ""
     """The reason why the level `auto` did not choose a stronger level."""
@@ -222,6 +236,14 @@ class ServeConfig(ExecutorConfig):
                 f"host={self.host} can be reached from other machines and needs a token; "
                 f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
             )
+
+        if self.cluster is not None and not re.fullmatch(r"ray(=(auto|\S+:\d+))?", self.cluster):
+            raise ConfigError(f"cluster={self.cluster}: expected ray or ray=HOST:PORT")
+
+    @property
+    def ray_address(self) -> str:
+        """HOST:PORT, or "auto"."""
+        return (self.cluster or "").partition("=")[2] or "auto"
 
     def executor_config(self) -> ExecutorConfig:
         """Return the settings of a server's only executor."""
@@ -284,6 +306,11 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
             values["token"] = _read_token(*layer["token_file"])
     max_limits = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
     return ServeConfig(**values, max_limits=replace(DEFAULT_MAX_LIMITS, **max_limits))
+
+
+def weakness(isolation: str) -> int:
+    """Return the rank of an isolation level: 0 is the strongest. An unknown level is the weakest."""
+    return ISOLATION_LEVELS.index(isolation) if isolation in ISOLATION_LEVELS else len(ISOLATION_LEVELS)
 
 
 def flag_name(name: str) -> str:

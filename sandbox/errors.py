@@ -3,6 +3,7 @@
 SandboxError
 ├── InvalidCall            the caller built a malformed call (also a ValueError): correct it, do not retry
 ├── ConfigError            a setting is wrong or impossible: correct it
+│   ├── ClusterError       the cluster of the settings cannot be used, or none of its nodes can
 │   └── IsolationError     this machine lacks an isolation layer that the settings require
 ├── RuntimeBuildError      the guest runtime could not be built (in `sandbox.runtime`)
 ├── ProtocolError          a peer sent bytes that are no valid frame: close the connection
@@ -26,6 +27,10 @@ class InvalidCall(SandboxError, ValueError):
 
 class ConfigError(SandboxError):
     """A wrong setting. The message names the setting, what was expected and what came."""
+
+
+class ClusterError(ConfigError):
+    """No Ray answers at the address, it has another version, or all its nodes are refused. The start fails."""
 
 
 class IsolationError(ConfigError):

@@ -122,6 +122,13 @@ def is_complete(directory: Path) -> bool:
         return False
 
 
+def identity(directory: Path) -> str:
+    """Return Python version and hash of the pins of a complete runtime: equal runtimes have equal identities."""
+    settings = (directory / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+    values = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in settings)}
+    return f"{'.'.join(values['version'].split('.')[:2])}-{_pins_hash()}"
+
+
 def build(python: Path, directory: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
     """Build a runtime at `directory` with `python`, unless it is complete. Returns the path of its interpreter.
 

@@ -15,7 +15,7 @@ from bench.simulator.engine import EngineProfile
 BLOCK_SIZE = 32
 """The smallest block that vLLM's attention on the CPU accepts."""
 NUM_BLOCKS = 257
-"""Blocks of the cache, one of which vLLM reserves."""
+"""Blocks of the cache. vLLM reserves one of them."""
 KV_CAPACITY = (NUM_BLOCKS - 1) * BLOCK_SIZE
 MAX_RUNNING = 64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
@@ -12,12 +13,18 @@ import trio
 
 from sandbox.config import LOG_FORMAT
 from sandbox.executor.connection import serve
+from sandbox.jail import kernel
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="sandbox.executor", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the gateway")
+    parser.add_argument("--parent", type=int, metavar="PID", help="die with the thread of this process that forked it")
     args = parser.parse_args()
+    if args.parent is not None:
+        kernel.set_parent_death_signal()
+        if os.getppid() != args.parent:  # it has died before the line above
+            return 1
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the gateway stops gracefully, then closes the socket
     return trio.run(serve, socket.socket(fileno=args.fd))

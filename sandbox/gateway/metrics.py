@@ -37,6 +37,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "body_bytes_total": ("counter", "bytes of HTTP bodies, by direction"),
     "executors_ready": ("gauge", "executors that accept calls"),
     "executor_restarts_total": ("counter", "restarts of executors"),
+    "nodes": ("gauge", "nodes of the cluster, by state"),
+    "node_restarts_total": ("counter", "restarts of a node's executors after its loss, by node"),
     "executor_queued": ("gauge", "calls that wait in the executor for a slot"),
     "executor_running": ("gauge", "calls in slots of the executor"),
     "executor_running_long": ("gauge", "long calls in slots of the executor"),

@@ -23,9 +23,9 @@ import uvloop
 from aiohttp import web
 
 from sandbox.config import ServeConfig
-from sandbox.errors import ConfigError
+from sandbox.errors import ClusterError, ConfigError
 from sandbox.gateway import heap
-from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.calls.dispatcher import Dispatcher, Membership
 from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
 from sandbox.gateway.http.listener import RESERVED_FDS, Listener, raise_connection_limit
 from sandbox.gateway.http.routes import build_app
@@ -40,26 +40,27 @@ CLOSE_TIMEOUT_S = 5.0
 """Seconds that connections have to read their last bytes when the server stops."""
 
 
-def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
-    """Serve until SIGINT or SIGTERM, and return the exit code."""
+def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch, membership: Membership | None = None) -> int:
+    """Serve until SIGINT or SIGTERM, and return the exit code. Calls run on this machine, in executors that `launch`
+    starts, or on the nodes of a `membership`."""
     try:
         heap.use_one_arena()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, launch))
+            runner.run(_serve(config, launch, membership))
     except ConfigError as error:
         print(f"rstar-sandbox: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ClusterError) else 1
     except asyncio.CancelledError:
         print("rstar-sandbox: stopped by a second signal; unfinished calls are lost", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(config: ServeConfig, launch: Launch) -> None:
+async def _serve(config: ServeConfig, launch: Launch, membership: Membership | None) -> None:
     stop = _stop_on_signals()
-    async with Dispatcher(config, launch) as dispatcher:
+    async with Dispatcher(config, launch, membership) as dispatcher:
         runner = web.AppRunner(build_app(dispatcher), shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         try:
@@ -150,7 +151,7 @@ def _log_lowered_settings(dispatcher: Dispatcher, connections: int) -> None:
             "calls cannot import %s: not installed for %s; install them there, or omit --python to use the runtime "
             "that `rstar-sandbox runtime` builds",
             ", ".join(missing),
-            config.python,
+            config.python or "the guest runtime of a node",
         )
 
 
@@ -158,9 +159,11 @@ def _announce(dispatcher: Dispatcher, address: str) -> None:
     """Print on stderr that the server is ready."""
     reports = [executor.ready_report for executor in dispatcher.executors if executor.ready_report]
     reason = dispatcher.config.isolation_reason
+    isolation = next((report.isolation for report in reports if report.isolation), "?")
+    python = next((report.python for report in reports if report.python), "?")
     print(
-        f"rstar-sandbox {VERSION} on {address}  isolation={reports[0].isolation or '?'}  "
-        f"slots={sum(report.slots for report in reports)}  python={reports[0].python or '?'}"
+        f"rstar-sandbox {VERSION} on {address}  isolation={isolation}  "
+        f"slots={sum(report.slots for report in reports)}  python={python}"
         + (f"  isolation_reason={reason!r}" if reason else ""),
         file=sys.stderr,
         flush=True,

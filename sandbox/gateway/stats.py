@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandbox import machine
-from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.calls.dispatcher import Dispatcher, NodeRow
 from sandbox.gateway.calls.executor_handle import ExecutorHandle
 from sandbox.gateway.calls.executor_report import EXECUTOR_GAUGES
 from sandbox.gateway.history import History, Snapshot
@@ -60,9 +60,14 @@ class Stats:
             "now": self._history.last_interval(now),
             "totals": {"statuses": dict(now.statuses), "events": dict(now.events)},
             "executors": [_executor_row(executor) for executor in self._dispatcher.executors],
+            **self._nodes(),
             "missed_imports": self._missed_imports(),
             "steps": self._history.after(after),
         }
+
+    def _nodes(self) -> dict[str, object]:
+        membership = self._dispatcher.membership
+        return {} if membership is None else {"nodes": [_node_row(row) for row in membership.rows()]}
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -122,7 +127,7 @@ class Stats:
         events = Counter({f"refused_{code}": count for code, count in counters.refused.items()})
         events["retried"] = counters.retried
         events["cancelled"] = counters.cancelled
-        events["executor_restarts"] = sum(executor.restarts for executor in executors)
+        events["executor_restarts"] = self._dispatcher.executor_restarts
         for executor in executors:
             self._executor_counters.update(executor)
         return events + self._executor_counters.counts
@@ -189,6 +194,21 @@ def _executor_row(executor: ExecutorHandle) -> dict[str, object]:
         "zygotes": dict(executor.stats.zygotes),
         **executor.stats.gauges,
         "slots": executor.ready_report.slots if executor.ready_report else 0,
+    }
+
+
+def _node_row(row: NodeRow) -> dict[str, object]:
+    ready = [executor for executor in row.executors if executor.is_ready]
+    return {
+        "name": row.name,
+        "address": row.address,
+        "state": row.state,
+        "reason": row.reason,
+        "isolation": row.isolation,
+        "executors": [executor.number for executor in row.executors],
+        "slots": sum(executor.ready_report.slots for executor in ready if executor.ready_report),
+        "running": sum(executor.stats.gauges.get("running", 0) for executor in ready),
+        "restarts": row.restarts,
     }
 
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - Both answers are hostile text, and none of it is executed. sympy turns text into an expression in one place only, by
-  `eval` in `parse_expr`, through which even numbers go. `refuse_code` limits it to numbers and their arithmetic.
+  `eval` in `parse_expr`; even a plain number passes through that `eval`. `refuse_code` lets only numbers and their
+  arithmetic reach it.
 - The same pair always has the same outcome, because sympy's random number generator, which it uses to compare
   expressions, is seeded.
 - Only the limits of the call end a comparison. The alarms of math-verify are off, because they measure wall time, which
@@ -22,13 +23,13 @@ MAX_ANSWER_CHARS = 4096
 """Maximum characters of an answer; `sandbox.verify` has the same number."""
 
 _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", re.ASCII)
-"""Matches the code that sympy generates for numbers, such as `Integer (1 )/Float ('2.5' )`. Its units are symbols."""
+"""Matches sympy's code for numbers, such as `Integer (1 )/Float ('2.5' )`. In this code a unit is a `Symbol`."""
 
 
 def outcome() -> str:
     """Return the outcome for the pair on standard input, a JSON list of the correct answer and the given one.
 
-    `failed` if the comparison raised an exception.
+    The outcome is that of `compare`, or `failed` if the comparison raised an exception.
     """
     gold, answer = json.loads(sys.stdin.read())
     _libraries()  # outside of `try`, because a missing library is not caused by the pair
@@ -40,7 +41,10 @@ def outcome() -> str:
 
 
 def compare(gold: str, answer: str) -> str:
-    """Return `equivalent` or `not_equivalent`, or `no gold` or `no answer` if that text contains no answer."""
+    """Return `equivalent` or `not_equivalent`.
+
+    Return `no gold` if `gold` is empty, too long or no mathematics, and `no answer` if `answer` is.
+    """
     math_verify, sympy_random = _libraries()
     random.seed(0)
     sympy_random.seed(0)
@@ -56,7 +60,7 @@ def compare(gold: str, answer: str) -> str:
 
 
 def boxed(text: str) -> str:
-    """Return the text inside `\\boxed{}`, whose content math-verify takes as the answer, unless it contains one."""
+    """Return the text inside `\\boxed{}`, where math-verify looks for the answer. Add no second box."""
     return text if "\\boxed{" in text else "\\boxed{" + text + "}"
 
 
@@ -75,6 +79,6 @@ def refuse_code() -> None:
 
 
 def _libraries() -> tuple[Any, Any]:
-    logging = importlib.import_module("logging")  # imported here, since other zygotes must not import it
+    logging = importlib.import_module("logging")  # not at the top: zygotes without the checker must not import it
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
     return importlib.import_module("math_verify"), importlib.import_module("sympy.core.random")

@@ -2,11 +2,11 @@
 
 `Confinement` turns the plan, which the executor's side has made, into one ordered list of system calls per call. The
 zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At the
-levels `landlock` and `none`, `finish` takes the last steps, which are more than a system call.
+levels `landlock` and `none`, `finish` takes the last steps, which need more than system calls.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report
-    2  write to cgroup.procs                      all, without clone3         pages copied from here on are charged
+    2  write to cgroup.procs                      all, unless clone3 is used  pages copied from here on are charged
     3  landlock_restrict_self                     landlock                    needs the slot's ruleset descriptor
     4  open /dev/null as input                    all, without input          open file flags are shared across forks
     5  sigprocmask, setpgid                       all; setpgid not landlock   no signals to the zygote's group
@@ -18,7 +18,7 @@ levels `landlock` and `none`, `finish` takes the last steps, which are more than
     11 setsid                                     landlock                    no signals to the zygote's session
     12 prctl(PR_SET_NO_NEW_PRIVS)                 all but none                required by the filter
     13 seccomp                                    namespaces, nsjail          forbids most of the steps above
-    14 finish: chdir, parent check, seccomp       landlock, none (chdir)      its filter contains the process id
+    14 finish: chdir, parent check, seccomp       landlock, none (chdir)      the filter contains the process id
 
 Invariant: if a step fails, the call's code does not run.
 """
@@ -39,13 +39,15 @@ from system_calls import check
 
 _CLONE_CHILD_SETTID, _CLONE_NEWUSER, CLONE_NEWPID = 0x01000000, 0x10000000, 0x20000000
 _CLONE_INTO_CGROUP = 0x200000000
+# struct clone_args (clone3(2)): its size, and the indices of three fields, each of 8 bytes
 _CLONE_ARGS_BYTES, _CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 88, 2, 4, 10
 _MOUNT_FLAGS = 0x2 | 0x4 | 0x8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
 _CLOCK_MONOTONIC, _SIG_SETMASK = 1, 2
 _SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _TIME_WORD, _RLIMIT_WORD, _CLONE_WORD, _OPTIONS_WORD = 0, 2, 10, 21
-"""Offsets in a job's data, in words: clock reading, four rlimits, struct clone_args, options of the mount."""
+"""Offsets in a job's data, in words of 8 bytes: a struct timespec (2 words), four struct rlimit (2 words each), a
+struct clone_args (11 words), and the options of the mount."""
 RLIMITS = {
     "file_bytes": resource.RLIMIT_FSIZE,
     "open_files": resource.RLIMIT_NOFILE,
@@ -56,32 +58,30 @@ RLIMITS = {
 
 
 class Confinement:
-    """The plan, prepared so that a call pays for system calls alone. Child zygotes inherit it."""
+    """The plan, prepared so that each call costs system calls only. Child zygotes inherit this object."""
 
     def __init__(self, plan: dict) -> None:
         self.scratch_mount: str | None = plan["scratch_mount"]
-        """Directory on which each call mounts its own tmpfs, its working directory. None at the other levels."""
+        """Directory on which each call mounts its own tmpfs, to work in. None at the levels `landlock` and `none`."""
         self.landlock = landlock_slots.LandlockSlots(plan["landlock"]) if plan["landlock"] else None
         self.address_space_bytes = 0
         """Address space of the zygote, to which a call's own limit is added. The executor sends it."""
         self.cgroup_procs_fds: dict[int, list[int]] = {}
-        """`cgroup.procs` descriptors by slot; a process enters a cgroup by writing to one."""
+        """Descriptors of `cgroup.procs` files, by slot. A process enters a cgroup by writing to its file."""
         self.cgroup_dir_fds: dict[int, int] = {}
-        """Directory of the version 2 cgroup by slot, into which clone3(2) forks (Linux 5.7)."""
+        """Descriptors of version 2 cgroups, by slot. clone3(2) can fork into such a cgroup (Linux 5.7)."""
         self.has_namespaces: bool = plan["pid_namespace"]
         self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
         self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
-        self._buffers: list = []  # memory that the steps point at
+        self._buffers: list = []  # keeps the memory alive to which the steps point
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
-        self._clone_flags, self._tid = 0, 0
-        if self.has_namespaces:
-            self._clone_flags, self._tid = _clone_flags()
-        clone3 = (ctypes.c_uint64 * (_CLONE_ARGS_BYTES // 8))()  # struct clone_args
-        clone3[0] = self._clone_flags | _CLONE_INTO_CGROUP
-        clone3[_CLONE_ARG_CHILD_TID], clone3[_CLONE_ARG_EXIT_SIGNAL] = self._tid, _SIGCHLD
-        self._clone3 = list(clone3)
+        self._clone_flags, self._tid_address = _pid_namespace_flags() if self.has_namespaces else (0, 0)
+        clone_args = (ctypes.c_uint64 * (_CLONE_ARGS_BYTES // 8))()
+        clone_args[0] = self._clone_flags | _CLONE_INTO_CGROUP
+        clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, _SIGCHLD
+        self._clone_args = list(clone_args)
         self._filter = (
             _Filter(base64.b64decode(plan["call_filter"]), plan["own_pid_offsets"]) if plan["call_filter"] else None
         )
@@ -105,12 +105,12 @@ class Confinement:
         """Return the step that forks, into a PID namespace if the plan has namespaces.
 
         A slot with a cgroup directory is forked into its cgroup by clone3(2). Slots without one use clone(2), because
-        the seccomp profile of common container runtimes refuses clone3. Neither runs Python's after-fork handlers:
-        they repair state for other threads, of which a zygote has none, and write to 170 pages.
+        the seccomp profile of common container runtimes refuses clone3. Both bypass Python's after-fork handlers, which
+        write to 170 pages to repair the state of other threads; a zygote has only one thread.
         """
         if slot in self.cgroup_dir_fds:
             return _step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
-        return _step(system_calls.CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid)
+        return _step(system_calls.CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid_address)
 
     def syscall_steps(
         self, slot: int, call: dict, fds: list[tuple[int, int]], data: int
@@ -118,7 +118,7 @@ class Confinement:
         """Return a job's steps and its data, both in words; the data will lie at the address `data`.
 
         The first step reads the clock and the second forks. All others confine the child, in the order that the module
-        states. `fds` are pairs of a descriptor and the number that the call has it by.
+        states. `fds` are pairs of a descriptor in the zygote and its number in the call.
         """
         uid = self._uid_base + slot if self._uid_base is not None else None
         steps = [
@@ -141,17 +141,17 @@ class Confinement:
         if uid is not None:
             steps += _step(system_calls.SETGROUPS, 0, 0)
             steps += _step(system_calls.SETRESGID, uid, uid, uid)
-            steps += _step(system_calls.SETRESUID, uid, uid, uid)  # not 0: clears all capabilities (capabilities(7))
+            steps += _step(system_calls.SETRESUID, uid, uid, uid)  # uid > 0: this clears all capabilities
         else:
             steps += self._drop_capabilities
         steps += self._enter_scratch
-        for number, name in enumerate(self._limits):
-            steps += _step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * number))
+        for index, name in enumerate(self._limits):
+            steps += _step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * index))
         steps += self._last_steps
         return steps, self._data(slot, call, uid)
 
     def finish(self, slot: int, directory: str | None) -> None:
-        """Take the last steps in the child, where they are more than a system call. Raises `OSError`.
+        """Take the last steps in the child, at the levels where they need more than system calls. Raises `OSError`.
 
         `directory` is the call's working directory at level `none`.
         """
@@ -169,17 +169,18 @@ class Confinement:
         home = self._address((plan["scratch_mount"] or "").encode())
         self._zero = self._address(b"0")
         self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
-        signals = self._address(bytes(128))  # the C library's sigset_t is larger than the kernel's
+        signals = self._address(bytes(128))  # an empty sigset_t of the C library, larger than the kernel's
         self._signals = step(calls.SIGPROCMASK, _SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
         if self.landlock is None:
             self._signals += step(calls.SETPGID, 0, 0)
         self._unshare = step(calls.UNSHARE, plan["namespaces"]) if plan["namespaces"] else ()
         self._mount = self._address(b"scratch"), home, self._address(b"tmpfs"), _MOUNT_FLAGS
         self._drop_capabilities: tuple[int, ...] = ()
-        if plan["user_namespace"]:  # before RLIMIT_NPROC, which would otherwise count nested namespaces together
+        if plan["user_namespace"]:  # before RLIMIT_NPROC is set, which would limit all nested namespaces together
             self._drop_capabilities += step(calls.UNSHARE, _CLONE_NEWUSER)
         if plan["drop_capabilities"]:
-            self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), self._address(bytes(24)))
+            no_capabilities = self._address(bytes(24))  # three empty sets of 64 bits
+            self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), no_capabilities)
         self._enter_scratch = step(calls.CHDIR, home) if plan["scratch_mount"] else ()
         self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, _SIGKILL)
         if self.landlock is not None:
@@ -190,14 +191,14 @@ class Confinement:
             self._last_steps += step(calls.SECCOMP, calls.SECCOMP_SET_MODE_FILTER, 0, self._filter.address)
 
     def _data(self, slot: int, call: dict, uid: int | None) -> list[int]:
-        """Return what the steps of a job point at; see `_TIME_WORD` for the layout."""
+        """Return the data to which a job's steps point; see `_TIME_WORD` for the layout."""
         data = [0] * _OPTIONS_WORD
-        at = _RLIMIT_WORD
-        for name in self._limits:
-            data[at] = data[at + 1] = call[name] + (self.address_space_bytes if name == "memory_bytes" else 0)
-            at += 2
+        word = _RLIMIT_WORD
+        for name in self._limits:  # soft and hard limit
+            data[word] = data[word + 1] = call[name] + (self.address_space_bytes if name == "memory_bytes" else 0)
+            word += 2
         if slot in self.cgroup_dir_fds:
-            data[_CLONE_WORD:_OPTIONS_WORD] = self._clone3
+            data[_CLONE_WORD:_OPTIONS_WORD] = self._clone_args
             data[_CLONE_WORD + _CLONE_ARG_CGROUP] = self.cgroup_dir_fds[slot]
         if self.scratch_mount is not None:
             data += _mount_options(call["disk_bytes"], self._inodes, uid)
@@ -218,10 +219,11 @@ def restrict_zygote(plan: dict) -> None:
         _Filter(base64.b64decode(plan["zygote_filter"]), []).load()
 
 
-def _clone_flags() -> tuple[int, int]:
+def _pid_namespace_flags() -> tuple[int, int]:
     """Return the flags of a fork into a PID namespace, and the address where the C library keeps the thread's id.
 
-    The kernel returns that address if it has CONFIG_CHECKPOINT_RESTORE, and then writes the child's id there.
+    With CLONE_CHILD_SETTID the kernel writes the child's id to that address. The flag is missing and the address is 0
+    if the kernel cannot return the address (CONFIG_CHECKPOINT_RESTORE).
     """
     tid = ctypes.c_void_p()
     if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:
@@ -252,23 +254,25 @@ def _drop_bounding_set() -> None:
 class _Filter:
     """A seccomp program in memory, ready to load."""
 
-    def __init__(self, program: bytes, own_pid_at: list) -> None:
+    def __init__(self, program: bytes, own_pid_offsets: list) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))
-        self._own_pid_at = own_pid_at
+        self._own_pid_offsets = own_pid_offsets
         program_address = ctypes.addressof(self._program)
+        # struct sock_fprog: number of instructions, of 8 bytes each, and their address
         self._header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, program_address))
         self.address = ctypes.addressof(self._header)
         """Address of the struct sock_fprog."""
-        self.needs_pid = bool(own_pid_at)
+        self.needs_pid = bool(own_pid_offsets)
         """Whether the program compares arguments with the id of the process that loads it."""
 
     def load_with_pid(self) -> None:
         """Write the id of this process into the program and load it."""
-        for offset in self._own_pid_at:
+        for offset in self._own_pid_offsets:
             struct.pack_into("=I", self._program, offset, os.getpid())
         self.load()
 
     def load(self) -> None:
         """Load the program. Raises `OSError`."""
-        flags = system_calls.SECCOMP_SET_MODE_FILTER, 0
-        check(system_calls.syscall(system_calls.SECCOMP, *flags, self._header), "seccomp(SET_MODE_FILTER)")
+        operation, flags = system_calls.SECCOMP_SET_MODE_FILTER, 0
+        result = system_calls.syscall(system_calls.SECCOMP, operation, flags, self._header)
+        check(result, "seccomp(SET_MODE_FILTER)")

@@ -1,9 +1,9 @@
 """Closes all descriptors of this process from a number on.
 
 os.closerange makes one system call only if Python was built with a C library that has close_range(2), and otherwise
-closes each number in turn. So this module makes the system call itself. Where the kernel lacks it (Linux before 5.9)
-or a container's filter refuses it, the loop ends at the size of the kernel's descriptor table, because a jail has no
-/proc that lists the open descriptors.
+closes each number in turn. So this module makes the system call itself. Where the kernel lacks the call (Linux before
+5.9) or a container's filter refuses it, the numbers are closed in turn up to the size of the kernel's descriptor table:
+a jail has no /proc that lists the open descriptors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import system_calls
 
 _MAX_FD = 0x7FFFFFFF
-_MIN_TABLE_SIZE = 64
+_MIN_TABLE_SIZE = 64  # of a new process (NR_OPEN_DEFAULT)
 
 
 def close_from(first: int) -> None:
@@ -23,16 +23,16 @@ def close_from(first: int) -> None:
 
 
 def _table_size() -> int:
-    """Return the size of the kernel's descriptor table, which is a power of two, or more.
+    """Return a power of two that is at least the size of the kernel's descriptor table.
 
-    select(2) fails on a closed descriptor inside the table (EBADF) and ignores one beyond it. A fork has the smallest
-    table that holds its descriptors.
+    select(2) fails on a closed descriptor inside the table (EBADF) and ignores a descriptor beyond it. A fork has the
+    smallest table that holds its descriptors.
     """
-    size = _MIN_TABLE_SIZE
+    size, no_wait = _MIN_TABLE_SIZE, bytes(16)  # an empty struct timeval
     while size <= _MAX_FD:
         fd_set = bytearray(size // 8 + 8)
         fd_set[-8] = 1  # the bit of descriptor `size`
-        if not _is_open(size) and system_calls.select(size + 1, bytes(fd_set), None, None, bytes(16)) == 0:
+        if not _is_open(size) and system_calls.select(size + 1, bytes(fd_set), None, None, no_wait) == 0:
             break
         size *= 2
     return size

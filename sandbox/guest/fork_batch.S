@@ -6,16 +6,17 @@
 # Returns, in the parent, the address behind the last element of `jobs`; in a child, the address of its own element.
 # A job, in words of 8 bytes:
 #   0      result: the child's process id or a negative error; in a child, the error of the step that failed
-#   1..4   copy plan: source, target, bytes, zero bytes behind them; in a child, word 1 becomes the failed step's address
+#   1..4   copy plan: source, target, bytes, zero bytes behind them;
+#          in a child whose step failed, word 1 becomes the address of that step
 #   5..    steps of 7 words: number of the system call, six arguments; -1 in place of a number ends them
 # The first step reads the clock, the second forks. All others are taken by the child until one fails.
 
         .intel_syntax noprefix
         .text
-run:    push    rbx                     # the job
-        push    rbp                     # the step
-        push    r12                     # the element of `jobs`
-        push    r13                     # the end of `jobs`
+run:    push    rbx                     # address of the job
+        push    rbp                     # address of the step
+        push    r12                     # address of the job's element in `jobs`
+        push    r13                     # address behind the last element of `jobs`
         mov     r12, rdi
         lea     r13, [rdi + rsi*8]
 
@@ -28,7 +29,7 @@ next:   cmp     r12, r13
         rep movsb
         mov     rcx, [rbx + 32]
         xor     eax, eax
-        rep stosb                       # and wipe what is behind it
+        rep stosb                       # write zero bytes behind it
         lea     rbp, [rbx - 16]         # one step before the first one
         call    step                    # clock_gettime
         call    step                    # clone or clone3

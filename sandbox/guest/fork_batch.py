@@ -1,10 +1,10 @@
 """Forks several calls in a row and executes the first steps of each, in machine code where that is possible.
 
 This is an optimisation. After a fork, both processes share all memory, and the first write to a page copies it. An
-interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy those
-for every call. The machine code writes to a stack, a page of results and the buffer of the child's input only.
+interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
+pages for every call. The machine code writes only to a stack, a page of results and the buffer of the child's input.
 
-A job is a list of system calls with a copy of the call's input; `confine` decides which calls. `fork_batch.S` is the
+A job is a copy of the call's input and a list of system calls, which `confine` chooses. `fork_batch.S` is the
 source of the machine code and documents the layout of a job.
 
 Python executes the same jobs, more slowly, where memory cannot be made executable (PR_SET_MDWE, systemd's
@@ -22,13 +22,14 @@ from collections.abc import Callable
 import system_calls
 
 MAX_JOBS = 32
-"""Jobs that one run takes at most."""
+"""Maximum number of jobs in one run."""
 STEP_WORDS = 7
 """Words of a step: the number of the system call and six arguments."""
 DATA_OFFSET = 260
-"""Words of a job in front of its data, to which steps may point."""
+"""Words of a job in front of its data. The steps may point to the data."""
 _JOB_WORDS = 320
 _HEADER_WORDS = 5
+"""Words of a job in front of its steps: the result, and the four words of the copy plan."""
 _END = -1
 _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
     "5355415441554989fc4c8d2cf74d39ec744e498b1c24488b7308488b7b10488b"
@@ -40,22 +41,22 @@ _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
 
 
 class ForkBatch:
-    """Memory for jobs. `add` each, then `run` them."""
+    """Memory for jobs: `add` writes a job, and `run` forks all of them."""
 
     def __init__(self, *, use_machine_code: bool = True) -> None:
         # The pages are private: what a call writes to them must not reach the zygote or another call.
         flags, rights = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
         self._jobs = mmap.mmap(-1, 8 * MAX_JOBS * (_JOB_WORDS + 1), flags, rights)
-        self._list = ctypes.addressof(ctypes.c_char.from_buffer(self._jobs))
-        self.words = memoryview(self._jobs).cast("q")
-        self.data_addresses = [self._list + 8 * (_job_word(number) + DATA_OFFSET) for number in range(MAX_JOBS)]
+        self._list_address = ctypes.addressof(ctypes.c_char.from_buffer(self._jobs))
+        self.words = memoryview(self._jobs).cast("q")  # the addresses of the jobs, then the jobs
+        self.data_addresses = [self._list_address + 8 * (_job_word(number) + DATA_OFFSET) for number in range(MAX_JOBS)]
         """Address of the data of each job."""
         for number in range(MAX_JOBS):
-            self.words[number] = self._list + 8 * _job_word(number)
+            self.words[number] = self._list_address + 8 * _job_word(number)
         self._own_job = 0
         self.invoke: Callable[..., int] = system_calls.invoke
         self.execute: Callable[[int, int], int] = self.execute_in_python
-        """Executes jobs: takes the address of their list and their number."""
+        """Function that executes jobs. Its arguments are the address of the list of jobs and the number of jobs."""
         self.has_machine_code = False
         if use_machine_code:
             self._code = mmap.mmap(-1, mmap.PAGESIZE, flags, rights)
@@ -78,17 +79,17 @@ class ForkBatch:
 
     def run(self, count: int) -> int | None:
         """Fork the first `count` jobs. Return None in the parent and the job's number in a child."""
-        number = (int(self.execute(self._list, count)) - self._list) // 8
+        number = (int(self.execute(self._list_address, count)) - self._list_address) // 8
         if number == count:
             return None
         self._own_job = _job_word(number)
         return number
 
-    def execute_in_python(self, jobs: int, count: int) -> int:
-        """Do the same as the machine code."""
+    def execute_in_python(self, list_address: int, count: int) -> int:
+        """Do the same as the machine code (`fork_batch.S`)."""
         words = self.words
         for number in range(count):
-            job = (words[number] - jobs) // 8
+            job = (words[number] - list_address) // 8  # index of the job's first word
             source, target, size, zeros = words[job + 1 : job + _HEADER_WORDS]
             ctypes.memmove(target, source, size)
             ctypes.memset(target + size, 0, zeros)
@@ -102,17 +103,17 @@ class ForkBatch:
             while words[step] != _END:
                 result = self.invoke(*words[step : step + STEP_WORDS])
                 if result < 0:
-                    words[job], words[job + 1] = result, jobs + 8 * step
+                    words[job], words[job + 1] = result, list_address + 8 * step
                     break
                 step += STEP_WORDS
-            return jobs + 8 * number
-        return jobs + 8 * count
+            return list_address + 8 * number
+        return list_address + 8 * count
 
     def raise_if_step_failed(self) -> None:
         """In a child: raise `OSError` if a step of its job failed."""
         error, step_address = self.words[self._own_job : self._own_job + 2]
         if error:
-            number = self.words[(step_address - self._list) // 8]
+            number = self.words[(step_address - self._list_address) // 8]
             raise OSError(-error, f"system call {number}: {os.strerror(-error)}")
 
     def child_pid(self, number: int) -> int:

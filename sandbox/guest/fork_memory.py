@@ -3,12 +3,13 @@
 This is an optimisation: where the kernel or the C library lacks a feature, forks are slower.
 
 A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
-each 4 KiB page that the parent has written. For a heap of 50 MB these entries cost more than all else of a small call.
+each 4 KiB page that the parent has written. With a heap of 50 MB these entries cost more than the rest of a small call.
 
+    function                           effect                                          when it is called
     use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
     colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
     remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
-    compact_heap                       the heap is filled up and in huge pages         after that; Linux 6.1
+    compact_heap                       the heap has no free blocks, is in huge pages   after that; Linux 6.1
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
-# Other C libraries than GNU's have neither function; max and int have no effect.
+# Other C libraries than GNU's have neither function. Then `max` and `int` are called instead, which have no effect.
 _mallopt, _malloc_trim = getattr(_libc, "mallopt", max), getattr(_libc, "malloc_trim", int)
 
 
@@ -80,20 +81,22 @@ class _Library(ctypes.Structure):
     )
 
 
+# Callback of dl_iterate_phdr(3)
 _Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_t, ctypes.c_void_p)
 _default_arenas = _ArenaAllocator()
 ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_default_arenas))
 
 _RAW, _MEM, _OBJECTS = range(3)  # PyMemAllocatorDomain
 _OFFSETS_VARIABLE = "RSTAR_SMALL_OBJECTS"
+"""Environment variable in which `reexec_with_malloc` passes on the allocator's functions."""
 _HEAP_THRESHOLD_BYTES = 32 << 20
 """Maximum of M_MMAP_THRESHOLD: malloc takes smaller blocks from its heap, and maps larger ones."""
 _CALL_THRESHOLD_BYTES = 4 << 20
-"""The same threshold for calls. malloc would start at 128 KiB and adapt, for which calls are too short."""
+"""The same threshold for calls. By default malloc starts at 128 KiB and adapts, but a call is too short for that."""
 _CHUNK_BYTES = 1 << 16
-_kept_alive: list = []
-_fillers: list = []
-_remapped: set = set()
+_kept_alive: list = []  # objects in arenas that malloc must not free
+_fillers: list = []  # objects that occupy free blocks
+_remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
 
 
 def reexec_with_malloc() -> None:
@@ -136,8 +139,8 @@ def _allocator(domain: int) -> _Allocator:
 def use_one_heap() -> None:
     """Allocate memory of every kind from malloc's heap, until `compact_heap`.
 
-    Otherwise arenas and large blocks would get mappings of their own between those of libraries. Existing arenas must
-    not be freed by malloc, so every object of theirs is kept alive.
+    Otherwise arenas and large blocks would get mappings of their own between those of libraries. malloc must not free
+    the arenas that exist already, so every object in them is kept alive.
     """
     _kept_alive.append(gc.get_objects())
     raw = _allocator(_RAW)  # malloc with a context argument
@@ -159,22 +162,22 @@ def _map_blocks_from(size: int) -> None:
 
 
 def colocate_bytecode(directory: str) -> int:
-    """Copy the bytecode of frequently run functions of `directory` side by side. Return their number.
+    """Copy the bytecode of frequently run functions in files of `directory` side by side. Return their number.
 
-    Since Python 3.12 the interpreter records in the bytecode which way each jump went. So a call copies each page that
-    contains a function which it runs, and so does the zygote after each fork.
+    Since Python 3.12 the interpreter records in the bytecode which way each jump went. So a call copies each page with
+    a function that the call runs, and so does the zygote after each fork.
     """
     functions = [subject for subject in gc.get_objects() if type(subject) is types.FunctionType]
     guest_functions = [function for function in functions if function.__code__.co_filename.startswith(directory)]
-    hot = [function for function in guest_functions if _is_specialised(function.__code__)]
-    sizes = sorted({sys.getsizeof(function.__code__) for function in hot}, reverse=True)
+    specialised = [function for function in guest_functions if _is_specialised(function.__code__)]
+    sizes = sorted({sys.getsizeof(function.__code__) for function in specialised}, reverse=True)
     fillers = [block for size in sizes for block in _fill_holes(size)]
     objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
     # New objects come from malloc, whatever their size. The interpreter's own functions can free both kinds.
     mixed = _Allocator(raw.context, raw.malloc, raw.calloc, objects.realloc, objects.free)
     ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(mixed))
-    replaced = [function.__code__ for function in hot]  # kept alive, so that no new code takes their memory
-    for function in hot:
+    replaced = [function.__code__ for function in specialised]  # kept alive, so that no new code takes their memory
+    for function in specialised:
         function.__code__ = function.__code__.replace()
     ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(objects))
     for filler in fillers:
@@ -183,7 +186,7 @@ def colocate_bytecode(directory: str) -> int:
 
 
 def _is_specialised(code: types.CodeType) -> bool:
-    """Return whether the interpreter has specialised one of the instructions (PEP 659)."""
+    """Return whether the interpreter has specialised an instruction of this code, which has therefore run often."""
     plain, adapted = code.co_code[::2], getattr(code, "_co_code_adaptive", code.co_code)[::2]
     return any(before != after for before, after in zip(plain, adapted) if before)  # 0 is a cache entry
 
@@ -199,10 +202,10 @@ def _fill_holes(size: int) -> Iterator[int]:
 
 
 def compact_heap() -> int:
-    """Free what is unused, exclude the rest from collection, and collapse it. Return the number of huge pages."""
+    """Free unused objects, exclude the others from collection, and move the heap to huge pages. Return their number."""
     gc.collect()
     fork_refcounts.immortalize()
-    blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}
+    blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}  # addresses in units of 2 MiB
     gc.freeze()
     gc.disable()
     gc.collect()  # empties the interpreter's free lists, whose objects are scattered
@@ -210,7 +213,7 @@ def compact_heap() -> int:
     _fill_last_block()
     _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
-    top = _libc.sbrk(0) // _HUGE_BYTES  # not collapsed: the heap could not grow any more
+    top = _libc.sbrk(0) // _HUGE_BYTES  # the block where the heap ends; as a huge page, it could not grow
     blocks |= _resident_blocks_below(top)
     return sum(_collapse(block) for block in blocks if block != top)
 
@@ -223,34 +226,35 @@ def _fill_last_block() -> None:
 
 
 _MIN_RESIDENT_PAGES = 33
+"""A block of 512 pages becomes a huge page if at least this many of its pages are in memory."""
 
 
 def _resident_blocks_below(top: int) -> set:
-    """Return the blocks of 2 MiB of malloc's heap that have at least `_MIN_RESIDENT_PAGES` pages in memory."""
+    """Return the blocks of malloc's heap, in units of 2 MiB, that have `_MIN_RESIDENT_PAGES` or more in memory."""
     resident = ctypes.create_string_buffer(_HUGE_BYTES // mmap.PAGESIZE)
     blocks: set = set()
     for block in range(top - 1, 0, -1):
         if _libc.mincore(block * _HUGE_BYTES, _HUGE_BYTES, resident):
-            return blocks | {block}  # the heap starts in this block
+            return blocks | {block}  # mincore fails for unmapped memory, so the heap starts in this block
         if resident.raw.count(1) >= _MIN_RESIDENT_PAGES:
             blocks.add(block)
     return blocks
 
 
 def _collapse(block: int) -> bool:
-    """Collapse a block of 2 MiB into a huge page. Return whether the kernel did."""
+    """Collapse block number `block` of 2 MiB into a huge page (madvise(2)). Return whether the kernel did."""
     return bool(_libc.madvise(block * _HUGE_BYTES, _HUGE_BYTES, _MADV_COLLAPSE) == 0)
 
 
 # Pools of the interpreter's allocator (CPython, Objects/obmalloc.c), in bytes.
 _POOL_BYTES, _POOL_HEADER_BYTES, _MAX_BLOCK_BYTES, _ALIGNMENT_BYTES = 1 << 14, 48, 512, 16
-_BATCH_BLOCKS, _MAX_BATCHES, _MAX_GAP_BLOCKS = 16, 4096, 8
+_BATCH_BLOCKS, _MAX_BATCHES, _MAX_GAP_BLOCKS = 16, 4096, 8  # for `_fill_pools`
 
 
 def _fill_pools() -> None:
-    """Allocate every free block of a pool that has other objects, so that calls allocate from pools of their own.
+    """Allocate all free blocks of pools that already hold objects, so that calls allocate from new pools.
 
-    Otherwise a call's objects would go to free blocks all over the heap, each in a page to copy.
+    Otherwise a call's objects would go to free blocks all over the heap, and the call would copy the page of each.
     """
     for size in range(_ALIGNMENT_BYTES, _MAX_BLOCK_BYTES + 1, _ALIGNMENT_BYTES):
         kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
@@ -267,9 +271,10 @@ def _fill_pools() -> None:
 
 
 def _starts_new_pool(addresses: list, size: int) -> bool:
-    """Return whether three of the addresses follow each other from the start of a pool, so no other pool had room.
+    """Return whether three of the addresses follow each other from the start of a pool.
 
-    Some blocks between them may be missing, because this module itself has allocated them.
+    The allocator starts a new pool only if no other pool has a free block. A few blocks between the addresses may be
+    missing, because this module has other objects there.
     """
     start, max_distance = _POOL_HEADER_BYTES + 3 * size, _MAX_GAP_BLOCKS * size
     return any(
@@ -279,14 +284,15 @@ def _starts_new_pool(addresses: list, size: int) -> bool:
 
 
 _MAX_HUGE_CODE_BYTES = 16 << 20
+"""Size of a library's code above which it is left alone: such a library has kernels for every processor, as OpenBLAS
+does, and little of it is executed."""
 
 
 def remap_code() -> int:
-    """Reduce each library to two mappings instead of five, and copy its code into huge pages. Return their number.
+    """Reduce each library to two mappings instead of five. Copy its code into huge pages, and return their number.
 
-    A fork copies mappings, but not the pages of files, so each call would fault those in again, 16 at a time. Huge
-    pages need no fault in a call. What a parent zygote has done already is shared with it. Libraries over 16 MiB are
-    left alone: they contain kernels for every processor, as OpenBLAS does, of which little is executed.
+    A fork copies mappings, but not the page table entries of files, so each call would fault the pages in again, 16 at
+    a time. Huge pages need no fault in a call. Those of the parent zygote are inherited, and not made again.
     """
     spans: list = []
 
@@ -294,11 +300,11 @@ def remap_code() -> int:
     def visit(library_pointer, _size, _data):  # type: ignore[no-untyped-def]
         library = library_pointer.contents
         for segment in library.segments[: library.count]:
-            if segment.type == _PT_LOAD:
+            if segment.type == _PT_LOAD:  # start is rounded down to a page, and end up
                 start = (library.base + segment.address) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = -(-(library.base + segment.address + segment.size) // mmap.PAGESIZE) * mmap.PAGESIZE
                 rights = _PROT_READ | (_PROT_WRITE if segment.flags & _PF_W else _PROT_EXEC)
-                if spans and spans[-1][1:] == (start, rights):
+                if spans and spans[-1][1:] == (start, rights):  # the segment continues the span before it
                     start = spans.pop()[0]
                 spans.append((start, end, rights))
         return 0
@@ -319,7 +325,7 @@ def _replace_by_huge_page(address: int) -> bool:
     spare = _libc.mmap(None, 2 * _HUGE_BYTES, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
     if spare == _FAILED:
         return False
-    copy = -(-spare // _HUGE_BYTES) * _HUGE_BYTES
+    copy = -(-spare // _HUGE_BYTES) * _HUGE_BYTES  # the first aligned address
     ctypes.memmove(copy, address, _HUGE_BYTES)
     done = (
         _collapse(copy // _HUGE_BYTES)

@@ -15,7 +15,7 @@ import gc
 import sys
 import types
 
-_IMMORTAL, _MIN_IMMORTAL = 0xFFFFFFFF, 0x80000000
+_IMMORTAL, _MIN_IMMORTAL = 0xFFFFFFFF, 0x80000000  # with bit 31 set an object is immortal
 _CODE_PARTS = (
     "co_consts",
     "co_names",
@@ -29,7 +29,7 @@ _CODE_PARTS = (
 
 
 def is_supported() -> bool:
-    """Return whether this interpreter is known to treat such counts as immortal."""
+    """Return whether this interpreter is known to treat objects with the count `_IMMORTAL` as immortal."""
     return (
         sys.implementation.name == "cpython"
         and (3, 12) <= sys.version_info[:2] <= (3, 14)
@@ -43,7 +43,7 @@ def is_supported() -> bool:
 def immortalize() -> int:
     """Make every object immortal that the garbage collector's objects lead to. Return how many changed.
 
-    Immortal objects are not written again, because most of them lie in memory that is shared with a parent.
+    The counts of immortal objects are not written again, because most of them are in memory shared with a parent.
     """
     if not is_supported():
         return 0
@@ -57,7 +57,7 @@ def immortalize() -> int:
 
 
 def _addresses() -> list:
-    """Return the addresses of all objects that the garbage collector's objects lead to, except for its own."""
+    """Return the addresses of all objects that the garbage collector's objects lead to, without this function's own."""
     objects = gc.get_objects()
     seen = set(map(id, objects))
     for subject in objects:  # the loop extends the list

@@ -1,10 +1,10 @@
-"""Runs calls in the zygote before it serves, so that calls do not each warm up what they inherit.
+"""Runs scripts as calls inside the zygote before it serves, so that real calls inherit a warm interpreter.
 
 This is an optimisation. The interpreter specialises its bytecode and fills its caches while it runs (PEP 659). A zygote
-never runs the code of a call, so without this each call would specialise that code anew, in memory that it must copy
-first. The warm-up runs the zygote's own path from the received frame to the result, except for what cannot be undone:
-there a stub of the same kind (built-in, ctypes or Python function) takes the place of the function, because the kind
-decides how the interpreter specialises a call of it.
+never runs the functions that run a call's code, so without a warm-up each call would specialise them anew, and copy
+the memory that this changes. The warm-up runs the zygote's own path from the received frame to the result. A function
+whose effect cannot be undone is replaced by a stub of the same kind (built-in, ctypes or Python function), because
+the interpreter specialises calls by the kind of function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SCRIPTS = (
     b"1 / 0",
     b"x = (",
 )
-_SLOT = -1
+_SLOT = -1  # no call has it
 _FIRST_OUTPUT_SIZES = struct.pack("<3Q", 2, 0, 0)  # bytes of stdout, stderr and report of the first script
 _STUBS = (
     (system_calls, "syscall", system_calls.do_nothing),
@@ -46,11 +46,11 @@ _STUBS = (
     (gc, "enable", gc.isenabled),
     (atexit, "_run_exitfuncs", gc.isenabled),
 )
-"""Functions that a call must not run in the zygote, and functions without effect that replace them."""
+"""Functions that must not run in the zygote, and for each a function without effect that replaces it."""
 
 
 def run_scripts(zygote: Zygote, times: int) -> None:
-    """Run the scripts, `times` times. Raises `RuntimeError` if they do not run as in a call."""
+    """Run all scripts, `times` times. Raises `RuntimeError` if the first one does not run as in a call."""
     call = {
         **{"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "return_count": 0},
         **{"output_bytes": 1024, "disk_bytes": 0, "return_bytes": 0},
@@ -67,7 +67,7 @@ def run_scripts(zygote: Zygote, times: int) -> None:
 
 def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
     """Run a script. Return the header of the frame that answers it."""
-    names, path = dict(runner.main_module.__dict__), sys.path[0]
+    main_names, first_path = dict(runner.main_module.__dict__), sys.path[0]
     zygote.confined_flags, zygote.writer = mmap.mmap(-1, mmap.PAGESIZE), frames.FrameWriter(zygote.reader.sock)
     zygote.on_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
     zygote.fork_pending()
@@ -78,14 +78,14 @@ def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
     zygote.running.clear()
     zygote.deadlines.clear()
     linecache.cache.pop(runner.SCRIPT, None)
-    runner.main_module.__dict__.update(names)
-    sys.path[0] = path
+    runner.main_module.__dict__.update(main_names)
+    sys.path[0] = first_path
     return zygote.writer.first_header()
 
 
 @contextlib.contextmanager
 def _stubbed(zygote: Zygote) -> Iterator[None]:
-    """Replace what cannot be undone by stubs, and restore it afterwards."""
+    """Replace functions by stubs for the duration of the block (module docstring)."""
     confinement, batch = zygote.confinement, zygote.batch
     saved: list = [(owner, name, getattr(owner, name)) for owner, name, _ in _STUBS]
     saved += [(zygote, name, getattr(zygote, name)) for name in ("confined_flags", "writer")]
@@ -95,7 +95,7 @@ def _stubbed(zygote: Zygote) -> Iterator[None]:
     confinement.cgroup_procs_fds[_SLOT] = [-1]
     batch.invoke = _fake_invoke
     if batch.has_machine_code:
-        batch.execute = functools.partial(batch.execute_in_python)  # a C callable, as the machine code is
+        batch.execute = functools.partial(batch.execute_in_python)  # callable from C, as the machine code is
     with _process_state_restored():
         try:
             for owner, name, stub in _STUBS:
@@ -125,7 +125,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _fake_invoke(number: int, *arguments: int) -> int:
-    """Redirect the output; skip every other step. The result 0 of the fork makes this process the child."""
+    """Execute dup2 only, and skip all other steps. The fork also returns 0, so this process goes on as the child."""
     if number == system_calls.DUP2:
         os.dup2(arguments[0], arguments[1])
     return 0

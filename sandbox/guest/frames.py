@@ -33,10 +33,10 @@ class FrameReader:
         self.sock = sock
         self.fds: list[int] = []
         self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
-        self._start = self._end = 0  # received and not returned yet
+        self._start = self._end = 0  # bounds of the bytes that are received and not returned yet
 
     def receive(self) -> list[tuple[dict, memoryview]]:
-        """Wait for bytes once; return the complete frames as (header, body). Raises EOFError when the peer has closed.
+        """Wait for bytes once. Return the complete frames as (header, body). Raises EOFError if the peer has closed.
 
         A body is valid until the next `receive`.
         """
@@ -60,14 +60,14 @@ class FrameReader:
 
     def _compact(self) -> None:
         """Move the bytes of an incomplete frame to the start of a buffer that can hold the rest of it."""
-        rest, old, size = self._buffer[self._start : self._end], self._buffer, wiped_memory.USUAL_BYTES
-        if len(rest) >= LENGTHS.size:
-            size = max(size, LENGTHS.size + sum(LENGTHS.unpack_from(rest)))
+        received, old, size = self._buffer[self._start : self._end], self._buffer, wiped_memory.USUAL_BYTES
+        if len(received) >= LENGTHS.size:
+            size = max(size, LENGTHS.size + sum(LENGTHS.unpack_from(received)))  # of the whole frame
         if len(old) != size:
             self._buffer = wiped_memory.wiped_buffer(size)
         if self._start or self._buffer is not old:
-            self._buffer[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
+            self._buffer[: len(received)] = received
+            self._start, self._end = 0, len(received)
 
 
 class FrameWriter:
@@ -88,16 +88,16 @@ class FrameWriter:
             self.flush()
             if frame_size > len(self._buffer):
                 self._buffer = wiped_memory.wiped_buffer(frame_size)
-        buffer, at = self._buffer, self._end
-        LENGTHS.pack_into(buffer, at, len(head), body_size)
-        at += LENGTHS.size
-        buffer[at : at + len(head)] = head
-        at += len(head)
+        buffer, position = self._buffer, self._end
+        LENGTHS.pack_into(buffer, position, len(head), body_size)
+        position += LENGTHS.size
+        buffer[position : position + len(head)] = head
+        position += len(head)
         for fd, size in files:
             if size:
-                read_into(fd, buffer[at : at + size])
-                at += size
-        self._end = at
+                read_into(fd, buffer[position : position + size])
+                position += size
+        self._end = position
 
     def send_with_fd(self, header: dict, fd: int) -> None:
         """Send all queued frames, and after them a frame with a descriptor."""
@@ -125,8 +125,8 @@ class FrameWriter:
 def _encode_ended(header: dict) -> bytes:
     """Encode an `ended` header.
 
-    Layout: kind (1), run_id, exit code and signal (-1: none), wall and CPU time in microseconds, peak in KiB,
-    truncation bits, then a u64 length per blob.
+    Its fields: kind (1), run_id, exit code (-1: none), signal (-1: none), wall time and CPU time in microseconds, peak
+    memory in KiB, truncation flags; then the length of each blob as u64.
     """
     exit_code, term_signal, sizes = header["exit_code"], header["signal"], header["blobs"]
     return _ENDED.pack(

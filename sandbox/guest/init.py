@@ -39,9 +39,9 @@ def main() -> int:
         except OSError as error:
             print(f"jail: cannot start {argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(_EXIT_CANNOT_START)
-    if _libc.syscall(_SYS_CLOSE_RANGE, 3, 0x7FFFFFFF, 0) != 0:  # before Linux 5.9
+    if _libc.syscall(_SYS_CLOSE_RANGE, 3, 0x7FFFFFFF, 0) != 0:  # the kernel has none before Linux 5.9
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    _libc.capset(_CAPABILITY_HEADER, bytes(24))
+    _libc.capset(_CAPABILITY_HEADER, bytes(24))  # empty sets
     while True:
         pid, status = os.wait()
         if pid == guest:
@@ -52,7 +52,7 @@ def _clear_inheritable_capabilities() -> None:
     """Clear the inheritable set, which calls would keep. The guest, as uid 0, regains its capabilities by execve."""
     sets = ctypes.create_string_buffer(24)
     _libc.capget(_CAPABILITY_HEADER, sets)
-    effective, permitted, _, *high = struct.unpack("<6I", sets)
+    effective, permitted, _, *high = struct.unpack("<6I", sets)  # low words of the sets, then high words
     _libc.capset(_CAPABILITY_HEADER, struct.pack("<6I", effective, permitted, 0, high[0], high[1], 0))
 
 

@@ -2,9 +2,10 @@
 
 - Each slot has a directory `SCRATCH/SLOT`, which stays and which the slot's ruleset allows. Each call gets a new
   directory `tmp` in it, which is removed after the call. So a slot needs one ruleset, not one per call.
-- With permission to change uids, a slot has three of them: one for the call, one for its zygote and one for its
-  cleaner. kill(2) of all processes of the call's uid is atomic, so neither a daemon nor a fork bomb escapes.
-- Without that permission the filter limits a call to one process, and the call has ended when that process has.
+- With permission to change uids, a slot has three uids: for the call, for the zygote while it cleans up after the call,
+  and for a child process that removes many files. kill(2) of all processes of the call's uid is atomic, so neither a
+  daemon nor a fork bomb escapes.
+- Without that permission the seccomp filter limits a call to one process, with which the call ends.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import scratch_cleanup
 import system_calls
 from system_calls import check
 
-_PATH_BENEATH = 1
+_PATH_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _MAX_INLINE_REMOVALS = 500
-"""Directory entries that a zygote removes itself, in about 5 ms; a child process removes more."""
+"""Maximum number of directory entries that a zygote removes itself, in about 5 ms. A child process removes more."""
 _CLEANER_TIMEOUT_S = 60
 
 
 class LandlockSlots:
-    """The scratch directories and rulesets of one jail's slots. Child zygotes inherit it."""
+    """The scratch directories and rulesets of one jail's slots. Child zygotes inherit this object."""
 
     def __init__(self, plan: dict) -> None:
         self._uid_base: int | None = plan["uid_base"]
@@ -39,7 +40,7 @@ class LandlockSlots:
         self._attributes = struct.pack("<QQQ", *plan["handled"])
         self._access: int = plan["scratch_rights"]
         self._rules = [(os.open(path, os.O_PATH | os.O_CLOEXEC), access) for path, access in plan["paths"]]
-        self._rulesets: dict[int, tuple[tuple[int, int], int]] = {}  # slot: device and inode, ruleset
+        self._rulesets: dict[int, tuple[tuple[int, int], int]] = {}  # slot -> (device, inode) of its directory, ruleset
         self._zygote_pid = 0
         self._moved_aside = 0
 
@@ -52,7 +53,7 @@ class LandlockSlots:
     def make_dir(self, slot: int) -> None:
         """Make an empty directory for a call, and the slot's ruleset.
 
-        Raises OSError while a process of an earlier call is left, whose zygote died.
+        Raises OSError while a process is left of an earlier call whose zygote has died.
         """
         if not self._kill_remaining(slot):
             raise OSError(errno.EBUSY, "processes of an earlier call are still ending")
@@ -69,7 +70,7 @@ class LandlockSlots:
             os.chown(directory, uid, uid)
 
     def ruleset(self, slot: int) -> tuple[int, int]:
-        """Return the arguments of landlock_restrict_self: the slot's ruleset descriptor and flags."""
+        """Return the arguments of landlock_restrict_self(2): the descriptor of the slot's ruleset, and flags."""
         return self._rulesets[slot][1], self._flags
 
     def home(self, slot: int) -> str:
@@ -98,7 +99,10 @@ class LandlockSlots:
         return True
 
     def _remove(self, slot: int) -> bool:
-        """Empty and remove the directory, unless that takes long. Calls that share a uid also write beside it."""
+        """Empty and remove a call's directory. Return False if that would take long.
+
+        Calls that share one uid can also write beside it, so then the whole directory of the slot is emptied.
+        """
         directory = self.home(slot) if self._uid_base is not None else os.path.dirname(self.home(slot))
         with self._as_owner(slot):
             if not scratch_cleanup.empty(directory, _MAX_INLINE_REMOVALS):
@@ -111,11 +115,11 @@ class LandlockSlots:
         try:
             status = os.stat(slot_dir)
         except FileNotFoundError:
-            os.mkdir(slot_dir, 0o711)
+            os.mkdir(slot_dir, 0o711)  # calls may enter it, but not list it
             status = os.stat(slot_dir)
         identity = status.st_dev, status.st_ino
-        known, ruleset = self._rulesets.get(slot, (None, -1))
-        if known != identity:
+        known_identity, ruleset = self._rulesets.get(slot, (None, -1))
+        if known_identity != identity:
             if ruleset >= 0:
                 os.close(ruleset)
             self._rulesets[slot] = identity, self._make_ruleset(slot_dir)
@@ -140,7 +144,7 @@ class LandlockSlots:
         if self._uid_base is None:
             return True
         try:
-            os.getpriority(os.PRIO_USER, self._uid_base + slot)
+            os.getpriority(os.PRIO_USER, self._uid_base + slot)  # fails if no process has this uid
         except ProcessLookupError:
             return True
         with self._as_owner(slot):
@@ -151,8 +155,8 @@ class LandlockSlots:
     def _as_owner(self, slot: int) -> Iterator[None]:
         """Set the effective uid, which decides about kill(2) and files, to that of the call.
 
-        The real uid becomes the slot's second one, because a process of the call may signal every process whose real
-        or saved uid is its own. The saved uid stays 0, to return.
+        The real uid becomes the slot's second uid, because a process of the call may signal every process that has the
+        call's uid as its real or saved uid. The saved uid stays 0, which permits to return to uid 0.
         """
         if self._uid_base is None:
             yield
@@ -165,7 +169,7 @@ class LandlockSlots:
             self._set_parent_death_signal()
 
     def _set_parent_death_signal(self) -> None:
-        """Set the signal; every change of the effective uid clears it (prctl(2))."""
+        """Set the parent-death signal again, because every change of the effective uid clears it (prctl(2))."""
         check(system_calls.prctl(system_calls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
 
     def _move_aside(self, slot: int) -> None:

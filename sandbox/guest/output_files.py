@@ -1,8 +1,8 @@
 """Memory files for a call's output and input, sealed so that the kernel enforces their limits (memfd_create(2)).
 
 - Output goes to a file of fixed size. The call writes through an ordinary descriptor, and the zygote reads the file
-  after the call has ended, however it ended. So no pipe is polled, a killed call loses no output, and a write beyond
-  the end of the file fails (EPERM) and uses no more memory.
+  after the call has ended, however it ended. So no pipe is polled, and a killed call loses no output. A write beyond
+  the end of the file fails (EPERM), so output cannot use more memory.
 - Input comes from a file that can be neither written nor executed.
 """
 
@@ -14,13 +14,13 @@ import os
 
 PAGE_BYTES = 4096
 _F_ADD_SEALS = 1033
-_SEAL, _SHRINK, _GROW, _WRITE = 0x1, 0x2, 0x4, 0x8
+_SEAL, _SHRINK, _GROW, _WRITE = 0x1, 0x2, 0x4, 0x8  # F_SEAL_*
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
 _flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
 
 
 def bounded_file(limit_bytes: int) -> int:
-    """Return the descriptor of an empty file that takes at least `limit_bytes` and at most two pages more.
+    """Return the descriptor of an empty file with room for `limit_bytes`, and at most two pages more.
 
     The kernel refuses writes by the page. The file ends one page beyond the limit, so output that exceeds the limit
     writes at least one byte beyond it, which `written_bytes` detects.
@@ -37,10 +37,10 @@ def bounded_size(limit_bytes: int) -> int:
 
 
 def written_bytes(fd: int, limit_bytes: int) -> tuple[int, bool]:
-    """Return how many bytes of a bounded file count, at most the limit, and whether more were written.
+    """Return the length of the output in a bounded file, at most the limit, and whether more was written.
 
-    The length is the file offset, which the call shares. A call can move the offset and so garble its own output; the
-    length still never exceeds the limit.
+    The length is the file offset, which the zygote shares with the call. A call that moves the offset garbles its own
+    output, but the returned length never exceeds the limit.
     """
     end = os.lseek(fd, 0, os.SEEK_CUR)
     return min(end, limit_bytes), end > limit_bytes

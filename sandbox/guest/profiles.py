@@ -9,7 +9,7 @@ libraries, Fourier transforms, sympy.stats) are imported by those calls, or by t
 
 from __future__ import annotations
 
-import _ast as ast
+import _ast as ast  # saves the import of the Python code in `ast`
 import builtins
 import importlib
 from typing import Any
@@ -114,7 +114,7 @@ def load(profile: str) -> tuple[list[str], list[str]]:
     _loaded.add(profile)
     own_missing, import_problems = _import(profile)
     warm_up_problems = _warm_up(profile)
-    # A missing module makes the warm-up fail, too, so that is not a problem of its own.
+    # A missing module also makes the warm-up fail; then only the module is reported.
     return sorted({*missing, *own_missing}), problems + import_problems + ([] if own_missing else warm_up_problems)
 
 

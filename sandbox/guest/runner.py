@@ -21,7 +21,7 @@ Files (descriptor 4), for each: u32 index into `return_files`, u64 length, conte
 from __future__ import annotations
 import __future__
 
-import _ast as ast
+import _ast as ast  # saves the import of the Python code in `ast`
 import _thread
 import atexit
 import builtins
@@ -49,10 +49,11 @@ REPORT_FD, FILES_FD = 3, 4
 REPORT = struct.Struct("<6i")
 FILE = struct.Struct("<IQ")
 VALUE_TRUNCATED, TRACEBACK_TRUNCATED, FILES_TRUNCATED, OUT_OF_MEMORY = 1, 2, 4, 8
-TYPE_BYTES, MESSAGE_BYTES = 256, 8192
-_FUTURE = 0
+MAX_TYPE_BYTES, MAX_MESSAGE_BYTES = 256, 8192
+_FUTURE_FLAGS = 0
+"""Flags of code objects for `from __future__` statements."""
 for _name in __future__.all_feature_names:
-    _FUTURE |= getattr(__future__, _name).compiler_flag
+    _FUTURE_FLAGS |= getattr(__future__, _name).compiler_flag
 _STATEMENT = re.compile(
     r"(?:for|while|if|elif|else|def|class|with|try|except|finally|import|from|return|assert|del|pass|raise|global|async)\b"
     r"|@|\w+[ \t]*=[^=]"
@@ -75,17 +76,17 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except PermissionError:
-            os._exit(1)  # the file is full; the zygote recognises that by its length
+            os._exit(1)  # the file is full: its seal refuses the write. The zygote sees that by the length
 
 
 def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
     """Replace `socket.socket.sendmsg`, whose system call the filter refuses, because it can send descriptors.
 
-    This sends data only, for which asyncio uses sendmsg since Python 3.12.
+    The replacement sends data only. asyncio sends data by this method since Python 3.12.
     """
     if ancdata or address is not None:
         raise PermissionError(errno.EPERM, "sendmsg cannot send descriptors or to an address here; use send for data")
-    if flags or sock.gettimeout():
+    if flags or sock.gettimeout():  # only `send` waits on a socket with a timeout
         return sock.send(b"".join(buffers), flags)
     return os.writev(sock.fileno(), list(buffers))
 
@@ -122,7 +123,7 @@ _handlers: list = []
 def take_over_logging() -> None:
     """Unregister the exit function of `logging`, once in a zygote after all imports.
 
-    It is slow and only needed by a call that has added handlers; `_finalize` runs it for such a call.
+    The function is slow, and only a call that has added handlers needs it; `_finalize` runs it for such a call.
     """
     global _logging, _handlers
     logging: Any = sys.modules.get("logging")
@@ -134,21 +135,21 @@ def take_over_logging() -> None:
 def run(call: dict, blobs: list) -> None:
     """Run a call and exit by `os._exit`.
 
-    `blobs` are its code, input, names and files. Names are a JSON list of two lists: the names of the files that
-    follow, and of the files to return.
+    `blobs` are its code, input, file names and files. The names are JSON: [names of the given files, names of the files
+    to return].
     """
     exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
-        gc.freeze()  # the zygote's objects are never collected; the counters of allocations start from 0
+        gc.freeze()  # no collection visits the zygote's objects; this also resets the counters of allocations
         gc.enable()
         source, stdin, names, *contents = blobs
-        _start(bool(stdin))
-        home = os.getcwd()
-        given, returned = json.loads(bytes(names)) if names else ([], [])
+        _prepare_call(bool(stdin))
+        working_dir = os.getcwd()
+        given_names, return_names = json.loads(bytes(names)) if names else ([], [])
         report = _Report(call["output_bytes"])
-        exit_code = _run_script(call, bytes(source), list(zip(given, contents)), report)
+        exit_code = _run_script(call, bytes(source), list(zip(given_names, contents)), report)
         exit_code = _finalize(exit_code)
-        report.files_truncated = _return_files(returned, home, call["return_bytes"])
+        report.files_truncated = _return_files(return_names, working_dir, call["return_bytes"])
         report.send()
     except SystemExit as error:  # raised by an exit handler
         exit_code = error.code if isinstance(error.code, int) else 1
@@ -156,15 +157,15 @@ def run(call: dict, blobs: list) -> None:
         os._exit(exit_code & 0xFF)
 
 
-def _start(stdin_given: bool) -> None:
+def _prepare_call(has_stdin: bool) -> None:
     if sys.path[0] == os.devnull:
         sys.path[0] = os.getcwd()
-    if stdin_given:
+    if has_stdin:
         raw = io.BufferedReader(io.FileIO(0, closefd=False))
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _reseed()
-    getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; without the function, call int()
+    getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
 
 
 def _reseed() -> None:
@@ -181,7 +182,7 @@ def _reseed() -> None:
         _Random.seed(sympy_random.rng)
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:
-        tempfile._name_sequence = None  # reseeded only for a new process id, but every call has the id 1
+        tempfile._name_sequence = None  # tempfile itself reseeds it for a new process id, but every call has the id 1
         tempfile.tempdir = None
 
 
@@ -214,7 +215,7 @@ def _run_script(call: dict, source: bytes, files: list, report: _Report) -> int:
             _memory_reserve.close()
             report.out_of_memory = True
         report.error = _describe(error)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 130 if isinstance(error, KeyboardInterrupt) else 1  # 128 + SIGINT
 
 
 def _decode_source(source: bytes) -> str:
@@ -228,28 +229,28 @@ def _decode_source(source: bytes) -> str:
 
 
 def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | None]:
-    """Compile a script, and its last expression separately if its value is to be echoed.
+    """Compile a script, and separately its last expression if the value of that is to be reported (`echo`).
 
     A trailing `;` prevents the echo. The text is split at its last unindented line. If both parts compile, this
     has the same result as the syntax tree in half the time. Otherwise the syntax tree is used.
     """
     if not echo:
         return _compile_all(text), None
-    start = _last_line(text)
+    start = _last_line_start(text)
     if ";" not in text[start:]:
         if _STATEMENT.match(text, start):
             return _compile_all(text), None
         try:
             body = compile(text[:start], SCRIPT, "exec", dont_inherit=True) if start else _EMPTY_CODE
-            blank = "\n" * text.count("\n", 0, start)
-            flags = body.co_flags & _FUTURE
+            blank = "\n" * text.count("\n", 0, start)  # keeps the line numbers
+            flags = body.co_flags & _FUTURE_FLAGS
             return body, compile(blank + text[start:], SCRIPT, "eval", flags, dont_inherit=True)
         except SyntaxError:
             pass  # the last line continues the lines before it, is not an expression, or is invalid
     return _compile_tree(text)
 
 
-def _last_line(text: str) -> int:
+def _last_line_start(text: str) -> int:
     """Return the start of the last line that is not indented, blank, a comment or a closing bracket."""
     end = len(text)
     while True:
@@ -265,7 +266,7 @@ def _compile_tree(text: str) -> tuple[types.CodeType, types.CodeType | None]:
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not _has_semicolon_after(text, tree.body[-1]):
         last = ast.Expression(tree.body.pop().value)
     body = compile(tree, SCRIPT, "exec", dont_inherit=True)
-    return body, compile(last, SCRIPT, "eval", body.co_flags & _FUTURE, dont_inherit=True) if last else None
+    return body, compile(last, SCRIPT, "eval", body.co_flags & _FUTURE_FLAGS, dont_inherit=True) if last else None
 
 
 def _has_semicolon_after(text: str, last: Any) -> bool:
@@ -279,7 +280,7 @@ def _compile_all(text: str) -> types.CodeType:
 
 
 def _exit_code(error: SystemExit, report: _Report) -> int:
-    """Return the exit code as sys.exit defines it: None is 0, anything but a number is printed and is 1."""
+    """Return the exit code that sys.exit(code) defines: 0 for None, 1 for anything but a number, which is printed."""
     code = error.code
     if code is None or code == 0:
         return 0
@@ -300,7 +301,7 @@ def _describe(error: BaseException) -> tuple:
             sys.excepthook(type(error), error, error.__traceback__)
         except BaseException as hook_error:
             _write_stderr(f"Error in sys.excepthook:\n{_traceback_text(hook_error)}\nOriginal exception was:\n{text}")
-    return type(error).__qualname__, _message(error), text, _line(error)
+    return type(error).__qualname__, _message(error), text, _error_line(error)
 
 
 def _traceback_text(error: BaseException) -> str:
@@ -348,7 +349,7 @@ def _message(error: BaseException) -> str:
         return "<exception str() failed>"
 
 
-def _line(error: BaseException) -> int | None:
+def _error_line(error: BaseException) -> int | None:
     if isinstance(error, SyntaxError) and error.filename == SCRIPT:
         return error.lineno
     line, trace = None, error.__traceback__
@@ -395,22 +396,22 @@ def _flush(code: int) -> int:
     return code
 
 
-def _return_files(paths: list, home: str, limit: int) -> bool:
-    """Write the requested files to descriptor 4, at most `limit` bytes. Return whether some did not fit.
+def _return_files(paths: list, working_dir: str, limit_bytes: int) -> bool:
+    """Write the requested files to descriptor 4, at most `limit_bytes`. Return whether some did not fit.
 
-    Only regular files are returned, and no links.
+    Links and files that are not regular are skipped.
     """
     truncated = False
     for index, path in enumerate(paths):
         try:
-            fd = os.open(os.path.join(home, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(os.path.join(working_dir, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             continue
         with open(fd, "rb") as file:
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode):
-                left = limit - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
-                if status.st_size > left:
+                bytes_left = limit_bytes - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
+                if status.st_size > bytes_left:
                     truncated = True
                     continue
                 content = file.read(status.st_size)
@@ -422,8 +423,8 @@ def _return_files(paths: list, home: str, limit: int) -> bool:
 class _Report:
     """The last expression's value and the error, as the code's own process describes them."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes  # of the value and of the traceback
         self.value: str | None = None
         self.error: tuple | None = None
         self.files_truncated = False
@@ -434,23 +435,23 @@ class _Report:
             _write_all(REPORT_FD, self.encode())
 
     def encode(self) -> bytes:
-        value, value_truncated = _encode(self.value or "", self.limit)
-        kind, message, trace, line = self.error or ("", "", "", None)
-        trace_bytes, trace_truncated = _encode_end(trace, self.limit)
-        texts = [value, _encode(kind, TYPE_BYTES)[0], _encode(message, MESSAGE_BYTES)[0], trace_bytes]
+        value, value_truncated = _encode(self.value or "", self.limit_bytes)
+        error_type, message, trace, line = self.error or ("", "", "", None)
+        trace_bytes, trace_truncated = _encode_end(trace, self.limit_bytes)
+        texts = [value, _encode(error_type, MAX_TYPE_BYTES)[0], _encode(message, MAX_MESSAGE_BYTES)[0], trace_bytes]
         sizes = [len(text) for text in texts]
         if self.value is None:
             sizes[0] = -1
         if self.error is None:
             sizes[1] = -1
-        bits = VALUE_TRUNCATED * value_truncated | TRACEBACK_TRUNCATED * trace_truncated
-        bits |= FILES_TRUNCATED * self.files_truncated | OUT_OF_MEMORY * self.out_of_memory
-        return REPORT.pack(*sizes, -1 if line is None else line, bits) + b"".join(texts)
+        flags = VALUE_TRUNCATED * value_truncated | TRACEBACK_TRUNCATED * trace_truncated
+        flags |= FILES_TRUNCATED * self.files_truncated | OUT_OF_MEMORY * self.out_of_memory
+        return REPORT.pack(*sizes, -1 if line is None else line, flags) + b"".join(texts)
 
 
-def max_report_bytes(limit: int) -> int:
-    """Return the maximum size of a report in bytes, for an output limit in bytes."""
-    return REPORT.size + 2 * limit + TYPE_BYTES + MESSAGE_BYTES
+def max_report_bytes(output_limit_bytes: int) -> int:
+    """Return the maximum size of a report. The limit applies to the value and to the traceback."""
+    return REPORT.size + 2 * output_limit_bytes + MAX_TYPE_BYTES + MAX_MESSAGE_BYTES
 
 
 def _encode(text: str, limit: int) -> tuple[bytes, bool]:

@@ -1,8 +1,8 @@
 """Empties directories whose content is hostile. Used by zygotes, and as a program: `scratch_cleanup.py DIRECTORY ...`.
 
-No process of the call is alive by then, and the process that empties a directory has the rights of its owner only.
-Names are resolved one at a time, relative to an open directory and without following links. Depth costs neither stack
-nor descriptors.
+No process of the call is alive when its directory is emptied. The process that empties the directory has only the
+rights of the directory's owner. Names are resolved one at a time, relative to an open directory and without following
+links. Deep trees need no more stack and no more descriptors than flat ones.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def empty(directory: str, max_steps: float = float("inf")) -> bool:
-    """Remove the content of a directory and keep the directory. Return False if `max_steps` entries were not enough.
+def empty(directory: str, max_entries: float = float("inf")) -> bool:
+    """Remove the content of a directory and keep the directory. Raises OSError.
 
-    Raises OSError.
+    Return False, with part of the content removed, if there are more than about `max_entries` entries.
     """
     os.chmod(directory, 0o700)
     fd = os.open(directory, _OPEN_FLAGS)
@@ -26,8 +26,8 @@ def empty(directory: str, max_steps: float = float("inf")) -> bool:
             subdirectory = None
             with os.scandir(fd) as entries:
                 for entry in entries:
-                    max_steps -= 1
-                    if max_steps < 0:
+                    max_entries -= 1
+                    if max_entries < 0:
                         return False
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.name, dir_fd=fd)
@@ -48,7 +48,7 @@ def empty(directory: str, max_steps: float = float("inf")) -> bool:
 
 
 def try_rmdir(directory: str, parent_fd: int | None = None) -> bool:
-    """Remove a directory if it is empty. Return whether this removed it."""
+    """Remove a directory if it is empty. Return whether it was."""
     try:
         os.rmdir(directory, dir_fd=parent_fd)
     except OSError:

@@ -1,12 +1,13 @@
 """System calls of a zygote and its calls: their numbers, and functions that make them.
 
 Invariants:
-- The interpreter lock stays held and ctypes keeps no copy of errno: either would write to memory that a call shares
-  with its zygote, and a fork copies each page on the first write. The zygote and a call have one thread.
+- The interpreter lock stays held (PyDLL), and ctypes keeps no copy of errno: both would write to memory that a call
+  shares with its zygote, and the first write to a page copies the page. No other thread waits for the lock, because the
+  zygote has one thread, and a call has one while it uses this module.
 - Symbols are looked up at import, because a lookup in a call would read the C library's tables into its memory.
 
-A number identifies a system call on every architecture, but it is the kernel's number on x86-64 only. Elsewhere only
-level `none` runs, and `invoke` goes through the C library's functions.
+The constants are the kernel's numbers on x86-64. On other architectures they only identify a system call: `invoke` then
+calls the C library's function of that name, and only level `none` is supported.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ select, signalfd, sigprocmask, mprotect = _libc.select, _libc.signalfd, _libc.si
 mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 do_nothing = _libc.sched_yield
-"""A function like `syscall` that returns 0."""
-_SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)  # sigset_t
+"""A C function, like `syscall`, that has no effect and returns 0."""
+_SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)  # sigset_t of the C library
 _SIG_BLOCK = 0
 _SFD_CLOEXEC = 0o2000000
 
-_raw = _libc["syscall"]  # a second object, with types of its own
+_raw = _libc["syscall"]  # a second function object, with other argument types than `syscall`
 _raw.argtypes, _raw.restype = (ctypes.c_long,) * 7, ctypes.c_long
 _IS_X86_64 = os.uname().machine == "x86_64"
 _NAMES = {
@@ -54,7 +55,7 @@ for _function in _functions.values():
 def invoke(number: int, *arguments: int) -> int:
     """Make a system call with six arguments. Return its result, or the negative error number.
 
-    A plain fork goes through fork(3), which keeps the C library's idea of the thread's id right.
+    A fork without namespaces goes through fork(3), which also updates the thread id that the C library has stored.
     """
     if number == CLONE and arguments[0] == signal.SIGCHLD:
         result = fork()

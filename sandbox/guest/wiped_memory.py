@@ -24,19 +24,19 @@ def wiped_buffer(size: int) -> memoryview:
 
 
 class CallInput:
-    """The input of the next call to fork, in memory that the child inherits.
+    """The input of the next call, in memory that its process inherits by the fork.
 
-    The buffer is written whole before each fork, so no byte of an earlier call is left in it.
+    The whole buffer is written before each fork, so no byte of an earlier call is left in it.
     """
 
     def __init__(self) -> None:
         self._usual = _private_pages(USUAL_BYTES)
         self._usual_address = _address(self._usual)
-        self._used_bytes = 0
+        self._used_bytes = 0  # of the last body in the usual buffer
         self.body = memoryview(b"")
 
     def copy_plan(self, body: memoryview) -> tuple[int, int, int, int]:
-        """Return how to copy a body before the fork: source, target, bytes, and zero bytes to write behind them.
+        """Return how to copy a body before the fork: source, target, bytes to copy, zero bytes to write behind them.
 
         A body over `USUAL_BYTES` must be the only one of its batch.
         """
@@ -51,7 +51,7 @@ class CallInput:
         return source, self._usual_address, size, zeros
 
     def expose(self, size: int) -> None:
-        """In the child: make `body` the input of `size` bytes."""
+        """In the child: set `body` to its input of `size` bytes."""
         if size <= USUAL_BYTES:
             self.body = memoryview(self._usual)[:size]
 

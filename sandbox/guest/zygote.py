@@ -1,7 +1,7 @@
 """A zygote: a preloaded interpreter with one thread that forks itself for each call.
 
 Run by path inside the jail: `zygote.py --fd N`. It owns its running calls: it forks and reaps them, and reports the end
-of each exactly once. The executor, at the other end of the socket, alone decides about time. Frames:
+of each exactly once. Only the executor, at the other end of the socket, decides about time limits. Frames:
 
     received                                      sent
     configure {plan, profile}            first    ready {python, modules, missing, problems}
@@ -12,7 +12,7 @@ of each exactly once. The executor, at the other end of the socket, alone decide
         + code, stdin, names, files                   + stdout, stderr, report, files
                                                   start_failed {run_id, reason}       no code has run
                                                   still_running {run_id, pid, wall_ms} + pidfd
-                                                      once, after report_after_s or the call's timeout_s
+                                                      once, after report_after_s or timeout_s of the call
     kill {run_id}
     spawn {profile} + socket                      (forks a child zygote that adds a profile and serves the socket)
 
@@ -60,7 +60,9 @@ _FIRST_FREE_FD = 10
 _MAX_SLOTS_PER_POOL = 4096
 _MAX_STALE_DEADLINES = 64
 _REPORT_RETRY_S = 0.02
+"""Seconds until another try to report a call as still running."""
 _CONFINED = 1
+"""Value of a slot's byte in `confined_flags` once its call is confined."""
 
 
 class RunningCall:
@@ -100,9 +102,11 @@ class Zygote:
         self.input = wiped_memory.CallInput()
         self.writer = frames.FrameWriter(reader.sock)
         self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
+        # Calls that wait for their fork: (call, its frame's header, its descriptors by `_open_files`, its frame's body)
         self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
         self.running: dict[int, RunningCall] = {}  # by process id
-        self.ending: list[tuple[RunningCall, int, resource.struct_rusage]] = []  # their first process has died
+        # Calls whose first process has died, with its wait status and usage; others of their processes may be left
+        self.ending: list[tuple[RunningCall, int, resource.struct_rusage]] = []
         self.report_after_s = 0.0
         self.inherited_kb = 0  # resident memory of a child that does nothing
         self.deadlines: list[tuple[float, int, int]] = []  # a heap of (time, process id, run id)
@@ -118,7 +122,7 @@ class Zygote:
         while True:
             readable = [fd for fd, _ in self.poll.poll(self._poll_timeout_ms())]
             if self.child_signal_fd in readable:
-                os.read(self.child_signal_fd, 4096)
+                os.read(self.child_signal_fd, 4096)  # empties it
                 self._reap()
             if sock_fd in readable:
                 for header, body in self.reader.receive():
@@ -145,7 +149,7 @@ class Zygote:
         self.confinement.cgroup_dir_fds[header["slot"]] = self.reader.fds.pop(0)
 
     def on_call(self, call: dict, body: memoryview) -> None:
-        """Open a call's files, to be forked by the next `fork_pending`."""
+        """Open a call's files. The next `fork_pending` forks the call."""
         running = RunningCall(call)
         is_large = len(body) > wiped_memory.USUAL_BYTES
         if is_large or len(self.to_fork) == fork_batch.MAX_JOBS:
@@ -158,7 +162,7 @@ class Zygote:
             self.fork_pending()
 
     def _open_files(self, running: RunningCall, call: dict, body: memoryview) -> list[tuple[int, int]]:
-        """Open a call's files. Return pairs of a descriptor and the number that the call has it by."""
+        """Open a call's files. Return pairs of a descriptor in the zygote and its number in the call."""
         sizes = [running.output_limit_bytes] * 2 + [runner.max_report_bytes(running.output_limit_bytes)]
         for size in sizes:
             running.fds.append(output_files.bounded_file(size))
@@ -184,25 +188,25 @@ class Zygote:
         self.send({"op": "start_failed", "run_id": running.run_id, "reason": reason})
 
     def fork_pending(self) -> None:
-        """Fork the calls that wait for it."""
+        """Fork all calls in `to_fork`."""
         if not self.to_fork:
             return
         pending, self.to_fork = self.to_fork, []
         for number, (running, call, fds, body) in enumerate(pending):
             job = self.confinement.syscall_steps(running.slot, call, fds, self.batch.data_addresses[number])
             self.batch.add(number, self.input.copy_plan(body), *job)
-        own = self.batch.run(len(pending))
-        if own is not None:
-            self._run_child(*pending[own])
-        for number, job_of in enumerate(pending):
-            running, call = job_of[:2]
+        own_number = self.batch.run(len(pending))
+        if own_number is not None:  # this process is the child
+            self._run_child(*pending[own_number])
+        for number, entry in enumerate(pending):
+            running, call = entry[:2]
             running.pid = self.batch.child_pid(number)
             if running.pid >= 0:
                 running.started = self.batch.forked_at(number)
                 self.running[running.pid] = running
                 self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
             elif running.slot in self.confinement.cgroup_dir_fds and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
-                self.to_fork.append(job_of)  # clone3 is refused here
+                self.to_fork.append(entry)  # clone3 is refused here: fork again with clone
             else:
                 self._send_start_failed(running, f"fork: {os.strerror(-running.pid)}")
         self.input.free_large()
@@ -216,11 +220,11 @@ class Zygote:
         try:
             self.batch.raise_if_step_failed()
             self.confinement.finish(running.slot, running.temp_dir)
-            descriptors.close_from(5 if call["return_count"] else 4)
+            descriptors.close_from(5 if call["return_count"] else 4)  # behind the call's last descriptor
         except BaseException as error:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        # The flags are unmapped once this is set, so the code cannot pretend that its confinement failed.
+        # The flags are unmapped once the flag is set, so the code cannot pretend that its confinement failed.
         self.confined_flags[running.slot] = _CONFINED
         self.confined_flags.close()
         runner.run(call, frames.split_blobs(self.input.body, call["blobs"]))
@@ -280,12 +284,13 @@ class Zygote:
     def _poll_timeout_ms(self) -> float | None:
         if not self.deadlines:
             return None
+        # poll(2) takes an int, and one more millisecond makes sure that the deadline has passed.
         return min(1e9, max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1))
 
     def _set_deadline(self, running: RunningCall, deadline: float) -> None:
         """Add a deadline to the heap. Entries of ended calls stay in it until they are too many.
 
-        The heap is bounded because every fork pays for the memory of its zygote.
+        The heap is bounded because every fork takes longer if the zygote has more memory.
         """
         running.deadline = deadline
         heapq.heappush(self.deadlines, (deadline, running.pid, running.run_id))
@@ -381,7 +386,7 @@ def _warm_up(sock: socket.socket, confinement: confine.Confinement) -> None:
 
 
 def _inherited_kb() -> int:
-    """Return the largest resident set of a child that exits at once: what it shares with this process."""
+    """Return the peak memory of a child that exits at once: the memory that it shares with this process, in KiB."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -427,7 +432,8 @@ def _move_fd_up(sock: socket.socket) -> socket.socket:
 
 
 def main() -> None:
-    # It made the dynamic linker bind this zygote's symbols at once, so that no call has to. Calls do not inherit it.
+    # LD_BIND_NOW made the dynamic linker bind all symbols of this zygote, so that no call has to. Remove it from the
+    # environment of calls.
     os.environ.pop("LD_BIND_NOW", None)
     sock = _move_fd_up(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1])))
     while True:  # occupy the descriptors that calls use, so that the zygote opens its own above them

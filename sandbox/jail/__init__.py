@@ -5,7 +5,7 @@
     spec = JailSpec(choose_level("auto").level, python, GUEST_SOURCE_DIR, uid_base=uid_base, uid_count=uid_count)
     subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
 
-The package is synchronous and imports only the standard library, `machine` and `errors`. `launch_argv` is pure.
+The package is synchronous and imports only the standard library, `machine` and `errors`. `launch_argv` has no effects.
 """
 
 from sandbox.jail.cgroup import CgroupUsage, SlotCgroup

@@ -1,7 +1,7 @@
 """The cgroup of one slot: sets limits before a call and reads usage after it, through files that stay open.
 
-- A limit is written only if it differs from the current one: most calls have the same limits.
-- Counters of the kernel never go back, so a call's usage is the difference of two readings. Only the peak is reset.
+- A limit is written only if it differs from the current one, because most calls have the same limits.
+- The kernel's counters only grow, so a call's usage is the difference of two readings. Only the peak is reset.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CgroupVersion:
     memory_limit_file: str
     memory_peak_file: str
     oom_kills_file: str
-    """File whose line oom_kill counts the processes of the cgroup that the OOM killer has killed for any reason."""
+    """File whose line oom_kill has the number of the cgroup's processes that the OOM killer killed for any reason."""
     limit_hits_file: str
     """File that counts how often the cgroup's own limit was reached."""
     limit_hits_key: bytes
@@ -61,7 +61,7 @@ V1 = CgroupVersion(
     cpu_file="cpuacct.usage",
     cpu_key=b"",
     cpu_units_per_ms=1e6,
-    enter_file="tasks",  # moves one thread; cgroup.procs moves a process, and all forks on the machine wait for that
+    enter_file="tasks",  # moves one thread. cgroup.procs moves a process, during which all forks on the machine wait
     threads_file="tasks",
 )
 V2 = CgroupVersion(
@@ -97,12 +97,12 @@ class CgroupUsage:
 
 
 class SlotCgroup:
-    """The cgroup of a slot. `dirs` maps each hierarchy to the cgroup's existing directory. Raises `OSError`."""
+    """The cgroup of a slot. `dirs` has the cgroup's existing directory in each hierarchy. Raises `OSError`."""
 
     def __init__(self, version: CgroupVersion, dirs: Mapping[str, str]) -> None:
         self._version = version
         self._memory_dir, self._pids_dir = dirs[version.memory_hierarchy], dirs[version.pids_hierarchy]
-        self._limits: tuple[int, int] | None = None
+        self._limits: tuple[int, int] | None = None  # (memory_bytes, max_tasks) as last written
         self._peak_before = 0
         for name, text in version.initial_texts:
             with suppress(OSError):  # kernels without swap have no such file
@@ -118,7 +118,7 @@ class SlotCgroup:
         self._can_reset_peak = True
         try:
             self._reset_peak()
-        except OSError:  # version 2 before Linux 6.12 counts the peak of all calls so far
+        except OSError:  # version 2 before Linux 6.12 cannot reset the peak
             self._can_reset_peak = False
             self._peak_before = int(os.pread(self._peak_fd, 64, 0))
 
@@ -135,7 +135,7 @@ class SlotCgroup:
     def read_usage(self) -> CgroupUsage:
         """Return the usage since `set_limits`, at the end of a call."""
         before, self._last_counters = self._last_counters, self._read_counters()
-        oom_kills, limit_hits, cpu = (now - then for now, then in zip(self._last_counters, before, strict=True))
+        oom_kills, limit_hits, cpu = (new - old for new, old in zip(self._last_counters, before, strict=True))
         return CgroupUsage(
             cpu_ms=cpu / self._version.cpu_units_per_ms if self._cpu_fd >= 0 else None,
             peak_bytes=self._read_peak(),
@@ -157,14 +157,14 @@ class SlotCgroup:
         return int(os.pread(self._tasks_fd, 64, 0))
 
     def other_pids(self, first: int) -> list[int]:
-        """Return the pids of all processes except `first`, in this PID namespace. It is 0 for a process outside."""
-        if self.task_count <= 1:  # to read the count takes a tenth of the time that it takes to read the list
+        """Return the pids of all processes except `first`. A process outside of this PID namespace has pid 0."""
+        if self.task_count <= 1:  # reading the count takes a tenth of the time of reading the list
             return []
         with open(f"{self._pids_dir}/cgroup.procs", encoding="ascii") as pids:
             return [pid for pid in map(int, pids.read().split()) if pid != first]
 
     def thread_ids(self) -> list[int]:
-        """Return the ids of all threads, in this PID namespace. It is 0 for a thread outside."""
+        """Return the ids of all threads. A thread outside of this PID namespace has id 0."""
         with open(f"{self._pids_dir}/{self._version.threads_file}", encoding="ascii") as tids:
             return [*map(int, tids.read().split())]
 
@@ -182,7 +182,7 @@ class SlotCgroup:
         self._fds = []
 
     def _reset_peak(self) -> None:
-        """Reset the peak to the memory in use, mostly cached files, which does not count as use of the next call."""
+        """Reset the peak to the memory in use, mostly cached files. That memory is not charged to the next call."""
         if self._peak_fd >= 0 and self._can_reset_peak:
             os.pwrite(self._peak_fd, b"0", 0)
             self._peak_before = int(os.pread(self._peak_fd, 64, 0))
@@ -190,7 +190,7 @@ class SlotCgroup:
     def _read_peak(self) -> int | None:
         """Return the call's peak, or None if it is unknown.
 
-        If the kernel cannot reset the peak, it is known only for a call that exceeds all calls before it.
+        If the kernel cannot reset the peak, the peak is known only for a call that exceeds all calls before it.
         """
         if self._peak_fd < 0:
             return None

@@ -8,14 +8,15 @@
 
 - Version 1 has several hierarchies (memory, pids, and cpuacct if mounted), version 2 has one. `CgroupTree` hides this
   difference.
-- The executor holds a lock (flock(2)) on its tree. A tree without a lock is left over from an executor that was killed.
-  It is removed when the next tree is created.
+- The executor holds a lock (flock(2)) on its tree. A tree without a lock is left over from an executor that was killed,
+  and is removed when the next tree is created.
 - The cgroups are below the server's own, so that the operator's limits on the server apply to its calls.
 - Version 2 allows no processes in a cgroup whose children have limits. So the server and all other processes of its
   cgroup move to a child, but only in a container, or where systemd has delegated the cgroup to the server.
 - A jail has no cgroup file system. A call enters its cgroup by a file that was opened outside of the jail
-  (`open_procs_files`): the kernel checks the permissions of the process that opened the file. In version 2, entering
-  waits for all forks on the machine, so a zygote forks directly into the cgroup if it can (clone3(2)).
+  (`open_procs_files`): the kernel checks the permissions of the process that opened the file. In version 2, a process
+  that enters a cgroup waits for all forks on the machine, so a zygote forks directly into the cgroup if it can
+  (clone3(2)).
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ log = logging.getLogger(__name__)
 PREFIX = "rstar-sandbox-"
 SERVER_LEAF, ZYGOTES_LEAF = "rstar-sandbox", "zygotes"
 KILL_TIMEOUT_S = 5.0
-"""Seconds to wait for killed processes to leave a cgroup. It takes milliseconds, unless the machine is overloaded."""
+"""Seconds to wait for killed processes to leave a cgroup. They take milliseconds if the machine is not overloaded."""
 FDS_PER_SLOT = 8
-"""Descriptors that a process needs for each slot: an executor for the files of the slot's cgroup, a zygote for the
+"""Descriptors that a process needs for each slot. An executor opens the files of the slot's cgroup; a zygote opens the
 cgroup's `enter_file` and the files of the call."""
 RESERVED_FDS = 256
 """Descriptors that a process needs for all other purposes."""
 MAX_TRIES = 5
 """Tries of an operation that other processes can disturb."""
 _V2_CONTROLLERS = {"memory", "pids"}
-"""Controllers that version 2 must have. It counts CPU time without a controller."""
+"""Controllers that version 2 must have. CPU time is counted without a controller."""
 
 
 def max_slots_for_fds() -> int:
@@ -79,7 +80,7 @@ class CgroupTree:
         self._locks: dict[str, int] = {}  # directory -> descriptor; several hierarchies may be mounted together
         self._cgroups: dict[int, SlotCgroup] = {}
         self.idle: IdleCgroup | None = None
-        self._zygote_uid = -1
+        self._zygote_uid = -1  # unknown
         self._can_clone_into = False
         try:
             self._version, parents = _find_version()
@@ -96,7 +97,7 @@ class CgroupTree:
         return f"{self._version.name}, {', '.join(self._locks)}"
 
     def cgroup(self, slot: int) -> SlotCgroup:
-        """Return the cgroup of a slot, created on first use since most slots are rarely used. Raises `OSError`."""
+        """Return the cgroup of a slot, which is created on first use: most slots are rarely used. Raises `OSError`."""
         if slot not in self._cgroups:
             self._cgroups[slot] = self._create_slot_cgroup(slot)
         return self._cgroups[slot]
@@ -117,14 +118,14 @@ class CgroupTree:
                 self._chown_procs_file(directory)
             os.makedirs(f"{top}/{ZYGOTES_LEAF}", exist_ok=True)
             write_file(f"{top}/{ZYGOTES_LEAF}/{V2.enter_file}", str(pid))
-            os.close(kernel.open_detached(f"{top}/0"))
+            os.close(kernel.open_detached(f"{top}/0"))  # fails here if the kernel or a container refuses it
         except OSError as error:
             log.info("cannot clone into cgroups, entering them is slower: %s", error)
         else:
             self._can_clone_into = True
 
     def open_directories(self, slot: int) -> Iterator[int]:
-        """Yield a descriptor of a slot's cgroup for clone3(2), if zygotes may fork into it. The caller closes it."""
+        """Yield a descriptor of a slot's cgroup for clone3(2), or nothing if zygotes may not. The caller closes it."""
         self.cgroup(slot)
         if self._can_clone_into:
             (top,) = self._locks
@@ -174,9 +175,9 @@ class CgroupTree:
 class IdleCgroup:
     """A cgroup for demoted threads, which run only on cores that all other threads of `parent` leave idle.
 
-    `parent` is the server's cgroup. SCHED_IDLE alone does not achieve this outside of containers: there the kernel
-    first divides the cores among sessions (sched_autogroup_enabled). A jail is a session of its own, and calls can
-    start more sessions.
+    `parent` is the server's cgroup. Outside of containers, SCHED_IDLE alone is not enough: there the kernel first
+    divides the cores among sessions (sched_autogroup_enabled), a jail is a session of its own, and calls can start more
+    sessions.
     """
 
     def __init__(self, parent: str) -> None:
@@ -185,7 +186,7 @@ class IdleCgroup:
         try:
             write_file(f"{self._dir}/cpu.idle", "1")
         except OSError:  # Linux before 5.15
-            write_file(f"{self._dir}/cpu.shares", "2")
+            write_file(f"{self._dir}/cpu.shares", "2")  # the smallest share
         self._enter_fd = _open(f"{self._dir}/{V1.enter_file}", os.O_WRONLY)
         self._leave_fd = _open(f"{parent}/{V1.enter_file}", os.O_WRONLY)
 
@@ -236,7 +237,7 @@ def _find_version() -> tuple[CgroupVersion, dict[str, str]]:
 
 
 def _find_v2_parent(own_dirs: dict[str, str]) -> str:
-    """Return the cgroup of version 2 in which to create cgroups. Its children can have limits. Raises `OSError`."""
+    """Return the cgroup of version 2 in which to create cgroups with limits. Raises `OSError`."""
     if "" not in own_dirs:
         raise OSError("it is not mounted")
     parent = own_dirs[""]
@@ -271,8 +272,9 @@ def _move_processes_to_leaf(parent: str) -> None:
             f"{parent} has processes that are not the server's; run in a container, or under systemd with Delegate=yes"
         )
     os.makedirs(f"{parent}/{SERVER_LEAF}", exist_ok=True)
-    for _ in range(MAX_TRIES):  # a process that is forked meanwhile is moved in the next round
-        pids = [pid for pid in _read(f"{parent}/cgroup.procs").split() if pid != "0"]  # 0: of another PID namespace
+    for _ in range(MAX_TRIES):  # processes that are forked during one round are moved in the next
+        # 0 stands for a process of another PID namespace.
+        pids = [pid for pid in _read(f"{parent}/cgroup.procs").split() if pid != "0"]
         for pid in pids:
             with suppress(ProcessLookupError):
                 write_file(f"{parent}/{SERVER_LEAF}/cgroup.procs", pid)
@@ -319,7 +321,7 @@ def _remove_stale(parent: str) -> None:
 
 
 def _remove(top: str) -> None:
-    """Remove a cgroup and those below it, and kill their processes. Gives up after `KILL_TIMEOUT_S`."""
+    """Kill all processes in a cgroup and the cgroups below it, and remove these. Gives up after `KILL_TIMEOUT_S`."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     for directory, _, _ in os.walk(top, topdown=False):
         while True:

@@ -1,8 +1,8 @@
 """Finds the shared libraries that ELF files need, as this machine's loader would.
 
 `library_closure` returns all host files without which the given binaries do not load. It reads only dynamic sections
-and runs no code. It leaves out a library that it cannot find: importing that module then fails in the jail as it does
-outside.
+and runs no code. It leaves out a library that it cannot find: the import of a module that needs it fails in the jail as
+it does outside.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Elf:
 def library_closure(roots: Iterable[str], mounted_dirs: Iterable[str]) -> tuple[str | None, dict[str, str]]:
     """Return the loader's path, and name -> host file of all libraries that `roots` need, directly or indirectly.
 
-    A library that is found by $ORIGIN in one of `mounted_dirs` is left out: the jail has the whole directory, so the
-    library is found there too.
+    A library that is found by $ORIGIN in one of `mounted_dirs` is left out: the jail contains the whole directory, so
+    the loader finds the library in it by the same $ORIGIN.
     """
     cache = _read_loader_cache()
     prefixes = tuple(os.path.join(directory, "") for directory in mounted_dirs)
@@ -69,7 +69,7 @@ def library_closure(roots: Iterable[str], mounted_dirs: Iterable[str]) -> tuple[
 
 
 def read(path: str) -> Elf | None:
-    """Parse a 64-bit little-endian ELF file for this machine. Returns None for all other files, damaged ones too."""
+    """Parse a 64-bit little-endian ELF file for this machine. Returns None for other files and damaged ones."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
             return _parse(data)
@@ -100,7 +100,7 @@ def _parse(data: mmap.mmap) -> Elf | None:
     table_address = dynamic[_DT_STRTAB][0]
     table_offset = next(
         (offset + table_address - start for start, offset, length in segments if 0 <= table_address - start < length),
-        len(data),
+        len(data),  # no segment contains the table: its strings are then empty
     )
 
     def strings_of(tag: int) -> list[str]:

@@ -1,8 +1,8 @@
 """The guest's Python: its files on this machine, and the path of each of them in a jail.
 
 In the jail, Python is in /python and finds its library by its own landmark search (bin/python3, then lib/pythonX.Y). It
-needs no PYTHONHOME, and a call's own subprocess works with an empty environment. Packages are mounted where the base
-interpreter looks for them. If the standard library has no directory there to mount on, PYTHONPATH names the packages.
+needs no PYTHONHOME, and a Python that a call starts works with an empty environment. Packages are mounted where the
+base interpreter looks for them. If there is no directory to mount on, PYTHONPATH names the packages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python and all its files. Pairs of paths are (on the host, in the jail)."""
+    """A Python and all its files. Each pair of paths is (path on the host, path in the jail)."""
 
     executable: str
     """Path on the host as the operator gave it. Levels `landlock` and `none` run it."""
@@ -45,7 +45,7 @@ class Interpreter:
     """Path of the real binary, outside any virtual environment."""
     version: tuple[int, int, int]
     mounts: tuple[tuple[str, str], ...]
-    """Directories to mount, in order: the standard library, then packages, some of them inside it."""
+    """Directories to mount, in this order: the standard library, then packages, some of them below it."""
     masked_paths: tuple[str, ...]
     """Directories in the jail that must be empty: the base interpreter's own packages."""
     libraries: tuple[tuple[str, str], ...]
@@ -79,7 +79,7 @@ class Interpreter:
 
     @classmethod
     def decode(cls, fields: dict[str, Any]) -> Interpreter:
-        """Restore an interpreter from JSON of `dataclasses.asdict`, which turned tuples into lists."""
+        """Restore an interpreter from the JSON of its `dataclasses.asdict`, in which tuples have become lists."""
         pairs = {name: tuple(map(tuple, fields[name])) for name in ("mounts", "libraries")}
         flat = {name: tuple(fields[name]) for name in ("version", "masked_paths", "pythonpath")}
         return cls(**{**fields, **pairs, **flat})
@@ -108,13 +108,13 @@ def _query(python: str) -> dict[str, Any]:
 def _plan_mounts(
     paths: dict[str, Any], base: dict[str, Any]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]:
-    """Return (mounts, masked_paths, pythonpath) of an interpreter. `base` are the paths of its base interpreter."""
+    """Return the fields (mounts, masked_paths, pythonpath). `base` has the paths of the base interpreter."""
     prefix = base["base_prefix"]
     stdlib = os.path.realpath(base["stdlib"])
     stdlib_in_jail = _path_in_jail(base["stdlib"], prefix)
     mounts = [(stdlib, stdlib_in_jail)]
     for dynload in base["dynload"]:
-        if not os.path.realpath(dynload).startswith(stdlib + "/"):  # Debian and Fedora may keep it elsewhere
+        if not os.path.realpath(dynload).startswith(stdlib + "/"):  # as on some Debian and Fedora systems
             mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, prefix)))
 
     def can_mount(target: str) -> bool:

@@ -91,8 +91,8 @@ def has_clone3() -> bool:
 def close_range(first: int, last: int) -> None:
     """Close the descriptors from `first` to `last`.
 
-    os.closerange is not enough: it calls close_range(2) only if Python was built with a C library that has the call.
-    Before Linux 5.9 the descriptors are closed one by one, up to the size of the process's descriptor table.
+    os.closerange does not suffice: it calls close_range(2) only if Python was built with a C library that has the call.
+    Before Linux 5.9 the descriptors are closed in turn, up to the size of the process's descriptor table.
     """
     if _libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0) != 0:
         os.closerange(first, min(last + 1, _fd_table_size()))
@@ -101,14 +101,15 @@ def close_range(first: int, last: int) -> None:
 def _fd_table_size() -> int:
     """Return a number above all open descriptors, without /proc, which a process in a jail does not have.
 
-    select(2) fails with EBADF for a closed descriptor within the kernel's descriptor table, and ignores one beyond it.
+    select(2) fails with EBADF for a closed descriptor within the kernel's descriptor table, and ignores descriptors
+    beyond it.
     """
-    size = 64
+    size, no_wait = 64, bytes(16)  # the smallest table (NR_OPEN_DEFAULT), and an empty struct timeval
     while size <= MAX_FD:
         fd_set = bytearray(size // 8 + 8)
         fd_set[-8] = 1  # the bit of descriptor `size`, a power of two
         is_open = _libc.fcntl(size, fcntl.F_GETFD) >= 0
-        if not is_open and _libc.select(size + 1, bytes(fd_set), None, None, bytes(16)) == 0:
+        if not is_open and _libc.select(size + 1, bytes(fd_set), None, None, no_wait) == 0:
             break
         size *= 2
     return size
@@ -154,7 +155,7 @@ def wait_for_exit(child: int) -> int:
 
 
 def set_parent_death_signal() -> None:
-    """Have the kernel kill this process when the thread that forked it ends. A later change of ids undoes it."""
+    """Let the kernel kill this process when the thread that forked it ends. A later change of ids undoes this."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
@@ -168,7 +169,7 @@ def set_no_new_privs() -> None:
 
 
 def set_not_dumpable() -> None:
-    """Forbid other processes to trace this one or to read its memory. Exec undoes it."""
+    """Forbid other processes to trace this process or to read its memory. Exec undoes this."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
@@ -189,7 +190,7 @@ def drop_capabilities() -> None:
 def effective_capabilities() -> frozenset[int]:
     sets = _CapabilitySets()
     _check(_libc.capget(_CAPABILITY_HEADER, sets), "capget")
-    mask = sets[0] | sets[3] << 32
+    mask = sets[0] | sets[3] << 32  # the effective sets of both structs
     return frozenset(bit for bit in range(64) if mask >> bit & 1)
 
 

@@ -7,7 +7,7 @@ Two rulesets apply to a call at once:
     the call's     read what Python needs; read and write the scratch directory of its own slot
 
 A ruleset denies all rights that it "handles" and does not grant. It handles all rights that the ABI knows: on files, on
-TCP, and on signals to and abstract sockets of processes outside.
+TCP, on signals to processes outside, and on their abstract sockets.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FILE_RIGHTS_OF_ABI_1 = REFER - 1
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract Unix sockets, signals
 _NO_AUDIT = 0b101
-"""LANDLOCK_RESTRICT_SELF_LOG_SAME_EXEC_OFF and LOG_SUBDOMAINS_OFF (from ABI 7): denials of hostile code must not fill
-the host's audit log."""
+"""LANDLOCK_RESTRICT_SELF_LOG_SAME_EXEC_OFF and LOG_SUBDOMAINS_OFF (from ABI 7). Hostile code must not be able to fill
+the host's audit log with denials."""
 
 TRUNCATE_ABI = 3
-"""First ABI version that can deny truncate(2). Before it, code can empty each file that its uid may write."""
+"""First ABI version that can deny truncate(2). With older ones, code can empty each file that its uid may write."""
 _SCRATCH = (
     WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE
     | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
@@ -115,7 +115,7 @@ def handled_rights(abi: int) -> tuple[int, int, int]:
 
 
 def _config_files(python: Interpreter) -> list[str]:
-    """Return the existing files that Python or the loader reads at its start. It fails if it may not read them."""
+    """Return the existing files that Python or the loader reads at start. The start fails if one is not readable."""
     environment = os.path.dirname(os.path.dirname(python.executable))
     site_files = [f"{source}/sitecustomize.py" for source, _ in python.mounts]  # Debian's is a link into /etc
     paths = (f"{environment}/pyvenv.cfg", "/etc/ld.so.cache", "/etc/mime.types", *site_files)

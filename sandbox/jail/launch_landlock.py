@@ -3,11 +3,11 @@
     server ── launcher ── init (subreaper) ── guest (the zygote), its own process group ── calls, one uid per slot
               waits       cleans up after the guest
 
-- Landlock restricts only the guest: it reads what Python needs and writes below `scratch_root`/calls. Launcher and init
-  run no code but this file.
-- Init acts when the guest or the launcher ends. It kills the guest's process group, all processes with a uid of a slot
-  and its own children, until no child is left: a process whose parent died is init's child. Then it removes
-  `scratch_root`.
+- Landlock restricts only the guest, which may read what Python needs and write below `scratch_root`/calls. Launcher and
+  init run only the code of this file.
+- When the guest or the launcher ends, init kills the guest's process group, all processes with a uid of a slot and its
+  own children. It repeats that until it has no child: every process of the jail whose parent died is init's child. Then
+  init removes `scratch_root`.
 - The process that holds the lock on `scratch_root` owns the slots' uids. If launcher and init are killed together, the
   next launcher with this path first removes what they left.
 """
@@ -32,7 +32,7 @@ from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec
 from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 
 CLEANUP_TIMEOUT_S = 60.0
-"""Maximum number of seconds for the removal of one slot's files. Within its time limit, a call cannot create so many
+"""Maximum number of seconds for the removal of one slot's files. A call's time limit is too short to create so many
 files that their removal takes longer."""
 
 
@@ -55,7 +55,7 @@ def main() -> NoReturn:
     if launcher.wait_for_first(server_pidfd, os.pidfd_open(init)) == server_pidfd:
         os._exit(1)
     status = launcher.reap_until(init)
-    scratch.remove()  # removed already, unless init was killed
+    scratch.remove()  # init has removed it already, unless init was killed
     os._exit(status)
 
 
@@ -64,7 +64,7 @@ def _run_init(spec: JailSpec, scratch: _ScratchRoot, socket_fd: int, launcher_al
     guest = os.fork()
     if guest == 0:
         _run_guest(spec, socket_fd)
-    with suppress(PermissionError):  # the guest has called exec, and setpgid before it
+    with suppress(PermissionError):  # EACCES: the guest has called exec, and before that setpgid for itself
         os.setpgid(guest, guest)
     launcher.close_fds_except(launcher_alive_r, scratch.lock)
     kernel.set_not_dumpable()
@@ -109,7 +109,7 @@ def _kill_all(spec: JailSpec, guest: int) -> int:
                 os.kill(pid, signal.SIGKILL)
         try:
             pid, status = os.wait()
-            while pid:  # reap all that have ended before the next round of kills, which takes a system call per slot
+            while pid:  # reap all ended children before the next round of kills, which needs a system call per slot
                 if pid == guest:
                     guest_status = launcher.shell_exit_status(status)
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -118,7 +118,7 @@ def _kill_all(spec: JailSpec, guest: int) -> int:
 
 
 def _children() -> list[int]:
-    """Return the children of this process; none if the kernel does not list them (CONFIG_PROC_CHILDREN)."""
+    """Return the children of this process. The list is empty if the kernel lacks it (CONFIG_PROC_CHILDREN)."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
@@ -129,8 +129,8 @@ def _children() -> list[int]:
 def _kill_slots(spec: JailSpec) -> None:
     """Kill all processes with a slot's uid, by one kill(2) per slot.
 
-    The effective uid is that of the calls, which permits to signal them. The real uid is that of the slot's zygote
-    (`guest/landlock_slots.py` lists the uids of a slot), so that no call can signal this process.
+    Meanwhile the effective uid is that of the slot's calls, so that this process may signal them. The real uid is the
+    slot's second uid (`guest/landlock_slots.py`), so that no call can signal this process.
     """
     if spec.uid_base is None:
         return
@@ -154,7 +154,7 @@ class _ScratchRoot:
         self.lock = -1
 
     def create(self) -> None:
-        """Lock the directory, and make it empty and new. Raises `IsolationError`."""
+        """Lock the directory, remove what it contains, and fill it anew. Raises `IsolationError`."""
         try:
             self._acquire_lock()
             _kill_slots(self.spec)
@@ -200,7 +200,8 @@ class _ScratchRoot:
     def _remove_slot_dir(self, slot_dir: str, slot: int) -> None:
         """Remove the directory of a slot.
 
-        A process with the slot's uid empties it: no process with more rights may enter directories of hostile code.
+        A child process with the slot's uid empties it, because no process with more rights may enter directories of
+        hostile code.
         """
         if _remove_if_empty(f"{slot_dir}/tmp") and _remove_if_empty(slot_dir):
             return

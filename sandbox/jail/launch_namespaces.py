@@ -4,7 +4,7 @@
               waits       reaps orphans
 
 - When init ends, the kernel kills all processes inside. Init ends with the guest, and dies with the launcher.
-- The launcher also drops its privileges and its view of the host, once the jail is complete.
+- Once the jail is complete, the launcher drops its privileges. It then sees only the jail's files.
 - The root is built *before* the guest's user namespace: its mounts then belong to a more privileged namespace and are
   locked. Even the guest's CAP_SYS_ADMIN can neither remount them writable nor unmount them (mount_namespaces(7)).
 """
@@ -29,8 +29,8 @@ def main() -> NoReturn:
     except IsolationError as error:
         launcher.print_error(error)
         os._exit(launcher.EXIT_LAYER_REFUSED)
-    # Only the launcher holds the write end. So init reads end of file if the launcher died before init could ask for a
-    # death signal.
+    # Only the launcher holds the write end. So init reads end of file if the launcher died before init had set its
+    # parent-death signal.
     launcher_alive_r, launcher_alive_w = os.pipe()
     init = os.fork()
     if init == 0:
@@ -50,7 +50,7 @@ def enter_jail(spec: JailSpec) -> None:
     | namespaces, ids | changing ids ends the host's privileges |
     | hostname, bounding set | they belong to the new namespaces |
     """
-    proc_self = userns.open_proc_self()  # opened here since the new root has no /proc; the id maps are written by it
+    proc_self = userns.open_proc_self()  # to write the id maps, when /proc is gone
     privileged = launcher.prepare_root(spec)
     with layer_errors("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root_fs.pivot()

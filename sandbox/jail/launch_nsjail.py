@@ -55,7 +55,7 @@ def _run_nsjail(spec: JailSpec, socket_fd: int, server_pidfd: int) -> int:
     child = os.fork()
     if child == 0:
         _exec_nsjail(passed_fds, launcher_pid)
-    for fd in passed_fds:  # so that the socket ends with the guest, and the pipe with nsjail
+    for fd in passed_fds:  # only the guest may keep the socket open, and only nsjail the pipe
         os.close(fd)
     launcher.drop_privileges()
     return launcher.wait_or_kill(server_pidfd, child)
@@ -71,8 +71,8 @@ def prepare_host_side(spec: JailSpec) -> str:
         os.chmod(work_dir, 0o777)  # nsjail writes to it as the first uid of the range
         os.mkdir(ROOT)
         root_fs.move_to(ROOT)
-        # Clear all other flags. Some versions of nsjail remount the root as read-only alone, in a user namespace, where
-        # the kernel refuses to clear flags.
+        # Clear all flags but read-only. Some versions of nsjail remount the root, in a user namespace, with this flag
+        # alone, and the kernel would refuse to clear any other flag there.
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
     with layer_errors("id map", userns.ID_MAP_REMEDY):
         return userns.zygote_id_map(spec.uid_base, spec.uid_count, userns.open_proc_self(), privileged=privileged)
@@ -84,7 +84,7 @@ def _exec_nsjail(passed_fds: tuple[int, ...], launcher_pid: int) -> NoReturn:
     os.dup2(null, 0)
     os.dup2(null, 1)
     launcher.close_fds_except(*passed_fds)
-    for fd in passed_fds:  # the binary too: if it is a script, its interpreter opens it again
+    for fd in passed_fds:  # the binary too, because the interpreter of a script opens it again
         os.set_inheritable(fd, True)
     kernel.set_parent_death_signal()
     if os.getppid() == launcher_pid:

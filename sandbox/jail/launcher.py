@@ -35,8 +35,8 @@ ZYGOTE_CAPABILITIES: Mapping[str, int] = {
 """Capabilities that the zygote keeps inside its user namespace, to confine calls (mounts and namespaces, uids, the
 bounding set) and to kill them."""
 NO_CORE_DUMP = (1, 1)
-"""RLIMIT_CORE of a jail. The kernel writes no dump of a single byte. With 0 it would still send dumps to a program of
-the host's root if kernel.core_pattern is a pipe; with exactly 1 it does not (fs/coredump.c)."""
+"""RLIMIT_CORE of a jail: 1 disables core dumps. With 0 the kernel would still send dumps to a program of the host's
+root if kernel.core_pattern is a pipe (fs/coredump.c)."""
 OOM_SCORE = "1000"
 """oom_score_adj of all processes in a jail, which they cannot lower without CAP_SYS_RESOURCE: when the machine is out
 of memory, the kernel kills a process in a jail before one of the server (proc_pid_oom_score_adj(5))."""
@@ -90,11 +90,11 @@ def shell_exit_status(wait_status: int) -> int:
 def prepare_root(spec: JailSpec) -> bool:
     """Enter a mount namespace and build the jail's root in it.
 
-    Returns whether the process could use the host's privileges. Otherwise it is now in a user namespace with the range
-    of ids.
+    Returns whether this process has the host's privileges. Otherwise it is now in a user namespace with the range of
+    ids.
     """
     privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
-    with layer_errors("no_new_privs"):  # not earlier: it would disable newuidmap, which is set-uid
+    with layer_errors("no_new_privs"):  # only now, because it disables set-uid programs such as newuidmap
         kernel.set_no_new_privs()
     if (privileged or spec.uid_base is not None) and (hidden := root_fs.first_unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
@@ -115,7 +115,7 @@ def drop_privileges() -> None:
 
 
 def exec_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
-    """Execute the guest with the spec's environment. It inherits only stderr and `socket_fd`."""
+    """Execute the guest with the spec's environment. The guest inherits only stderr and `socket_fd`."""
     kernel.set_parent_death_signal()
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)

@@ -35,8 +35,8 @@ _REMEDIES = {
 class LevelChoice:
     level: Level
     reason: str = ""
-    """The layers that the machine lacks for stronger levels. It is empty if `auto` chose the strongest level, or if a
-    level was requested by name."""
+    """Text that names the layers that the machine lacks for stronger levels. It is empty if `auto` chose the strongest
+    level, or if a level was requested by name."""
 
 
 def choose_level(
@@ -49,10 +49,10 @@ def choose_level(
     Raises `ConfigError` for an unknown level, and `IsolationError` if the machine lacks a layer of the level or
     RSTAR_NSJAIL names no program.
     """
-    names_nsjail = bool(environ.get(nsjail_binary.VARIABLE))
+    is_nsjail_requested = bool(environ.get(nsjail_binary.VARIABLE))
     if requested == AUTO:
-        if names_nsjail:
-            nsjail_binary.find(environ)
+        if is_nsjail_requested:
+            nsjail_binary.find(environ)  # raises if the variable names no program
         candidates = _STRONGEST_FIRST
     else:
         try:
@@ -64,7 +64,7 @@ def choose_level(
         problem, remedy = _missing_layers(level, layers, environ)
         if not problem:
             return LevelChoice(level, "; ".join(f"{other}: {text}" for other, text, _ in refused)[:MAX_REASON_CHARS])
-        if requested != AUTO or level is not Level.NSJAIL or names_nsjail:  # nsjail is optional, unless it is requested
+        if requested != AUTO or level is not Level.NSJAIL or is_nsjail_requested:  # nsjail is optional otherwise
             refused.append((level, problem, remedy))
     sentences = (f"isolation={level.value}: {problem}{remedy}" for level, problem, remedy in refused)
     raise IsolationError(f"{'. '.join(sentences)}, or ask for isolation=none by name")
@@ -73,7 +73,7 @@ def choose_level(
 def _missing_layers(
     level: Level, layers: tuple[ProbedLayer, ...] | None, environ: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return (problem, remedy): what this machine lacks for a level. The problem is empty if it lacks nothing."""
+    """Return (problem, remedy) of a level on this machine. The problem is empty if no layer is missing."""
     if level is Level.NSJAIL:
         nsjail = next((layer for layer in layers or (probe_nsjail(environ),) if layer.name == NSJAIL), None)
         if nsjail is None or not nsjail.ok:

@@ -1,11 +1,11 @@
-"""Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration. Pure; `launch_nsjail` uses it.
+"""Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration, for `launch_nsjail`.
 
-- All fields exist, by these names, in config.proto since nsjail 3.1.
+- nsjail's config.proto has all these fields, by these names, since version 3.1.
 - `POLICY` gives the zygote its own namespaces, and only the capabilities that it needs to confine calls.
 - Limits (time, memory, files, processes) are not here: nsjail would apply them to all calls of a jail together.
-- The root is built by the launcher and handed over by one recursive bind mount. Mounts made by nsjail would belong to
-  the zygote's user namespace, where its CAP_SYS_ADMIN could make them writable.
-- The jail has no /proc. nsjail itself needs the host's, to write the id maps.
+- The launcher builds the root, and nsjail adds it by one recursive bind mount. Mounts made by nsjail would belong to
+  the zygote's user namespace, where the zygote's CAP_SYS_ADMIN could make them writable.
+- The jail has no /proc. Outside, nsjail itself needs the host's /proc to write the id maps.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class StartParameters:
     """The parts of a configuration that differ between starts of nsjail."""
 
     socket_fd: int
-    """Descriptor of the guest's socket, passed on to the guest."""
+    """Descriptor of the guest's socket, which the guest inherits."""
     nsjail_alive_fd: int
-    """Read end of a pipe that ends with nsjail, passed on to `guest/init.py`."""
+    """Read end of a pipe whose write end only nsjail holds. `guest/init.py` inherits it."""
     root_dir: str
     """Directory on the host with the jail's root."""
     log_file: str
     """Path of the file to which nsjail writes its own messages."""
     id_map: str
-    """One line `inside outside count`, for uids and gids."""
+    """Map of uids and of gids: one line `inside outside count` (user_namespaces(7))."""
     nice: int
-    """Priority of the jail. By default nsjail would set the lowest one."""
+    """Nice value of the jail. nsjail's default is the lowest priority."""
 
 
 def config(spec: JailSpec, start: StartParameters) -> str:

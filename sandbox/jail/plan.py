@@ -22,7 +22,7 @@ LAUNCHER_MODULES = {
 
 
 class ConfinementPlan(TypedDict):
-    """What the guest does to confine calls. `guest/confine.py` defines the order of the steps."""
+    """The parameters by which the guest confines calls. `guest/confine.py` defines the order of the steps."""
 
     zygote_filter: str | None
     """Seccomp program that each zygote loads, in base64."""
@@ -42,8 +42,8 @@ class ConfinementPlan(TypedDict):
     """Uid of the calls of slot 0, or None if calls keep the zygote's uid."""
     drop_capabilities: bool
     limits_processes: bool
-    """Whether a call gets RLIMIT_NPROC. It must not if other calls have the same uid in the same user namespace, since
-    the kernel would count their processes too."""
+    """Whether a call gets RLIMIT_NPROC. False if other calls have the same uid in the same user namespace, since the
+    kernel would count their processes too."""
     landlock: dict[str, Any] | None
     """Rules and directories for `guest/landlock_slots.py`."""
     no_new_privs: bool
@@ -107,7 +107,11 @@ def _add_namespace_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
 
 
 def _add_landlock_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
-    """There is no zygote filter: to enter its scratch directory, a call needs system calls that it would refuse."""
+    """Add the steps of level `landlock`.
+
+    The zygote has no filter: a call would inherit it, and needs system calls to enter its scratch directory that the
+    filter would refuse.
+    """
     abi = kernel.landlock_abi()
     check_requirements(spec, abi)
     has_uids = spec.uid_base is not None

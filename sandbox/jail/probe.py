@@ -32,7 +32,7 @@ from sandbox.jail.uid_range import host_uids
 MIB = 1 << 20
 NSJAIL = "nsjail"
 MAX_TRIES = 5
-"""Attempts at a layer, until the last transient failure counts as a missing layer."""
+"""Maximum number of attempts at a layer. If the last one also fails for a transient reason, the layer is missing."""
 RETRY_DELAY_S = 0.1
 MAX_REPORT_BYTES = 4096
 TRIAL_TIMEOUT_S = 60
@@ -50,7 +50,7 @@ class ProbedLayer:
     name: str
     ok: bool
     found: str
-    """What the attempt found, or the reason why the layer is missing."""
+    """Text for users: the result of the attempt, or the reason why the layer is missing."""
     purpose: str
 
 
@@ -65,7 +65,7 @@ def probe_layers(names: Container[str]) -> tuple[ProbedLayer, ...]:
 
 
 def probe_process_limits() -> ProbedLayer:
-    """Try whether each call can have its own limit on processes where calls share a uid."""
+    """Try whether each call can have its own limit on processes although all calls have the same uid."""
     return _probe_in_child(*_PROCESS_LIMITS)
 
 
@@ -83,7 +83,7 @@ def probe_nsjail(environ: Mapping[str, str]) -> ProbedLayer:
 
 
 def _probe_in_child(name: str, attempt: Callable[[], str], purpose: str) -> ProbedLayer:
-    """Run `attempt` in a child process. It returns what it found, or raises an error if the layer is missing."""
+    """Run `attempt` in a child process. `attempt` returns a text for users, or raises if the layer is missing."""
     outcome, found = _repeat_while_transient(lambda: _run_in_child(attempt))
     return ProbedLayer(name, outcome == _OK, found, purpose)
 
@@ -137,7 +137,7 @@ def _found_or_raise(holds: bool, found: str, problem: str) -> str:
 
 
 def _try_user_namespace() -> str:
-    # A single unshare(2) would not show all: the kernel refuses some steps only to some users, or in some namespaces.
+    # A single unshare(2) does not suffice: for some users and in some namespaces the kernel refuses only later steps.
     base, _ = _enter_jail_namespaces()
     return "single id map" if base is None else "a range of ids"
 
@@ -178,7 +178,7 @@ def _try_process_limits() -> str:
         try:
             stack.callback(_kill_and_reap, _fork_sleeper())
         except BlockingIOError:
-            raise OSError("the kernel counts them by uid (before Linux 5.14), and all calls have one") from None
+            raise OSError("the kernel counts processes per uid (before Linux 5.14), and calls share one uid") from None
         try:
             stack.callback(_kill_and_reap, _fork_sleeper())
         except BlockingIOError:
@@ -310,7 +310,7 @@ def _try_landlock() -> str:
     has_uids = host_uids(0, 1, Level.LANDLOCK)[0] is not None
     if abi < landlock_rules.TRUNCATE_ABI and not has_uids:
         raise IsolationError(
-            f"ABI {abi}; without root and Docker's default capabilities it takes {landlock_rules.TRUNCATE_ABI}"
+            f"ABI {abi}; without root and Docker's default capabilities, ABI {landlock_rules.TRUNCATE_ABI} is needed"
         )
     kernel.set_no_new_privs()
     kernel.restrict_with_landlock(handled, [("/proc", landlock_rules.READ_FILE)], 0)
@@ -358,7 +358,7 @@ def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
     is_jailed = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
     spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(0, 1))
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({is_jailed}))"))
-    with open(os.devnull) as null:  # replaces the guest's socket, which the line does not use
+    with open(os.devnull) as null:  # in place of the guest's socket, which this one line does not use
         argv, fd = launch_argv(spec, null.fileno()), null.fileno()
         run = subprocess.run(
             argv, pass_fds=[fd], env=environ, stdin=null, capture_output=True, timeout=TRIAL_TIMEOUT_S, check=False

@@ -1,7 +1,7 @@
 """Makes a Python reachable for users who may not enter a directory above it, such as root's home.
 
-In a new mount namespace, an empty file system that all users may enter covers this closed directory. The files of the
-Python are bind-mounted on it at their old paths:
+In a new mount namespace, an empty file system that all users may enter is mounted over such a closed directory. The
+files of the Python are bind-mounted below it at their old paths:
 
     /root                  tmpfs, mode 755
     /root/python/bin/...   bind mounts of the host's files
@@ -46,7 +46,7 @@ def make_reachable(python: Interpreter) -> None:
     for top in covered:
         kernel.mount("shared", top, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     for path, is_dir, source in sources:
-        if not os.path.exists(path):  # it exists if it lies below a directory that has been mounted already
+        if not os.path.exists(path):  # it exists if a directory above it has been mounted already
             os.makedirs(path if is_dir else os.path.dirname(path), mode=0o755, exist_ok=True)
             if not is_dir:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444))

@@ -7,10 +7,10 @@
     /etc        passwd, group and hosts of a few lines
     /tmp        empty: the mount point of each call's scratch directory
 
-- There is no /sys and no /proc, which would show other processes, the mounts and kernel addresses. Many containers also
-  refuse to mount /proc.
-- Small files are copied, and only directories and large files are mounted: the mount namespace of each call copies all
-  mounts, in 1 to 2 us each.
+- There is no /sys and no /proc. /proc would show other processes, the mounts and kernel addresses, and many containers
+  refuse to mount it.
+- Only directories and large files are mounted, and small files are copied: the mount namespace of each call copies all
+  mounts, and each mount takes 1 to 2 us.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sandbox.jail.interpreter import PYTHON_DIR_IN_JAIL, Interpreter
 from sandbox.jail.spec import GUEST_DIR_IN_JAIL, JailSpec
 
 ROOT_STAGING_DIR = "/proc"
-"""Directory that the new root covers until it is pivoted to or moved. Every Linux host has it, and no file that the
-root needs lies in it."""
+"""Directory over which the new root is mounted until the process pivots to the root or moves it. Every Linux host has
+this directory, and the root needs no file in it."""
 MIN_MOUNTED_BYTES = 4 << 20
 """Files of at least this size are mounted: one more mount costs less than a copy in the memory of each jail."""
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
@@ -40,7 +40,7 @@ _READ_ONLY = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 
 def build(spec: JailSpec) -> None:
     """Build the root at `ROOT_STAGING_DIR`, in this process's own new mount namespace. Raises `OSError`."""
-    # First, so that no later mount appears on the host.
+    # This must be first, so that no later mount appears on the host.
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("jail", ROOT_STAGING_DIR, "tmpfs", kernel.MS_NOSUID, "mode=755")
     for name in ("tmp", "dev", "etc", "python/bin", "guest"):
@@ -49,7 +49,7 @@ def build(spec: JailSpec) -> None:
     _copy_guest(spec.guest_dir)
     _add_python(spec.python)
     _make_devices()
-    # Last, when all files exist. This makes the file system itself read-only, and not only one mount of it.
+    # This must be last, when all files exist. It makes the file system itself read-only, and not only one mount of it.
     flags = kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID
     kernel.mount("jail", ROOT_STAGING_DIR, flags=flags, options="mode=755")
 
@@ -60,9 +60,9 @@ def move_to(target: str) -> None:
 
 
 def pivot() -> None:
-    """Enter the root and unmount the host's."""
+    """Enter the new root and unmount the host's root."""
     os.chdir(ROOT_STAGING_DIR)
-    # The old root is mounted over the new one, and is then unmounted. So it needs no directory (pivot_root(2)).
+    # With two equal paths the old root is mounted over the new one, from where it is unmounted (pivot_root(2)).
     kernel.pivot_root(".", ".")
     kernel.unmount_lazily(".")
     os.chdir("/")

@@ -3,8 +3,9 @@
 - `CALL_POLICY` is the policy, and `program` compiles it. Tests compare the program with the policy for every number.
 - All calls that the policy does not name fail with EPERM. The kernel's other entries (int 0x80, x32) fail with ENOSYS.
   Killing the process instead would write a line to the host's audit log at each attempt.
-- Each call loads a filter, so loading must be fast. To load it, the kernel runs the program once for each number, and
-  later skips it for numbers that are always allowed. So a program is a balanced search tree over ranges of numbers:
+- Each call loads a filter, so loading must be fast. When a filter is loaded, the kernel runs its program once for each
+  number, and later skips the program for numbers that are always allowed. So a program is a balanced search tree over
+  ranges of numbers:
 
       number >= n2?  -- no --> number >= n1?  -- no --> allow
             |                        +-- yes -> refuse
@@ -28,27 +29,28 @@ from sandbox.errors import IsolationError
 from sandbox.jail import bpf
 from sandbox.jail.syscalls import X86_64
 
+# SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with an errno in the low 16 bits
 ALLOW = 0x7FFF0000
 EPERM = 0x00050001
 ENOSYS = 0x00050026
 FAKE_SUCCESS = 0x00050000
-"""The system call is skipped and returns 0 (an errno of 0, seccomp(2)), for requests that have no effect on results."""
-ARCH_X86_64 = 0xC000003E
-X32_BIT = 0x40000000
+"""Skips the system call, which then returns 0 (SECCOMP_RET_ERRNO with 0). For requests without effect on results."""
+ARCH_X86_64 = 0xC000003E  # AUDIT_ARCH_X86_64
+X32_BIT = 0x40000000  # __X32_SYSCALL_BIT, part of the numbers of the x32 ABI
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
     """A condition: the low 32 bits of argument `index`, after `mask`, are among `values`.
 
-    The kernel too reads only these 32 bits of the arguments that are checked here.
+    The kernel itself reads only the low 32 bits of all arguments that are checked here.
     """
 
     index: int
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
     fake_success_values: tuple[int, ...] = ()
-    """Values for which the result is `FAKE_SUCCESS`."""
+    """Further values, for which the result is `FAKE_SUCCESS`."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -63,7 +65,7 @@ _FILES = """
     symlinkat readlinkat fchmodat faccessat pselect6 ppoll utimensat fallocate dup3 pipe2 preadv pwritev renameat2
     copy_file_range statx close_range openat2 faccessat2 fchmodat2
 """
-# RLIMIT_MEMLOCK limits mlock. mincore reports only on files that the caller may write.
+# mlock is limited by RLIMIT_MEMLOCK. mincore reports only on files that the caller may write.
 _MEMORY = """
     mmap mprotect munmap brk mremap msync mincore madvise mlock munlock mlockall munlockall mlock2 pkey_mprotect
     pkey_alloc pkey_free
@@ -84,19 +86,19 @@ _SIGNALS_AND_TIME = """
     timerfd_create timerfd_settime timerfd_gettime
 """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
-# The only sockets of a call are pairs. setsockopt is missing: SO_ATTACH_FILTER loads BPF, and SO_PASSCRED gives the
-# socket a name that other calls could send to.
+# A call can create sockets only in pairs. setsockopt is missing, because SO_ATTACH_FILTER loads BPF, and SO_PASSCRED
+# gives the socket a name to which other calls could send.
 _SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
-# The C library tries clone3 first and falls back on ENOSYS, but gives up on EPERM. The same holds for system calls that
-# are newer than this policy, from map_shadow_stack on.
+# For these the result is ENOSYS: then the C library uses clone instead of clone3, whereas after EPERM it gives up. The
+# same holds for system calls that are newer than this policy, from map_shadow_stack on.
 _NOT_IMPLEMENTED = "clone3"
 FIRST_UNKNOWN_NUMBER = X86_64["map_shadow_stack"]
 
-_NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
+_NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
 _CLONE_PARENT = 0x8000
-_LIMITS = (0, 1, 2, 3, *range(5, 16))  # RLIMIT_CORE is 4
-_NOT_OUT_OF_BAND = 0x1  # MSG_OOB: useless here, and once a way out of browsers' sandboxes (CVE-2025-38236)
+_LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
+_OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
     # Only AF_UNIX streams, with or without SOCK_CLOEXEC and SOCK_NONBLOCK. The calls of a zygote share a network
@@ -106,28 +108,30 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "ioctl": (ArgumentCheck(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (ArgumentCheck(0, (3, 15, 16, 39)),),
-    # Commands on descriptors and their flags. Missing are leases (other calls would wait to open the file), F_NOTIFY
-    # (it reports what others read), owners and signals, and hints, which would stay on files that all calls share. A
-    # lock on a shared file would pass a bit to other calls, so locking only seems to succeed. That suffices for sqlite:
-    # no other call can open a call's own files.
+    # Allowed are F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC and F_GETPIPE_SZ.
+    # Refused are leases (other calls would wait to open the file), F_NOTIFY (it reports what other calls read), owners
+    # and signals, and hints (they would stay on files that all calls share). Setting a lock only seems to succeed,
+    # because a lock on a shared file would pass a bit to other calls. sqlite still works: no other call can open a
+    # call's own files.
     "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), fake_success_values=(6, 7, 37, 38)),),
-    # No flags: RWF_NOWAIT would reveal which files others have read recently.
+    # Flags must be 0: RWF_NOWAIT would reveal which files other calls have read recently.
     "preadv2": (ArgumentCheck(5, (0,)),),
     "pwritev2": (ArgumentCheck(5, (0,)),),
     # All limits but RLIMIT_CORE: see launcher.NO_CORE_DUMP.
     "setrlimit": (ArgumentCheck(0, _LIMITS),),
     "prlimit64": (ArgumentCheck(1, _LIMITS),),
-    "sendto": (ArgumentCheck(3, (0,), mask=_NOT_OUT_OF_BAND),),
-    "recvfrom": (ArgumentCheck(3, (0,), mask=_NOT_OUT_OF_BAND),),
-    "recvmsg": (ArgumentCheck(2, (0,), mask=_NOT_OUT_OF_BAND),),
-    "recvmmsg": (ArgumentCheck(3, (0,), mask=_NOT_OUT_OF_BAND),),
+    "sendto": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND),),
+    "recvfrom": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND),),
+    "recvmsg": (ArgumentCheck(2, (0,), mask=_OUT_OF_BAND),),
+    "recvmmsg": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND),),
 }
 
-# Refused among others, where the reason is not plain:
+# System calls that are refused for a reason that is not obvious:
 #   memfd_create, shm*, sem*, msg*, mq_*  memory that neither an rlimit nor the size of a tmpfs limits
-#   socket, bind, connect, inotify_*      a call could reach or watch another
-#   sendmsg, sendmmsg                     can queue descriptors (SCM_RIGHTS), which then count for no limit of the call
-#                                         and need the garbage collector of AF_UNIX; sendto and write send data
+#   socket, bind, connect, inotify_*      a call could reach or watch another call
+#   sendmsg, sendmmsg                     can queue descriptors (SCM_RIGHTS), which then count towards no limit of the
+#                                         call and need the garbage collector of AF_UNIX. For data there are sendto
+#                                         and write
 #   splice, tee, vmsplice, sendfile       put page cache of shared files into pipes (Dirty Pipe); Python falls back
 #   readahead, fadvise64                  change the page cache, which all calls share
 #   sync, syncfs                          would flush the host's disks
@@ -163,14 +167,14 @@ _SETUP_CALLS = """
 
 
 class FilterKind(StrEnum):
-    """The filters, by the isolation that a process has besides: the weaker it is, the more the filter must refuse."""
+    """Kinds of filters. The weaker the other isolation of a process is, the more its filter must refuse."""
 
     NAMESPACED = "namespaced"
     """For a call in its own namespaces."""
     ZYGOTE = "zygote"
-    """For the zygote of such calls. Its calls inherit it."""
+    """For a zygote whose calls get their own namespaces. The calls inherit this filter."""
     CALL_ON_TOP = "call on top"
-    """For such a call, in addition to its zygote's filter."""
+    """For a call of such a zygote, in addition to the zygote's filter."""
     OWN_UID = "own uid"
     """For a call in the container's namespaces, with a uid that no other process has."""
     SHARED_UID = "shared uid"
@@ -231,7 +235,7 @@ def program(kind: FilterKind = FilterKind.NAMESPACED) -> bytes:
 
 
 _ARCH, _NUMBER, _ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
-# The spaces keep these labels apart from the names of system calls, which are labels too.
+# Names of system calls are labels too. They have no spaces, so they differ from these labels.
 _ACTION_LABELS = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", FAKE_SUCCESS: "to fake"}
 
 

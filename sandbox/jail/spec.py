@@ -37,9 +37,9 @@ class Level(StrEnum):
     NAMESPACES = "namespaces"
     """The launcher builds namespaces and a read-only root."""
     LANDLOCK = "landlock"
-    """Landlock rulesets, for containers that grant no namespaces."""
+    """Landlock rulesets confine calls. This level is for containers that grant no namespaces."""
     NONE = "none"
-    """Rlimits only. Chosen only by name, never by `auto`."""
+    """Only rlimits. `auto` never chooses this level."""
 
 
 HOST_PATH_LEVELS = (Level.LANDLOCK, Level.NONE)
@@ -54,12 +54,12 @@ class JailSpec:
     """Directory on the host with the guest's source."""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
-    """Program that tests run instead of the zygote. A word `{fd}` is replaced by the number of the guest's socket."""
+    """Program that tests run instead of the zygote. The number of the guest's socket replaces a word `{fd}`."""
     uid_base: int | None = None
     """First host id of the jail's range, or None if calls share a single id."""
     uid_count: int = 0
     scratch_root: str | None = None
-    """At level `landlock`, the directory that the launcher creates for scratch directories, and removes."""
+    """At level `landlock`, the directory that the launcher creates for scratch directories and removes at the end."""
     user_namespace_per_call: bool = False
     """Whether each call gets its own user namespace, so that the kernel counts its processes apart from those of other
     calls with the same uid."""
@@ -93,14 +93,14 @@ class JailSpec:
         return self.guest_dir if self.level is Level.NONE else GUEST_DIR_IN_JAIL
 
     def guest_argv(self, socket_fd: int) -> list[str]:
-        """Return the argv of the guest. It has no -I, since Python must use PYTHONPATH; the environment is clean."""
+        """Return the guest's argv. Python gets no -I, so that it uses PYTHONPATH; its environment is clean anyway."""
         zygote = (self.guest_python, "-s", "-B", f"{self.guest_dir_in_jail}/zygote.py", "--fd", "{fd}")
         return [str(socket_fd) if word == "{fd}" else word for word in self.argv or zygote]
 
     def guest_env(self) -> dict[str, str]:
         """Return the whole environment of the guest."""
         if self.level is Level.LANDLOCK:
-            # zoneinfo expects the host's time zone directories to be readable or absent. Here they are unreadable.
+            # zoneinfo fails on the host's time zone directories, which exist but are not readable at this level.
             return {**self.env, "PATH": os.path.dirname(self.guest_python), "PYTHONTZPATH": ""}
         paths = () if self.level is Level.NONE else self.python.pythonpath
         return {**({"PYTHONPATH": ":".join(paths)} if paths else {}), **self.env}

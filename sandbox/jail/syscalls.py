@@ -1,6 +1,6 @@
 """Numbers of the x86_64 system calls by name, from arch/x86/entry/syscalls/syscall_64.tbl of Linux 6.18.
 
-The numbers are 0 to 334, and 424 and above. The latter are the same on all architectures.
+The numbers are 0 to 334, and 424 and above. Numbers from 424 on are the same on all architectures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chooses the host uids of a jail: a range that no user and no other jail has.
+"""Chooses the host uids of a jail: a range of which no user and no other jail has a uid.
 
 host_uids(jail=2, slots=64)  ->  (first uid, number of uids), or (None, 0) if this process cannot map a range
 """
@@ -13,9 +13,9 @@ from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.spec import FIRST_SLOT_UID, UIDS_PER_SLOT, Level
 
 RANGE_START = 1_381_171_200
-"""First uid of the ranges. It is above all ids that distributions, subuid files and systemd allocate (0x52530000)."""
+"""First uid of the ranges (0x52530000). It is above all ids that distributions, subuid files and systemd allocate."""
 MIN_UID = 10_000
-"""Lower ids belong to users of the host or the container and are never chosen, even where ids are few."""
+"""First uid that may be chosen. Lower ids belong to users of the host or the container."""
 LANDLOCK_CAPABILITIES = frozenset(
     {kernel.CAP_CHOWN, kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID, kernel.CAP_SETPCAP}
 )
@@ -29,7 +29,7 @@ must not share uids: at level `landlock` no namespace separates their signals, a
 def host_uids(
     jail: int, slots: int, level: Level = Level.NAMESPACES, python: Interpreter | None = None
 ) -> tuple[int | None, int]:
-    """Return (`uid_base`, `uid_count`) for this process's jail number `jail`, from 0. Ranges of jails are disjoint.
+    """Return (`uid_base`, `uid_count`) for this process's jail number `jail`, from 0. The jails' ranges are disjoint.
 
     Returns (None, 0) if this process may not use a range: it has neither the privilege nor enough subordinate ids, or
     it belongs to an ordinary user whose `python` other users cannot read.
@@ -63,7 +63,7 @@ def choose_range(jail: int, count: int, first: int, end: int, shift: int = 0) ->
     `shift` moves all ranges. If there are too few ids, the ranges lie in their upper half, and the shift wraps around.
     """
     base = RANGE_START + shift + jail * count
-    if base + count > end:  # the user namespace of a container: count down from its last id
+    if base + count > end:  # too few ids, as in the user namespace of a container: count down from the last id
         base = end - shift % max(1, (end - max(first, MIN_UID)) // 2) - (jail + 1) * count
     return (base, count) if base >= max(first, MIN_UID) else (None, 0)
 

@@ -1,9 +1,9 @@
 """User namespaces and their id maps (user_namespaces(7)).
 
-A map has lines `inside outside count`. An ordinary user may map only its own id. A map of a range is written from
-outside the new namespace, by a process with CAP_SETUID and CAP_SETGID there: a child of this process, or newuidmap(1),
-a set-uid program that maps the ids that /etc/subuid and /etc/subgid list for a user. Under no_new_privs newuidmap has
-no privilege.
+A map has lines `inside outside count`. An ordinary user may map only its own id. A process outside of the new namespace
+writes the map of a range. It needs CAP_SETUID and CAP_SETGID there: it is a child of this process, or newuidmap(1), a
+set-uid program that maps the ids that /etc/subuid and /etc/subgid list for a user. Under no_new_privs newuidmap has no
+privilege.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def open_proc_self() -> int:
 
 
 def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
-    """Obtain the right to mount, by the host's CAP_SYS_ADMIN if this process has it, else by `enter_as_root`.
+    """Obtain the right to mount: by the host's CAP_SYS_ADMIN if this process has it, otherwise by `enter_as_root`.
 
     Returns whether the privileges are the host's. The "host" may itself be a user namespace, with fewer ids.
     """
@@ -50,7 +50,7 @@ def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
 
 
 def enter_as_root(uid_base: int | None = None, uid_count: int = 0) -> None:
-    """Enter a user namespace in which this process is root and may mount. It contains the range of ids, if given.
+    """Enter a user namespace in which this process is root and may mount, with the range of ids if one is given.
 
     Without a range the kernel allows no change of groups in the namespace.
     """
@@ -94,8 +94,8 @@ def subordinate_ids() -> tuple[int, int]:
 def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privileged: bool) -> str:
     """Return the id map of the zygote's user namespace.
 
-    With the host's privileges the range has the host's numbers. In the namespace of `enter_as_root` it starts at
-    `RANGE_START_INSIDE`.
+    The map's outside ids are the host's if `privileged`. Otherwise they are those in the namespace of `enter_as_root`,
+    where the range starts at `RANGE_START_INSIDE`.
     """
     return id_map(uid_base if privileged or uid_base is None else RANGE_START_INSIDE, uid_count, proc_self)
 
@@ -103,7 +103,7 @@ def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privi
 def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
     """Return a map of the range to ids from 0. Without a range, return a map of a single id to id 0.
 
-    The single id is `NOBODY` if it exists, so that root, who owns the host's files, has no id inside.
+    The single id is `NOBODY` if that exists. Then root, who owns the host's files, has no id inside.
     """
     if uid_base is not None:
         return f"0 {uid_base} {uid_count}"
@@ -148,7 +148,7 @@ def layer_errors(name: str, remedy: str = "") -> Iterator[None]:
 
 
 def _unshare(flags: int, write_maps: Callable[[], None], description: str) -> None:
-    """Unshare a user namespace. A child that stays outside writes the maps once this process is inside."""
+    """Unshare a user namespace. A child process stays outside, and writes the maps once this process is inside."""
     unshared_r, unshared_w = os.pipe()
     mapper = os.fork()
     if mapper == 0:

@@ -57,6 +57,7 @@ def test_all_tokens_are_sampled_once_and_no_faster_than_the_bound(policy: str) -
     assert num_episodes(run) == len(scripts)
     scripted = sum(sampled for script in scripts for sampled, _, _ in script.turns)
     preemptions = sum(engine.preemptions for engine in run.engines.values())
+    # A preemption rounds the sampled tokens of a request.
     assert sum(engine.sampled for engine in run.engines.values()) == pytest.approx(scripted, abs=2 * preemptions)
     assert makespan_of(run) >= lower_bound_s(scripts, SMALL_CACHE, 2)
     assert makespan_of(simulate(scripts, SMALL_CACHE, 2, policy, 2000)) == makespan_of(run)
@@ -133,6 +134,8 @@ def test_the_lower_bound_counts_turns_and_blocks() -> None:
     profile = replace(SMALL_CACHE, max_running=1, turn_s=0.05, block_size=32, prefill_s=1e-3, per_context_s=0.0)
     makespan = makespan_of(simulate(scripts, profile, 1, "least_inflight", 200))
     assert lower_bound_s(scripts, profile, 1) == pytest.approx(makespan, rel=2e-3)
+    # Each episode has 80 decode steps, two turns, and prefills 4 tokens of its prompt and 32 before its second turn.
+    # The other 96 tokens of the prompt, three whole blocks, are prefilled once.
     assert makespan == pytest.approx(20 * (80 * 0.01005 + 2 * 0.05 + (4 + 32) * 1e-3) + 96e-3)
 
 
@@ -171,5 +174,5 @@ def test_the_cost_of_decisions_is_measured_for_each_call() -> None:
     cost = decision_cost(Workload(scripts, 2000), SMALL_CACHE, 2)
     assert {kind: len(cost[kind]) for kind in ("submit", "complete")} == {"submit": 32, "complete": 32}
     assert len(cost["park"]) == len(cost["resume"]) == sum(len(script.turns) - 1 for script in scripts)
-    assert {"place", "observe"} <= set(cost)
+    assert {"place", "update_stats"} <= set(cost)
     assert all(microseconds >= 0 for calls in cost.values() for microseconds in calls)

@@ -1,4 +1,4 @@
-"""Faulty zygotes among sound ones: each call gets one result, its own or `unavailable`."""
+"""Some zygotes have faults: each call gets one result, its own or `unavailable`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ async def test_hundreds_of_calls_among_all_faults_get_their_own_results(
         seqs = []
         for number in range(300):
             behaviour = rng.choice(FAULTS) if rng.random() < 0.1 else "slow"
+            times = rng.randrange(3)
             profile = rng.choice([Profile.BARE, Profile.NUMERIC])
-            seqs += driver.submit(f"{behaviour} {rng.randrange(3)} {number}", profile=profile)
+            seqs += driver.submit(f"{behaviour} {times} {number}", profile=profile)
         await driver.wait_for(seqs)
         for number, seq in enumerate(seqs):
             result = driver.results[seq]

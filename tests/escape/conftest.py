@@ -11,7 +11,7 @@ from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
 ATTACKS_WITH_SHARED_UID = ("test_descriptors", "test_kernel", "test_messages", "test_processes", "test_secrets")
-"""Modules whose attacks depend on whether calls share a uid. Only these run as user nobody without `--isolation`."""
+"""Modules whose attacks depend on whether calls share a uid. Only these run as user nobody too, without `--isolation`."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -39,10 +39,10 @@ def target(request: pytest.FixtureRequest, host: Host) -> Iterator[Target]:
 
 
 @pytest.fixture(autouse=True)
-def _expected(request: pytest.FixtureRequest) -> None:
+def _expect_listed_breaches(request: pytest.FixtureRequest) -> None:
     """Mark the attacks in `expected` as tests that must fail."""
     if "target" in request.fixturenames:
         name = request.node.callspec.params["target"]
         attack = request.node.name.replace(f"{name}-", "").replace(f"[{name}]", "")
-        if error := expected.reason(name, attack):
-            request.applymarker(pytest.mark.xfail(reason=error, strict=True, raises=AssertionError))
+        if reason := expected.reason(name, attack):
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError))

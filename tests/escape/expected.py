@@ -11,24 +11,24 @@ import os
 NO_NAMESPACES = "without namespaces a call sees the machine's own pids and names"
 DISK = "without its own tmpfs a scratch directory has no size limit: disk_mb limits each file, not their number"
 LANDLOCK = {
-    "test_learning[the host name]": f"{NO_NAMESPACES}: uname(2)",
-    "test_learning[whether a path exists]": "Landlock does not restrict stat(2): a call can test whether a name exists, but not read the file",
-    "test_learning[paths of the server]": "the runtime is used at its path on the host, which tracebacks show",
-    "test_learning[the pid of the parent]": f"{NO_NAMESPACES}: getppid(2)",
-    "test_learning[the number of processes]": f"{NO_NAMESPACES}: getpid(2)",
+    "test_a_call_cannot_learn[the host name]": f"{NO_NAMESPACES}: uname(2)",
+    "test_a_call_cannot_learn[whether a path exists]": "Landlock does not restrict stat(2): a call can test whether a name exists, but not read the file",
+    "test_a_call_cannot_learn[paths of the server]": "the runtime is used at its path on the host, which tracebacks show",
+    "test_a_call_cannot_learn[the pid of the parent]": f"{NO_NAMESPACES}: getppid(2)",
+    "test_a_call_cannot_learn[the number of processes]": f"{NO_NAMESPACES}: getpid(2)",
     "test_a_call_cannot_reach[a pidfd of a process]": f"{NO_NAMESPACES}: pidfd_open(2); no signal passes through it",
     "test_a_call_cannot_reach[the priority of a process]": f"{NO_NAMESPACES}: getpriority(2) may be read of any process",
     "test_a_call_cannot_reach[the session of a process]": f"{NO_NAMESPACES}: getpgid(2) may be read of any process",
     "test_a_call_cannot_reach[any process by trying all pids]": f"{NO_NAMESPACES}: kill(2) fails differently for pids that do not exist",
-    "test_bomb_of[disk in many files]": DISK,
-    "test_bomb_of[inodes]": DISK,
-    "test_bomb_of[nested directories]": DISK,
+    "test_other_calls_survive_a_bomb_of[disk in many files]": DISK,
+    "test_other_calls_survive_a_bomb_of[inodes]": DISK,
+    "test_other_calls_survive_a_bomb_of[nested directories]": DISK,
 }
-# With a shared uid the filter refuses pidfd_open(2) too.
+# If all calls have one uid, the filter also refuses pidfd_open(2).
 ONE_UID = {test: reason for test, reason in LANDLOCK.items() if "pidfd" not in test}
 IS_ROOT = os.geteuid() == 0
 GROUPS = {
-    "test_learning[groups of the server]": "setgroups(2) needs a privilege: an ordinary user's calls keep the server's groups"
+    "test_a_call_cannot_learn[groups of the server]": "setgroups(2) needs a privilege: an ordinary user's calls keep the server's groups"
 }
 SERVER_GROUPS = {} if IS_ROOT or not os.getgroups() else GROUPS
 EXPECTED: dict[str, dict[str, str]] = {

@@ -59,8 +59,8 @@ def attempt(action, *arguments):
     try: return action(*arguments)
     except OSError as error: return error
 def works(action, *arguments): return not isinstance(attempt(action, *arguments), OSError)
-# Directories to write to, and files to change. In a jail they are many. A control succeeds and must not change the
-# machine, so it uses only a directory and a file of its own.
+# Directories to write to, files to change, and a device. In a jail an attack tries many. A control succeeds and must not
+# change the machine, so it uses only a directory and a file of its own.
 DIRS, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
 if HOST["is_jailed"]:
     library = os.path.dirname(os.__file__)
@@ -84,7 +84,7 @@ class Host:
     """The machine around the jail, with its secrets."""
 
     facts: dict[str, Any]
-    """All that attackers know. It is `HOST` in their code."""
+    """Everything that attackers know. This dictionary is `HOST` in their code."""
     environ: dict[str, str]
     """Variables to add to the server's environment."""
     secret: str
@@ -107,7 +107,7 @@ class Target:
         """Processes of the executor, its jail and its zygotes while no call runs."""
 
     def run(self, code: str, **options: Any) -> Result:
-        """Run an attack as a call, and return its result, whatever it is."""
+        """Run an attack as a call, and return its result without a check."""
         return self.caller.run(self.host.attack_program(code), **options)
 
     def call(self, code: str, **options: Any) -> Call:
@@ -238,11 +238,11 @@ def make_host() -> Iterator[Host]:
             "file": str(file),
             "directory": str(directory),
             "shm": str(shared_memory),
-            "pid": victim.pid,
+            "pid": victim.pid,  # of a process with the secret
             "server": victim.pid,  # in a target: the executor
             "port": tcp_server.getsockname()[1],
-            "path": socket_path,
-            "abstract": abstract_name,
+            "path": socket_path,  # of a listening Unix socket
+            "abstract": abstract_name,  # of another one, in the abstract namespace
             "name": socket.gethostname(),
             "is_jailed": False,
         }

@@ -8,6 +8,7 @@ from sandbox.types import Limits, Status
 from tests.escape.targets import Target
 from tests.executor.calling import call
 
+# Bomb -> (code, the statuses that the call may get). Limits: 16 processes, 128 MiB of memory, 16 MiB of disk.
 BOMBS: dict[str, tuple[str, str]] = {
     "forks": (
         "pids = []\nwhile len(pids) < 1000:\n    pid = attempt(os.fork)\n    if isinstance(pid, OSError): break\n"
@@ -71,12 +72,12 @@ BOMBS: dict[str, tuple[str, str]] = {
         "ok",
     ),
     "pipes full of data": (
-        "got = 0\ntry:\n    while got < 300 << 20:\n        r, w = os.pipe(); os.set_blocking(w, False); attempt(fcntl.fcntl, w, 1031, 1 << 20)\n"
+        "got = 0\ntry:\n    while got < 300 << 20:\n        r, w = os.pipe(); os.set_blocking(w, False); attempt(fcntl.fcntl, w, 1031, 1 << 20)  # F_SETPIPE_SZ\n"
         "        got += os.write(w, bytes(1 << 20))\nexcept OSError: pass\nif got > 64 << 20: breach(got)",
         "ok",
     ),
     "timers": (
-        "n = 0\ntimer = ctypes.c_int()\nwhile n < 200_000 and libc.syscall(222, 1, None, ctypes.byref(timer)) == 0: n += 1\nif n >= 200_000: breach(n)",
+        "n = 0\ntimer = ctypes.c_int()\nwhile n < 200_000 and libc.syscall(222, 1, None, ctypes.byref(timer)) == 0: n += 1  # timer_create(2)\nif n >= 200_000: breach(n)",
         "ok timeout memory_limit",
     ),
     "output": ("while True: os.write(1, b'x' * 65536)", "output_limit error"),
@@ -100,9 +101,9 @@ BOMBS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("attack", BOMBS)
-def test_bomb_of(attack: str, target: Target) -> None:
+def test_other_calls_survive_a_bomb_of(attack: str, target: Target) -> None:
     code, statuses = BOMBS[attack]
-    timeout_s = 0.3 if statuses.startswith("timeout") else 10.0
+    timeout_s = 0.3 if statuses.startswith("timeout") else 10.0  # short for code that never ends by itself
     limits = Limits(timeout_s=timeout_s, memory_mb=128, processes=16, disk_mb=16, output_kb=64)
     bomb = target.caller.submit(target.call(code, **{name: getattr(limits, name) for name in Limits.__slots__}))
     neighbours = [call(f"sum(range({n}))", timeout_s=30.0) for n in range(6)]
@@ -115,21 +116,21 @@ def test_bomb_of(attack: str, target: Target) -> None:
     target.check_healthy()
 
 
-ECHOES = {
-    "of itself": "x = []\nx.append(x)\nx",
-    "of a deep list": "x = []\nfor _ in range(100_000): x = [x]\nx",
-    "of a huge text": "'x' * (50 << 20)",
-    "of a loop": "class C:\n    def __repr__(self):\n        while True: pass\nC()",
-    "of a huge number": "10 ** 5000",
-    "of a repr that is no text": "class C:\n    def __repr__(self): return 5\nC()",
-    "of surrogates": "'\\udcff\\x00\\ud800' * 100",
-    "of classes whose repr exits": "class M(type):\n    def __repr__(cls): raise SystemExit(0)\nclass C(metaclass=M): pass\nC",
+HOSTILE_VALUES = {
+    "a list that contains itself": "x = []\nx.append(x)\nx",
+    "a deep list": "x = []\nfor _ in range(100_000): x = [x]\nx",
+    "a huge text": "'x' * (50 << 20)",
+    "an object whose repr loops": "class C:\n    def __repr__(self):\n        while True: pass\nC()",
+    "a huge number": "10 ** 5000",
+    "an object whose repr is no text": "class C:\n    def __repr__(self): return 5\nC()",
+    "surrogates": "'\\udcff\\x00\\ud800' * 100",
+    "a class whose repr exits": "class M(type):\n    def __repr__(cls): raise SystemExit(0)\nclass C(metaclass=M): pass\nC",
 }
 
 
-@pytest.mark.parametrize("attack", ECHOES)
-def test_echo(attack: str, target: Target) -> None:
-    result = target.caller.run(ECHOES[attack], timeout_s=1.0, memory_mb=256)
+@pytest.mark.parametrize("attack", HOSTILE_VALUES)
+def test_other_calls_survive_the_value(attack: str, target: Target) -> None:
+    result = target.caller.run(HOSTILE_VALUES[attack], timeout_s=1.0, memory_mb=256)
     assert (result.status is not Status.UNAVAILABLE, result.attempts) == (True, 1), result
-    assert len(result.value or "") <= 64 << 10
+    assert len(result.value or "") <= 64 << 10  # the default of output_kb
     target.check_healthy()

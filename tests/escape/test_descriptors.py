@@ -25,11 +25,12 @@ if works(mmap.mmap, 0, 1): breach('mapped')
     "emptying the input": "if works(os.ftruncate, 0, 0): breach('emptied')",
     "unsealing the input": """
 for seal in (2, 4, 8):  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE
-    if raw(72, 0, 1033, seal) == 0: breach(seal)
+    if raw(72, 0, 1033, seal) == 0: breach(seal)  # fcntl(2), F_ADD_SEALS
 """,
 }
 MISUSES["executing the input"] = """
-got = raw(322, 0, b"", 0, 0, 0x1000)  # execveat with AT_EMPTY_PATH: ENOEXEC would mean that executing it is allowed
+# execveat(2) with AT_EMPTY_PATH. ENOEXEC would mean that the input may be executed.
+got = raw(322, 0, b"", 0, 0, 0x1000)
 if got not in (-errno.EACCES, -errno.EPERM): breach(got)
 """
 MISUSES["executing the input once it is made a program"] = (
@@ -62,6 +63,7 @@ if not isinstance(sent(ours, [1]), OSError): breach(socket.recv_fds(theirs, 1, 4
 """,
     "a descriptor among many messages": """
 ours, theirs = socket.socketpair()
+# sendmmsg(2) of one struct mmsghdr with SCM_RIGHTS
 space = ctypes.create_string_buffer(struct.pack("QiiI4x", 20, 1, 1, 1))
 data = ctypes.create_string_buffer(b"x", 1)
 vector = ctypes.create_string_buffer(struct.pack("QQ", ctypes.addressof(data), 1))
@@ -81,10 +83,10 @@ if not isinstance(sent(ours, [theirs.fileno(), ours.fileno()]), OSError): breach
 """,
     "its identity": """
 ours, theirs = socket.socketpair()
-who = struct.pack("3i", os.getpid(), os.getuid(), os.getgid())
-if works(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, who)]): breach("said")
+credentials = struct.pack("3i", os.getpid(), os.getuid(), os.getgid())
+if works(_socket.socket.sendmsg, ours, [b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)]): breach("sent")
 """,
-    "to any inherited descriptor": """
+    "a descriptor to an inherited socket": """
 if not HOST["is_jailed"]: ours, theirs = socket.socketpair(); os.dup2(ours.fileno(), 3)
 null = os.open("/dev/null", os.O_RDONLY)
 for fd in range(4):
@@ -95,7 +97,7 @@ for fd in range(4):
 
 
 @pytest.mark.parametrize("attack", PASSING)
-def test_passing(attack: str, target: Target) -> None:
+def test_a_call_cannot_pass(attack: str, target: Target) -> None:
     target.resists(SENDING + PASSING[attack])
 
 

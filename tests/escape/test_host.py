@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.escape.targets import Host, Target, succeeds_without_jail
-from tests.executor.calling import OWN_PYTHON, executor
+from tests.executor.calling import executor
 
 FACTS = {
     "the host name": "import platform\nif HOST['name'] in (socket.gethostname(), os.uname().nodename, platform.node()): breach(HOST['name'])",
@@ -29,13 +29,13 @@ for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/
     "MKL_NUM_THREADS MALLOC_ARENA_MAX LC_CTYPE TMPDIR PYTHONTZPATH'.split(): breach(name)",
     "the pid of the parent": "if os.getppid() not in (0, 1): breach(os.getppid())",
     "the number of processes": "if os.getpid() > 2: breach(os.getpid())",
-    "the kernel log": "if raw(103, 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')",
+    "the kernel log": "if raw(103, 10, None, 0) > 0 or read('/dev/kmsg', 10): breach('log')  # syslog(2), SYSLOG_ACTION_SIZE_BUFFER",
     "groups of the server": "if os.getgroups(): breach(os.getgroups())",
 }
 
 
 @pytest.mark.parametrize("attack", FACTS)
-def test_learning(attack: str, target: Target) -> None:
+def test_a_call_cannot_learn(attack: str, target: Target) -> None:
     target.resists(FACTS[attack])
 
 
@@ -48,7 +48,7 @@ def test_learning_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Pat
 
 RANDOM_SOURCES = {
     "random": "import random; random.random(), random.getrandbits(64), random.Random().random(), random.SystemRandom().random()",
-    "hashes": "hash(object()) and 0 or __import__('os').urandom(8)",
+    "the kernel's generator": "import os; os.urandom(8)",
     "secrets": "import secrets; secrets.token_hex(8)",
     "uuid": "import uuid; uuid.uuid4(), uuid.uuid1().time",
     "temporary names": "import tempfile; tempfile.mkdtemp(), tempfile.mktemp()",
@@ -78,7 +78,6 @@ LIBRARIES = {
 def test_random_numbers_of_libraries_differ(guest_python: Path, target: Target) -> None:
     if target.name != "namespaces":
         pytest.skip("one level is enough: reseeding after the fork is the same at all levels")
-    assert OWN_PYTHON
     with executor(guest_python, isolation=target.level, profiles=("scientific",)) as caller:
         for source, code in LIBRARIES.items():
             numbers = [caller.run(code, timeout_s=60.0).value for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Attacks on the kernel: system calls outside the policy, by every entry, and refused arguments of allowed calls."""
+"""Attacks on the kernel: system calls outside the policy, other entries, and refused arguments of allowed calls."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SYSTEM_CALLS: dict[str, str] = {
 
 TRY_CALLS = """
 for name, number in {numbers!r}.items():
-    # Harmless arguments if the call is allowed: invalid pointers, descriptors and flags.
-    got = raw(number, *{special!r}.get(name, [-1] * 6))
+    # If the call is allowed, these arguments are harmless: invalid pointers, descriptors and flags.
+    got = raw(number, *{harmless!r}.get(name, [-1] * 6))
     if got not in (-errno.EPERM, -errno.ENOSYS): breach(name)
 """
 HARMLESS_ARGUMENTS: dict[str, list[int]] = {
@@ -49,11 +49,11 @@ HARMLESS_ARGUMENTS: dict[str, list[int]] = {
 
 
 def try_calls(names: str) -> str:
-    return TRY_CALLS.format(numbers={name: X86_64[name] for name in names.split()}, special=HARMLESS_ARGUMENTS)
+    return TRY_CALLS.format(numbers={name: X86_64[name] for name in names.split()}, harmless=HARMLESS_ARGUMENTS)
 
 
 @pytest.mark.parametrize("attack", SYSTEM_CALLS)
-def test_system_call(attack: str, target: Target) -> None:
+def test_system_calls_are_refused_for(attack: str, target: Target) -> None:
     target.resists(try_calls(SYSTEM_CALLS[attack]))
 
 
@@ -70,17 +70,17 @@ def _allowed() -> frozenset[str]:
     return frozenset(name for name, number in X86_64.items() if rule_for(number) != EPERM)
 
 
-def test_every_system_call_outside_the_policy(target: Target) -> None:
+def test_every_system_call_outside_the_policy_is_refused(target: Target) -> None:
     target.resists(try_calls(" ".join(X86_64.keys() - _allowed())))
 
 
-def test_system_calls_that_do_not_exist_yet(target: Target) -> None:
-    # 335 and 336 return from uprobes and kill a process that is in none.
+def test_system_calls_that_do_not_exist_yet_are_refused(target: Target) -> None:
+    # 335 (uretprobe) and 336 (uprobe) kill a process that makes them outside of a probe.
     numbers = {f"number {n}": n for n in (*range(337, 424), *range(453, 1024), 0x3FFFFFFF)}
-    target.resists(TRY_CALLS.format(numbers=numbers, special={}))
+    target.resists(TRY_CALLS.format(numbers=numbers, harmless={}))
 
 
-MACHINE = """
+RUN_MACHINE_CODE = """
 import mmap
 page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
 page.write(bytes.fromhex({code!r}))
@@ -97,37 +97,37 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_entry_into_the_kernel(entry: str, target: Target) -> None:
-    """The entry fails with ENOSYS. Killing the process would write a line to the host's audit log."""
-    result = target.resists(MACHINE.format(code=ENTRIES[entry]))
+def test_the_kernel_refuses_the_entry(entry: str, target: Target) -> None:
+    """The entry fails with ENOSYS. If the filter killed the process instead, each attempt would write to the audit log."""
+    result = target.resists(RUN_MACHINE_CODE.format(code=ENTRIES[entry]))
     assert result.stdout == f"got {-errno.ENOSYS}\nEND\n"
 
 
-def test_entry_into_the_kernel_succeeds_without_a_jail(host: Host, tmp_path: Path) -> None:
-    succeeds_without_jail(host, MACHINE.format(code=ENTRIES["of i386 by int 0x80"]), tmp_path)
+def test_the_entry_of_i386_works_without_a_jail(host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, RUN_MACHINE_CODE.format(code=ENTRIES["of i386 by int 0x80"]), tmp_path)
 
 
 ARGUMENTS = {
-    "a user namespace by unshare": "if raw(272, 0x10000000) == 0: breach('unshare')",
+    "a user namespace by unshare": "if raw(272, 0x10000000) == 0: breach('unshare')  # CLONE_NEWUSER",
     "a user namespace by clone": """
-pid = raw(56, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)
+pid = raw(56, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)  # clone(2), CLONE_NEWUSER
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone')
 """,
     "a user namespace by clone3": """
 args = struct.pack('8Q', 0x10000000, 0, 0, 0, signal.SIGCHLD, 0, 0, 0)
-pid = raw(435, args, len(args))
+pid = raw(435, args, len(args))  # clone3(2), CLONE_NEWUSER
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone3')
 """,
     "a sibling outside of the PID namespace, by CLONE_PARENT": """
-pid = raw(56, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0)
+pid = raw(56, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0)  # clone(2)
 if pid == 0: os._exit(0)
 if pid > 0: breach('clone')
 """,
     "which files are in the page cache, by RWF_NOWAIT": """
 fd = os.open(os.__file__, os.O_RDONLY)
-got = attempt(os.preadv, fd, [bytearray(1)], 0, 8)
+got = attempt(os.preadv, fd, [bytearray(1)], 0, 8)  # RWF_NOWAIT
 if got == 1 or getattr(got, 'errno', 0) == errno.EAGAIN: breach(got)
 """,
     "out-of-band data in Unix sockets, once a way out of sandboxes": """
@@ -164,12 +164,12 @@ for fd in range(5):
 """,
     "network interfaces through any descriptor": """
 for fd in range(5):
-    got = attempt(fcntl.ioctl, fd, 0x8912, bytes(16))
+    got = attempt(fcntl.ioctl, fd, 0x8912, bytes(16))  # SIOCGIFCONF
     if getattr(got, 'errno', 0) not in (errno.EPERM, errno.EBADF): breach(got)
 """,
     "speculation and dumps by prctl": """
 for option in (4, 22, 23, 24, 26, 28, 47, 50, 53, 59, 65, 67, 0x59616d61):
-    got = raw(157, option, 0, 0, 0, 0)
+    got = raw(157, option, 0, 0, 0, 0)  # prctl(2)
     if got != -errno.EPERM: breach((option, got))
 """,
 }
@@ -177,7 +177,7 @@ for option in (4, 22, 23, 24, 26, 28, 47, 50, 53, 59, 65, 67, 0x59616d61):
 
 
 @pytest.mark.parametrize("attack", ARGUMENTS)
-def test_argument_of(attack: str, target: Target) -> None:
+def test_arguments_are_refused_for(attack: str, target: Target) -> None:
     target.resists(ARGUMENTS[attack])
 
 

@@ -22,7 +22,8 @@ from tests.executor.calling import OWN_PYTHON
 SHARED_MEMORY = """
 import mmap
 def shared():
-    # mremap(2) of 0 bytes maps the memory a second time, and works for shared memory only.
+    # Return the addresses of all shared pages, mapped writable. mremap(2) of 0 bytes maps a page a second time, and
+    # works for shared memory only. Without /proc, mincore(2) distinguishes mapped pages from holes.
     libc.mremap.restype, libc.mincore.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     libc.mprotect.argtypes, libc.sbrk.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_void_p
@@ -102,8 +103,9 @@ libc.mq_unlink(b'/message')
 """,
     ),
     "keyrings": (
-        "raw(248, b'user', b'message', MESSAGE.encode(), len(MESSAGE), -4)",
+        "raw(248, b'user', b'message', MESSAGE.encode(), len(MESSAGE), -4)  # add_key(2), KEY_SPEC_USER_KEYRING",
         """
+# keyctl(2): KEYCTL_SEARCH, KEYCTL_READ and KEYCTL_UNLINK
 key, buffer = raw(250, 10, -4, b"user", b"message", 0), ctypes.create_string_buffer(200)
 if key >= 0 and raw(250, 11, key, buffer, 200) > 0: scan(buffer.raw)
 raw(250, 9, key, -4)
@@ -119,13 +121,14 @@ raw(250, 9, key, -4)
         "if fcntl.fcntl(0, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND): breach(MESSAGE)",
     ),
     "flags of standard input by ioctl": (
-        "attempt(fcntl.ioctl, 0, 0x5421, struct.pack('i', 1))",
+        "attempt(fcntl.ioctl, 0, 0x5421, struct.pack('i', 1))  # FIONBIO",
         "if fcntl.fcntl(0, fcntl.F_GETFL) & os.O_NONBLOCK: breach(MESSAGE)",
     ),
     "the owner of standard input": (
-        "attempt(fcntl.fcntl, 0, fcntl.F_SETOWN, os.getpid()), attempt(fcntl.fcntl, 0, 10, 41)",
-        "if attempt(fcntl.fcntl, 0, 11) == 41: breach(MESSAGE)",
+        "attempt(fcntl.fcntl, 0, fcntl.F_SETOWN, os.getpid()), attempt(fcntl.fcntl, 0, 10, 41)  # F_SETSIG",
+        "if attempt(fcntl.fcntl, 0, 11) == 41: breach(MESSAGE)  # F_GETSIG",
     ),
+    # In a jail SHARED has many files, and this is the second; a control has only one.
     "a lock on a file": (
         "kept = open(SHARED[:2][-1]); attempt(fcntl.flock, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "if not works(fcntl.flock, open(SHARED[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB): breach(MESSAGE)",
@@ -135,34 +138,34 @@ raw(250, 9, key, -4)
         "got = attempt(fcntl.lockf, open(DEVICE, 'r+b', buffering=0), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "if isinstance(got, OSError): breach(MESSAGE)",
     ),
-    "shared memory inherited": (
-        SHARED_MEMORY + "for at in shared(): ctypes.memmove(at, MESSAGE.encode(), len(MESSAGE))",
-        SHARED_MEMORY + "for at in shared(): scan(ctypes.string_at(at, 4096))",
+    "inherited shared memory": (
+        SHARED_MEMORY + "for address in shared(): ctypes.memmove(address, MESSAGE.encode(), len(MESSAGE))",
+        SHARED_MEMORY + "for address in shared(): scan(ctypes.string_at(address, 4096))",
     ),
 }
 """Medium -> (code that leaves the message, code that receives it)."""
 
 
-def with_facts(host: Host, code: str, message: str) -> str:
-    # The receiver knows the message, but not in one piece, so that a search of its own memory does not find it.
+def program_with_message(host: Host, code: str, message: str) -> str:
+    """Return an attack that knows the message, but not in one piece: a search of its own memory must not find it."""
     return host.attack_program(f"MESSAGE = 'CANARY-' + {message[7:]!r}\n{code}")
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_message_to_a_later_call(kind: str, target: Target) -> None:
+def test_no_message_reaches_a_later_call(kind: str, target: Target) -> None:
     send, receive = MESSAGES[kind]
     message = canary()
-    target.caller.run(with_facts(target.host, send, message))
+    target.caller.run(program_with_message(target.host, send, message))
     for _ in range(3):
-        check_resisted(target.caller.run(with_facts(target.host, receive, message)))
+        check_resisted(target.caller.run(program_with_message(target.host, receive, message)))
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_message_to_a_concurrent_call(kind: str, target: Target) -> None:
+def test_no_message_reaches_a_concurrent_call(kind: str, target: Target) -> None:
     send, receive = MESSAGES[kind]
     message = canary()
-    with target.sleeping_call(with_facts(target.host, send, message)):
-        check_resisted(target.caller.run(with_facts(target.host, receive, message)))
+    with target.sleeping_call(program_with_message(target.host, send, message)):
+        check_resisted(target.caller.run(program_with_message(target.host, receive, message)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MESSAGES if "inherited" not in kind])
@@ -171,19 +174,19 @@ def test_message_arrives_without_a_jail(kind: str, host: Host, tmp_path: Path) -
     send, receive = MESSAGES[kind]
     message = canary()
     with open(os.devnull) as stdin:
-        argv = [OWN_PYTHON, "-c", with_facts(host, send + "\nos.write(1, b'LEFT\\n'); time.sleep(1000)", message)]
-        with subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, cwd=tmp_path) as sender:
+        code = program_with_message(host, send + "\nos.write(1, b'LEFT\\n'); time.sleep(1000)", message)
+        with subprocess.Popen([OWN_PYTHON, "-c", code], stdin=stdin, stdout=subprocess.PIPE, cwd=tmp_path) as sender:
             assert sender.stdout is not None
             assert sender.stdout.readline() == b"LEFT\n"
             try:
-                argv = [OWN_PYTHON, "-c", with_facts(host, receive, message)]
+                argv = [OWN_PYTHON, "-c", program_with_message(host, receive, message)]
                 done = subprocess.run(argv, stdin=stdin, stdout=-1, cwd=tmp_path, timeout=DEADLINE_S, check=False)
             finally:
                 sender.kill()
     assert message.encode() in done.stdout
 
 
-FORKS = """
+SEND_FROM_A_FORK = """
 import mmap
 kept = mmap.mmap(-1, 4096)
 if os.fork() == 0: exec(SEND); os._exit(0)
@@ -193,8 +196,8 @@ exec(RECEIVE)
 
 
 def test_message_in_shared_memory_arrives_without_a_jail(host: Host, tmp_path: Path) -> None:
-    send, receive = MESSAGES["shared memory inherited"]
-    code = with_facts(host, f"SEND, RECEIVE = {send!r}, {receive!r}\n{FORKS}", message := canary())
+    send, receive = MESSAGES["inherited shared memory"]
+    code = program_with_message(host, f"SEND, RECEIVE = {send!r}, {receive!r}\n{SEND_FROM_A_FORK}", message := canary())
     done = subprocess.run([OWN_PYTHON, "-c", code], capture_output=True, cwd=tmp_path, timeout=DEADLINE_S, check=False)
     assert message.encode() in done.stdout
 
@@ -210,7 +213,7 @@ for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/pro
 """
 
 
-def test_opening_kernel_controls(target: Target) -> None:
+def test_kernel_controls_cannot_be_opened(target: Target) -> None:
     target.resists(KERNEL_CONTROLS)
 
 
@@ -232,7 +235,7 @@ object.__init_subclass__; ctypes.memset(id(257), 0, 0); random.seed(5)
 """
 STATE = """
 import sys
-print([sorted(k for k in sys.modules if not k.startswith("enc")), sys.path, sys.argv, sys.getrecursionlimit(),
+print([sorted(k for k in sys.modules if not k.startswith("encodings")), sys.path, sys.argv, sys.getrecursionlimit(),
        sys.getswitchinterval(), sys.dont_write_bytecode, sys.flags])
 import builtins, decimal, gc, json, locale, math, os, random, resource, signal, tempfile, threading, warnings
 print([sorted(dir(builtins)), sorted(os.environ.items()), os.getcwd() if CWD else 0, os.umask(0), math.sqrt(4), json.dumps([1])])
@@ -250,7 +253,7 @@ def test_state_of_the_interpreter_does_not_persist(target: Target) -> None:
     before = target.caller.run(report_state)
     assert before.status == "ok", before
     message = canary()
-    poisoned = target.caller.run(with_facts(target.host, TAMPER, message), timeout_s=30.0)
+    poisoned = target.caller.run(program_with_message(target.host, TAMPER, message), timeout_s=30.0)
     assert poisoned.stdout == "END\n", poisoned
     for _ in range(3):
         after = target.caller.run(report_state)

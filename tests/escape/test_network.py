@@ -19,6 +19,7 @@ if works(lambda: socket.socket(socket.AF_UNIX).connect(HOST["path"])): breach("c
 if works(lambda: socket.socket(socket.AF_UNIX).connect(HOST["abstract"])): breach("connected")
 """,
     "a socket of any family": """
+# SOCK_STREAM, SOCK_DGRAM, SOCK_RAW and SOCK_SEQPACKET of all address families
 for family in range(1, 46):
     for kind in (1, 2, 3, 5):
         fd = raw(41, family, kind, 0)  # socket(2)

@@ -1,6 +1,6 @@
 """Attacks on the status: code that tries to get a better status than it deserves, or none.
 
-`unavailable` is the server's own failure and is retried, or gets no reward. So no code may cause it.
+Status `unavailable` means that the server failed. Such a call is retried, or gets no reward, so no code may cause it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from tests.executor.calling import call
 FORGED_SUCCESS = struct.pack("<6i", 5, -1, 0, 0, -1, 0) + b"'win'"
 """A report (`guest/runner.py`) of a value of five characters and no error."""
 MALFORMED_REPORT = struct.pack("<6i", 2**31 - 1, 2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1, -1)
+"""A report with impossible lengths, line and flags, and without any text."""
 
 # Behaviour -> (code, the statuses that the call may get). Descriptor 3 is the call's report, 4 its returned files.
 STATUS_TRICKS: dict[str, tuple[str, str]] = {
     "ends at once": ("os._exit(3)", "error"),
     "ends with every bit": ("os._exit(-1)", "error"),
-    "ends with the exit status of a failed start": ("os._exit(70)", "error"),
+    "ends with the exit status of a failed runner": ("os._exit(70)", "error"),
     "kills itself": ("os.kill(os.getpid(), 9); os._exit(3)", "error killed"),
     "kills itself from a child": (
         "if os.fork() == 0: os.kill(1, 9); os.kill(os.getppid(), 9); os._exit(0)\nos.wait()\n1/0",

@@ -17,7 +17,7 @@ def guest() -> Iterator[Caller]:
 
 
 @pytest.fixture(scope="module")
-def libraries(guest_python: Path) -> Iterator[Caller]:
-    """The same with the libraries of the guest runtime."""
+def guest_with_numpy(guest_python: Path) -> Iterator[Caller]:
+    """The same with the Python of the guest runtime, whose zygotes have imported numpy."""
     with executor(guest_python, profiles=("numeric",)) as caller:
         yield caller

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numb
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 ALLOW_ALL_FILTER = "BgAAAAAA/38="
 """A seccomp filter of one instruction that allows every system call, in base64."""
-NAMESPACES = {
+NAMESPACES_PLAN = {
     "pid_namespace": True,
     "namespaces": 0x08000000,  # CLONE_NEWIPC
     "scratch_mount": "/tmp",
@@ -26,17 +26,17 @@ NAMESPACES = {
     "call_filter": ALLOW_ALL_FILTER,
     "own_pid_offsets": [],
 }
-LANDLOCK = {
+LANDLOCK_PLAN = {
     "pid_namespace": False,
     "namespaces": 0,
     "scratch_mount": None,
     "drop_capabilities": True,
     "no_new_privs": True,
     "call_filter": ALLOW_ALL_FILTER,
-    "own_pid_offsets": [4],  # where the filter has the call's own pid
+    "own_pid_offsets": [4],  # the operand of the filter's only instruction
     "landlock": {"faked": True},
 }
-NONE = {
+NONE_PLAN = {
     "pid_namespace": False,
     "namespaces": 0,
     "scratch_mount": None,
@@ -49,6 +49,7 @@ CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import json, os, types
 import confine, fork_batch, landlock_slots, system_calls
+# Descriptors of the zygote: 30 is the output, 40 is cgroup.procs, and 50 is the ruleset of Landlock.
 class FakeLandlock:
     def __init__(self, plan): pass
     def become_subreaper(self): pass
@@ -61,13 +62,13 @@ call = {{**dict.fromkeys(confine.RLIMITS, 1 << 40), "disk_bytes": 1 << 20, "blob
 batch = fork_batch.ForkBatch()
 steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
 """
-NAMES = (
+SYSTEM_CALLS = (
     *("CLOCK_GETTIME", "CLONE", "DUP2", "WRITE", "LANDLOCK_RESTRICT_SELF", "CLOSE", "OPEN", "SIGPROCMASK", "SETPGID"),
     *("UNSHARE", "MOUNT", "SETGROUPS", "SETRESGID", "SETRESUID", "CAPSET", "CHDIR", "SETRLIMIT", "PRCTL", "SETSID"),
     "SECCOMP",
 )
-ORDER = f"""
-names = {{getattr(system_calls, name): name for name in {NAMES}}}
+PRINT_ORDER = f"""
+names = {{getattr(system_calls, name): name for name in {SYSTEM_CALLS}}}
 print(json.dumps([names[number] for number in steps[:: fork_batch.STEP_WORDS]]))
 """
 FORK, OUTPUT, EMPTY_INPUT = ["CLOCK_GETTIME", "CLONE"], ["DUP2", "WRITE"], ["CLOSE", "OPEN"]
@@ -87,11 +88,11 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
     ("plan", "order"),
     [
         (
-            {**NAMESPACES, "uid_base": 1000},
+            {**NAMESPACES_PLAN, "uid_base": 1000},
             [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *SCRATCH, *UIDS, "CHDIR", *RLIMITS, *LAST],
         ),
         (
-            {**NAMESPACES, "user_namespace": True, "limits_processes": True},
+            {**NAMESPACES_PLAN, "user_namespace": True, "limits_processes": True},
             [
                 *OUTPUT,
                 *EMPTY_INPUT,
@@ -107,25 +108,25 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
             ],
         ),
         (
-            {**LANDLOCK, "uid_base": 1000},
+            {**LANDLOCK_PLAN, "uid_base": 1000},
             [*OUTPUT, "LANDLOCK_RESTRICT_SELF", *EMPTY_INPUT, "SIGPROCMASK", *UIDS, *RLIMITS, *LAST_OF_LANDLOCK],
         ),
         (
-            {**LANDLOCK},
+            LANDLOCK_PLAN,
             [*OUTPUT, "LANDLOCK_RESTRICT_SELF", *EMPTY_INPUT, "SIGPROCMASK", "CAPSET", *RLIMITS, *LAST_OF_LANDLOCK],
         ),
-        (NONE, [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *RLIMITS, DEATH_SIGNAL]),
+        (NONE_PLAN, [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *RLIMITS, DEATH_SIGNAL]),
     ],
     ids=["namespaces with uids", "namespaces without uids", "landlock with uids", "landlock without uids", "none"],
 )
 def test_a_call_is_confined_in_this_order(plan: dict[str, object], order: list[str]) -> None:
-    assert json.loads(_run(ORDER, plan)) == [*FORK, *order]
-    with_input = [step for step in order if step not in EMPTY_INPUT]
-    assert json.loads(_run(ORDER, plan, stdin_bytes=1)) == [*FORK, *with_input]
+    assert json.loads(_run(PRINT_ORDER, plan)) == [*FORK, *order]
+    order_with_input = [step for step in order if step not in EMPTY_INPUT]
+    assert json.loads(_run(PRINT_ORDER, plan, stdin_bytes=1)) == [*FORK, *order_with_input]
 
 
 def test_machine_code_and_python_leave_the_same_process() -> None:
-    """Level `none`, whose steps need no privilege; the null device stands for the output and the cgroup."""
+    """Only the steps of level `none` need no privilege. /dev/null replaces the output and the file of the cgroup."""
     code = """
 call.update(file_bytes=1 << 20, open_files=64)
 steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
@@ -146,6 +147,7 @@ def status_after(execute):
     os.waitpid(batch.child_pid(0), 0)
     return os.read(read_fd, 4096)
 by_machine_code, by_python = status_after(batch.execute), status_after(batch.execute_in_python)
-print(batch.has_machine_code, by_machine_code == by_python, b"1048576" in by_python or by_python.decode())
+limit_is_set = b"1048576" in by_python  # file_bytes
+print(batch.has_machine_code, by_machine_code == by_python, limit_is_set or by_python.decode())
 """
-    assert _run(code, NONE) == "True True True\n"
+    assert _run(code, NONE_PLAN) == "True True True\n"

@@ -1,4 +1,4 @@
-"""The value of the last expression is returned, as a notebook shows it, and the script runs as before otherwise."""
+"""The value of the last expression is returned, as a notebook shows it. In all else the script runs as without echo."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def runner() -> Iterator[ModuleType]:
 def test_the_last_expression_is_echoed(guest: Caller, code: str, value: str | None) -> None:
     result = guest.run(code)
     assert result.status is Status.OK, result
-    if value is not None and value.endswith("0x"):
+    if value is not None and value.endswith("0x"):  # the address differs
         assert result.value is not None
         assert result.value.startswith(value)
     else:
@@ -118,7 +118,7 @@ def test_the_value_is_from_before_the_exit_handlers(guest: Caller) -> None:
 
 
 def test_a_value_over_the_limit_is_truncated_and_reported(guest: Caller) -> None:
-    exact = guest.run("'a' * 1022", output_kb=1)
+    exact = guest.run("'a' * 1022", output_kb=1)  # 1,024 bytes with the quotes
     assert (exact.value, exact.truncated) == ("'" + "a" * 1022 + "'", ())
     over = guest.run("'a' * 1023", output_kb=1)
     assert (over.status, over.value, over.truncated) == (Status.OK, "'" + "a" * 1023, ("value",))
@@ -165,7 +165,7 @@ def programs(draw: st.DrawFn) -> str:
 @example("x = '''\n1\n2'''")
 @example("x = 1\n#;")
 @example("(1,\n#c\n2)")
-def test_the_echo_is_the_same_as_by_the_syntax_tree(runner: ModuleType, text: str) -> None:
+def test_a_program_is_compiled_as_by_its_syntax_tree(runner: ModuleType, text: str) -> None:
     assert _comparable(runner._compile, text) == _comparable(_compile_by_tree, text)
 
 
@@ -175,13 +175,13 @@ def test_any_text_is_compiled_as_by_its_syntax_tree(runner: ModuleType, text: st
 
 
 def _compile_by_tree(text: str, echo: bool) -> tuple[Any, Any]:
-    """A simple version by the syntax tree: the last statement is echoed unless a semicolon follows it."""
+    """Compile as the runner must: the last statement is echoed if it is an expression without a semicolon after it."""
     tree = compile(text, "main.py", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
     if echo and tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_in_semicolon(text, tree.body[-1]):
         last = ast.Expression(tree.body.pop().value)
     body = compile(tree, "main.py", "exec", dont_inherit=True)
-    flags = body.co_flags & 0x1FF0000
+    flags = body.co_flags & 0x1FF0000  # of all `from __future__` statements
     return body, last and compile(last, "main.py", "eval", flags, dont_inherit=True)
 
 
@@ -193,7 +193,7 @@ def _ends_in_semicolon(text: str, last: ast.Expr) -> bool:
 
 
 def _comparable(compiler: Any, text: str) -> Any:
-    """Return all of a compilation that can change a run."""
+    """Return all parts of a compilation that can change how the code runs, or its error."""
     import warnings
 
     with warnings.catch_warnings():
@@ -206,5 +206,5 @@ def _comparable(compiler: Any, text: str) -> Any:
 
 
 def _comparable_code(code: Any) -> Any:
-    consts = [_comparable_code(const) if hasattr(const, "co_code") else repr(const) for const in code.co_consts]
-    return code.co_code, consts, code.co_names, code.co_varnames, list(code.co_lines())
+    constants = [_comparable_code(item) if hasattr(item, "co_code") else repr(item) for item in code.co_consts]
+    return code.co_code, constants, code.co_names, code.co_varnames, list(code.co_lines())

@@ -1,4 +1,4 @@
-"""How a call ends: exits, signals, exit handlers, and what is still flushed."""
+"""How a call ends: exits, signals and exit handlers, and which output is still written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.executor.calling import Caller, executor
 
 
 @pytest.mark.parametrize(
-    ("argument", "code", "stderr"),
+    ("argument", "exit_code", "stderr"),
     [
         *[("", 0, ""), ("None", 0, ""), ("0", 0, ""), ("False", 0, ""), ("True", 1, ""), ("3", 3, ""), ("-1", 255, "")],
         *[("300", 44, ""), ("'text'", 1, "text\n"), ("[1, 2]", 1, "[1, 2]\n"), ("2.0", 1, "2.0\n"), ("''", 1, "\n")],
     ],
 )
 def test_sys_exit_has_the_exit_code_and_output_that_python_gives_it(
-    guest: Caller, argument: str, code: int, stderr: str
+    guest: Caller, argument: str, exit_code: int, stderr: str
 ) -> None:
     result = guest.run(f"import sys\nprint('before')\nsys.exit({argument})\nprint('after')")
-    assert (result.status, result.exit_code) == (Status.ERROR if code else Status.OK, code)
+    assert (result.status, result.exit_code) == (Status.ERROR if exit_code else Status.OK, exit_code)
     assert (result.stdout, result.stderr) == ("before\n", stderr)
-    assert (result.error is not None and result.error.type) == ("SystemExit" if code else False)
+    assert (result.error and result.error.type) == ("SystemExit" if exit_code else None)
 
 
 def test_a_call_that_exits_has_no_value(guest: Caller) -> None:
@@ -40,26 +40,24 @@ def test_os_exit_ends_at_once_and_loses_no_output(guest: Caller) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "number"),
+    ("code", "signum"),
     [
         ("import ctypes\nctypes.string_at(0)", signal.SIGSEGV),
-        (
-            "import os\nos.abort()",
-            signal.SIGSEGV,
-        ),  # PID 1 ignores SIGABRT; abort(3) then executes an invalid instruction
+        # PID 1 ignores SIGABRT, so abort(3) then executes an invalid instruction.
+        ("import os\nos.abort()", signal.SIGSEGV),
     ],
 )
-def test_a_crash_is_reported_as_killed_by_its_signal(guest: Caller, code: str, number: signal.Signals) -> None:
+def test_a_crash_is_reported_as_killed_by_its_signal(guest: Caller, code: str, signum: signal.Signals) -> None:
     result = guest.run("print('before')\n" + code)
-    assert (result.status, result.signal, result.exit_code) == (Status.KILLED, number, None)
+    assert (result.status, result.signal, result.exit_code) == (Status.KILLED, signum, None)
     assert result.stdout == "before\n"
     assert result.error is not None
-    assert result.error.type == number.name
+    assert result.error.type == signum.name
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSTOP", "SIGHUP", "SIGSEGV"])
 def test_a_call_cannot_kill_itself_by_a_signal_because_it_is_pid_1(guest: Caller, name: str) -> None:
-    """pid_namespaces(7): from inside its namespace, PID 1 receives only signals that it has a handler for."""
+    """From inside its namespace, PID 1 receives only signals for which it has a handler (pid_namespaces(7))."""
     result = guest.run(f"import os, signal\nos.kill(os.getpid(), signal.{name})\nprint('alive')")
     assert (result.status, result.stdout) == (Status.OK, "alive\n")
 
@@ -100,7 +98,7 @@ def test_exit_handlers_run_after_an_error_too(guest: Caller) -> None:
 
 @pytest.mark.parametrize("profile", ["bare", "scientific"])
 def test_buffered_log_records_are_written_last(guest_python: Path, profile: str) -> None:
-    """With a zygote that has imported logging, and with one that has not."""
+    """The zygote of profile `scientific` has imported logging, and that of profile `bare` has not."""
     code = """
 import atexit, logging.handlers, sys
 buffer = logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stdout))
@@ -132,7 +130,7 @@ def test_a_file_that_was_never_closed_is_complete(guest: Caller) -> None:
     assert result.files == {"out.txt": b"kept"}
 
 
-def test_a_closed_or_replaced_stdout_does_no_harm(guest: Caller) -> None:
+def test_output_and_errors_survive_a_closed_or_replaced_stream(guest: Caller) -> None:
     assert guest.run("import sys\nprint(1)\nsys.stdout.close()").stdout == "1\n"
     assert guest.run("import os\nprint(1)\nos.close(1)\nos.close(2)").status is Status.OK
     assert guest.run("import sys\nsys.stdout = None\nsys.stderr = None\nprint(2)\n3").value == "3"
@@ -156,6 +154,7 @@ def test_closing_the_report_loses_only_value_and_error(guest: Caller) -> None:
 
 
 def test_a_forged_report_does_not_change_the_status(guest: Caller) -> None:
+    # A value of 3 bytes, no error, no line; flag 8 is MemoryError (`guest/runner.py`).
     forged = "import os, struct\nos.write(3, struct.pack('<6i', 3, -1, 0, 0, -1, 8) + b'yes')\n"
     assert guest.run(forged + "os._exit(1)").status is Status.MEMORY_LIMIT, "the code only worsens its own status"
     result = guest.run(forged + "os._exit(7)")

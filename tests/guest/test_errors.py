@@ -55,7 +55,7 @@ def test_the_line_is_that_of_the_innermost_frame_of_the_code(guest: Caller) -> N
     assert error.traceback.count("File") == 2
 
 
-def test_modules_beside_the_script_count_as_the_code(guest: Caller) -> None:
+def test_modules_beside_the_script_belong_to_the_code(guest: Caller) -> None:
     error = error_of(guest.run("import other\nother.f()", files={"other.py": b"def f():\n    1/0\n"}))
     assert "other.py" in error.traceback
     assert "    1/0" in error.traceback
@@ -64,12 +64,12 @@ def test_modules_beside_the_script_count_as_the_code(guest: Caller) -> None:
 
 def test_an_error_in_the_last_expression_has_its_line(guest: Caller) -> None:
     for code in ("x = 1\n# two\n1/0", "x = 1\nif x:\n    pass\n1/0", "'''a\n'''\n1/0", "x = 1; y = 2\n\n1/0"):
-        assert error_of(guest.run(code)).line == 4 - (code.count("\n") == 2), code
+        assert error_of(guest.run(code)).line == code.count("\n") + 1, code
 
 
-@pytest.mark.parametrize("blank", ["\f", "\v", "\x1c", "\x85", "\u2028"])
-def test_lines_are_counted_as_python_counts_them(guest: Caller, blank: str) -> None:
-    error = error_of(guest.run(f"x = 'a{blank}b'\ny = 1\n1/0"))
+@pytest.mark.parametrize("separator", ["\f", "\v", "\x1c", "\x85", "\u2028"])
+def test_only_line_feeds_count_as_ends_of_lines(guest: Caller, separator: str) -> None:
+    error = error_of(guest.run(f"x = 'a{separator}b'\ny = 1\n1/0"))
     assert error.line == 3
     assert "    1/0\n" in error.traceback
 
@@ -113,7 +113,7 @@ def test_an_exception_with_unusual_attributes_is_reported(guest: Caller) -> None
     assert (error.type, error.message, error.line) == ("Odd", "x", 5)
 
 
-def test_a_traceback_over_the_output_limit_is_output_over_the_limit(guest: Caller) -> None:
+def test_a_traceback_over_the_output_limit_ends_with_status_output_limit(guest: Caller) -> None:
     """Python prints the traceback to stderr, so it counts as output."""
     result = guest.run("raise ValueError('a' * 100_000)")
     assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stderr", "traceback"))
@@ -131,7 +131,7 @@ def test_a_syntax_error_shows_its_line(guest: Caller) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "line"),
+    ("code", "error_type", "line"),
     [
         ("def f():\nreturn 1", "IndentationError", 2),
         ("if True:\n\tx = 1\n        y = 2", "TabError", 3),
@@ -149,10 +149,10 @@ def test_a_syntax_error_shows_its_line(guest: Caller) -> None:
         ("```python\nprint(1)\n```", "SyntaxError", 1),
     ],
 )
-def test_code_that_does_not_compile_prints_nothing(guest: Caller, code: str, kind: str, line: int) -> None:
+def test_code_that_does_not_compile_prints_nothing(guest: Caller, code: str, error_type: str, line: int) -> None:
     result = guest.run(code)
     error = error_of(result)
-    assert (error.type, error.line, result.stdout) == (kind, line, "")
+    assert (error.type, error.line, result.stdout) == (error_type, line, "")
 
 
 def test_a_syntax_error_in_eval_has_the_line_of_the_eval(guest: Caller) -> None:
@@ -173,7 +173,7 @@ def test_code_too_deep_for_the_parser_is_an_error(guest: Caller) -> None:
 
 
 @pytest.mark.parametrize("method", ["__str__", "__repr__"])
-def test_an_exception_that_cannot_be_shown_is_shown(guest: Caller, method: str) -> None:
+def test_an_exception_that_cannot_be_printed_is_reported_with_its_type(guest: Caller, method: str) -> None:
     code = f"class Bad(Exception):\n    def {method}(self):\n        1/0\nraise Bad(1)"
     error = error_of(guest.run(code))
     assert error.type == "Bad"
@@ -181,16 +181,15 @@ def test_an_exception_that_cannot_be_shown_is_shown(guest: Caller, method: str) 
 
 
 @pytest.mark.parametrize("raised", ["1/0", "raise SystemExit(5)", "raise KeyboardInterrupt", "return 5"])
-def test_a_value_that_cannot_be_shown_is_an_end_of_its_kind(guest: Caller, raised: str) -> None:
+def test_a_value_whose_repr_fails_is_an_error_of_the_call(guest: Caller, raised: str) -> None:
     result = guest.run(f"class Bad:\n    def __repr__(self):\n        {raised}\nBad()")
     assert result.status is Status.ERROR
     assert result.error is not None
-    kinds = ("ZeroDivisionError", "SystemExit", "KeyboardInterrupt", "TypeError")
-    assert result.error.type in kinds
+    assert result.error.type in ("ZeroDivisionError", "SystemExit", "KeyboardInterrupt", "TypeError")
     assert result.value is None
 
 
-def test_a_hook_of_the_codes_own_speaks_instead(guest: Caller) -> None:
+def test_an_excepthook_of_the_code_replaces_the_traceback(guest: Caller) -> None:
     result = guest.run("import sys\nsys.excepthook = lambda kind, *_: print('hook', kind.__name__)\n1/0")
     assert (result.stdout, result.stderr) == ("hook ZeroDivisionError\n", "")
     assert error_of(result).type == "ZeroDivisionError"
@@ -202,7 +201,7 @@ def test_an_excepthook_that_fails_does_not_hide_the_error(guest: Caller) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "message"),
+    ("code", "error_type", "message"),
     [
         ("class Outer:\n    class Inner(Exception): pass\nraise Outer.Inner('x')", "Outer.Inner", "x"),
         ("raise ValueError", "ValueError", ""),
@@ -217,15 +216,15 @@ def test_an_excepthook_that_fails_does_not_hide_the_error(guest: Caller) -> None
         ("raise ValueError('\\0')", "ValueError", "\0"),
     ],
 )
-def test_errors_have_the_names_that_python_gives_them(guest: Caller, code: str, kind: str, message: str) -> None:
+def test_errors_have_the_types_and_messages_of_python(guest: Caller, code: str, error_type: str, message: str) -> None:
     error = error_of(guest.run(code))
-    assert (error.type, error.message) == (kind, message)
+    assert (error.type, error.message) == (error_type, message)
 
 
 def test_a_long_message_is_truncated_and_a_long_traceback_keeps_its_end(guest: Caller) -> None:
     result = guest.run("raise ValueError('a' * 100_000 + 'end')", output_kb=256)
     error = error_of(result)
-    assert error.message == "a" * 8192
+    assert error.message == "a" * 8192  # MAX_MESSAGE_BYTES of `guest/runner.py`
     assert error.traceback.endswith("aend\n")
     truncated = guest.run(
         "import sys\nsys.excepthook = lambda *_: 0\nraise ValueError('a' * 100_000 + 'end')", output_kb=16

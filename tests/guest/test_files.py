@@ -1,4 +1,4 @@
-"""Files are written before the run and returned after it: regular files in the working directory, whole or not."""
+"""Given files are written before the run. Regular files are returned after it, each of them whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_changed_and_new_files_are_returned(guest: Caller) -> None:
 
 
 def test_files_are_returned_after_an_error_or_exit(guest: Caller) -> None:
-    for end, status in (("1/0", Status.ERROR), ("import sys\nsys.exit(3)", Status.ERROR)):
+    for end in ("1/0", "import sys\nsys.exit(3)"):
         result = guest.run(f"f = open('f', 'w')\nf.write('kept')\n{end}", return_files=("f",))
-        assert (result.status, result.files) == (status, {"f": b"kept"})
+        assert (result.status, result.files) == (Status.ERROR, {"f": b"kept"})
 
 
 def test_files_are_returned_from_the_initial_working_directory(guest: Caller) -> None:
@@ -44,7 +44,7 @@ def test_files_are_returned_from_the_initial_working_directory(guest: Caller) ->
 
 
 @pytest.mark.parametrize(
-    "make",
+    "creation",
     [
         "pass",
         "os.mkdir('f')",
@@ -56,8 +56,8 @@ def test_files_are_returned_from_the_initial_working_directory(guest: Caller) ->
         "open('f', 'w').write('x')\nos.chmod('f', 0)",
     ],
 )
-def test_only_readable_regular_files_are_returned(guest: Caller, make: str) -> None:
-    result = guest.run(f"import os\n{make}\nNone", return_files=("f",))
+def test_only_readable_regular_files_are_returned(guest: Caller, creation: str) -> None:
+    result = guest.run(f"import os\n{creation}\nNone", return_files=("f",))
     assert (result.files, result.missing_files) == ({}, ("f",))
     assert result.truncated == ()
 
@@ -69,8 +69,8 @@ def test_every_file_that_is_not_returned_is_listed_as_missing(guest: Caller) -> 
     assert (stopped.status, stopped.files, stopped.missing_files) == (Status.TIMEOUT, {}, ("a",))
 
 
-def test_a_link_within_a_path_does_no_harm(guest: Caller) -> None:
-    """The link is followed: it leads only to files that the call could have printed as well."""
+def test_a_link_within_a_path_is_followed(guest: Caller) -> None:
+    """Such a link leads only to files that the call could have printed as well."""
     result = guest.run("import os\nos.symlink('/python', 'd')\nNone", return_files=("d/pyvenv.cfg",))
     assert result.status is Status.OK
 
@@ -98,6 +98,7 @@ def test_given_files_that_do_not_fit_the_disk_are_an_error(guest: Caller) -> Non
 
 
 def test_forged_files_can_only_have_the_requested_names(guest: Caller) -> None:
+    # Descriptor 4 takes, for each file, its index in `return_files`, its length and its content.
     forged = "import os, struct\nos.write(4, struct.pack('<IQ', {}, {}) + b'abc')\nos._exit(0)"
     assert guest.run(forged.format(0, 3), return_files=("f",)).files == {"f": b"abc"}
     for index, size in ((1, 3), (2**32 - 1, 3), (0, 4), (0, 2**64 - 1)):

@@ -21,7 +21,7 @@ import sys; sys.path.insert(0, {str(GUEST)!r})
 import ctypes, errno, os, time
 import fork_batch, wiped_memory
 from system_calls import CLOCK_GETTIME, CLONE, CLOSE
-UMASK, SIGCHLD = 95, 17
+UMASK, SIGCHLD = 95, 17  # the number of umask(2)
 def step(*words): return [*words, *(0,) * (fork_batch.STEP_WORDS - len(words))]
 def add(number, body, *steps, flags=SIGCHLD):
     first = [*step(CLOCK_GETTIME, 1, batch.data_addresses[number]), *step(CLONE, flags)]
@@ -40,7 +40,7 @@ def texts_of_children(count):
 
 @pytest.fixture(params=["machine code", *NO_EXECUTABLE_MEMORY])
 def prelude(request: pytest.FixtureRequest) -> str:
-    """Code that runs first; unless the machine code is to run, it makes executable memory impossible."""
+    """Code that runs first. It is empty, or forbids executable memory, so that Python executes the jobs."""
     return "" if request.param == "machine code" else without_executable_memory(request.param)
 
 
@@ -94,7 +94,7 @@ print(texts_of_children(3))
 
 def test_a_failed_fork_is_reported_and_the_others_continue(prelude: str) -> None:
     code = """
-for number in range(3): add(number, x, flags=0x800 if number == 1 else SIGCHLD)  # CLONE_SIGHAND alone is invalid
+for number in range(3): add(number, x, flags=0x800 if number == 1 else SIGCHLD)  # CLONE_SIGHAND without CLONE_VM
 own = batch.run(3)
 if own is not None: finish(str(own))
 print(errno.errorcode[-batch.child_pid(1)], texts_of_children(3))
@@ -143,7 +143,7 @@ print(texts_of_children(1), len(call_input.body))
     assert _run(code, prelude) == "['True False'] 0\n"
 
 
-def test_the_machine_code_is_what_its_source_assembles_to() -> None:
+def test_the_machine_code_equals_its_assembled_source() -> None:
     for program in ("make", "as", "objcopy"):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")

@@ -1,4 +1,4 @@
-"""A zygote's memory is arranged for forks, and the interpreter works as before."""
+"""After a zygote's memory is rearranged, forks copy less and the interpreter works as before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _run(code: str, *arguments: str, isolation: str = "-I") -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env={}).stdout
 
 
-def test_code_in_huge_pages_runs_on_and_causes_no_more_page_faults() -> None:
+def test_code_in_huge_pages_still_works_and_causes_no_more_page_faults() -> None:
     code = """
 import os, resource
 def work():
@@ -35,13 +35,13 @@ result, faults_before = work(), min(faults() for _ in range(5))
 huge_pages = fork_memory.remap_code()
 print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_before, fork_memory.remap_code())
 """
-    huge_pages, same, no_more_faults, huge_pages_of_second_run = _run(code).split()
-    assert (same, no_more_faults, huge_pages_of_second_run) == ("True", "True", "0")
+    huge_pages, same_result, no_more_faults, huge_pages_of_second_run = _run(code).split()
+    assert (same_result, no_more_faults, huge_pages_of_second_run) == ("True", "True", "0")
     if huge_pages == "0":
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
 
 
-def test_objects_that_are_made_later_are_in_pools_of_their_own() -> None:
+def test_objects_created_after_the_compaction_share_few_pools() -> None:
     """90 objects of 100 bytes fill less than two pools of 16 KiB."""
     code = """
 scattered = [bytes(100) for _ in range(100_000)]
@@ -53,7 +53,7 @@ print(len(pools) <= 2)
     assert _run(code) == "True\n"
 
 
-def test_what_a_zygote_loads_is_one_heap_of_huge_pages() -> None:
+def test_all_objects_of_a_zygote_are_in_one_heap_of_huge_pages() -> None:
     code = """
 fork_memory.use_one_heap()
 import decimal, email.message, json
@@ -77,7 +77,7 @@ print(sum(id(subject) in heap for subject in later) < len(later) / 2)
     assert int(huge_pages) >= int(heap_size) - 2, "all of the heap but its two ends"
 
 
-def test_objects_of_the_interpreters_start_are_in_that_heap_too() -> None:
+def test_objects_from_the_start_of_the_interpreter_are_in_that_heap_too() -> None:
     code = """
 fork_memory.use_one_heap()
 fork_memory.reexec_with_malloc()
@@ -86,6 +86,7 @@ mappings = [line.split() for line in pathlib.Path("/proc/self/maps").read_text()
 heap = next(range(*(int(end, 16) for end in m[0].split("-"))) for m in mappings if m[-1] == "[heap]")
 in_heap = [id(subject) in heap for subject in gc.get_objects() if type(subject) is not type]
 print(sum(in_heap) > 0.99 * len(in_heap), [n for n in os.environ if n.startswith(("PYTHON", "RSTAR"))], sys.argv)
+# Domains: 2 is PYMEM_DOMAIN_OBJ, 0 is PYMEM_DOMAIN_RAW. The sum is that of all digits, and of two brackets per list.
 has_own_allocator = fork_memory._allocator(2).malloc != fork_memory._allocator(0).malloc
 print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
 os._exit(0)
@@ -93,7 +94,7 @@ os._exit(0)
     assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
 
 
-def test_filling_ends_when_no_pool_has_free_blocks() -> None:
+def test_fillers_are_allocated_until_no_pool_has_free_blocks() -> None:
     """2,000 batches of 16 blocks would be far more than the 8,800 free blocks."""
     code = """
 for size in range(16, 500, 16):
@@ -105,25 +106,25 @@ print(len(fork_memory._fillers) < 2_000)
     assert _run(code) == "True\n"
 
 
-def test_hot_functions_lie_side_by_side_and_run_on() -> None:
+def test_specialised_functions_lie_side_by_side_and_still_work() -> None:
     code = f"""
 fork_memory.use_one_heap()
 import frames, os, runner
 holes = [bytearray(size) for size in range(200, 4000, 8)]
 del holes[::2]
 def work():
-    runner._last_line("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
+    runner._last_line_start("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
     return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
 before = [work() for _ in range(200)][0]
 count = fork_memory.colocate_bytecode({str(GUEST)!r})
-functions = frames.split_blobs, runner._encode_end, runner._last_line, runner._compile, runner._Report.encode
+functions = frames.split_blobs, runner._encode_end, runner._last_line_start, runner._compile, runner._Report.encode
 addresses = sorted(id(function.__code__) for function in functions)
-print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32768, end=" ")
+print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32 << 10, end=" ")
 print(frames.split_blobs.__name__, flush=True)
 os._exit(0)
 """
-    count, same, together, name = _run(code).split()
-    assert (same, name) == ("True", "split_blobs")
+    count, same_results, is_side_by_side, name = _run(code).split()
+    assert (same_results, name) == ("True", "split_blobs")
     if count == "0":
         pytest.skip("this interpreter does not specialise its bytecode")
-    assert together == "True"
+    assert is_side_by_side == "True"

@@ -1,4 +1,4 @@
-"""Objects become immortal where Python supports that; objects that are made later are freed as usual."""
+"""Where Python supports it, existing objects become immortal. Later objects are freed as usual."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _run(python: Path | str, code: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def newer_python() -> Path:
+def python_3_12() -> Path:
     python, version = best_python()
     if version < (3, 12):
         pytest.skip("needs a Python 3.12 or later, as python3.12 or python3.13")
     return python
 
 
-def test_a_use_of_an_immortal_object_does_not_change_its_count(newer_python: Path) -> None:
+def test_a_use_of_an_immortal_object_does_not_change_its_count(python_3_12: Path) -> None:
     code = """
 class Thing: pass
 def used(x): return [x] * 100
@@ -38,10 +38,10 @@ before = [sys.getrefcount(globals()[name]) for name in names]
 uses = used(thing), Thing(), used
 print(before == [sys.getrefcount(globals()[name]) for name in names], min(before) > 1 << 30)
 """
-    assert _run(newer_python, code) == "True True\n"
+    assert _run(python_3_12, code) == "True True\n"
 
 
-def test_objects_that_are_made_later_are_freed(newer_python: Path) -> None:
+def test_objects_that_are_made_later_are_freed(python_3_12: Path) -> None:
     code = """
 class Thing: pass
 fork_refcounts.immortalize()
@@ -57,17 +57,17 @@ reference = weakref.ref(simple)
 del simple
 print(reference() is None)
 """
-    assert _run(newer_python, code) == "True\nTrue\n"
+    assert _run(python_3_12, code) == "True\nTrue\n"
 
 
-def test_constants_of_functions_are_immortal_too(newer_python: Path) -> None:
+def test_constants_of_functions_are_immortal_too(python_3_12: Path) -> None:
     code = """
 def f(): return ("a constant", 12345678901234567890)
 constant = f.__code__.co_consts[1]
 fork_refcounts.immortalize()
 print(all(sys.getrefcount(part) > 1 << 30 for part in (constant, *constant)))
 """
-    assert _run(newer_python, code) == "True\n"
+    assert _run(python_3_12, code) == "True\n"
 
 
 def test_a_python_without_immortal_objects_is_left_unchanged() -> None:

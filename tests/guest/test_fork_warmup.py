@@ -8,22 +8,27 @@ from pathlib import Path
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 PLAN = {
-    **{
-        "namespaces": 0,
-        "pid_namespace": False,
-        "scratch_mount": "/tmp",
-        "max_files": 1,
-        "uid_base": None,
-        "drop_capabilities": True,
-    },
-    **{"no_new_privs": True, "call_filter": "", "landlock": None, "clear_bounding_set": False, "own_pid_offsets": []},
-    **{"user_namespace": False, "limits_processes": True},
+    "namespaces": 0,
+    "pid_namespace": False,
+    "scratch_mount": "/tmp",
+    "max_files": 1,
+    "uid_base": None,
+    "drop_capabilities": True,
+    "no_new_privs": True,
+    "call_filter": "",
+    "landlock": None,
+    "clear_bounding_set": False,
+    "own_pid_offsets": [],
+    "user_namespace": False,
+    "limits_processes": True,
 }
+"""A plan without a seccomp filter (`sandbox.jail.plan.ConfinementPlan`)."""
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import os, gc, signal, socket
 import confine, fork_warmup, frames, runner, system_calls, zygote
 ours, theirs = socket.socketpair()
+# Occupy the descriptors 0 to 15, of which the scripts of the warm-up use some.
 for fd in range(ours.fileno(), 16): os.dup2(0, fd) if fd not in (ours.fileno(), theirs.fileno()) else None
 confinement = confine.Confinement({{**{PLAN!r}, "pid_namespace": sys.argv[1] == "namespaces"}})
 subject = zygote.Zygote(frames.FrameReader(ours), confinement)

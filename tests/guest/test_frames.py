@@ -1,4 +1,4 @@
-"""The guest's end of the frames: frames of any size arrive and leave whole, in memory that a fork does not inherit."""
+"""The guest receives and sends frames of any size, through memory that a fork does not inherit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def _blobs(sizes: tuple[int, ...]) -> list[bytes]:
-    return [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    return [bytes([ord("A") + number]) * size for number, size in enumerate(sizes)]
 
 
 def _copy(call_input: Any, body: memoryview) -> None:
@@ -66,12 +66,12 @@ def test_frames_of_any_size_leave_whole_and_in_order(guest: Any, tmp_path: Path)
     unpacker, received = zygote_frames.Unpacker(), []
     unpacker.max_body_bytes = 1 << 23
 
-    def read() -> None:
+    def receive_all() -> None:
         while data := ours.recv(1 << 16):
             unpacker.feed(data)
             received.extend(unpacker)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=receive_all)
     with ours, theirs:
         thread.start()
         writer = guest.frames.FrameWriter(theirs)
@@ -97,16 +97,16 @@ def test_a_file_that_is_too_short_is_filled_with_zeros(guest: Any, tmp_path: Pat
     assert bytes(target) == b"ab\0\0\0 calls"
 
 
-def test_a_fork_inherits_its_own_input_and_zeros_instead_of_all_else(guest: Any) -> None:
+def test_a_fork_inherits_its_own_input_and_zeros_instead_of_all_other_data(guest: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reader, writer = guest.frames.FrameReader(theirs), guest.frames.FrameWriter(theirs)
         call_input = guest.wiped_memory.CallInput()
-        long, short = b"other " * 100, b"mine"
-        ours.sendall(zygote_frames.pack(dict(HEADER), [long]) + zygote_frames.pack(dict(HEADER), [short]))
-        (_, first), (_, second) = reader.receive()
-        _copy(call_input, first)
-        _copy(call_input, second)
+        other, own = b"other " * 100, b"mine"
+        ours.sendall(zygote_frames.pack(dict(HEADER), [other]) + zygote_frames.pack(dict(HEADER), [own]))
+        (_, other_body), (_, own_body) = reader.receive()
+        _copy(call_input, other_body)
+        _copy(call_input, own_body)
         writer.add({"op": "secret"})
         read_fd, write_fd = os.pipe()
         child = os.fork()

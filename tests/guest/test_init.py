@@ -1,4 +1,4 @@
-"""`init.py`, the first process of a jail that another program has built, run without that program."""
+"""`init.py` runs here without a jail. In a jail that another program has built, it is the first process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INIT = Path(__file__).parents[2] / "sandbox/guest/init.py"
 TIMEOUT_S = 60
 
 
-def init(
+def run_init(
     code: str, *, is_launcher_alive: bool = True, program: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     read_fd, write_fd = os.pipe()
@@ -32,22 +32,22 @@ def init(
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 11)", 139), ("", 0)],
+    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 11)", 128 + 11), ("", 0)],
 )
 def test_the_exit_status_is_that_of_the_guest(code: str, status: int) -> None:
-    assert init(code).returncode == status
+    assert run_init(code).returncode == status
 
 
 def test_the_guest_does_not_start_if_the_launcher_is_dead(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'ran')!r}, 'w')"
-    assert init(code, is_launcher_alive=False).returncode == 1
+    assert run_init(code, is_launcher_alive=False).returncode == 1
     assert not (tmp_path / "ran").exists()
-    init(code)
+    run_init(code)
     assert (tmp_path / "ran").exists()
 
 
 def test_a_missing_program_is_named() -> None:
-    done = init("", program="/missing/python")
+    done = run_init("", program="/missing/python")
     assert (done.returncode, done.stderr) == (127, "jail: cannot start /missing/python: No such file or directory\n")
 
 
@@ -62,4 +62,4 @@ sets = (ctypes.c_uint32 * 6)()
 ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets)
 sys.stderr.write(repr([[fd for fd in range(256) if is_open(fd)], sets[2], sets[5]]))
 """
-    assert init(code).stderr == "[[0, 1, 2], 0, 0]"
+    assert run_init(code).stderr == "[[0, 1, 2], 0, 0]"

@@ -1,4 +1,4 @@
-"""Memory files are not executable, also on kernels without a flag for that."""
+"""Memory files are not executable, even on kernels without a flag for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _run(code: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_before_linux_6_3_their_mode_forbids_execution() -> None:
+def test_before_linux_6_3_the_mode_of_memory_files_forbids_execution() -> None:
     code = """
 MFD_NOEXEC_SEAL = 8
 def without_the_flag(name, flags):
@@ -39,6 +39,6 @@ def test_a_lack_of_descriptors_does_not_count_as_an_older_kernel() -> None:
 def fail(name, flags): raise OSError(errno.EMFILE, "Too many open files")
 os.memfd_create = fail
 try: modes()
-except OSError as error: print(error.errno == errno.EMFILE, bool(output_files._flags & 8))
+except OSError as error: print(error.errno == errno.EMFILE, bool(output_files._flags & 8))  # MFD_NOEXEC_SEAL
 """
     assert _run(code) == "True True\n"

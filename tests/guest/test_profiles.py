@@ -1,4 +1,4 @@
-"""A missing module is reported once; warm-up code that needs it is not reported as a problem, too."""
+"""A missing module is reported once. The failure of warm-up code that needs it is not reported as well."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_stdin_that_is_not_utf8_arrives_unchanged(guest: Caller) -> None:
     assert stdout_of(guest.run("import sys\nprint(sys.stdin.buffer.read())", stdin=stdin)) == "b'a\\xff\\xc3b'\n"
 
 
-def test_a_prompt_is_printed(guest: Caller) -> None:
+def test_the_prompt_of_input_is_printed(guest: Caller) -> None:
     assert stdout_of(guest.run("x = input('n? ')\nprint(x)", stdin="4\n")) == "n? 4\n"
 
 
@@ -95,18 +95,18 @@ def test_a_megabyte_of_code_runs(guest: Caller) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "kinds"),
+    ("code", "error_types"),
     [
         ("print(1)\0", ("ValueError", "SyntaxError")),
         ("x = '\ud800'", ("UnicodeEncodeError", "SyntaxError")),
         ("x = \udcff", ("UnicodeEncodeError", "SyntaxError")),
     ],
 )
-def test_code_that_cannot_be_decoded_is_an_error(guest: Caller, code: str, kinds: tuple[str, ...]) -> None:
+def test_code_that_cannot_be_decoded_is_an_error(guest: Caller, code: str, error_types: tuple[str, ...]) -> None:
     result = guest.run(code)
     assert result.status is Status.ERROR
     assert result.error is not None
-    assert result.error.type in kinds
+    assert result.error.type in error_types
 
 
 def test_line_endings_of_all_systems_are_accepted(guest: Caller) -> None:
@@ -115,7 +115,7 @@ def test_line_endings_of_all_systems_are_accepted(guest: Caller) -> None:
     assert (result.error.type, result.error.line) == ("ZeroDivisionError", 4)
 
 
-def test_a_coding_line_is_ignored(guest: Caller) -> None:
+def test_the_declaration_of_an_encoding_is_ignored(guest: Caller) -> None:
     assert stdout_of(guest.run("# -*- coding: latin-1 -*-\nprint('é')")) == "é\n"
 
 
@@ -199,13 +199,13 @@ def test_the_error_of_a_forked_child_is_not_that_of_the_call(guest: Caller) -> N
     assert (result.status, result.stdout) == (Status.OK, "parent\n")
 
 
-def test_processes_that_are_left_are_killed_with_the_call(guest: Caller) -> None:
+def test_processes_that_the_call_leaves_are_killed(guest: Caller) -> None:
     code = "import os, time\npid = os.fork()\nif pid == 0:\n    time.sleep(1000)\nprint('end')"
     assert stdout_of(guest.run(code)) == "end\n"
 
 
 @pytest.mark.runtime
-def test_libraries_are_preloaded_and_import_as_usual(libraries: Caller) -> None:
+def test_libraries_are_preloaded_and_import_as_usual(guest_with_numpy: Caller) -> None:
     code = "import sys\nwarm = 'numpy' in sys.modules\nimport numpy as np\nprint(warm, np.arange(6).sum())"
-    assert stdout_of(libraries.run(code)) == "True 15\n"
-    assert stdout_of(libraries.run("import sympy\nprint(sympy.factor('x**2 - 1'))")) == "(x - 1)*(x + 1)\n"
+    assert stdout_of(guest_with_numpy.run(code)) == "True 15\n"
+    assert stdout_of(guest_with_numpy.run("import sympy\nprint(sympy.factor('x**2 - 1'))")) == "(x - 1)*(x + 1)\n"

@@ -25,7 +25,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module", params=["own", "runtime"])
 def each_python(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    """Both Pythons, because asyncio uses sendmsg since Python 3.12."""
+    """An executor with the tests' Python, and one with the guest runtime's: asyncio uses sendmsg since Python 3.12."""
     python: str | Path = OWN_PYTHON if request.param == "own" else request.getfixturevalue("guest_python")
     with executor(python) as caller:
         yield caller

@@ -1,4 +1,4 @@
-"""A zygote's bookkeeping is bounded by its running calls, and failed forks and reports are handled."""
+"""A zygote's lists do not grow with ended calls. Failed forks are reported, and failed reports are retried."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(max_deadlines < 100, subject.deadlines[0] == (500.0, 1, 1))
 
 
 def test_calls_of_a_batch_that_cannot_be_forked_fail_and_the_others_run() -> None:
-    """Call 1 is forked in the second run only, because clone3 is refused in the first."""
+    """clone3 is refused for call 1, which is therefore forked again in the second run of the batch."""
     code = """
 class Batch:
     data_addresses, results = [0] * 32, [[1001, -errno.EPERM, -errno.EAGAIN, 1004, -errno.EPERM], [1002]]
@@ -69,21 +69,21 @@ print(sorted((pid, running.run_id, running.started) for pid, running in subject.
 print(sent, confinement.cgroup_dir_fds)
 print(len(os.listdir("/proc/self/fd")) - fds_before == 3 * len(subject.running))
 """
-    running, sent, closed = _run(code).splitlines()
+    running, sent, closes_files = _run(code).splitlines()
     assert running == "[(1001, 0, 1.0), (1002, 1, 1.0), (1004, 3, 4.0)]"
     reasons = "fork: Resource temporarily unavailable", "fork: Operation not permitted"
     assert sent == f"[('start_failed', 2, {reasons[0]!r}), ('start_failed', 4, {reasons[1]!r})] {{}}"
-    assert closed == "True"
+    assert closes_files == "True"
 
 
 def test_a_failed_spawn_closes_its_socket_and_a_failed_report_is_retried() -> None:
     code = """
-wanted, given = socket.socketpair()
-subject.reader.fds.append(given.detach())
+executor_end, zygote_end = socket.socketpair()
+subject.reader.fds.append(zygote_end.detach())
 fork, os.fork = os.fork, fail
 subject._on_spawn(dict(profile="numeric"), b"")
 os.fork = fork
-print(wanted.recv(1) == b"")
+print(executor_end.recv(1) == b"")
 running = running_call(os.getpid(), 7, started=time.monotonic())
 subject.confined_flags[0] = zygote._CONFINED
 subject._set_deadline(running, running.started)
@@ -117,7 +117,7 @@ print(header["op"], len(fds), header["wall_ms"] < 50_000)
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [("EOFError", 0), ("BrokenPipeError", 0), ("ValueError", 1)])
-def test_a_closed_socket_ends_the_process_without_a_traceback(error: str, exit_code: int) -> None:
+def test_only_an_unexpected_error_ends_the_process_with_a_traceback(error: str, exit_code: int) -> None:
     command = [sys.executable, "-I", "-c", f"{CODE}\nwith zygote._exits_process(): raise {error}"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode, bool(done.stderr)) == (exit_code, bool(exit_code))

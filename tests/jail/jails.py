@@ -75,12 +75,12 @@ libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
 assert libc.prctl(22, 2, header, 0, 0) == 0  # PR_SET_SECCOMP
 """,
 }
-"""Code after which a process cannot execute memory that it has written. systemd uses both ways, SELinux has the same
+"""Code after which a process cannot execute memory that it has written. systemd has both options, SELinux has the same
 effect."""
 
 
 def without_executable_memory(denial: str) -> str:
-    """Return the code of one `NO_EXECUTABLE_MEMORY`. Skips the test if the kernel does not support it."""
+    """Return the code in `NO_EXECUTABLE_MEMORY` for this denial. Skips the test if the kernel does not support it."""
     code = NO_EXECUTABLE_MEMORY[denial]
     if subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode:
         pytest.skip(f"needs {denial} (Linux 6.3)")
@@ -105,7 +105,7 @@ class RunningJail:
         return json.loads(line)
 
     def is_closed(self) -> bool:
-        """Wait for the end of the stream: then no process has the guest's end open any more."""
+        """Wait for the end of the stream. Then no process has the guest's end of the socket open any more."""
         return self._lines.readline() == b""
 
     def launch_error(self) -> str:
@@ -127,7 +127,7 @@ def running(spec: JailSpec, code: str | None = None, *, as_nobody: bool = False)
         if as_nobody:
             user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
             # Start the launcher by a Python, and from a copy of this package, that user nobody can read.
-            _, _, _, module, *arguments = argv
+            _, _, _, module, *arguments = argv  # python -I -m MODULE ...
             start = f"import sys; sys.path.insert(0, {str(copied_packages())!r}); from {module} import main; main()"
             argv = [spec.python.executable, "-I", "-c", start, *arguments]
         process = subprocess.Popen(argv, pass_fds=[guest_end.fileno()], stderr=subprocess.PIPE, **user)
@@ -177,8 +177,8 @@ def system_python() -> str | None:
 
 
 def all_users_can_reach(path: str) -> bool:
-    names = (Path(os.path.abspath(path)), Path(os.path.realpath(path)))
-    return all(parent.stat().st_mode & 0o001 for name in names for parent in name.parents)
+    link_and_target = (Path(os.path.abspath(path)), Path(os.path.realpath(path)))
+    return all(parent.stat().st_mode & 0o001 for file in link_and_target for parent in file.parents)
 
 
 def reachable_python(python: str) -> str:

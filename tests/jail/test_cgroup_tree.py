@@ -33,6 +33,7 @@ def tree() -> Iterator[CgroupTree]:
 
 
 def directories(tree: CgroupTree) -> list[Path]:
+    """Return the top directories of a tree. The tree holds a lock on each."""
     return [Path(directory) for directory in tree._locks]
 
 
@@ -128,7 +129,7 @@ def test_an_oom_kill_by_an_outer_limit_is_reported_as_such(tree: CgroupTree) -> 
 
 def test_limits_of_each_call_apply(tree: CgroupTree) -> None:
     cgroup = tree.cgroup(0)
-    above_maximum_mib, above_maximum_tasks = 1 << 40, 10**9
+    above_maximum_mib, above_maximum_tasks = 1 << 40, 10**9  # more than the kernel accepts
     for limit_mib, status in ((32, -signal.SIGKILL), (256, 0), (32, -signal.SIGKILL), (above_maximum_mib, 0)):
         cgroup.set_limits(limit_mib * MIB, above_maximum_tasks)
         assert run_inside(tree, 0, lambda: use_memory(64)) == status
@@ -182,7 +183,7 @@ def test_number_of_processes_is_limited_for_any_uid(tree: CgroupTree) -> None:
 
 
 def wait_empty(tree: CgroupTree, slot: int) -> None:
-    """Wait until a cgroup is empty. It must be polled, since its processes are not children of this one."""
+    """Wait until a cgroup is empty. This polls the cgroup, since its processes are not children of this process."""
     deadline = time.monotonic() + DEADLINE_S
     while not tree.cgroup(slot).is_empty:
         assert time.monotonic() < deadline
@@ -274,9 +275,8 @@ class FakeCgroup:
         monkeypatch.setattr(cgroup_tree, "write_file", self.write)
 
     def write_procs_file(self) -> None:
-        (self.parent / "cgroup.procs").write_text(
-            "".join(f"{pid}\n" for pid in [0, *self.pids])
-        )  # 0: a process outside
+        pids = [0, *self.pids]  # 0 stands for a process of another PID namespace
+        (self.parent / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
 
     def write(self, path: str, text: str) -> None:
         if path == f"{self.parent}/cgroup.subtree_control":
@@ -309,7 +309,7 @@ def test_processes_of_a_containers_cgroup_move_to_a_leaf(
     assert cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)}) == str(fake_cgroup.parent)
     assert fake_cgroup.moved == [10, 11, 12]
     assert (fake_cgroup.parent / "cgroup.subtree_control").read_text() == "memory pids"
-    fake_cgroup.pids = [13]  # the leaf exists and controllers are enabled, so a new process is not moved
+    fake_cgroup.pids = [13]  # controllers are enabled already, so this new process is not moved
     assert cgroup_tree._find_v2_parent({"": str(fake_cgroup.parent)}) == str(fake_cgroup.parent)
     assert cgroup_tree._find_v2_parent({"": f"{fake_cgroup.parent}/{cgroup_tree.SERVER_LEAF}"}) == str(
         fake_cgroup.parent

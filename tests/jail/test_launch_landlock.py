@@ -164,14 +164,14 @@ def test_guest_and_its_children_die_with_the_launcher(spec: JailSpec, signum: si
             os.close(pidfd)
 
 
-def test_landlock_plan_names_the_jails_own_paths() -> None:
+def test_landlock_plan_of_one_uid_limits_a_call_to_its_own_process_and_directory() -> None:
     if _abi() == 0:
         pytest.skip("needs Landlock")
     plan = confinement_plan(landlock_spec())
     assert plan["uid_base"] is None
     assert not plan["clear_bounding_set"]
     assert plan["landlock"]["slots_dir"] == "/tmp/calls/calls"
-    assert len(plan["own_pid_offsets"]) == 5  # kill, tgkill, two of rt_sigqueueinfo, prlimit64
+    assert len(plan["own_pid_offsets"]) == 5  # kill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64
 
 
 def _abi() -> int:

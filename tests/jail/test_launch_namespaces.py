@@ -1,4 +1,4 @@
-"""Attacks on a jail by code that runs instead of the zygote, with the zygote's privileges, which calls do not have."""
+"""Attacks on a jail by code that runs instead of the zygote. It has the zygote's privileges; calls have none."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_environment_is_clean(jail_setup: JailSetup, monkeypatch: pytest.MonkeyP
 
 
 def test_core_dumps_are_disabled(jail_setup: JailSetup) -> None:
-    """The limit is 1 byte: 0 would still send dumps to a program if kernel.core_pattern is a pipe."""
+    """The limit is 1 byte: with 0 the kernel would still send dumps to a program if kernel.core_pattern is a pipe."""
     assert jail_setup.run("import resource\nsend(resource.getrlimit(resource.RLIMIT_CORE))") == [1, 1]
 
 
@@ -213,7 +213,7 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         import signal
-        for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)
+        for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)  # SIGHUP, SIGINT, SIGTERM
         send("ready")
     os.read(os.pipe()[0], 1)
 os.read(os.pipe()[0], 1)
@@ -237,7 +237,7 @@ def test_killing_the_launcher_ends_the_jail(jail_setup: JailSetup, signum: signa
     assert Path("/proc/self/mounts").read_text() == mounts
 
 
-def test_processes_of_the_guest_end_with_it(jail_setup: JailSetup) -> None:
+def test_processes_of_the_guest_end_with_the_guest(jail_setup: JailSetup) -> None:
     with jail_setup.running("if os.fork() == 0: os.read(os.pipe()[0], 1)") as jail:
         assert jail.process.wait(jails.DEADLINE_S) == 0
         assert jail.is_closed()

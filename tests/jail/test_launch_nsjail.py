@@ -1,6 +1,6 @@
-"""Finding, starting and ending nsjail: a script that replaces nsjail, and the real nsjail if it is installed.
+"""nsjail is found, started and ended. Tests use a script that replaces nsjail, or the real nsjail if it is installed.
 
-`test_launch_namespaces` tests the inside of a jail at this level too.
+`test_launch_namespaces` also attacks a jail at this level from inside.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_priority_is_that_of_the_server(nsjail_available: None, jail_setup: Jail
 
 PRINT_CONFINEMENT = """
 import ctypes, os, socket
-sets = (ctypes.c_uint32 * 6)()  # of capabilities
+sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable capabilities, in two structs
 ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets)
 try: socket.socket()
 except PermissionError: filtered = True
@@ -188,7 +188,7 @@ print(list(sets), os.getpid(), filtered, os.listdir("."), os.path.exists("/proc"
 """
 
 
-def test_calls_are_confined(nsjail_available: None) -> None:
+def test_calls_have_no_capabilities_no_files_and_a_filter(nsjail_available: None) -> None:
     with executor(isolation="nsjail") as caller:
         assert caller.ready["isolation"] == "nsjail"
         result = caller.run(PRINT_CONFINEMENT)

@@ -69,13 +69,11 @@ def test_configuration_text_is_complete() -> None:
 
 
 def unquoted(literal: str) -> str:
-    """Parse a string literal of protobuf's text format, slowly and obviously."""
+    """Parse a string literal of protobuf's text format, in the simplest way."""
     assert literal[0] == literal[-1] == '"'
-
     body = literal[1:-1]
-    character = (
-        r"\\([0-7]{3})|([ !#-\[\]-~])"  # three octal digits, or printable ASCII except for quotes and backslashes
-    )
+    # three octal digits, or printable ASCII except for quotes and backslashes
+    character = r"\\([0-7]{3})|([ !#-\[\]-~])"
     assert re.fullmatch(f"(?:{character})*", body)
     return bytes(int(octal, 8) if octal else ord(plain) for octal, plain in re.findall(character, body)).decode()
 

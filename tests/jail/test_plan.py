@@ -1,4 +1,4 @@
-"""Specs, plans and ranges of uids, as data."""
+"""Specs, plans and ranges of uids as data: no jail is started."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_plan_is_json_with_all_steps(level: Level) -> None:
 def test_machine_code_is_never_used_on_other_machines_than_x86_64(
     level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zygotes use it only with namespaces (`guest/fork_batch.py`), where the seccomp filter is refused first."""
+    """Zygotes use machine code only with namespaces (`guest/fork_batch.py`), and there the plan already fails."""
     assert confinement_plan(spec(level))["pid_namespace"] and not confinement_plan(spec(Level.NONE))["pid_namespace"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()

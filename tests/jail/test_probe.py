@@ -1,6 +1,6 @@
-"""Probing layers, repeating attempts after transient failures, and choosing a level.
+"""Layers are probed, attempts are repeated after transient failures, and a level is chosen.
 
-Levels are chosen from made-up layers. A layer that is not listed counts as granted.
+Levels are chosen from invented layers. A layer that is not listed counts as granted.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ registers = st.lists(words, min_size=6, max_size=6)
 def evaluate(
     number: int, arguments: Sequence[int], arch: int = seccomp.ARCH_X86_64, kind: FilterKind = FilterKind.NAMESPACED
 ) -> int:
-    """Return the policy's result for a system call with these six registers of 64 bits, slowly and obviously."""
+    """Return the policy's result for a system call with these six registers of 64 bits, in the simplest way."""
     if arch != seccomp.ARCH_X86_64 or number >= seccomp.X32_BIT:
         return seccomp.ENOSYS
     rule = seccomp.rule_for(number, kind)
@@ -85,23 +85,23 @@ def test_program_equals_the_policy_for_checked_arguments(name: str, arguments: l
 
 
 @pytest.mark.parametrize("kind", list(FilterKind))
-@given(registers=registers)
+@given(arguments=registers)
 @settings(max_examples=20)
-def test_every_program_equals_its_policy(kind: FilterKind, registers: list[int]) -> None:
+def test_every_program_equals_its_policy(kind: FilterKind, arguments: list[int]) -> None:
     for number in range(512):
-        result = emulate(seccomp.program(kind), number, registers)[0]
-        assert result == evaluate(number, registers, kind=kind), number
+        result = emulate(seccomp.program(kind), number, arguments)[0]
+        assert result == evaluate(number, arguments, kind=kind), number
 
 
 @given(registers)
-def test_zygote_filter_and_call_filter_together_equal_the_policy(registers: list[int]) -> None:
+def test_zygote_filter_and_call_filter_together_equal_the_policy(arguments: list[int]) -> None:
     for number in range(512):
-        zygote_result = evaluate(number, registers, kind=FilterKind.ZYGOTE)
-        call_result = evaluate(number, registers, kind=FilterKind.CALL_ON_TOP)
-        result = min(zygote_result, call_result)  # the kernel takes the lowest: all refusals are below ALLOW
+        zygote_result = evaluate(number, arguments, kind=FilterKind.ZYGOTE)
+        call_result = evaluate(number, arguments, kind=FilterKind.CALL_ON_TOP)
+        result = min(zygote_result, call_result)  # the kernel takes the lower one: all refusals are below ALLOW
         if {zygote_result, call_result} == {seccomp.ENOSYS, seccomp.EPERM}:
             result = call_result  # of two refusals with an errno, the kernel takes that of the filter loaded last
-        assert result == evaluate(number, registers), number
+        assert result == evaluate(number, arguments), number
 
 
 def test_the_filter_that_each_call_loads_is_small() -> None:
@@ -110,9 +110,9 @@ def test_the_filter_that_each_call_loads_is_small() -> None:
 
 @pytest.mark.parametrize("kind", [FilterKind.NAMESPACED, FilterKind.ZYGOTE])
 def test_ipc_and_uts_calls_are_refused(kind: FilterKind) -> None:
-    """No call can create, find or change anything in the namespaces that it shares with other calls."""
+    """A call cannot use the IPC namespace, or change the UTS namespace, to leave a message for another call."""
     names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
-    assert len(names) == 20
+    assert len(names) == 20  # fails if a prefix no longer matches
     for name in names:
         assert emulate(seccomp.program(kind), X86_64[name], [0] * 6)[0] == seccomp.EPERM
 
@@ -290,7 +290,7 @@ import select, socket
 ours, theirs = socket.socketpair()
 theirs.sendall(b"x"); assert ours.recv(1) == b"x"; ours.setblocking(False); ours.shutdown(socket.SHUT_RDWR)
 poll = select.epoll(); poll.register(theirs); poll.poll(0)""",
-    "tests for a terminal": "import os, sys; assert not os.isatty(0) and not sys.stdout.isatty()",
+    "checks for a terminal": "import os, sys; assert not os.isatty(0) and not sys.stdout.isatty()",
     "random and hashes": """
 import hashlib, os, random, secrets, uuid
 assert len(os.urandom(8)) == 8 and secrets.token_hex(4) and uuid.uuid4() and hashlib.sha256(b"x").hexdigest()""",
@@ -355,7 +355,7 @@ def test_attack_is_refused_by_the_filter(attack: str, tmp_path: Path) -> None:
 
 
 def test_new_user_namespaces_are_refused_by_every_system_call(tmp_path: Path) -> None:
-    new_user, child_signal = 0x10000000, 17
+    new_user, child_signal = 0x10000000, 17  # CLONE_NEWUSER, SIGCHLD; clone ignores the bit 1 << 40
     code = f"""
 import errno
 assert raw({X86_64["unshare"]}, {new_user}) == errno.EPERM

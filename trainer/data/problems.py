@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trainer.data.decontamination import ngram_index, shared_ngram
-from trainer.data.sources import DataError, iter_problems, read_problems
+from trainer.data.rows import DataError
+from trainer.data.sources import iter_problems, read_problems
 from trainer.episodes.episode import Problem
 from trainer.json_files import write_rows
 
@@ -74,7 +75,8 @@ def prepare_problems(
     """Return the usable problems of `sources`, each text and each id once, and a report on all rows.
 
     `find_unparsable` is called once with all answers that are not plain integers, and returns those that no checker can
-    parse. `on_progress` receives the number of rows read so far.
+    parse. `on_progress` receives the number of rows read so far. The rules on answers apply only to problems with the
+    environment `python`, since other environments do not compare answers as mathematics.
     """
     filters: dict[str, Filter] = {"duplicate": _unique()}
     if integer_answers_only:
@@ -89,14 +91,20 @@ def prepare_problems(
             on_progress(number)
         if passed := _apply(filters, problem, report):
             kept.append(passed)
-    answers = dict.fromkeys(problem.answer for problem in kept if problem.answer != parse_integer(problem.answer))
+    answers = dict.fromkeys(
+        problem.answer
+        for problem in kept
+        if _is_mathematical(problem) and problem.answer != parse_integer(problem.answer)
+    )
     unparsable = find_unparsable(list(answers)) if answers else ()
+    usable = []
     for problem in kept:
-        if problem.answer in unparsable:
+        if _is_mathematical(problem) and problem.answer in unparsable:
             report.drop(problem.source, problem.id, "unparsable_answer", problem.answer[:100])
         else:
             report.count(problem.source, "kept")
-    return [problem for problem in kept if problem.answer not in unparsable], report
+            usable.append(problem)
+    return usable, report
 
 
 def write_problems(problems: Iterable[Problem], file: Path) -> None:
@@ -135,12 +143,14 @@ def _apply(filters: dict[str, Filter], problem: Problem, report: PrepareReport) 
 
 
 def _unique() -> Filter:
-    """Drop a text that occurred before. A new text whose id occurred before gets a new id."""
-    by_text: dict[str, Problem] = {}
+    """Drop a text that occurred before with the same options, such as attached files. A new text whose id occurred
+    before gets a new id."""
+    by_text: dict[tuple[str, str, str], Problem] = {}
     ids: Counter[str] = Counter()
 
     def check(problem: Problem) -> Problem | str:
-        if first := by_text.get(problem.text):
+        key = (problem.text, problem.environment, repr(problem.options))
+        if first := by_text.get(key):
             same_text = f"same text as {first.id} of {first.source}"
             if first.answer == problem.answer:
                 return same_text
@@ -148,13 +158,19 @@ def _unique() -> Filter:
         ids[problem.id] += 1
         if ids[problem.id] > 1:
             problem = replace(problem, id=f"{problem.id}~{ids[problem.id]}")
-        by_text[problem.text] = problem
+        by_text[key] = problem
         return problem
 
     return check
 
 
+def _is_mathematical(problem: Problem) -> bool:
+    return problem.environment == "python"
+
+
 def _integer_answer(problem: Problem) -> Problem | str:
+    if not _is_mathematical(problem):
+        return problem
     answer = parse_integer(problem.answer)
     return problem.answer[:100] if answer is None else replace(problem, answer=answer)
 

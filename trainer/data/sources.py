@@ -1,28 +1,33 @@
 """Reads problems and conversations from a source: `generated:N`, a file, or a hub name.
 
-| source                           | rows                                       |
-|----------------------------------|--------------------------------------------|
-| `generated:N`                    | N problems, see `trainer.data.synthetic`   |
-| `.jsonl`, `.json`, `.parquet`    | the rows of a file                         |
-| `owner/name[@config][:split]`    | the rows of a data set on the hub          |
+| source                           | rows                                                                      |
+|----------------------------------|---------------------------------------------------------------------------|
+| `generated:N`                    | N problems, see `trainer.data.synthetic`                                  |
+| `generated-gaia-format:N`        | N problems with attached files, see `trainer.data.generated_gaia_format`  |
+| `gaia:PATH[:SPLIT]`              | a data set in GAIA's file format, see `trainer.data.gaia_format`          |
+| `.jsonl`, `.json`, `.parquet`    | the rows of a file                                                        |
+| `owner/name[@config][:split]`    | the rows of a data set on the hub                                         |
 
 A row is recognised by its keys: those of DAPO, verl, ORZ, GSM8K, AIME, MATH, and any with a problem and its answer.
+A row of a file may name an environment and its options. A row from the hub may not, since an environment can start
+programs on this machine.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.data import synthetic
+from trainer.data import gaia_format, generated_gaia_format, synthetic
+from trainer.data.rows import FILE_SUFFIXES, DataError, file_rows
 from trainer.episodes.episode import Problem
 from trainer.episodes.turn_parser import boxed_answer
 
 GENERATED = "generated:"
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+GENERATED_GAIA_FORMAT = "generated-gaia-format:"
+GAIA_FORMAT = "gaia:"
 CONVERSATION_SEED_OFFSET = 1 << 20
 """Added to the seed for conversations, so that they are not about the problems of the training."""
 # Paths of keys and indices. ORZ's rows are lists of messages (0 and 1); DAPO and verl have one under `prompt`.
@@ -38,15 +43,12 @@ ANSWER_PATHS = (
 ID_PATHS = ("id", "extra_info.index")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _PROBLEM_FIELDS = {"id", "text", "answer", "source"}
+_OPTIONAL_PROBLEM_FIELDS = {"environment", "options"}
 # DAPO-Math-17k puts this text around each problem; the chat format has its own instructions.
 _DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
 )
 _DAPO_TAIL = 'Remember to put your answer on its own line after "Answer:".'
-
-
-class DataError(ValueError):
-    """A source or a row that cannot be read. The message says what was expected and what came."""
 
 
 OnMalformed = Callable[[str, int, DataError], None]
@@ -72,10 +74,18 @@ def iter_problems(
     if source.startswith(GENERATED):
         yield from synthetic.generate(_generated_count(source), seed, held_out=held_out)
         return
+    if source.startswith(GENERATED_GAIA_FORMAT):
+        yield from generated_gaia_format.generate(_generated_count(source), seed, held_out=held_out)
+        return
+    if source.startswith(GAIA_FORMAT):
+        yield from gaia_format.iter_problems(source.removeprefix(GAIA_FORMAT), on_malformed)
+        return
     name = Path(source).stem if source.endswith(FILE_SUFFIXES) else source
     for number, row in enumerate(_rows(source)):
         try:
             problem = _problem(row, name, number)
+            if _match_hub_name(source) and problem.environment != "python":
+                raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
         except DataError as error:
             on_malformed(name, number, error)
         else:
@@ -94,10 +104,13 @@ def check_source(source: str, *, has_conversations: bool = False) -> None:
 
     For a data set on the hub, only its description is read, not its rows.
     """
-    if source.startswith(GENERATED):
+    if source.startswith((GENERATED, GENERATED_GAIA_FORMAT)):
         _generated_count(source)
         return
-    if Path(source).suffix not in FILE_SUFFIXES and (match := _HUB_NAME.fullmatch(source)):
+    if source.startswith(GAIA_FORMAT):
+        gaia_format.find_metadata(source.removeprefix(GAIA_FORMAT))
+        return
+    if match := _match_hub_name(source):
         import datasets
 
         name, config, _ = match.groups()
@@ -123,41 +136,28 @@ def _conversation(source: str, number: int, row: Any) -> synthetic.Messages:
 
 
 def _generated_count(source: str) -> int:
-    count = source.removeprefix(GENERATED)
-    if not count.isdecimal():
-        raise DataError(f"{source}: expected {GENERATED}N with a whole number")
+    kind, _, count = source.partition(":")
+    if not (count.isdecimal() and count.isascii()):
+        raise DataError(f"{source}: expected {kind}:N with a whole number")
     return int(count)
+
+
+def _match_hub_name(source: str) -> re.Match[str] | None:
+    return None if source.endswith(FILE_SUFFIXES) else _HUB_NAME.fullmatch(source)
 
 
 def _rows(source: str) -> Iterator[Any]:
     """Yield the decoded rows of a file or a data set. A line that is not JSON is yielded as bytes."""
-    file = Path(source)
-    if file.suffix in FILE_SUFFIXES and not file.is_file():
-        raise DataError(f"{source}: no such file")
-    match file.suffix:
-        case ".jsonl":
-            with file.open("rb") as lines:
-                yield from (_decode(line) for line in lines if line.strip())
-        case ".json":
-            rows = _decode(file.read_bytes())
-            if not isinstance(rows, list):
-                raise DataError(
-                    f"{source}: expected an array of rows, got {type(rows).__name__}; a file of lines is .jsonl"
-                )
-            yield from rows
-        case ".parquet":
-            from pyarrow import parquet
-
-            for batch in parquet.ParquetFile(file).iter_batches():
-                yield from batch.to_pylist()
-        case _:
-            yield from _hub_rows(source)
+    return file_rows(Path(source)) if source.endswith(FILE_SUFFIXES) else _hub_rows(source)
 
 
 def _hub_rows(source: str) -> Iterator[Any]:
-    if not (match := _HUB_NAME.fullmatch(source)):
+    if not (match := _match_hub_name(source)):
         suffixes = " | ".join(FILE_SUFFIXES)
-        raise DataError(f"{source}: expected {GENERATED}N, a {suffixes} file, or owner/name[@config][:split]")
+        raise DataError(
+            f"{source}: expected {GENERATED}N, {GENERATED_GAIA_FORMAT}N, {GAIA_FORMAT}PATH[:SPLIT], a {suffixes} file, "
+            "or owner/name[@config][:split]"
+        )
     import datasets
 
     name, config, split = match.groups()
@@ -167,17 +167,13 @@ def _hub_rows(source: str) -> Iterator[Any]:
         raise DataError(f"{name}: cannot be loaded from the hub ({error})") from None
 
 
-def _decode(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _problem(row: Any, source: str, number: int) -> Problem:
     """Return the problem in `row`. Raises `DataError`."""
-    if isinstance(row, Mapping) and row.keys() == _PROBLEM_FIELDS and all(isinstance(v, str) for v in row.values()):
-        return Problem(**row)
+    if isinstance(row, Mapping) and _PROBLEM_FIELDS <= row.keys() <= _PROBLEM_FIELDS | _OPTIONAL_PROBLEM_FIELDS:
+        if not isinstance(row.get("environment", ""), str) or not isinstance(row.get("options", {}), Mapping):
+            raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
+        if all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
+            return Problem(**row)
     text, answer, id = (_first_present(row, paths) for paths in (TEXT_PATHS, ANSWER_PATHS, ID_PATHS))
     if not isinstance(text, str) or not (text := text.strip()):
         raise DataError(f"expected a problem as {' | '.join(TEXT_PATHS)}, got {row!r:.200}")

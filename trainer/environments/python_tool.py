@@ -34,8 +34,11 @@ class PythonTool:
     def __init__(self, client: AsyncClient, limits: Limits) -> None:
         self._client, self._limits = client, limits
 
-    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
-        """Run one tool call. `arguments` are JSON text or parsed. Raises nothing but cancellation."""
+    async def call(
+        self, name: str, arguments: str | Mapping[str, Any], *, files: Mapping[str, bytes] | None = None
+    ) -> ToolCall:
+        """Run one tool call. `arguments` are JSON text or parsed; `files` are in the working directory of the code and
+        must be valid for a `Call`; their size does not count in `disk_mb`. Raises nothing but cancellation."""
         if name not in TOOL_NAMES:
             response = f"NameError: there is no tool {name!r:.80}; there is {TOOL_NAMES[0]}"
             return ToolCall(name, arguments, ToolCallStatus.MALFORMED, response)
@@ -47,7 +50,8 @@ class PythonTool:
         start = time.monotonic()
         result: Result | None = None
         try:
-            result = await self._client.execute(replace(call, limits=self._limits))
+            call = replace(call, files=files or {}, limits=self._limits_with(files))
+            result = await self._client.execute(call)
             response = render(result, max_chars=sys.maxsize)
         except ServiceError as error:
             if result is not None and result.status is Status.INVALID:
@@ -55,3 +59,8 @@ class PythonTool:
             return finished(ToolCallStatus.UNAVAILABLE, "", duration_s=time.monotonic() - start, error=str(error))
         is_truncated = not {"stdout", "value"}.isdisjoint(result.truncated)
         return finished(ToolCallStatus(result.status), response, time.monotonic() - start, is_truncated)
+
+    def _limits_with(self, files: Mapping[str, bytes] | None) -> Limits:
+        if not files:
+            return self._limits
+        return replace(self._limits, disk_mb=self._limits.disk_mb + (sum(map(len, files.values())) >> 20) + 1)

@@ -37,8 +37,8 @@ REWARD_BY_OUTCOME: dict[VerifyOutcome, float | None] = {
     VerifyOutcome.UNPARSABLE: 0.0,
     VerifyOutcome.UNAVAILABLE: None,
 }
-INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.CANCELLED)
-"""Stop reasons that are not the model's doing, so that the episode has no reward."""
+INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE, StopReason.CANCELLED)
+"""Stop reasons that may not be the model's doing, so that the episode has no reward."""
 
 
 async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> list[float | None]:

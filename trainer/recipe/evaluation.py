@@ -192,12 +192,12 @@ def summarize(outcomes_P: Sequence[Sequence[EpisodeOutcome]], samples: int) -> E
     scored_P = [[outcome for outcome in group if outcome.reward is not None] for group in outcomes_P]
     counts_P = [(len(group), sum((outcome.reward or 0) > 0 for outcome in group)) for group in scored_P]
     measures = {
-        name: _ratio([metric.sums(group) for group in scored_P], is_share=name in RATIO_METRICS)
+        name: ratio_estimate([metric.sums(group) for group in scored_P], is_share=name in RATIO_METRICS)
         for name, metric in EVAL_METRICS.items()
     }
     for j in sorted({1 << n for n in range(samples.bit_length())} | {samples}):
         chances_P = [(pass_at(j, n, correct), 1) for n, correct in counts_P if n >= j]
-        measures[f"pass@{j}"] = _ratio(chances_P, is_share=True)
+        measures[f"pass@{j}"] = ratio_estimate(chances_P, is_share=True)
     episodes = sum(map(len, scored_P))
     return EvalReport(
         problems=len(outcomes_P),
@@ -217,20 +217,7 @@ def pass_at(j: int, samples: int, correct: int) -> float:
     return 1 - comb(samples - correct, j) / comb(samples, j)
 
 
-def report_table(reports: Mapping[str, EvalReport], title: str = "") -> Table:
-    """Return a table with a column per source and each number with its interval."""
-    shown = {name: report for name, report in reports.items() if name != ALL or len(reports) > 2}
-    k = reports[ALL].samples
-    rows = table("[95 %]", *(f"{name}…" for name in shown), title=title)
-    rows.add_row("problems", *(str(report.problems) for report in shown.values()))
-    for name in dict.fromkeys(("accuracy", f"pass@{k}", *EVAL_METRICS)):
-        cells = (str(report.measures.get(name, "-")) for report in shown.values())
-        rows.add_row(f"avg@{k}" if name == "accuracy" else name.replace("_", " "), *cells)
-    rows.add_row("episodes without reward", *(str(report.unavailable) for report in shown.values()))
-    return rows
-
-
-def _ratio(sums_P: Sequence[tuple[float, float]], *, is_share: bool) -> Estimate | None:
+def ratio_estimate(sums_P: Sequence[tuple[float, float]], *, is_share: bool) -> Estimate | None:
     """Return the sum of the numerators over that of the denominators, with its interval; None without data.
 
     The variance is that of a ratio over problems, from its residuals. A share gets Wilson's interval (Brown, Cai and
@@ -249,3 +236,16 @@ def _ratio(sums_P: Sequence[tuple[float, float]], *, is_share: bool) -> Estimate
     center = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half_width = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5
     return Estimate(value, max(0.0, center - half_width), min(1.0, center + half_width))
+
+
+def report_table(reports: Mapping[str, EvalReport], title: str = "") -> Table:
+    """Return a table with a column per source and each number with its interval."""
+    shown = {name: report for name, report in reports.items() if name != ALL or len(reports) > 2}
+    k = reports[ALL].samples
+    rows = table("[95 %]", *(f"{name}…" for name in shown), title=title)
+    rows.add_row("problems", *(str(report.problems) for report in shown.values()))
+    for name in dict.fromkeys(("accuracy", f"pass@{k}", *EVAL_METRICS)):
+        cells = (str(report.measures.get(name, "-")) for report in shown.values())
+        rows.add_row(f"avg@{k}" if name == "accuracy" else name.replace("_", " "), *cells)
+    rows.add_row("episodes without reward", *(str(report.unavailable) for report in shown.values()))
+    return rows

@@ -24,7 +24,8 @@ from pathlib import Path
 import aiohttp
 
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
-from trainer.data.sources import DataError, check_source
+from trainer.data.rows import DataError
+from trainer.data.sources import check_source
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun

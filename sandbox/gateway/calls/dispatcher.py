@@ -1,23 +1,31 @@
 """Sends calls from the call table to the executors, and their results back. Owns the table and the executors.
 
+The executors are processes of this machine, whose number is fixed, or those of a `Membership`, which adds and removes
+executors of other machines while the server runs.
+
 Invariants:
 - All calls that become ready in one iteration of the event loop are sent together: `_dispatch` runs at most once per
   iteration, in frames of up to `wire.MAX_FRAME_CALLS`.
 - Once the server drains, no call is dispatched. Waiting calls, and calls of an executor that dies, get `unavailable`
   with `Stopped` at once, so that their clients can send them to another server.
 - No task, timer or future belongs to a single call; a batch has at most one timer.
+- The number of an executor is never used again after its removal.
 - The call table decides what happens to a call; this module has the clock, the executors and the counters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import monotonic
 from types import TracebackType
+from typing import Protocol
 
 from sandbox import machine
-from sandbox.config import ServeConfig
+from sandbox.config import ServeConfig, weakness, within_memory
 from sandbox.errors import ConfigError, NodeError, Overloaded
 from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable
@@ -38,11 +46,52 @@ UNHEALTHY_AFTER_S = 150.0
 """Seconds without any ready executor after which `/health` fails. Longer than one start may take."""
 
 
-class Dispatcher:
-    """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`."""
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node of a cluster, as `/v1/stats` shows it."""
 
-    def __init__(self, config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> None:
-        self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
+    name: str
+    address: str
+    state: str
+    """One of `NODE_STATES`."""
+    reason: str
+    """The reason why the node is lost or refused."""
+    isolation: str
+    executors: tuple[ExecutorHandle, ...]
+    restarts: int
+    """How often the node had to start its executors again."""
+
+
+NODE_STATES = ("starting", "ready", "lost", "refused")
+
+
+class Membership(Protocol):
+    """The nodes of a cluster. Adds their executors to a dispatcher, and removes them."""
+
+    async def run(self, dispatcher: Dispatcher) -> None:
+        """Follow the cluster until cancelled."""
+
+    async def started(self) -> None:
+        """Wait until the first node is ready. Raises `ConfigError` if the cluster cannot be used."""
+
+    def rows(self) -> Sequence[NodeRow]:
+        """Return all nodes."""
+        ...
+
+
+class Dispatcher:
+    """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`.
+
+    With a `membership` there are no executors on this machine, and `launch` is not used.
+    """
+
+    def __init__(
+        self, config: ServeConfig, launch: Launch = ExecutorProcess.launch, membership: Membership | None = None
+    ) -> None:
+        self.config = config
+        if membership is None:
+            self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
+        self.membership = membership
         self.counters = Counters()
         self.call_table = CallTable(
             AdmissionLimits(
@@ -58,7 +107,11 @@ class Dispatcher:
         self._launch = launch
         self._loop: asyncio.AbstractEventLoop
         self._tasks = asyncio.TaskGroup()
-        self._executor_tasks: list[asyncio.Task[None]] = []
+        self._executor_tasks: dict[int, asyncio.Task[None]] = {}
+        """By number of the executor."""
+        self._other_tasks: list[asyncio.Task[None]] = []
+        self._numbers = itertools.count()
+        self._restarts_of_removed = 0
         self._expiry_timers: dict[Batch, asyncio.TimerHandle] = {}
         self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
@@ -67,32 +120,61 @@ class Dispatcher:
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._last_alive = monotonic()
-        shares = self.config.per_executor()
-        self.executors = [
-            ExecutorHandle(number, self._launch, share.encode(), self) for number, share in enumerate(shares)
-        ]
         await self._tasks.__aenter__()
-        self._executor_tasks = [self._tasks.create_task(executor.run()) for executor in self.executors]
         trimming = trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)
-        self._executor_tasks.append(self._tasks.create_task(trimming))
+        self._other_tasks.append(self._tasks.create_task(trimming))
+        if self.membership is not None:
+            self._other_tasks.append(self._tasks.create_task(self.membership.run(self)))
+        else:
+            for share in self.config.per_executor():
+                self.add_executor(self._launch, share.encode())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_draining = True
-        for task in self._executor_tasks:
-            task.cancel()
         for executor in self.executors:
             executor.started.cancel()
+        tasks = list(self._executor_tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # before the membership ends, since that kills what still runs on the nodes
+        for task in self._other_tasks:
+            task.cancel()
         await self._tasks.__aexit__(None, None, None)  # not given `error`, which the task group would wrap
 
+    def add_executor(
+        self, launch: Launch, settings: Mapping[str, object], silence_timeout_s: float | None = None
+    ) -> ExecutorHandle:
+        """Start an executor. It gets calls once it is ready."""
+        executor = ExecutorHandle(next(self._numbers), launch, settings, self, silence_timeout_s)
+        self.executors.append(executor)
+        self._executor_tasks[executor.number] = self._tasks.create_task(executor.run())
+        return executor
+
+    def remove_executor(self, executor: ExecutorHandle) -> None:
+        """Kill an executor and forget it. Its calls are sent to other executors."""
+        executor.drop()
+        executor.started.cancel()
+        self._executor_tasks.pop(executor.number).cancel()
+        self._restarts_of_removed += executor.restarts
+        self.executors.remove(executor)
+
+    def limit_memory(self, memory_mb: int) -> None:
+        """Lower the memory limit of further calls to the memory of a machine that runs them."""
+        self.config = replace(self.config, max_limits=within_memory(self.config.max_limits, memory_mb))
+
     async def started(self) -> None:
-        """Wait until every executor is ready. Raises `ConfigError` if one cannot start."""
+        """Wait until every executor is ready, or the first node. Raises `ConfigError` if one cannot start."""
+        if self.membership is not None:
+            return await self.membership.started()
         try:
             await asyncio.gather(*(executor.started for executor in self.executors))
         except NodeError as error:
             raise ConfigError(str(error)) from None
+        return None
 
     async def drain(self, timeout_s: float) -> None:
         """Reject new calls, answer waiting ones with `unavailable`, and give running ones `timeout_s` to finish; the
@@ -119,9 +201,10 @@ class Dispatcher:
 
     @property
     def isolation(self) -> dict[str, str]:
-        """The isolation level that the executors report, and why `auto` did not choose a stronger one."""
-        levels = (executor.ready_report.isolation for executor in self.executors if executor.ready_report)
-        return {"isolation": next(filter(None, levels), ""), "isolation_reason": self.config.isolation_reason}
+        """The weakest isolation level that the executors report, and why `auto` did not choose a stronger one."""
+        levels = {executor.ready_report.isolation for executor in self.executors if executor.ready_report}
+        weakest = max(filter(None, levels), key=weakness, default="")
+        return {"isolation": weakest, "isolation_reason": self.config.isolation_reason}
 
     @property
     def is_alive(self) -> bool:
@@ -134,6 +217,11 @@ class Dispatcher:
     def dispatched(self) -> int:
         """Calls sent to executors and not finished, those that wait in an executor included."""
         return sum(self.call_table.running(executor.number) for executor in self.executors)
+
+    @property
+    def executor_restarts(self) -> int:
+        """Restarts of executors, those included that have been removed."""
+        return self._restarts_of_removed + sum(executor.restarts for executor in self.executors)
 
     def check_accepting(self) -> None:
         """Raises `Overloaded` if the server drains."""
@@ -162,8 +250,10 @@ class Dispatcher:
         if not batch.unfinished:
             return
         before = self.call_table.outstanding.calls
-        for number, seqs in self.call_table.cancel(batch).items():
-            self.executors[number].send(["cancel", seqs])
+        cancelled = self.call_table.cancel(batch)
+        for executor in self.executors if cancelled else ():
+            if executor.number in cancelled:
+                executor.send(["cancel", cancelled[executor.number]])
         self.counters.cancelled += before - self.call_table.outstanding.calls
         self._schedule_dispatch()
         self._check_idle()
@@ -177,8 +267,9 @@ class Dispatcher:
             ("calls_bytes", {}, self.call_table.outstanding.bytes),
             ("results_bytes", {}, self.call_table.unread_result_bytes),
             ("executors_ready", {}, sum(executor.is_ready for executor in self.executors)),
-            ("executor_restarts_total", {}, sum(executor.restarts for executor in self.executors)),
+            ("executor_restarts_total", {}, self.executor_restarts),
             *(sample for executor in self.executors for sample in executor.stats.samples(executor.number)),
+            *self._node_samples(),
         ]
 
     def on_executor_ready(self, executor: ExecutorHandle) -> None:
@@ -207,6 +298,13 @@ class Dispatcher:
             self._arm_expiry_timer(batch)
         self._schedule_dispatch()
         self._check_idle()
+
+    def _node_samples(self) -> Iterator[MetricSample]:
+        rows = self.membership.rows() if self.membership is not None else ()
+        for state in NODE_STATES if self.membership is not None else ():
+            yield "nodes", {"state": state}, sum(row.state == state for row in rows)
+        for row in rows:
+            yield "node_restarts_total", {"node": row.name}, row.restarts
 
     def _is_at_rest(self) -> bool:
         return not self.call_table.outstanding.calls and not self.call_table.unread_result_bytes

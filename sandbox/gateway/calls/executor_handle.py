@@ -1,4 +1,4 @@
-"""One executor: its process, the socket to it, and its restarts.
+"""One executor, on this machine or another: its process, the socket to it, and its restarts.
 
     spawn -> "configure" -> wait for "ready" -> is_ready ---lost---> kill, on_executor_lost
       ^                     (START_S)                                          |
@@ -6,8 +6,10 @@
 
 Invariants:
 - `is_ready` holds from the executor's "ready" frame to the first sign of its end: EOF, exit, a malformed frame, a
-  "failed" frame, or no frame for `SILENCE_TIMEOUT_S`.
+  "failed" frame, or no frame for `silence_timeout_s`.
 - The executor's process group is killed before the owner learns of the loss.
+- Each start has a connection of its own, which is closed before the owner learns of the loss. So a result of an earlier
+  start cannot arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
 - If the first start fails, `started` gets the reason and there is no further one. Later starts are retried with
   back-off and `is_replacement`, which makes the executor ready as soon as one zygote is, because calls wait for it.
 """
@@ -62,12 +64,14 @@ class LaunchedExecutor(Protocol):
     def kill(self) -> None:
         """Kill the process and all that it started. Does nothing if it has exited."""
 
-    async def wait(self) -> int:
-        """Wait for the exit and return the exit code."""
+    async def wait(self) -> int | None:
+        """Wait for the exit and return the exit code. On another machine, the exit is the end of the connection, and
+        the code is None."""
         ...
 
 
 Launch = Callable[[], Awaitable[LaunchedExecutor]]
+"""Starts an executor. Raises `OSError` or `NodeError`."""
 SizedResult = tuple[int, EncodedResult, int]
 """`seq`, result, and its `result_bytes`."""
 
@@ -82,10 +86,18 @@ class HandleOwner(Protocol):
 
 
 class ExecutorHandle:
-    """One executor, which `run` starts and restarts."""
+    """One executor, which `run` starts and restarts. `silence_timeout_s` is `SILENCE_TIMEOUT_S` by default."""
 
-    def __init__(self, number: int, launch: Launch, settings: Mapping[str, object], owner: HandleOwner) -> None:
+    def __init__(
+        self,
+        number: int,
+        launch: Launch,
+        settings: Mapping[str, object],
+        owner: HandleOwner,
+        silence_timeout_s: float | None = None,
+    ) -> None:
         self.number = number
+        self.settings = settings
         self.is_ready = False
         self.window = 0
         """Calls that the executor accepts at once: twice its slots until it sends a "window" frame."""
@@ -95,7 +107,7 @@ class ExecutorHandle:
         self.restarts = 0
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._launch = launch
-        self._settings = settings
+        self._silence_timeout_s = silence_timeout_s
         self._owner = owner
         self._connection: _ExecutorProtocol | None = None
         self._process: LaunchedExecutor | None = None
@@ -116,6 +128,12 @@ class ExecutorHandle:
         if self._process is not None:
             self._process.kill()
 
+    def drop(self) -> None:
+        """Close the connection and kill the executor at once; the owner learns of the loss. `run` must be cancelled
+        next."""
+        if self._process is not None:
+            self._kill_and_report(self._process)
+
     async def run(self) -> None:
         """Run an executor, and restart it, until cancelled; then stop it."""
         while True:
@@ -131,16 +149,17 @@ class ExecutorHandle:
         """Run one executor process to its end, and return the reason of the end."""
         try:
             process = await self._launch()
-        except OSError as error:
+        except (OSError, NodeError) as error:
+            self._failures += 1
             return error
         self._process = process
         try:
             connection = await self._connect(process)
-            connection.send(["configure", self._settings, self.started.done()])
+            connection.send(["configure", self.settings, self.started.done()])
             async with asyncio.TaskGroup() as tasks:
                 watchers = [
                     tasks.create_task(_wait_for_exit(process, connection)),
-                    tasks.create_task(_wait_for_silence(connection)),
+                    tasks.create_task(_wait_for_silence(connection, self._silence_timeout_s or SILENCE_TIMEOUT_S)),
                 ]
                 try:
                     return await self._wait_until_lost(connection)
@@ -155,9 +174,9 @@ class ExecutorHandle:
 
     async def _connect(self, process: LaunchedExecutor) -> _ExecutorProtocol:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(
-            lambda: _ExecutorProtocol(self, self._owner, loop), sock=process.socket
-        )
+        is_local = process.socket.family == socket.AF_UNIX
+        create_connection = loop.create_unix_connection if is_local else loop.create_connection
+        _, connection = await create_connection(lambda: _ExecutorProtocol(self, self._owner, loop), sock=process.socket)
         self._connection = connection
         return connection
 
@@ -193,9 +212,9 @@ class ExecutorHandle:
         self._owner.on_executor_ready(self)
 
     async def _stop_gently(self, process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:
-        """Send "drain", close the socket, and give the executor `STOP_TIMEOUT_S` to exit."""
+        """Send "drain" and EOF, and give the executor `STOP_TIMEOUT_S` to exit."""
         connection.send(["drain"])
-        connection.close()
+        connection.send_eof()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
@@ -259,10 +278,10 @@ class _ExecutorProtocol(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.pack(message))
 
-    def close(self) -> None:
-        """Close the socket after all queued frames are sent."""
-        if self._transport is not None:
-            self._transport.close()
+    def send_eof(self) -> None:
+        """End the stream to the executor after all queued frames are sent."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -308,18 +327,19 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
 
 async def _wait_for_exit(process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:
     code = await process.wait()
-    connection.mark_lost(NodeError(f"exited with code {code}; its output is in the log above"))
+    if code is not None:  # otherwise `connection_lost` has the reason
+        connection.mark_lost(NodeError(f"exited with code {code}; its output is in the log above"))
 
 
-async def _wait_for_silence(connection: _ExecutorProtocol) -> None:
-    """Mark the executor as lost after `SILENCE_TIMEOUT_S` without a frame. Counts its own intervals and not the clock:
-    while the gateway itself is stopped, the count stops too."""
+async def _wait_for_silence(connection: _ExecutorProtocol, timeout_s: float) -> None:
+    """Mark the executor as lost after `timeout_s` without a frame. Counts its own intervals and not the clock: while
+    the gateway itself is stopped, the count stops too."""
     silent_s = 0.0
-    while silent_s < SILENCE_TIMEOUT_S:
+    while silent_s < timeout_s:
         await asyncio.sleep(SILENCE_CHECK_INTERVAL_S)
         silent_s = 0.0 if connection.received_frame else silent_s + SILENCE_CHECK_INTERVAL_S
         connection.received_frame = not connection.ready.done()  # START_S limits the time before "ready"
-    connection.mark_lost(NodeError(f"sent no frame for {SILENCE_TIMEOUT_S:g} s"))
+    connection.mark_lost(NodeError(f"sent no frame for {timeout_s:g} s"))
 
 
 class ExecutorProcess:

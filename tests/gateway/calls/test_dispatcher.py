@@ -109,7 +109,7 @@ async def test_a_restart_that_fails_is_retried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reaction", "expected"), [("failed", "no isolation to be had"), ("exit", "did not start: exited with code 3")]
+    ("reaction", "expected"), [("failed", "no isolation here"), ("exit", "did not start: exited with code 3")]
 )
 async def test_a_first_start_that_fails_is_final(reaction: str, expected: str) -> None:
     async with serving(FakeFleet(start_reactions=(reaction,)), wait=False) as served:

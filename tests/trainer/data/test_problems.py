@@ -25,7 +25,8 @@ from trainer.data.problems import (
     prepare_problems,
     write_problems,
 )
-from trainer.data.sources import DataError, read_conversations, read_problems
+from trainer.data.rows import DataError
+from trainer.data.sources import read_conversations, read_problems
 from trainer.episodes.episode import Problem
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -1,0 +1,251 @@
+"""Follows the nodes of a cluster for the dispatcher: which there are, which are accepted, where their executors run.
+
+             report accepted                 all executors lost
+    starting ----------------> ready <------------------------------> lost
+        |                        |  executors ready again              |
+        +--> refused <-----------+                                     +--> removed: Ray does not list the node
+
+Invariants:
+- An executor is lost by its own connection alone (end, error, silence). The word of Ray removes the executors of a node
+  only if none of them answers, or if the node's agent has been started again.
+- A node that comes back has new executors with new numbers.
+- An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. Only while no
+  node has been ready yet, an unusable cluster is an error of the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Any, Protocol
+
+from sandbox.backoff import backoff_s
+from sandbox.cluster.handshake import ExecutorStart
+from sandbox.cluster.node_report import NodeReport, refusal
+from sandbox.cluster.ray_driver import RawNodes
+from sandbox.cluster.remote_executor import RemoteExecutor
+from sandbox.config import ServeConfig
+from sandbox.errors import ClusterError, ConfigError, ProtocolError, SandboxError
+from sandbox.gateway.calls.dispatcher import Dispatcher, NodeRow
+from sandbox.gateway.calls.executor_handle import ExecutorHandle
+
+log = logging.getLogger(__name__)
+
+SILENCE_TIMEOUT_S = 10.0
+"""Seconds without a frame after which an executor on a node counts as lost. Stats frames come about once a second."""
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 1.0, 30.0
+"""Seconds before the driver is started again, or the executors of a node whose first start failed."""
+LOST_SHOWN_S = 600.0
+"""Seconds for which a node that has left is shown as lost."""
+
+
+class Driver(Protocol):
+    """The part of `RayDriver` that the membership uses."""
+
+    def snapshots(self) -> AsyncIterator[RawNodes]: ...
+
+
+StartDriver = Callable[[bytes], AbstractAsyncContextManager[Driver]]
+"""Starts a driver whose agents know this secret."""
+
+
+@dataclass(eq=False)
+class _Node:
+    """One node, from its first listing to `LOST_SHOWN_S` after its loss."""
+
+    name: str
+    address: str
+    report: NodeReport | None = None
+    executors: list[ExecutorHandle] = field(default_factory=list)
+    is_listed: bool = True
+    was_ready: bool = False
+    refusal: str = ""
+    """The reason why the node is not accepted."""
+    loss: str = ""
+    """The reason that Ray has for a loss."""
+    failed_starts: int = 0
+    """Starts in a row that failed."""
+    retry_at: float = 0.0
+    past_restarts: int = 0
+    """Restarts of executors that have been removed, and of agents."""
+    lost_at: float | None = None
+    logged_state: str = "starting"
+
+    @property
+    def is_answering(self) -> bool:
+        return any(executor.is_ready for executor in self.executors)
+
+    @property
+    def state(self) -> str:
+        """One of `NODE_STATES`."""
+        if self.refusal:
+            return "refused"
+        if self.is_answering:
+            return "ready"
+        return "lost" if self.was_ready or not self.is_listed else "starting"
+
+    def row(self) -> NodeRow:
+        return NodeRow(
+            name=self.name,
+            address=self.address,
+            state=self.state,
+            reason=self.refusal or ("" if self.is_answering else self.loss),
+            isolation=self.report.isolation if self.report else "",
+            executors=tuple(self.executors),
+            restarts=self.past_restarts + sum(executor.restarts for executor in self.executors),
+        )
+
+
+class ClusterMembership:
+    """The `Membership` of a dispatcher, by a driver process that is started again if it ends."""
+
+    def __init__(self, config: ServeConfig, start_driver: StartDriver) -> None:
+        self._config = config
+        self._start_driver = start_driver
+        self._secret = secrets.token_bytes(32)
+        self._nodes: dict[str, _Node] = {}
+        """By Ray's id."""
+        self._runtime_identity = ""
+        """The guest runtime of the first accepted node."""
+        self._generations = itertools.count(1)
+        self._start_ended = asyncio.Event()
+        self._start_error: ClusterError | None = None
+        self._dispatcher: Dispatcher
+
+    def rows(self) -> list[NodeRow]:
+        return [node.row() for node in self._nodes.values()]
+
+    async def started(self) -> None:
+        await self._start_ended.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    async def run(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        failures = 0
+        while True:
+            try:
+                async with self._start_driver(self._secret) as driver:
+                    async for nodes in driver.snapshots():
+                        failures = 0
+                        self.update(nodes)
+            except (SandboxError, OSError) as error:
+                if not self._start_ended.is_set():
+                    return self._fail_start(str(error))
+                failures += 1
+                log.warning("the Ray driver will be started again: %s", error)
+            await asyncio.sleep(backoff_s(failures, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S))
+
+    def update(self, raw_nodes: RawNodes) -> None:
+        """Follow a new list of nodes."""
+        if self._dispatcher.is_draining:
+            return
+        for node in self._nodes.values():
+            node.is_listed, node.loss = False, "Ray does not list it"
+        for raw in raw_nodes:
+            node = self._nodes.setdefault(raw["id"], _Node(raw["name"], raw["address"]))
+            node.is_listed, node.loss = True, raw["reason"]
+            self._update_node(node, raw)
+        now = monotonic()
+        for key, node in list(self._nodes.items()):
+            if not node.is_listed and not node.is_answering:
+                self._remove_executors(node)
+                node.lost_at = node.lost_at or now
+                if now - node.lost_at > LOST_SHOWN_S:
+                    del self._nodes[key]
+        self._log_changes()
+        self._check_start()
+
+    def _update_node(self, node: _Node, raw: dict[str, Any]) -> None:
+        if raw["state"] == "refused":
+            node.refusal = raw["reason"]
+        if raw["state"] != "ready":
+            if not node.is_answering:
+                self._remove_executors(node)
+            return
+        try:
+            report = NodeReport.decode(raw["report"])
+        except ProtocolError as error:
+            node.refusal = str(error)
+            return
+        if raw["cpus"] >= 1:
+            report = replace(report, cores=min(report.cores, int(raw["cpus"])))
+        if node.report is None or node.report.instance != report.instance:
+            node.past_restarts += node.report is not None
+            self._remove_executors(node)
+            node.report, node.retry_at = report, 0.0
+            self._add_executors(node, report)
+        elif not node.executors and monotonic() >= node.retry_at:
+            self._add_executors(node, report)
+
+    def _add_executors(self, node: _Node, report: NodeReport) -> None:
+        """Start the executors of a node, unless it is refused."""
+        node.refusal = refusal(report, self._config, self._runtime_identity)
+        if node.refusal:
+            return
+        on_node = replace(self._config, isolation=report.isolation, python=report.python)
+        try:
+            shares = on_node.resolved(report.cores, report.memory_mb).per_executor()
+        except ConfigError as error:
+            node.refusal = str(error)
+            return
+        self._runtime_identity = self._runtime_identity or report.runtime
+        self._dispatcher.limit_memory(report.memory_mb)
+        for index, share in enumerate(shares):
+            launch = functools.partial(self._launch, report, index)
+            executor = self._dispatcher.add_executor(launch, share.encode(), SILENCE_TIMEOUT_S)
+            node.executors.append(executor)
+            executor.started.add_done_callback(functools.partial(self._on_start_ended, node, executor))
+
+    async def _launch(self, report: NodeReport, index: int) -> RemoteExecutor:
+        start = ExecutorStart(index, next(self._generations))
+        return await RemoteExecutor.launch(report.host, report.port, self._secret, start)
+
+    def _on_start_ended(self, node: _Node, executor: ExecutorHandle, started: asyncio.Future[None]) -> None:
+        if started.cancelled() or executor not in node.executors:
+            return
+        error = started.exception()
+        if error is None:
+            node.was_ready, node.failed_starts, node.lost_at = True, 0, None
+            self._start_ended.set()
+        else:
+            node.failed_starts += 1
+            node.retry_at = monotonic() + backoff_s(node.failed_starts, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S)
+            node.refusal = str(error)
+            self._remove_executors(node)
+        self._log_changes()
+        self._check_start()
+
+    def _remove_executors(self, node: _Node) -> None:
+        for executor in node.executors:
+            node.past_restarts += executor.restarts
+            self._dispatcher.remove_executor(executor)
+        node.executors = []
+
+    def _log_changes(self) -> None:
+        for node in self._nodes.values():
+            row = node.row()
+            if row.state != node.logged_state:
+                numbers = ", ".join(str(executor.number) for executor in node.executors)
+                detail = row.reason or (f"isolation {row.isolation}, executors {numbers}" if numbers else "")
+                level = logging.INFO if row.state == "ready" else logging.WARNING
+                log.log(level, "node %s is %s: %s", node.name, row.state, detail or "no reason given")
+                node.logged_state = row.state
+
+    def _check_start(self) -> None:
+        """Fail the start of the server if Ray lists only nodes that are refused."""
+        listed = [node for node in self._nodes.values() if node.is_listed]
+        if listed and not self._start_ended.is_set() and all(node.refusal for node in listed):
+            reasons = "; ".join(f"node {node.name}: {node.refusal}" for node in listed)
+            self._fail_start(f"no node of the cluster can run calls: {reasons}")
+
+    def _fail_start(self, reason: str) -> None:
+        self._start_error = ClusterError(reason)
+        self._start_ended.set()

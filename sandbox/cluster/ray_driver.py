@@ -1,0 +1,95 @@
+"""The gateway's end of the Ray driver process, which connects to Ray and owns the actors.
+
+    gateway -> driver   ["start", {address, secret, isolation, python}]  first
+    driver -> gateway   ["nodes", [{id, name, address, cpus, state, reason, report}, ...]]  every `POLL_INTERVAL_S`
+                        ["failed", message]  no cluster can be used
+
+The driver ends at EOF: it kills its actors, and stops Ray if it started Ray. Its process group is killed after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from sandbox import wire
+from sandbox.errors import ClusterError, NodeError, ProtocolError
+
+START_TIMEOUT_S = 60.0
+"""Seconds from the start of the process to the first list of nodes. To start Ray takes about five."""
+SILENCE_TIMEOUT_S = 30.0
+"""Seconds without a list of nodes after which the driver is started again."""
+STOP_TIMEOUT_S = 15.0
+"""Seconds from EOF to the kill of the driver."""
+RAY_SETTINGS = {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONWARNINGS": "ignore"}
+"""Environment of the driver. Without the first two, Ray may start a cluster by itself, and may install packages on the
+nodes."""
+
+RawNodes = list[dict[str, Any]]
+
+
+class RayDriver:
+    """Use as `async with RayDriver(start) as driver`; `start` is the content of the "start" frame."""
+
+    def __init__(self, start: Mapping[str, object]) -> None:
+        self._start = start
+        self._process: asyncio.subprocess.Process
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    async def __aenter__(self) -> RayDriver:
+        own_end, driver_end = socket.socketpair()
+        with driver_end:
+            fd = driver_end.fileno()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "sandbox.cluster", "--fd", str(fd)),
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                pass_fds=(fd,),
+                start_new_session=True,
+                env={**os.environ, **RAY_SETTINGS},
+            )
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
+        self._writer.write(wire.pack(["start", dict(self._start)]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    async def snapshots(self) -> AsyncIterator[RawNodes]:
+        """Yield the list of nodes each time it comes. Raises `ClusterError` if the cluster cannot be used, and
+        `NodeError` if the driver ends or is silent."""
+        unpacker, timeout_s = wire.Unpacker(), START_TIMEOUT_S
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    data = await self._reader.read(1 << 16)
+            except TimeoutError:
+                raise NodeError(f"the Ray driver sent nothing for {timeout_s:g} s") from None
+            except OSError as error:
+                raise NodeError(f"the Ray driver: {error}") from None
+            if not data:
+                raise NodeError("the Ray driver has ended; Ray's log has the reason")
+            unpacker.feed(data)
+            for message in unpacker:
+                match message:
+                    case ["nodes", list(nodes)]:
+                        timeout_s = SILENCE_TIMEOUT_S
+                        yield nodes
+                    case ["failed", str(reason)]:
+                        raise ClusterError(reason)
+                    case _:
+                        raise ProtocolError(f"unexpected frame {message[0]!r:.40} from the Ray driver")

@@ -1,0 +1,84 @@
+"""The gateway's end of an executor on another machine: the `LaunchedExecutor` whose process an agent starts.
+
+The socket of the connection is the descriptor that the executor serves, so frames pass no other process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import struct
+
+from sandbox.cluster import handshake
+from sandbox.cluster.handshake import ExecutorStart
+from sandbox.errors import NodeError, ProtocolError
+
+EXIT_POLL_INTERVAL_S = 0.2
+_OPEN_STATES = (1, 4, 5)
+"""States of a TCP connection whose other end has not sent FIN or RST: ESTABLISHED, FIN_WAIT1, FIN_WAIT2 (see
+include/net/tcp_states.h)."""
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class RemoteExecutor:
+    """One start of an executor on a node. `launch` makes it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._watched: socket.socket | None = sock.dup()
+        """The same connection. The event loop closes `socket` itself."""
+
+    @classmethod
+    async def launch(cls, host: str, port: int, secret: bytes, start: ExecutorStart) -> RemoteExecutor:
+        """Connect to the agent of a node and have it start an executor. Raises `OSError` or `NodeError`."""
+        loop = asyncio.get_running_loop()
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            handshake.set_tcp_options(sock)
+            async with asyncio.timeout(handshake.TIMEOUT_S):
+                await loop.sock_connect(sock, address)
+                hello = await _receive(loop, sock, handshake.HELLO_BYTES)
+                nonce = secrets.token_bytes(handshake.NONCE_BYTES)
+                request = handshake.encode_request(secret, hello, nonce, start)
+                await loop.sock_sendall(sock, request)
+                reply = await _receive(loop, sock, handshake.REPLY_BYTES)
+                handshake.check_reply(secret, hello, request, reply)
+        except TimeoutError:
+            sock.close()
+            raise NodeError(f"no answer from {host}:{port} within {handshake.TIMEOUT_S:g} s") from None
+        except ProtocolError as error:
+            sock.close()
+            raise NodeError(f"{host}:{port}: {error}") from None
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock)
+
+    def kill(self) -> None:
+        """Have the connection be reset when `socket` is closed; the agent then kills the executor. Without this, the
+        end of the stream would wait behind unsent data."""
+        if self._watched is not None:
+            self._watched.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._watched.close()
+            self._watched = None
+
+    async def wait(self) -> None:
+        """Wait until the other end has closed the connection, which it does when the process has exited."""
+        while self._watched is not None:
+            state = self._watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            if state not in _OPEN_STATES:
+                return
+            await asyncio.sleep(EXIT_POLL_INTERVAL_S)
+
+
+async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = await loop.sock_recv(sock, size - len(data))
+        if not part:
+            raise ProtocolError("the agent closed the connection before the handshake was complete")
+        data += part
+    return data

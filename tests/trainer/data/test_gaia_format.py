@@ -1,0 +1,253 @@
+"""Data sets in GAIA's file format: what is read, what is refused, and the generated problems."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data import gaia_format, generated_gaia_format
+from trainer.data.gaia_format import write_data_set, write_submission
+from trainer.data.problems import prepare_problems, write_problems
+from trainer.data.rows import DataError
+from trainer.data.sources import check_source, iter_problems, read_problems
+from trainer.episodes.episode import Episode, Problem, StopReason, Turn
+
+ROW: dict[str, Any] = {
+    "task_id": "c61d22de-5f6c-4958-a7f6-5e9707bd3466",
+    "Question": "How many?",
+    "Level": 2,
+    "Final answer": "egalitarian",
+    "file_name": "",
+    "Annotator Metadata": {"Steps": "1. Look", "Number of tools": "2"},
+}
+
+
+def data_set(folder: Path, *rows: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def read(path: Path | str) -> list[Problem]:
+    return read_problems(f"gaia:{path}")
+
+
+def test_a_row_becomes_a_qa_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    data_set(tmp_path, {**ROW, "file_name": "a.csv"})
+    (problem,) = read(tmp_path)
+    options = {"level": 2, "files": [str(tmp_path / "a.csv")]}
+    assert problem == Problem(ROW["task_id"], "How many?", "egalitarian", "gaia-format-level-2", "qa", options)
+
+
+@pytest.mark.parametrize("level", [1, "1"])
+def test_a_level_is_a_number_or_text(tmp_path: Path, level: object) -> None:
+    (problem,) = read(data_set(tmp_path, {**ROW, "Level": level}))
+    assert problem.options["level"] == 1
+
+
+def test_the_canary_row_is_skipped_and_a_numeric_answer_is_text(tmp_path: Path) -> None:
+    rows = [{"task_id": "0-0-0-0-0"}, {**ROW, "Final answer": 17}]
+    assert [problem.answer for problem in read(data_set(tmp_path, *rows))] == ["17"]
+
+
+def test_a_hidden_answer_is_marked(tmp_path: Path) -> None:
+    (problem,) = read(data_set(tmp_path, {**ROW, "Final answer": "?"}))
+    assert problem.options == {"level": 2, "answer_is_hidden": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected_text"),
+    [
+        ({"Level": 4}, "Level: expected 1, 2 or 3, got 4"),
+        ({"Level": None}, "Level: expected 1, 2 or 3, got None"),
+        ({"Level": True}, "Level: expected 1, 2 or 3, got True"),
+        ({"Question": " "}, "Question: expected text, got ' '"),
+        ({"Final answer": None}, "Final answer: expected text, got None"),
+        ({"task_id": 7}, "task_id: expected text, got 7"),
+        ({"file_name": "missing.pdf"}, "file_name: there is no file"),
+        ({"file_name": "../secret"}, "file_name: expected the name of a file beside the metadata, got '../secret'"),
+        ({"file_name": "/etc/passwd"}, "file_name: expected the name"),
+        ({"file_name": ".."}, "file_name: expected the name"),
+        ({"file_name": ["a"]}, "file_name: expected the name"),
+    ],
+)
+def test_a_malformed_row_is_named_and_the_others_are_read(
+    tmp_path: Path, change: dict[str, Any], expected_text: str
+) -> None:
+    folder = data_set(tmp_path, {**ROW, **change}, {**ROW, "task_id": "other"}, [1], {**ROW, "task_id": "other"})
+    errors: list[str] = []
+    problems = list(iter_problems(f"gaia:{folder}", lambda name, number, error: errors.append(f"{number}: {error}")))
+    assert [problem.id for problem in problems] == ["other"]
+    assert errors[0].startswith(f"0: {expected_text}")
+    assert errors[1:] == ["2: expected a JSON object, got [1]", "3: task_id 'other' occurs a second time"]
+    with pytest.raises(DataError, match="row 0: "):
+        read(folder)
+
+
+def test_the_metadata_is_found_in_all_layouts(tmp_path: Path) -> None:
+    for split in ("validation", "test"):
+        data_set(tmp_path / "2023" / split, {**ROW, "Question": split})
+    root = tmp_path
+    texts = {
+        f"{root}": "validation",
+        f"{root}:validation": "validation",
+        f"{root}:test": "test",
+        f"{root}/2023:test": "test",
+        f"{root}/2023/test": "test",
+        f"{root}/2023/test/metadata.jsonl": "test",
+    }
+    assert {path: read(path)[0].text for path in texts} == texts
+    for path in ("nowhere", f"{root}/2023/test:validation", f"{root}/2023/test/metadata.jsonl:test"):
+        with pytest.raises(DataError, match="expected a metadata file, or a directory with metadata"):
+            check_source(f"gaia:{path}")
+
+
+def test_parquet_is_read_with_its_file_path(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder = tmp_path / "2023/validation"
+    folder.mkdir(parents=True)
+    (folder / "b.txt").write_text("text")
+    rows = [{**ROW, "Level": "3", "file_name": None, "file_path": "2023/validation/b.txt"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "metadata.parquet")
+    (problem,) = read(tmp_path)
+    assert problem.options == {"level": 3, "files": [str(folder / "b.txt")]}
+    (folder / "metadata.parquet").write_text("not this")
+    with pytest.raises(DataError, match="expected a Parquet file"):
+        read(tmp_path)
+
+
+# The generated problems
+
+
+def orders_of(problem: Problem) -> list[dict[str, Any]]:
+    """Parse the orders of a problem's file, without the generator's code."""
+    ((name, text),) = problem.options["texts"].items()
+    if name.endswith(".csv"):
+        rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text)))
+    elif name.endswith(".json"):
+        rows = json.loads(text)["orders"]
+    else:
+        pattern = r"Day \d+: (\w+) ordered (\d+) units of the product (\w+) at (\d+) each."
+        keys = ("customer", "units", "product", "price")
+        rows = [dict(zip(keys, match, strict=True)) for match in re.findall(pattern, text)]
+    return [{**row, "units": int(row["units"]), "price": int(row["price"])} for row in rows]
+
+
+def solved(problem: Problem) -> str:
+    """Answer a generated question from its file, by a slow obvious program of its own."""
+    orders = orders_of(problem)
+
+    def totals(key: str) -> list[tuple[int, str]]:
+        names = {order[key] for order in orders}
+        return sorted(((sum(o["units"] * o["price"] for o in orders if o[key] == n), n) for n in names), reverse=True)
+
+    text = problem.text
+    if match := re.match(r"How many units of the product (\w+) ", text):
+        return str(sum(order["units"] for order in orders if order["product"] == match[1]))
+    if match := re.match(r"How many units did (\w+) ", text):
+        return str(sum(order["units"] for order in orders if order["customer"] == match[1]))
+    if match := re.match(r"How much did (\w+) pay", text):
+        return str({name: total for total, name in totals("customer")}[match[1]])
+    if match := re.match(r"Which customers ordered the product (\w+)\?", text):
+        return ", ".join(sorted({order["customer"] for order in orders if order["product"] == match[1]}))
+    if text.startswith("Which customer paid most"):
+        return totals("customer")[0][1]
+    if text.startswith("Which three products"):
+        return ", ".join(name for _, name in totals("product")[:3])
+    assert text.startswith("Add up units times price for each customer")
+    return str(totals("customer")[0][0] - totals("customer")[-1][0])
+
+
+def test_every_generated_answer_follows_from_its_file() -> None:
+    problems = read_problems("generated-gaia-format:120", seed=3)
+    assert [problem.options["level"] for problem in problems] == [1, 2, 3] * 40
+    assert all(solved(problem) == problem.answer for problem in problems)
+    suffixes = {Path(name).suffix for problem in problems for name in problem.options["texts"]}
+    assert suffixes == {".csv", ".json", ".txt"}
+    assert {len(problem.options["texts"]) for problem in problems} == {1}
+
+
+def test_generated_problems_follow_from_the_seed_and_held_out_ones_are_others() -> None:
+    def ids(seed: int, held_out: bool) -> set[str]:
+        return {problem.id for problem in generated_gaia_format.generate(60, seed, held_out=held_out)}
+
+    assert ids(0, False) == ids(0, False)
+    assert not ids(0, False) & ids(1, False)
+    assert not ids(0, False) & ids(0, True)
+    with pytest.raises(DataError, match="expected generated-gaia-format:N with a whole number"):
+        check_source("generated-gaia-format:x")
+
+
+def without_files(problem: Problem) -> Problem:
+    return replace(problem, options={"level": problem.options["level"]})
+
+
+def test_a_written_data_set_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generated_gaia_format.main([str(tmp_path), "--problems", "9", "--seed", "4"])
+    assert capsys.readouterr().out == f"{tmp_path}/2023/validation/metadata.jsonl\n"
+    problems, expected = read(tmp_path), generated_gaia_format.generate(9, 4)
+    assert list(map(without_files, problems)) == list(map(without_files, expected))
+    for problem, original in zip(problems, expected, strict=True):
+        (file,) = problem.options["files"]
+        assert {Path(file).name: Path(file).read_text()} == original.options["texts"]
+    two_files = replace(expected[0], options={"level": 1, "texts": {"a": "", "b": ""}})
+    with pytest.raises(DataError, match="expected at most one file, got 2"):
+        write_data_set(tmp_path, [two_files])
+
+
+def test_preparing_keeps_problems_with_equal_questions_and_other_files(tmp_path: Path) -> None:
+    def refuse(answers: Any) -> Iterator[str]:
+        raise AssertionError("answers of the environment qa are no mathematics")
+
+    problems, report = prepare_problems(["generated-gaia-format:90"], find_unparsable=refuse)
+    assert len(problems) == 90 > len({problem.text for problem in problems})
+    assert {counts["kept"] for counts in report.counts.values()} == {30}
+    write_problems(problems, tmp_path / "problems.jsonl")
+    assert read_problems(str(tmp_path / "problems.jsonl")) == problems
+
+
+def test_a_row_from_the_hub_cannot_choose_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"id": "1", "text": "t", "answer": "", "source": "s", "environment": "mcp", "options": {"command": ["rm"]}}
+    monkeypatch.setattr("trainer.data.sources._hub_rows", lambda source: iter([row]))
+    with pytest.raises(DataError, match="a row of the hub cannot choose the environment 'mcp'"):
+        read_problems("owner/name")
+    data_set(tmp_path, row)
+    assert read_problems(str(tmp_path / "metadata.jsonl"))[0].environment == "mcp"
+
+
+def test_a_submission_has_the_first_attempt_at_each_task(tmp_path: Path) -> None:
+    def episode(task: str, sample: int, answer: str | None, reward: float | None = 0.0) -> Episode:
+        problem = Problem(task, "", "?", "", "qa")
+        turns = [Turn(0, 1, f"turn {sample}"), Turn(1, 2, "last")]
+        return Episode(problem, sample, stop_reason=StopReason.FINISHED, answer=answer, reward=reward, turns=turns)
+
+    episodes = [
+        episode("a", 1, "late"),
+        episode("a", 0, r"\text{Paris}"),
+        episode("b", 0, None, None),
+        episode("b", 1, None),
+        episode("c", 0, "x", None),
+    ]
+    assert write_submission(tmp_path / "submission.jsonl", episodes) == 2
+    rows = [json.loads(line) for line in (tmp_path / "submission.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"task_id": "a", "model_answer": "Paris", "reasoning_trace": "turn 0\n\nlast"},
+        {"task_id": "b", "model_answer": "", "reasoning_trace": "turn 1\n\nlast"},
+    ]
+
+
+def test_nothing_generated_calls_itself_gaia() -> None:
+    names = {problem.source for problem in generated_gaia_format.generate(6, 0)}
+    assert names == {gaia_format.SOURCE.format(level) for level in (1, 2, 3)}
+    assert all(name.startswith("gaia-format") for name in names)

@@ -1,0 +1,64 @@
+"""An environment is found by its name, and a wrong name or option is an error before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.environments.episodes import problem
+from trainer.config import ConfigError
+from trainer.environments.environment import Environment
+from trainer.environments.registry import (
+    ENVIRONMENTS,
+    check_problem,
+    environment_class,
+    needs_sandbox,
+    open_environment,
+)
+from trainer.environments.services import Services
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_every_name_has_a_class(name: str) -> None:
+    assert issubclass(environment_class(name), Environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_text"),
+    [
+        ("pyhton", "problem p0: environment 'pyhton': did you mean python? Environments are python, "),
+        ("chess", "expected one of python, "),
+        ("no_such_module:Chess", "environment 'no_such_module:Chess': cannot be imported (No module named"),
+        ("json:Chess", "cannot be imported (module 'json' has no attribute 'Chess')"),
+        ("json:loads", "expected a subclass of trainer.environments.environment.Environment"),
+        (":", "cannot be imported"),
+        ("", "expected one of python, "),
+    ],
+)
+def test_an_unknown_environment_is_an_error_that_lists_the_names(name: str, expected_text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_problem(problem(name))
+    assert expected_text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected_text"),
+    [
+        ("python", {"timeout": 3}, "problem p0: options.timeout: Unexpected keyword argument, got 3"),
+        ("text", {}, "options: Unable to extract tag using discriminator 'game'"),
+        ("text", {"game": "chess"}, "'chess' found using 'game' does not match"),
+        ("text", {"game": "tower_of_hanoi", "disks": 0}, "options.tower_of_hanoi.disks: Input should be greater"),
+        ("text", {"game": "number_guessing", "low": 3, "high": 2}, "expected low <= high, got low=3 and high=2"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_names_it(name: str, options: dict[str, object], expected_text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_problem(problem(name, options))
+    assert expected_text in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_environments_that_run_code_need_a_sandbox() -> None:
+    assert needs_sandbox(problem("python"))
+    assert not needs_sandbox(problem("text"))
+    with pytest.raises(ConfigError, match="expected a sandbox, got none"):
+        open_environment(problem("python"), Services())

@@ -1,0 +1,164 @@
+"""Reads and writes data sets in GAIA's file format, and writes submissions to its leaderboard.
+
+    2023/validation/metadata.parquet (or .jsonl)   task_id, Question, Level, Final answer, file_name, file_path
+    2023/validation/FILE_NAME                      the attached file of a row
+
+The data set itself is gated (huggingface.co/datasets/gaia-benchmark/GAIA) and must not be shared, so none is here.
+
+Invariants:
+- A problem's environment is `qa`. Its options have the level and the attached file.
+- An attached file is beside the metadata. No other file is read, whatever a row names.
+- A hidden answer ("?", in the test split) is marked by the option `answer_is_hidden`, so that no report counts it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.data.rows import DataError, file_rows
+from trainer.episodes.episode import Episode, Problem
+from trainer.episodes.exact_match import plain_answer
+from trainer.json_files import write_rows
+
+SPLITS = ("validation", "test")
+METADATA = ("metadata.parquet", "metadata.jsonl")
+CANARY_ID = "0-0-0-0-0"
+"""The task_id of a row without a question, by which copies of the data set are found."""
+HIDDEN_ANSWER = "?"
+SOURCE = "gaia-format-level-{}"
+"""The name of the data set of a problem, by its level. Reports on several sources are so by level."""
+
+
+def find_metadata(path: str) -> Path:
+    """Return the metadata file of `PATH[:SPLIT]`. Raises `DataError`.
+
+    PATH is a metadata file, the directory with one, or the directory of the whole data set. The split is then
+    `validation`, unless it is named.
+    """
+    directory, _, split = path.rpartition(":")
+    if split not in SPLITS:
+        directory, split = path, ""
+    root = Path(directory)
+    if root.is_file() and not split:
+        return root
+    folders = [root / year / (split or SPLITS[0]) for year in ("2023", "")] + ([] if split else [root])
+    for file in (folder / name for folder in folders for name in METADATA):
+        if file.is_file():
+            return file
+    raise DataError(
+        f"{path}: expected a metadata file, or a directory with {' or '.join(METADATA)} in it or in "
+        f"2023/{split or SPLITS[0]}"
+    )
+
+
+def iter_problems(path: str, on_malformed: Callable[[str, int, DataError], None]) -> Iterator[Problem]:
+    """Yield the problems of `PATH[:SPLIT]`; pass the source, number and error of each malformed row to `on_malformed`.
+
+    Raises `DataError` if there is no metadata file.
+    """
+    metadata, ids = find_metadata(path), set[str]()
+    for number, row in enumerate(file_rows(metadata)):
+        try:
+            if not isinstance(row, Mapping):
+                raise DataError(f"expected a JSON object, got {row!r:.200}")
+            if row.get("task_id") == CANARY_ID:
+                continue
+            problem = _problem(row, metadata.parent)
+            if problem.id in ids:
+                raise DataError(f"task_id {problem.id!r} occurs a second time")
+        except DataError as error:
+            on_malformed(str(metadata), number, error)
+        else:
+            ids.add(problem.id)
+            yield problem
+
+
+def write_data_set(directory: Path, problems: Iterable[Problem], split: str = "validation") -> Path:
+    """Write `qa` problems whose files are in the option `texts` as a data set. Return its metadata file."""
+    folder, rows = directory / "2023" / split, []
+    folder.mkdir(parents=True, exist_ok=True)
+    for problem in problems:
+        (name, text), *others = problem.options.get("texts", {}).items() or [("", "")]
+        if others:
+            raise DataError(f"problem {problem.id}: expected at most one file, got {len(others) + 1}")
+        if name:
+            (folder / name).write_text(text, encoding="utf-8")
+        rows.append(
+            {
+                "task_id": problem.id,
+                "Question": problem.text,
+                "Level": problem.options["level"],
+                "Final answer": problem.answer,
+                "file_name": name,
+                "file_path": f"2023/{split}/{name}" if name else "",
+                "Annotator Metadata": {
+                    "Steps": "",
+                    "Number of steps": str(problem.options["level"]),
+                    "How long did this take?": "",
+                    "Tools": "1. Python",
+                    "Number of tools": "1",
+                },
+            }
+        )
+    write_rows(folder / "metadata.jsonl", rows)
+    return folder / "metadata.jsonl"
+
+
+def write_submission(file: Path, episodes: Iterable[Episode]) -> int:
+    """Write the submission for the leaderboard: one row per task, from its first episode. Return the number of rows.
+
+    A task without an episode that ended has no row. An episode without an answer has an empty `model_answer`.
+    """
+    first: dict[str, tuple[int, dict[str, str]]] = {}
+    for episode in episodes:
+        task = episode.problem.id
+        if episode.reward is not None and (task not in first or episode.sample < first[task][0]):
+            row = {
+                "task_id": task,
+                "model_answer": plain_answer(episode.answer or ""),
+                "reasoning_trace": "\n\n".join(turn.text for turn in episode.turns),
+            }
+            first[task] = (episode.sample, row)
+    write_rows(file, (row for _, row in first.values()))
+    return len(first)
+
+
+def task_id(digest: bytes) -> str:
+    """Return 16 bytes as a task_id, which is a UUID in this format."""
+    return str(uuid.UUID(bytes=digest))
+
+
+def _problem(row: Mapping[str, Any], folder: Path) -> Problem:
+    """Return the problem in a row. Raises `DataError`."""
+    texts = {name: row.get(name) for name in ("task_id", "Question", "Final answer")}
+    answer = texts["Final answer"]
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        texts["Final answer"] = str(answer)
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{name}: expected text, got {text!r:.80}")
+    level = row.get("Level")
+    if str(level) not in ("1", "2", "3"):
+        raise DataError(f"Level: expected 1, 2 or 3, got {level!r:.80}")
+    options: dict[str, Any] = {"level": int(str(level))}
+    if file := _attached_file(row, folder):
+        options["files"] = [str(file)]
+    if texts["Final answer"] == HIDDEN_ANSWER:
+        options["answer_is_hidden"] = True
+    source = SOURCE.format(options["level"])
+    return Problem(str(texts["task_id"]), str(texts["Question"]), str(texts["Final answer"]), source, "qa", options)
+
+
+def _attached_file(row: Mapping[str, Any], folder: Path) -> Path | None:
+    name = row.get("file_name") or Path(str(row.get("file_path") or "")).name
+    if not name:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
+        raise DataError(f"file_name: expected the name of a file beside the metadata, got {name!r:.80}")
+    file = (folder / name).absolute()
+    if not file.is_file():
+        raise DataError(f"file_name: there is no file {file}")
+    return file

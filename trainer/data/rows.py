@@ -1,0 +1,51 @@
+"""Reads the rows of a file: `.jsonl`, `.json` or `.parquet`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class DataError(ValueError):
+    """A source or a row that cannot be read. The message says what was expected and what came."""
+
+
+def file_rows(file: Path) -> Iterator[Any]:
+    """Yield the decoded rows of a file, whose suffix is one of `FILE_SUFFIXES`; a line that is not JSON as bytes.
+
+    Raises `DataError`.
+    """
+    if not file.is_file():
+        raise DataError(f"{file}: no such file")
+    match file.suffix:
+        case ".jsonl":
+            with file.open("rb") as lines:
+                yield from (_decode(line) for line in lines if line.strip())
+        case ".json":
+            rows = _decode(file.read_bytes())
+            if not isinstance(rows, list):
+                raise DataError(
+                    f"{file}: expected an array of rows, got {type(rows).__name__}; a file of lines is .jsonl"
+                )
+            yield from rows
+        case ".parquet":
+            try:
+                from pyarrow import ArrowInvalid, parquet
+            except ModuleNotFoundError:
+                raise DataError(f"{file}: a Parquet file needs pyarrow: pip install pyarrow") from None
+            try:
+                for batch in parquet.ParquetFile(file).iter_batches():
+                    yield from batch.to_pylist()
+            except ArrowInvalid as error:
+                raise DataError(f"{file}: expected a Parquet file ({error})") from None
+
+
+def _decode(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

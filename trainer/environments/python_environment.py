@@ -1,0 +1,28 @@
+"""The environment `python`: the Python tool, and the answer check by math-verify. Its calls share no state."""
+
+from __future__ import annotations
+
+from sandbox.tool import TOOL_SCHEMA
+from trainer.environments.environment import Environment, InitialState, NoOptions
+from trainer.environments.services import Services
+from trainer.episodes.episode import Episode, Problem, ToolCall
+from trainer.episodes.reward import score_episodes
+from trainer.episodes.turn_parser import ToolCallRequest
+
+
+class PythonEnvironment(Environment):
+    needs_sandbox = True
+
+    def __init__(self, services: Services, options: NoOptions) -> None:
+        super().__init__(services, options)
+        self._sandbox = services.required_sandbox
+
+    async def reset(self, problem: Problem) -> InitialState:
+        return InitialState(problem.text, (TOOL_SCHEMA,))
+
+    async def step(self, action: ToolCallRequest) -> ToolCall:
+        return await self._sandbox.python_tool.call(action.name, action.arguments)
+
+    async def score(self, episode: Episode) -> float | None:
+        (reward,) = await score_episodes([episode], self._sandbox.answer_checker.verify)
+        return reward

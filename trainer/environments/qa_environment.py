@@ -1,0 +1,89 @@
+"""The environment `qa`: a question with attached files, and an exact-match answer by GAIA's public rule.
+
+The files are in the working directory of each of the model's Python calls. The calls share no state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from sandbox.errors import InvalidCall
+from sandbox.tool import TOOL_SCHEMA
+from sandbox.types import Call
+from trainer.config import STRICT
+from trainer.environments.environment import Environment, EnvironmentFailure, InitialState
+from trainer.environments.services import Services
+from trainer.episodes.episode import Episode, Problem, ToolCall
+from trainer.episodes.exact_match import is_exact_match, plain_answer
+from trainer.episodes.reward import INFRASTRUCTURE_STOPS
+from trainer.episodes.turn_parser import ToolCallRequest
+
+MAX_FILES_MB = 64
+"""Size of all files of a problem, in MiB. Each Python call sends them to the sandbox."""
+INSTRUCTIONS = (
+    "The answer is a number, as few words as possible, or a comma-separated list of these, in plain text without "
+    "LaTeX. Write numbers without thousands separators, and without units unless the question asks for them."
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class QaOptions:
+    level: int | None = None
+    files: tuple[str, ...] = ()
+    """Paths of attached files on this machine."""
+    texts: dict[str, str] = Field(default_factory=dict)
+    """Attached text files: name to content."""
+    answer_is_hidden: bool = False
+    """Whether the right answer is unknown. Every answer then has the reward 0, and no report counts the episode."""
+
+
+class QaEnvironment(Environment):
+    needs_sandbox = True
+    options_type = QaOptions
+
+    def __init__(self, services: Services, options: QaOptions) -> None:
+        super().__init__(services, options)
+        self._tool = services.required_sandbox.python_tool
+        self._files: dict[str, bytes] = {}
+
+    async def reset(self, problem: Problem) -> InitialState:
+        self._files = await asyncio.to_thread(_read_files, self.options)
+        parts = [problem.text, INSTRUCTIONS]
+        if self._files:
+            names = ", ".join(self._files)
+            parts.insert(1, f"Attached files, in the working directory of your Python code: {names}")
+        return InitialState("\n\n".join(parts), (TOOL_SCHEMA,))
+
+    async def step(self, action: ToolCallRequest) -> ToolCall:
+        return await self._tool.call(action.name, action.arguments, files=self._files)
+
+    async def score(self, episode: Episode) -> float | None:
+        if episode.stop_reason in INFRASTRUCTURE_STOPS:
+            return None
+        if episode.answer is None or self.options.answer_is_hidden:
+            return 0.0
+        return float(is_exact_match(plain_answer(episode.answer), episode.problem.answer))
+
+
+def _read_files(options: QaOptions) -> dict[str, bytes]:
+    """Return the content of all attached files by name. Raises `EnvironmentFailure`."""
+    files = {name: text.encode() for name, text in options.texts.items()}
+    for path in map(Path, options.files):
+        try:
+            if path.stat().st_size > MAX_FILES_MB << 20:
+                raise EnvironmentFailure(f"{path}: expected at most {MAX_FILES_MB} MiB")
+            files[path.name] = path.read_bytes()
+        except OSError as error:
+            raise EnvironmentFailure(f"{path}: cannot be read ({error.strerror})") from error
+    if (size := sum(map(len, files.values()))) > MAX_FILES_MB << 20:
+        raise EnvironmentFailure(f"expected files of at most {MAX_FILES_MB} MiB, got {math.ceil(size / (1 << 20))} MiB")
+    try:
+        Call("", files=files)
+    except InvalidCall as error:
+        raise EnvironmentFailure(str(error)) from error
+    return files

@@ -1,0 +1,62 @@
+"""Environments by name.
+
+A problem names its environment (`Problem.environment`): one of `ENVIRONMENTS`, or `package.module:Class` for a subclass
+of `Environment` elsewhere. A class is imported when the first problem names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from trainer.config import ConfigError, suggestion
+from trainer.environments.environment import Environment, parse_options
+from trainer.environments.services import Services
+from trainer.episodes.episode import Problem
+
+ENVIRONMENTS = {
+    "python": "trainer.environments.python_environment:PythonEnvironment",
+    "qa": "trainer.environments.qa_environment:QaEnvironment",
+    "text": "trainer.environments.text_environment:TextEnvironment",
+}
+"""The class of each environment, as module:Class."""
+
+
+@cache
+def environment_class(name: str) -> type[Environment]:
+    """Return the class of an environment. Raises `ConfigError` if there is none of this name."""
+    module_name, colon, class_name = ENVIRONMENTS.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(
+            f"environment {name!r}: {suggestion(name, ENVIRONMENTS)} Environments are {', '.join(ENVIRONMENTS)}, or "
+            "package.module:Class"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"environment {name!r}: cannot be imported ({error})") from error
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ConfigError(f"environment {name!r}: expected a subclass of {Environment.__module__}.Environment")
+    return found
+
+
+def check_problem(problem: Problem) -> None:
+    """Check the environment's name and the options of a problem, and start nothing. Raises `ConfigError`."""
+    try:
+        parse_options(environment_class(problem.environment), problem.options)
+    except ConfigError as error:
+        raise ConfigError(f"problem {problem.id}: {error}") from error
+
+
+def needs_sandbox(problem: Problem) -> bool:
+    """Return whether the environment of a problem needs `Services.sandbox`. Raises `ConfigError`."""
+    return environment_class(problem.environment).needs_sandbox
+
+
+def open_environment(problem: Problem, services: Services) -> Environment:
+    """Create the environment of one episode. The caller calls `reset`, and `close` whatever happens.
+
+    Raises `ConfigError` for a problem that `check_problem` refuses, and if a sandbox is needed and there is none.
+    """
+    kind = environment_class(problem.environment)
+    return kind(services, parse_options(kind, problem.options))

@@ -1,0 +1,64 @@
+r"""GAIA's public scoring rule: an answer as a number, a list or a string, by the form of the right answer.
+
+The rule is that of `scorer.py` in huggingface.co/spaces/gaia-benchmark/leaderboard:
+
+| the right answer       | comparison                                                                         |
+|------------------------|------------------------------------------------------------------------------------|
+| `float` accepts it     | `float` of the answer without `$`, `%` and `,`; infinity if that fails; exact      |
+| contains `,` or `;`    | both are split at these; as many elements, in order; each as a number, or as text  |
+|                        | without white space and in lower case                                              |
+| anything else          | text without white space and ASCII punctuation, in lower case                      |
+
+So the right answer "1,000" is a list of two numbers, and "inf" equals every text that is no number.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+
+_SEPARATOR = re.compile("[,;]")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER_SIGNS = str.maketrans("", "", "$%,")
+_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
+_LATEX_ESCAPE = re.compile(r"\\([$%&#_])")
+
+
+def is_exact_match(answer: str | None, truth: str) -> bool:
+    """Return whether `answer` is right. None is compared as the text "None", as in the public rule."""
+    answer = "None" if answer is None else answer
+    if _is_number(truth):
+        return _number(answer) == float(truth)
+    if _SEPARATOR.search(truth):
+        elements, true_elements = _SEPARATOR.split(answer), _SEPARATOR.split(truth)
+        return len(elements) == len(true_elements) and all(map(_elements_match, elements, true_elements))
+    return _text(answer).translate(_PUNCTUATION) == _text(truth).translate(_PUNCTUATION)
+
+
+def plain_answer(boxed: str) -> str:
+    r"""Return the content of a box without the LaTeX that only marks it as text: `\text{Paris}` as Paris, `5\%` as
+    5%."""
+    return _LATEX_ESCAPE.sub(r"\1", _LATEX_TEXT.sub(r"\1", boxed)).strip()
+
+
+def _elements_match(element: str, truth: str) -> bool:
+    return _number(element) == float(truth) if _is_number(truth) else _text(element) == _text(truth)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text.translate(_NUMBER_SIGNS))
+    except ValueError:
+        return float("inf")
+
+
+def _text(text: str) -> str:
+    return re.sub(r"\s", "", text).lower()

@@ -1,0 +1,136 @@
+"""pass@1, pass@k and pass^k of a collection by level, with 95 % intervals.
+
+- pass@k is the probability that at least one of k attempts is right, pass^k that all k are. Both are unbiased over the
+  n >= k attempts of a problem: 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374) and C(c, k) / C(n, k)
+  (tau-bench, arXiv 2406.12045), for c right ones.
+- The intervals are Wilson's over problems (`trainer.recipe.evaluation.ratio_estimate`), since the attempts of a problem
+  are not independent.
+
+Invariants:
+- An infrastructure failure is counted apart, and never as a wrong answer. A missing answer is a wrong answer.
+- A problem whose right answer is hidden is counted, and is in no measure.
+- Memory grows with the number of problems, not of attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import comb
+from typing import NamedTuple
+
+from rich.table import Table
+
+from trainer.episodes.episode import Episode, StopReason
+from trainer.recipe.evaluation import ALL, Estimate, pass_at, ratio_estimate
+from trainer.runs.text_tables import table
+
+
+class Attempt(NamedTuple):
+    """What a report needs of one attempt at a problem."""
+
+    problem: str
+    label: str
+    """The attempts of a label have a report of their own."""
+    reward: float | None
+    """None if infrastructure failed."""
+    has_answer: bool = True
+    is_hidden: bool = False
+    """Whether the right answer is unknown."""
+
+    @classmethod
+    def of(cls, episode: Episode) -> Attempt:
+        """Return the attempt of a finished episode. The label is the problem's level, or else its source."""
+        problem, options = episode.problem, episode.problem.options
+        label = f"level {options['level']}" if "level" in options else problem.source
+        is_hidden = bool(options.get("answer_is_hidden"))
+        # Beyond its deadline, an attempt has no reward for training, but it has not solved the problem either.
+        reward = 0.0 if episode.stop_reason is StopReason.DEADLINE else episode.reward
+        return cls(problem.id, label, reward, episode.answer is not None, is_hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport:
+    """The measures over one set of problems. A measure without data is missing."""
+
+    problems: int = 0
+    attempts: int = 0
+    """Attempts with a reward and a known right answer."""
+    correct: int = 0
+    without_answer: int = 0
+    """Attempts among `attempts` that have no answer, and so are wrong."""
+    infrastructure_failures: int = 0
+    hidden: int = 0
+    """Attempts at problems whose right answer is unknown."""
+    measures: Mapping[str, Estimate] = field(default_factory=dict)
+    """pass@k and pass^k by name."""
+    problems_at_k: Mapping[int, int] = field(default_factory=dict)
+    """The number of problems with at least k attempts, over which pass@k and pass^k are."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """The attempts at one problem."""
+
+    label: str
+    scored: int = 0
+    correct: int = 0
+    without_answer: int = 0
+    failed: int = 0
+    hidden: int = 0
+
+
+def pass_reports(attempts: Iterable[Attempt]) -> dict[str, PassReport]:
+    """Return the reports by label and over `ALL`. k is 1, 2, 4, ... and the largest number of attempts."""
+    by_problem: dict[str, _Counts] = {}
+    for attempt in attempts:
+        counts = by_problem.setdefault(attempt.problem, _Counts(attempt.label))
+        if attempt.reward is None:
+            counts.failed += 1
+        elif attempt.is_hidden:
+            counts.hidden += 1
+        else:
+            counts.scored += 1
+            counts.correct += attempt.reward > 0
+            counts.without_answer += not attempt.has_answer
+    by_label: dict[str, list[_Counts]] = {}
+    for counts in by_problem.values():
+        by_label.setdefault(counts.label, []).append(counts)
+    return {label: _report(by_label[label]) for label in sorted(by_label)} | {ALL: _report(list(by_problem.values()))}
+
+
+def pass_hat(k: int, samples: int, correct: int) -> float:
+    """Return the probability that `k` of `samples` episodes, drawn without replacement, are all correct."""
+    return comb(correct, k) / comb(samples, k)
+
+
+def pass_table(reports: Mapping[str, PassReport], title: str = "") -> Table:
+    """Return a table with a column per label, and each number with its interval."""
+    rows = table("[95 %]", *(f"{label}…" for label in reports), title=title)
+    for name in dict.fromkeys(name for report in reports.values() for name in report.measures):
+        rows.add_row(name, *(str(report.measures.get(name, "-")) for report in reports.values()))
+    counted = ("problems", "attempts", "correct", "without_answer", "infrastructure_failures", "hidden")
+    for name in counted:
+        rows.add_row(name.replace("_", " "), *(str(getattr(report, name)) for report in reports.values()))
+    return rows
+
+
+def _report(problems: list[_Counts]) -> PassReport:
+    most_attempts = max((problem.scored for problem in problems), default=0)
+    measures, problems_at_k = dict[str, Estimate | None](), dict[int, int]()
+    for k in sorted({1 << n for n in range(most_attempts.bit_length())} | {most_attempts} - {0}):
+        tried = [(problem.scored, problem.correct) for problem in problems if problem.scored >= k]
+        problems_at_k[k] = len(tried)
+        for name, probability in {f"pass@{k}": pass_at, f"pass^{k}": pass_hat}.items():
+            if name != "pass^1":  # it is pass@1
+                measures[name] = ratio_estimate([(probability(k, *counts), 1) for counts in tried], is_share=True)
+    return PassReport(
+        problems=len(problems),
+        attempts=sum(problem.scored for problem in problems),
+        correct=sum(problem.correct for problem in problems),
+        without_answer=sum(problem.without_answer for problem in problems),
+        infrastructure_failures=sum(problem.failed for problem in problems),
+        hidden=sum(problem.hidden for problem in problems),
+        measures={name: estimate for name, estimate in measures.items() if estimate},
+        problems_at_k=problems_at_k,
+    )
