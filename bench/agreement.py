@@ -32,6 +32,7 @@ MIN_AGREEMENT = 0.995
 TIMEOUT_S = 20.0
 """Time-out of calls that have none of their own."""
 CELL_CHARS = 60
+"""Characters of an outcome that a table cell shows."""
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _RANDOM = re.compile(r"\brandom\b|\bshuffle\b|\buuid|\bsecrets\b|\burandom\b")
 _CLOCK = re.compile(r"\btime\b|\bdatetime\b|\bperf_counter\b|%timeit")
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("agreement", __doc__, "python", "seed")
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL with a 'code' in each row")
-    parser.add_argument("--n", type=arguments.count, help="the first N of them (default: all; 500 of the sample)")
+    parser.add_argument(
+        "--n", type=arguments.count, help="number of calls (default: all of a file; 500 generated ones)"
+    )
     return parser
 
 
@@ -90,23 +93,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def cause(code: str, fresh: CallOutcome, ours: CallOutcome, is_unstable: bool) -> str:
-    """The cause of a difference, as far as code and outcomes show it."""
-    if "timeout" in (fresh.status, ours.status):
+def cause(code: str, fresh: CallOutcome, served: CallOutcome, is_unstable: bool) -> str:
+    """The cause of a difference between a fresh interpreter and the service, as far as code and outcomes show it."""
+    if "timeout" in (fresh.status, served.status):
         return "one of them timed out"
-    if ours.status in ("memory_limit", "output_limit", "unavailable", "killed") or fresh.status == "killed":
-        return f"service: {ours.status}, fresh: {fresh.status}"
-    if _ADDRESS.sub("", str(asdict(fresh))) == _ADDRESS.sub("", str(asdict(ours))):
+    if served.status in ("memory_limit", "output_limit", "unavailable", "killed") or fresh.status == "killed":
+        return f"service: {served.status}, fresh: {fresh.status}"
+    if _ADDRESS.sub("", str(asdict(fresh))) == _ADDRESS.sub("", str(asdict(served))):
         return "memory addresses"
-    if {"ModuleNotFoundError", "ImportError"} & {fresh.error, ours.error}:
+    if {"ModuleNotFoundError", "ImportError"} & {fresh.error, served.error}:
         return "missing module"
     if is_unstable:
         for pattern, name in ((_RANDOM, "random numbers"), (_CLOCK, "clock")):
             if pattern.search(code):
                 return name
         return "fresh runs differ from each other"
-    if fresh.error != ours.error:
-        return f"{fresh.error or fresh.status} became {ours.error or ours.status}"
+    if fresh.error != served.error:
+        return f"{fresh.error or fresh.status} became {served.error or served.status}"
     return "output"
 
 

@@ -9,7 +9,7 @@ response is whole and in order or streamed with indices. The latency counts from
   in flight; the burst's calls/s are compared with theirs.
 - `--batch 4` sends many small requests, each on its own connection, as far as descriptors allow.
 - `--loops 0.01` makes one call in a hundred an endless loop, which must end as `timeout`. The latency of the others is
-  reported apart (use `--answers stream`, else they wait for the loops of their request).
+  reported apart. Use it with `--answers stream`; a whole response is sent only after its loops have ended.
 """
 
 from __future__ import annotations
@@ -48,20 +48,26 @@ from bench.workloads.checked_calls import CheckedCall, numbered_calls
 from bench.workloads.code_kinds import CODES
 
 CALLS = 45_000
-STEADY_BATCH, STEADY_REQUESTS = 64, 4
-"""Calls in a request of the steady load, and its requests in flight."""
+STEADY_BATCH = 64
+"""Calls in a request of the steady load."""
+STEADY_REQUESTS = 4
+"""Requests in flight of the steady load."""
 ACCEPTS: dict[str, tuple[str, ...]] = {"stream": (MSGPACK_STREAM,), "whole": ("application/msgpack",)}
+"""Content types that requests accept, by the value of `--answers`."""
 ACCEPTS["both"] = (*ACCEPTS["stream"], *ACCEPTS["whole"])
 SPARE_DESCRIPTORS = 500
 """Descriptors that a gateway or a client needs besides one per connection."""
 MIN_RATIO = 0.9
+"""Required calls/s of the burst, as a multiple of those of the steady load."""
 MAX_MEMORY_MB = 1430
+"""Memory that the server may have at the peak."""
 POINTS = (50, 90, 99)
+"""Percentiles that the result has."""
 
 
 @dataclass(slots=True)
 class MeasuredLoad:
-    """What became of some calls, and the seconds of time and CPU that they took."""
+    """The tally of some calls, and the seconds of wall time and CPU time that they took."""
 
     tally: CallTally = field(default_factory=CallTally)
     seconds: float = 0.0
@@ -78,7 +84,7 @@ class MeasuredLoad:
     async def run(
         self, server: service.Service, batches: Sequence[EncodedBatch], in_flight: int, on_answer: OnAnswer
     ) -> None:
-        """Send all batches, at most `in_flight` of them at a time, and add what they took."""
+        """Send all batches, at most `in_flight` of them at a time, and add their results and times."""
         self.tally.calls += sum(len(batch.calls) for batch in batches)
         async with http_session() as http:
             gateway, executors = [server.pid], server.executors()
@@ -137,7 +143,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     before, burst_calls, after = (list(itertools.islice(calls, n)) for n in (half, args.calls, half))
     requests = math.ceil((args.in_flight or args.calls) / args.batch)
     with ExitStack() as stack:
-        stack.enter_context(_all_descriptors())
+        stack.enter_context(_raised_descriptor_limit())
         server = stack.enter_context(service.running(args.python, _flags(args)))
         bar = stack.enter_context(command.progress())
         idle = Memory.of(server)
@@ -173,7 +179,7 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 
 def too_many_connections(calls: int, batch: int, max_descriptors: int) -> str:
-    """Error text if a process with at most so many descriptors cannot have all requests open at once; else empty."""
+    """An error text if all requests at once need more than `max_descriptors` in a process; empty if they do not."""
     requests = math.ceil(calls / batch)
     if requests + SPARE_DESCRIPTORS <= max_descriptors:
         return ""
@@ -237,7 +243,7 @@ def _max_descriptors() -> int:
 
 
 @contextlib.contextmanager
-def _all_descriptors() -> Iterator[None]:
+def _raised_descriptor_limit() -> Iterator[None]:
     """Raise our descriptor limit, and that of the server that we start, to the hard limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
@@ -261,7 +267,7 @@ def tables(result: Result) -> list[Block]:
     ]
     blocks: list[Block] = [Table(("", "calls", "calls/s", "p50 / p99 ms", "CPU ms per call"), rows)]
     if share := result.get("loops"):
-        at_once, steady = (percentile_list(result[name]["short_ms"], *_NAMES) for name in ("burst", "steady"))
+        at_once, steady = (percentile_list(result[name]["short_ms"], *_POINT_NAMES) for name in ("burst", "steady"))
         blocks.append(
             f"{100 * share:g} % are endless loops; each ends as `timeout` after {result['loop_s']:g} s of virtual "
             "time. "
@@ -275,13 +281,13 @@ def tables(result: Result) -> list[Block]:
     return [*blocks, *requirements.unmet(result)]
 
 
-_NAMES = tuple(f"p{point}" for point in POINTS)
+_POINT_NAMES = tuple(f"p{point}" for point in POINTS)
 
 
 def draw(axes: Any, result: Result) -> None:
     """Latency percentiles of burst and steady load."""
-    series = {name: [result[name]["latency_ms"][point] for point in _NAMES] for name in ("burst", "steady")}
-    grouped_bars(axes, _NAMES, series, "ms until the answer")
+    series = {name: [result[name]["latency_ms"][point] for point in _POINT_NAMES] for name in ("burst", "steady")}
+    grouped_bars(axes, _POINT_NAMES, series, "ms until the answer")
 
 
 if __name__ == "__main__":

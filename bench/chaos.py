@@ -6,9 +6,9 @@ Every call has a result of its own (`bench.workloads.checked_calls`). The calls 
 and response, some requests are abandoned half-way, and zygotes, jails and executors die by SIGKILL
 (`bench.probes.fault_injector`).
 
-- lost: a call without an answer on a connection that holds;
+- lost: a call without an answer, although its connection did not break;
 - doubled: a call with two answers in one response;
-- mismatched: a call with another result than its own. `unavailable` is allowed: it says that there is no result.
+- mismatched: a call with another result than its own. `unavailable` is no mismatch, since it is no result of the code.
 
 With `--kill-gateway` the gateway is killed too. Its connections break, it may leave nothing behind, and its unanswered
 calls are sent to the next gateway.
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kill-gateway", type=seconds, metavar="S", help="seconds between gateway kills (default: no)")
     parser.add_argument("--executors", type=arguments.count, default=2, help="executors of the server (default: 2)")
     parser.add_argument(
-        "--max-s", type=seconds, help="calls unanswered after this are lost (default: 300 + 0.1 per call)"
+        "--max-s", type=seconds, help="seconds until unanswered calls are lost (default: 300 + 0.1 per call)"
     )
     return parser
 

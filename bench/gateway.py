@@ -96,7 +96,7 @@ def run_client(url: str, args: argparse.Namespace, on_calls: Callable[[int], obj
 
 
 def _client_main(url: str, calls: int, batch: int, in_flight: int, parent: Connection) -> None:
-    """The client process. Sends the parent the number of calls done (int), at last the seconds (float) or an error."""
+    """The client process. Sends numbers of finished calls (int), then the seconds (float) or an error (str)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         parent.send(asyncio.run(_send_all(url, calls, batch, in_flight, parent)))

@@ -2,10 +2,10 @@
 
     python -m bench.invariance [--calls FILE.jsonl] [--loops 8] [--load 2] [--json]
 
-The calls are a corpus, generated (`bench.workloads.tool_calls`) or your own, and calls that need 0.5 to 2 times their
-time limit: CPU, sleep, both in turn, in threads, in children and programs one after another, in children side by side.
-They need the same on any machine, because they run until the kernel has counted that much CPU time for them. Overloaded
-means: endless loops among the calls, and busy processes outside the service.
+There are two kinds of calls: a corpus, generated (`bench.workloads.tool_calls`) or your own, and calls that need 0.5 to
+2 times their time limit in different ways (`TIME_USES`). The latter need the same time on any machine, because they run
+until the kernel has counted that much CPU time for them. The machine is overloaded by endless loops among the calls and
+by busy processes outside the service.
 
 Status, stdout, value and type of the error are compared. A call that differs runs alone several times more on another
 server. If it differs from itself, it has no single result: it is listed as unstable and does not count.
@@ -37,7 +37,7 @@ from sandbox.client import AsyncClient
 from sandbox.types import Call, Result
 
 FACTORS = (0.5, 0.7, 0.9, 1.1, 1.3, 2.0)
-"""The share of its limit that a call needs. Values nearer to 1 would measure the start of the process."""
+"""Times that calls need, as multiples of their limit. With values nearer to 1, the start of a process would decide."""
 CHILDREN_IN_TURN = 4
 CHILDREN_SIDE_BY_SIDE = 2
 TIME_USES = {
@@ -58,9 +58,9 @@ TIME_USES = {
 }
 """Programs that use NEED seconds of their time limit. CPU time counts from the start of a process."""
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
-"""Uses a core until its parent process is gone."""
+"""A program that uses a core until its parent process is gone."""
 REPEATS = 5
-"""Times that a differing call runs alone again: a call that needs just about its limit differs only now and then."""
+"""Further runs of a call that differed. Several are needed: a call that needs about its limit differs now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     count, uses = arguments.count, arguments.names_of(TIME_USES)
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL to use as the corpus")
     parser.add_argument("--n", type=count, help="calls of the corpus (default: all of a file; 300 generated ones)")
-    parser.add_argument("--uses", type=uses, default=tuple(TIME_USES), help=f"of {','.join(TIME_USES)} (default: all)")
+    parser.add_argument(
+        "--uses", type=uses, default=tuple(TIME_USES), help=f"some of {','.join(TIME_USES)} (default: all)"
+    )
     parser.add_argument("--limit-s", type=arguments.seconds, default=1.0, help="time-out of those calls (default: 1)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--loops", type=count, default=8, help="endless loops (default: 8)")
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     cases = [*_corpus(args), *calls_using(args.uses, args.limit_s)]
-    flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]
+    flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]  # no call may time out in the queue
     with service.running(args.python, flags) as server:
         idle = asyncio.run(_one_by_one("alone", server.url, cases))
         with busy_processes(args.load):
@@ -138,7 +140,7 @@ def _corpus(args: argparse.Namespace) -> list[Case]:
 
 
 def calls_using(uses: Sequence[str], limit_s: float) -> list[Case]:
-    """Calls that need each of `FACTORS` of their limit in each of these ways. Side by side needs a core per child."""
+    """A call for each use and each of `FACTORS`. "children side by side" is left out if there is no core per child."""
     has_cores = len(os.sched_getaffinity(0)) >= CHILDREN_SIDE_BY_SIDE
     return [
         Case(f"{factor:g} {use}", call_using(use, factor, limit_s), "ok" if factor < 1 else "timeout")
@@ -196,9 +198,9 @@ def compare(cases: Sequence[Case], idle: Sequence[Result], overloaded: Sequence[
     """The calls whose outcomes differ."""
     changes = []
     for case, *results in zip(cases, idle, overloaded, strict=True):
-        one, other = map(CallOutcome.of_result, results)
-        if fields := differing_fields(one, other):
-            changes.append(Change(case.name, fields, one, other))
+        alone, beside_load = map(CallOutcome.of_result, results)
+        if fields := differing_fields(alone, beside_load):
+            changes.append(Change(case.name, fields, alone, beside_load))
     return changes
 
 
@@ -211,9 +213,9 @@ def summarize(
         change for change in compare(cases, idle, overloaded) if change.name in known or change.name not in unstable
     ]
     misjudged = [
-        f"{case.name}: expected {case.status}, got {_described(one)} alone and {_described(other)} overloaded"
-        for case, one, other in zip(cases, idle, overloaded, strict=True)
-        if case.status and {one.status.value, other.status.value} != {case.status}
+        f"{case.name}: expected {case.status}, got {_described(alone)} alone and {_described(beside_load)} overloaded"
+        for case, alone, beside_load in zip(cases, idle, overloaded, strict=True)
+        if case.status and {alone.status.value, beside_load.status.value} != {case.status}
     ]
     runs = {"idle": idle, "overloaded": overloaded}
     return {

@@ -17,9 +17,9 @@ Every step adds one thing to the step before, with the same warm interpreter and
 
 The CPU time is that of the service's side: the calls' own processes, as the kernel accounts for them, and zygote,
 executor and gateway by `sum_exec_runtime`; the client is left out. The steps in the jail run on every core at once, as
-the last two do, since cores share caches and often more (`--in-flight 1` runs them alone). Steps take turns within a
-round, rounds are short and many, and medians over rounds are compared, so that what else the machine does hits all
-steps alike.
+the last two do, since cores share caches (`--in-flight 1` runs them on one core). Steps take turns within a round,
+rounds are short and many, and medians over rounds are compared, so that other load on the machine affects all steps
+alike.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     costs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     with ExitStack() as stack:
         jails = {
-            name: [stack.enter_context(measuring_jail(python, name, number)) for number in range(args.in_flight)]
+            name: [stack.enter_context(measuring_jail(python, name, index)) for index in range(args.in_flight)]
             for name in args.profiles
         }
         executor = stack.enter_context(bare_executor(python))
         server = stack.enter_context(service.running(python))
         num_steps = (args.rounds + 1) * len(args.profiles) * len(STEPS)
         advance = stack.enter_context(command.counted_progress("steps", num_steps))
-        for turn in range(args.rounds + 1):  # the first round warms up and is not counted
+        for number in range(args.rounds + 1):  # round 0 warms up and is not counted
             for name in args.profiles:
-                for step, cost in _round(jails[name], executor, server, name, args.calls if turn else BATCH):
+                for step, cost in _round(jails[name], executor, server, name, args.calls if number else BATCH):
                     advance()
-                    if turn:
+                    if number:
                         costs[name, step].append(cost)
     result = summarize(costs, args)
     harness_tables.show(_step_tables(result))
@@ -209,7 +209,7 @@ def draw(axes: Any, result: Result) -> None:
     axes.legend()
 
 
-assert set(ZYGOTE_PROFILES) == set(PROFILE_CODES)
+assert set(ZYGOTE_PROFILES) == set(PROFILE_CODES), "every profile needs a program in PROFILE_CODES"
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -34,8 +34,11 @@ from sandbox.types import Call, Status
 
 BATCH = 64
 HOSTILE_SHARE = 0.1
+"""Share of hostile calls."""
 ABANDON_AFTER_S = 0.2
+"""Seconds after which the client abandons a batch. Only a part of its calls has ended then."""
 KILL_AFTER_S = 0.5
+"""Seconds after the start of a stretch of traffic at which a zygote is killed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +68,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             asyncio.run(load.run(min(args.every, args.calls - done)))
             snapshots.append(server.snapshot_at_rest(load.calls))
     grown = growth_at_rest(snapshots, args.warm_up)
-    command.print_examples("leaks", [*(f"unavailable: {why}" for why in load.unavailable), *server.leftovers])
+    command.print_examples("leaks", [*(f"unavailable: {error}" for error in load.unavailable), *server.leftovers])
     return {
         "calls": load.calls,
         "warm_up": args.warm_up,

@@ -42,10 +42,11 @@ from bench.workloads.tool_calls import labelled_calls
 SHARES = {"short": 0.885, "error": 0.1, "bomb": 0.005, "loop": 0.01}
 """Shares of the groups of calls in the traffic."""
 RARE = ("error", "bomb", "loop")
-"""Groups of which there is at least one call."""
+"""Groups that have at least one call, however short the traffic is."""
 SHORT = ("short", "error")
-"""Groups whose latency is judged."""
+"""Groups of calls whose latency has a requirement."""
 CALIBRATION_IN_FLIGHT = 16
+"""Calls in flight of the closed loop, which measures the throughput."""
 RATE_SHARE = 0.6
 """Arrival rate as a share of the throughput in a closed loop."""
 MAX_OPEN = 10_000
@@ -54,8 +55,10 @@ ANSWER_TIMEOUT_S = 20.0
 """Seconds that one short call beside endless loops may take."""
 MAX_TIMEOUTS = 3
 """The measurement ends after this many short calls have timed out."""
-START_TIMEOUT_S, START_TIMEOUT_PER_LOOP_S = 10.0, 0.5
-"""Seconds until all loops must run: each has to be demoted before another one gets its slot."""
+START_TIMEOUT_S = 10.0
+"""Seconds until all loops must run, in addition to those per loop."""
+START_TIMEOUT_PER_LOOP_S = 0.5
+"""Further seconds for each loop, since a loop is demoted before another one gets its slot."""
 ARRIVAL_S = 1.0
 """Length of the first phase, which begins when the loops are sent."""
 MAX_P90_RATIO = {"arriving": 5.0, "under_loops": 2.0}
@@ -69,7 +72,7 @@ Arrivals = list[tuple[float, CheckedCall]]
 
 @dataclass(slots=True)
 class TrafficRun:
-    """What became of the arrivals, and what the server used."""
+    """The tally of the arrivals, and the CPU time and body bytes of the server."""
 
     tally: CallTally = field(default_factory=CallTally)
     server_cpu_ms: float = 0.0
@@ -117,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     count, seconds = arguments.count, arguments.seconds
     parser.add_argument("--parts", choices=["both", "traffic", "loops"], default="both", help="(default: both)")
     parser.add_argument("--seconds", type=seconds, default=60.0, help="duration of arrivals, twice (default: 60)")
-    parser.add_argument("--rate", type=seconds, metavar="CALLS_PER_S", help="arrival rate (default: see above)")
+    parser.add_argument(
+        "--rate", type=seconds, metavar="CALLS_PER_S", help="arrival rate (default: 60 %% of the throughput)"
+    )
     parser.add_argument("--loop-s", type=seconds, default=10.0, help="time-out of the traffic's loops (default: 10)")
     parser.add_argument("--calibration", type=count, default=200, help="calls of the closed loop (default: 200)")
     parser.add_argument("--loops", type=count, default=40, help="endless loops of part 2 (default: 40)")
@@ -144,7 +149,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arrivals(rate: float, seconds: float, seed: int, loop_s: float = 10.0, families: Sequence[str] = ()) -> Arrivals:
-    """Calls in the shares of `SHARES`, due at random moments (Poisson), `rate` per second; of `families` or of all."""
+    """Calls in the shares of `SHARES`, due at random moments (Poisson), `rate` per second.
+
+    Ordinary calls are only of `families` if there are any, else of all families.
+    """
     rng = random.Random(seed)
     moments: list[float] = []
     while (at_s := rng.expovariate(rate) + (moments[-1] if moments else 0.0)) < seconds:
@@ -177,7 +185,7 @@ def _mix(seed: int, families: Sequence[str]) -> Iterator[CheckedCall]:
 
 
 async def _traffic(server: service.Service, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
-    families = ("plain", "math") if args.stdlib_only else ()
+    families = ("plain", "math") if args.stdlib_only else ()  # those that import nothing else
     async with http_session() as http:
         closed_loop_rate = None
         if args.rate is None:
@@ -382,19 +390,19 @@ def _rows(result: Result) -> dict[str, dict[str, float]]:
     return rows
 
 
-_NAMES = tuple(f"p{point}" for point in POINTS)
+_POINT_NAMES = tuple(f"p{point}" for point in POINTS)
 
 
 def tables(result: Result) -> list[Block]:
     """A row of latencies for each situation."""
-    rows = [(name, percentile_list(latency_ms, *_NAMES)) for name, latency_ms in _rows(result).items()]
-    return [Table(("short calls", " / ".join(_NAMES) + " ms"), rows), *requirements.unmet(result)]
+    rows = [(name, percentile_list(latency_ms, *_POINT_NAMES)) for name, latency_ms in _rows(result).items()]
+    return [Table(("short calls", " / ".join(_POINT_NAMES) + " ms"), rows), *requirements.unmet(result)]
 
 
 def draw(axes: Any, result: Result) -> None:
     """Latency percentiles for each situation."""
-    series = {name: [latency_ms.get(point, 0) for point in _NAMES] for name, latency_ms in _rows(result).items()}
-    grouped_bars(axes, _NAMES, series, "ms until the answer")
+    series = {name: [latency_ms.get(point, 0) for point in _POINT_NAMES] for name, latency_ms in _rows(result).items()}
+    grouped_bars(axes, _POINT_NAMES, series, "ms until the answer")
 
 
 if __name__ == "__main__":

@@ -42,11 +42,14 @@ PEERS = ("code-judge", "SandboxFusion")
 BATCHES = 4
 """Requests in flight of systems that take batches."""
 MIX_CALLS = 384
+"""Different calls of the mix. They are sent again and again."""
 REQUEST_TIMEOUT_S = 120.0
 RETRY_DELAY_S = 0.1
 """Delay after a failed request, so that a system that refuses is not flooded."""
 MAX_CHARS = 200
+"""Characters of an error that are kept."""
 FAILURES = (aiohttp.ClientError, SandboxError, TimeoutError, ValueError, KeyError, TypeError)
+"""Errors of a request, and of a response in another form than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PeerCall:
-    """A call and its required status; its required output if that is known."""
+    """A call, its required status, and its required output if that is known."""
 
     call: Mapping[str, Any]
     status: str

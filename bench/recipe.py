@@ -23,8 +23,10 @@ from trainer.recipe.phases import RecipeRun
 from trainer.recipe.runner import PhaseFailed, run_recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
-MAX_SECONDS, MIN_ACCURACY_GAIN, MAX_OVERHEAD_SHARE = 1200.0, 0.15, 0.05
-"""Requirements on configs/tiny.toml with two cores."""
+# Requirements on configs/tiny.toml with two cores:
+MAX_SECONDS = 1200.0
+MIN_ACCURACY_GAIN = 0.15
+MAX_OVERHEAD_SHARE = 0.05
 STAGE_FIELDS = ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")
 
 
@@ -38,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     folder = Path("runs/recipe")
     parser.add_argument("--folder", type=Path, default=folder, help=f"the run folder (default: {folder})")
     parser.add_argument("--config", type=Path, default=CONFIG, help="(default: configs/tiny.toml)")
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="such as sft.epochs=1"
+    )
     return parser
 
 

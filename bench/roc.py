@@ -51,6 +51,7 @@ NAMES = {
     "roc-released": "RoC as released, 2G to G",
 }
 STAGE = "rl"
+"""Name of the only RL stage of an arm."""
 MEASURES = {
     "accuracy": "accuracy",
     "tool_error_ratio_correct": "tool errors of correct",
@@ -58,8 +59,11 @@ MEASURES = {
     "one_answer": "one answer",
     "response_length": "tokens per episode",
 }
+"""Measures of an evaluation, with their headings in the table."""
 COSTS = {"episodes": "episodes", "sampled_tokens": "tokens sampled", "episodes_in_loss": "in the loss"}
+"""Sums over the training steps, with their headings."""
 CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
+"""Metrics of each training step that the result has."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,9 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=arguments.count, default=5, help="number of seeds, from 0 up (default: 5)")
     parser.add_argument("--steps", type=arguments.count, default=30, help="training steps of RL (default: 30)")
     parser.add_argument("--arms", type=arms, default=arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
-    parser.add_argument("--folder", type=Path, default=Path("runs/roc"), help="parent of the run folders (runs/roc)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/roc"), help="parent of the run folders (default: runs/roc)"
+    )
     parser.add_argument("--config", type=Path, default=CONFIG, help="shared settings (default: configs/tiny.toml)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as sft.epochs=1")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, such as sft.epochs=1"
+    )
     return parser
 
 
@@ -116,12 +124,13 @@ def arm_config(shared: RunConfig, arm: str, sft_run: RecipeRun, folder: Path, st
 def measured(run: RecipeRun, stage: str) -> dict[str, Any]:
     """The measures of a run's last evaluation, and the costs of its training steps."""
     outcomes = sorted(read_outcomes(run.stage_dir(stage) / "eval").items())
-    groups = [[one for _, one in some] for _, some in groupby(outcomes, key=lambda item: item[0][0])]
-    found = summarize_episodes(groups, run.config.eval.samples_per_problem)
+    by_problem = groupby(outcomes, key=lambda item: item[0][0])
+    groups = [[outcome for _, outcome in items] for _, items in by_problem]
+    evaluation = summarize_episodes(groups, run.config.eval.samples_per_problem)
     steps = [row for row in run.run_folder.read_metrics() if row["stage"] == stage]
     return {
-        **{name: found.measures[name].value if name in found.measures else None for name in MEASURES},
-        "unavailable": found.unavailable,
+        **{name: evaluation.measures[name].value if name in evaluation.measures else None for name in MEASURES},
+        "unavailable": evaluation.unavailable,
         "episodes": sum(row.get("episodes_in_loss", 0) + row.get("episodes_not_in_loss", 0) for row in steps),
         "sampled_tokens": sum(row.get("sampled_tokens", 0) for row in steps),
         "episodes_in_loss": sum(row.get("episodes_in_loss", 0) for row in steps),

@@ -52,9 +52,9 @@ from bench.simulator.timeline import Timeline, gantt, timeline
 
 VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 Rows = dict[str, list[dict[str, Any]]]
-"""By policy, the measures of each round or seed."""
+"""The measures of each round or seed, by policy."""
 Passes = dict[int, list[list[float]]]
-"""By round, the sizes of each timed batch and its seconds."""
+"""The sizes of each timed batch and its seconds, by round."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     policies = arguments.names_of((*POLICIES, ORACLE))
     parser.add_argument("--simulate", action="store_true", help="simulated engines")
     parser.add_argument("--fit", action="store_true", help="with --engines: also measure the profile cpu-tiny")
-    parser.add_argument("--engines", type=count, help="number of engines; alone: real vLLM servers on the CPU")
-    parser.add_argument("--profile", choices=("mi300x-14b", "cpu-tiny"), default="mi300x-14b", help="with --simulate")
+    parser.add_argument("--engines", type=count, help="number of engines; without --simulate, vLLM servers on the CPU")
+    parser.add_argument("--profile", choices=("mi300x-14b", "cpu-tiny"), default="mi300x-14b", help="simulated engine")
     parser.add_argument(
-        "--stage", type=int, choices=STAGES, default=1, help="of the paper, for mi300x-14b (default: 1)"
+        "--stage", type=int, choices=STAGES, default=1, help="stage of the paper, for mi300x-14b (default: 1)"
     )
     parser.add_argument("--episodes", type=arguments.file, nargs="+", metavar="FILE.jsonl", help="a run's episodes")
     policies_help = f"of {','.join(POLICIES)}; with --simulate also {ORACLE}, which knows all lengths"
@@ -357,8 +357,8 @@ def tables(result: Result) -> list[Block]:
         ]
         blocks.append(Table.from_cells(rows, "The simulator's errors on the same rollouts"))
     if requirements := result.get("requirements"):
-        how = "" if result["is_simulated"] else "preemptions and recomputed tokens over all rounds, the others "
-        title = f"The requirements on `kv`, {how}by medians of each {repeat}'s ratios"
+        scope = "" if result["is_simulated"] else "preemptions and recomputed tokens over all rounds, the others "
+        title = f"The requirements on `kv`, {scope}by medians of each {repeat}'s ratios"
         blocks.append(requirement_table(requirements, title))
     return blocks
 

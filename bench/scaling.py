@@ -1,4 +1,4 @@
-"""How many cores does a training step's calls need? Measured costs of calls, replayed on as many cores as it takes.
+"""How many cores do the calls of a training step need? Calls with measured costs are simulated on more cores.
 
     python -m bench.scaling [--calls 45000] [--p99-s 1] [--results DIR] [--json]
 
@@ -41,9 +41,16 @@ SOURCES = {
 BURST_OF_MIX = "burst-mix"
 MEMORY = {"print": "burst", "mix": BURST_OF_MIX}
 """The result that has the memory of a kind of call."""
-WAVES, WAVES_S = 10, 60.0
+WAVES = 10
+"""Number of the waves in which calls arrive."""
+WAVES_S = 60.0
+"""Seconds over which the waves are spread."""
 SPANS_S = (10.0, 60.0, 300.0)
-ENDLESS_SHARE, ENDLESS_S = 0.01, 10.0
+"""Seconds over which calls arrive at random."""
+ENDLESS_SHARE = 0.01
+"""Assumed share of endless loops."""
+ENDLESS_S = 10.0
+"""Assumed time-out of endless loops."""
 
 Arrivals = list[float]
 """Seconds after the start of the step, in order."""
@@ -155,7 +162,10 @@ def needs(call_cpu_ms: Sequence[float], cpu_ms: float, count: int, seed: int) ->
 
 
 def cores_for(due: Arrivals, needs_s: Sequence[float], p99_s: float, *, wait_only: bool) -> int | None:
-    """The smallest number of cores that answers (or starts) 99 of 100 calls within `p99_s`; None if none does."""
+    """The smallest number of cores that answers 99 of 100 calls within `p99_s`, or starts them if `wait_only`.
+
+    None if no number of cores is enough.
+    """
 
     def holds(cores: int) -> bool:
         waits = waits_s(due, needs_s, cores)
@@ -175,9 +185,9 @@ def waits_s(due: Arrivals, needs_s: Sequence[float], cores: int) -> list[float]:
     free_at = [0.0] * cores
     waits = []
     for at_s, need_s in zip(due, needs_s, strict=True):
-        begun = max(at_s, free_at[0])
-        heapq.heapreplace(free_at, begun + need_s)
-        waits.append(begun - at_s)
+        start_s = max(at_s, free_at[0])
+        heapq.heapreplace(free_at, start_s + need_s)
+        waits.append(start_s - at_s)
     return waits
 
 

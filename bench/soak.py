@@ -32,12 +32,12 @@ from bench.workloads.checked_calls import KIND_WEIGHTS, STDLIB_WEIGHTS, CheckedC
 CALLS = 1_000_000
 NUM_QUARTERS = 4
 STALL_TIMEOUT_S = 400.0
-"""The remaining calls are lost if none was answered for this long, which is more than any call's time-out."""
+"""Seconds without an answer after which the remaining calls are lost. Every call's time-out is shorter."""
 CHUNK = 10_000
 """Checked calls that are generated at a time."""
 MEMORY = ("memory_mb", "gateway_mb")
-"""Resources that may not rise in a line over the last half, however slowly: 2 MiB in 100,000 calls are 500 MiB in a
-long run. The gateway's own memory has a tenth of the noise."""
+"""Resources that may not rise in a line over the last half, however slowly: 2 MiB in 100,000 calls are 500 MiB in 25
+million calls. The gateway's memory is judged by itself as well, because it has a tenth of the noise."""
 TOLERANCE = {"descriptors": 1.0, "processes": 1.0, "zombies": 1.0, "mounts": 1.0, "cgroups": 1.0}
 """Rise over the last half that is allowed besides noise."""
 SAMPLE_INTERVAL_S = 2.0
@@ -91,10 +91,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _quarter_calls(tally: CallTally, args: argparse.Namespace, quarter: int) -> Iterator[CheckedCall]:
-    """The calls of one quarter, counted as they are sent: a fourth of `--calls`, or as many as a fourth of `--seconds`
-    allows."""
+    """The calls of one quarter, counted in the tally as they are sent.
+
+    They are a fourth of `--calls`, or as many as are sent in a fourth of `--seconds`.
+    """
     weights = STDLIB_WEIGHTS if args.stdlib_only else KIND_WEIGHTS
-    seeds = itertools.count(args.seed + (quarter << 20))
+    seeds = itertools.count(args.seed + (quarter << 20))  # no quarter reaches the seeds of the next one
     calls = (call for seed in seeds for call in checked_calls(CHUNK, seed, weights))
     total = args.calls or CALLS
     share = total * (quarter + 1) // NUM_QUARTERS - total * quarter // NUM_QUARTERS
@@ -107,7 +109,7 @@ def _quarter_calls(tally: CallTally, args: argparse.Namespace, quarter: int) -> 
 
 
 async def _until_stalled(load: CheckedLoad, tally: CallTally, in_flight: int) -> None:
-    """Run the load until all is answered, or nothing has been answered for `STALL_TIMEOUT_S`."""
+    """Run the load until all calls are answered, or none has been answered for `STALL_TIMEOUT_S`."""
 
     async def watch() -> None:
         answered = -1
@@ -139,12 +141,13 @@ def summarize(
     counts = {**tally.errors, "unavailable": tally.unavailable.total()}
     rows = requirements.none_of({**counts, "leftovers": len(leftovers)})
     rows.append(requirements.at_least("samples in the last half", statistics.MIN_VALUES, len(last_half)))
-    for name, rise in growth.items():
+    for name, estimate in growth.items():
         if name in MEMORY:
-            rows.append(_growth_requirement(f"growth of {name} in a line", 0.0, rise, not rise.is_line))
+            rows.append(_growth_requirement(f"growth of {name} in a line", 0.0, estimate, not estimate.is_line))
         elif name in TOLERANCE:
             tolerance = TOLERANCE[name]
-            rows.append(_growth_requirement(f"growth of {name}", tolerance, rise, not rise.is_over(tolerance)))
+            holds = not estimate.is_over(tolerance)
+            rows.append(_growth_requirement(f"growth of {name}", tolerance, estimate, holds))
     grown = growth_at_rest(at_rest, at_rest[len(at_rest) // 2 - 1].calls)
     rows += [requirements.at_most(f"{name} at rest", before, after) for name, (before, after) in grown.items()]
     return {
@@ -158,11 +161,11 @@ def summarize(
         "last_half": {
             name: {
                 "median": sorted(getattr(sample, name) for sample in last_half)[len(last_half) // 2],
-                "growth": round(rise.rise, 2),
-                "noise": round(rise.noise, 2),
+                "growth": round(estimate.rise, 2),
+                "noise": round(estimate.noise, 2),
                 "tolerance": TOLERANCE.get(name),
             }
-            for name, rise in growth.items()
+            for name, estimate in growth.items()
         },
         "under_load": [
             (sample.calls, sample.memory_mb) for sample in samples[:: -(-len(samples) // MAX_PLOTTED_SAMPLES) or 1]

@@ -35,6 +35,7 @@ from sandbox.client import AsyncClient
 from sandbox.types import Call, Status
 
 BATCH = 64
+"""Calls in one request."""
 IN_FLIGHT = 4
 """Batches in flight, enough that the service never waits for the client."""
 SAMPLE_INTERVAL_S = 0.5
@@ -42,14 +43,20 @@ SAMPLE_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The calls of a round on either side, and the ratio that the project promises."""
+    """The calls of a round, and the ratio that the project promises."""
 
     calls: int
     fresh_calls: int
+    """Calls of the fresh interpreters in a round: fewer, because they take longer."""
     min_ratio: float | None = None
 
 
-KINDS = {"print": Kind(1024, 128, 8), "numpy": Kind(768, 32, 32), "sympy": Kind(256, 12, 28), "mix": Kind(384, 96)}
+KINDS = {
+    "print": Kind(calls=1024, fresh_calls=128, min_ratio=8),
+    "numpy": Kind(calls=768, fresh_calls=32, min_ratio=32),
+    "sympy": Kind(calls=256, fresh_calls=12, min_ratio=28),
+    "mix": Kind(calls=384, fresh_calls=96),
+}
 
 
 @dataclass(frozen=True, slots=True)

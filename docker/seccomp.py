@@ -31,7 +31,7 @@ _RUNTIME_CALLS = "setuid setgid"
 """System calls of the container runtime, which loads the profile before it changes to the container's uid."""
 
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
-_NETLINK, _ROUTE = 16, 0
+_NETLINK, _ROUTE = 16, 0  # AF_NETLINK, NETLINK_ROUTE
 _EVERY_NAMESPACE = 0x7E020000
 """All CLONE_NEW* flags of clone(2)."""
 _NAMESPACES = kernel.CLONE_NEWUSER | userns.JAIL_NAMESPACES

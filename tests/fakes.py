@@ -64,11 +64,11 @@ class FakeExecutor(asyncio.Protocol):
     async def wait(self) -> int:
         return await asyncio.shield(self.exit_code)
 
-    def exit(self, code: int = 0) -> None:
+    def exit(self, exit_code: int = 0) -> None:
         if self._transport is not None:
             self._transport.abort()
         if not self.exit_code.done():
-            self.exit_code.set_result(code)
+            self.exit_code.set_result(exit_code)
 
     def send(self, *message: Any) -> None:
         assert self._transport is not None
@@ -100,7 +100,7 @@ class FakeExecutor(asyncio.Protocol):
             if self.window is not None:
                 self.send("window", self.window)
         elif self.reaction == "failed":
-            self.send("failed", "no isolation to be had")
+            self.send("failed", "no isolation here")
         elif self.reaction == "exit":
             self.exit(3)
 
@@ -113,11 +113,11 @@ class FakeExecutor(asyncio.Protocol):
                 return self.exit(1)
             if call["code"] == "garbage":
                 assert self._transport is not None
-                return self._transport.write(b"\x05\0\0\0hello")
+                return self._transport.write(b"\x05\0\0\0hello")  # the length is right, the body is no array
             if call["code"] == "nonsense":
                 results.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
-                results.append([seq + 1_000_000, ok_result(call)])
+                results.append([seq + 1_000_000, ok_result(call)])  # no test sends so many calls
             elif call["code"] == "slow":
                 asyncio.get_running_loop().call_later(SLOW_S, self.finish, seq)
             elif call["code"] != "hang":

@@ -20,8 +20,7 @@ from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError, NodeError
 from sandbox.types import Call, CallError, Limits, Profile, Result, Status, Usage
 
-HELP_S = 0.5
-"""Maximum CPU seconds of `--help`."""
+MAX_HELP_CPU_S = 0.5
 COMMANDS = ((), ("serve",), ("run",), ("doctor",), ("runtime",), ("bench",))
 
 MakeResult = Callable[[Call, ExecutorConfig], Result]
@@ -36,11 +35,15 @@ def _fake_executor(monkeypatch: pytest.MonkeyPatch, make_result: MakeResult | Re
         return make_result if isinstance(make_result, Result) else make_result(call, config)
 
     monkeypatch.setitem(sys.modules, "sandbox.executor", types.SimpleNamespace(run_once=run_once))
-    monkeypatch.setattr("sys.stdin", None)
-    monkeypatch.setenv(
-        "RSTAR_SANDBOX_PYTHON", sys.executable
-    )  # without it, a machine without a runtime would build one
+    _close_stdin(monkeypatch)
+    # Without this variable, a machine without a runtime would build one.
+    monkeypatch.setenv("RSTAR_SANDBOX_PYTHON", sys.executable)
     return calls
+
+
+def _close_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close standard input, as for a daemon. Otherwise `run` would read the stdin of pytest as the call's input."""
+    monkeypatch.setattr("sys.stdin", None)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -48,15 +51,15 @@ def test_help_is_fast_and_imports_no_framework(command: tuple[str, ...]) -> None
     code = (
         "import sys; from sandbox.cli import main\n"
         "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: assert end.code == 0\n"
+        "except SystemExit as error: assert error.code == 0\n"
         "slow = {'aiohttp', 'trio', 'rich', 'msgpack', 'asyncio', 'torch'} & set(sys.modules)\n"
         "assert not slow, slow"
     )
-    best = min(_seconds([sys.executable, "-c", code, *command, "--help"]) for _ in range(3))
-    assert best < HELP_S
+    least_s = min(_cpu_seconds([sys.executable, "-c", code, *command, "--help"]) for _ in range(3))
+    assert least_s < MAX_HELP_CPU_S
 
 
-def _seconds(command: list[str]) -> float:
+def _cpu_seconds(command: list[str]) -> float:
     """Return the CPU seconds of a command, which do not depend on the load of the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True)
@@ -93,7 +96,7 @@ def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None
 def test_wrong_usage_that_the_command_detects_exits_with_2_and_names_the_expectation(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", None)
+    _close_stdin(monkeypatch)
     assert cli.main(argv) == 2
     output = capsys.readouterr().err
     assert output.startswith("rstar-sandbox: ")
@@ -101,35 +104,40 @@ def test_wrong_usage_that_the_command_detects_exits_with_2_and_names_the_expecta
 
 
 @pytest.mark.parametrize(
-    ("failure", "code"), [(NodeError("gone"), 1), (IsolationError("no seccomp"), 2), (KeyboardInterrupt(), 130)]
+    ("failure", "exit_code"),
+    [
+        (NodeError("gone"), 1),
+        (IsolationError("no seccomp"), 2),
+        (KeyboardInterrupt(), 130),  # 128 + SIGINT
+    ],
 )
-def test_a_failure_of_the_service_is_one_line_and_an_exit_code(
-    failure: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_failure_of_the_service_gives_an_exit_code_and_no_traceback(
+    failure: BaseException, exit_code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(call: Call, config: ExecutorConfig) -> Result:
         raise failure
 
     _fake_executor(monkeypatch, fail)
-    assert cli.main(["run", "-c", "1"]) == code
+    assert cli.main(["run", "-c", "1"]) == exit_code
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("result", "code"),
+    ("result", "expected"),
     [
         (Result("", Status.OK, exit_code=0), 0),
         (Result("", Status.ERROR, exit_code=3), 3),
         (Result("", Status.ERROR, exit_code=None), 1),
-        (Result("", Status.ERROR, exit_code=0), 1),
-        (Result("", Status.KILLED, signal=11), 139),
-        (Result("", Status.TIMEOUT, signal=9), 124),
+        (Result("", Status.ERROR, exit_code=0), 1),  # an error is never reported as success
+        (Result("", Status.KILLED, signal=11), 139),  # 128 + the signal, as in a shell
+        (Result("", Status.TIMEOUT, signal=9), 124),  # as timeout(1) exits
         (Result("", Status.MEMORY_LIMIT, exit_code=1), 1),
         (Result("", Status.OUTPUT_LIMIT, exit_code=0), 1),
         (Result("", Status.UNAVAILABLE), 1),
     ],
 )
-def test_run_exits_with_the_code_that_a_shell_would_report(result: Result, code: int) -> None:
-    assert cli.exit_code(result) == code
+def test_run_exits_with_0_only_if_the_call_is_ok(result: Result, expected: int) -> None:
+    assert cli.exit_code(result) == expected
 
 
 def test_run_prints_what_python_prints(
@@ -250,11 +258,13 @@ class ProbedLayer:
     purpose: str
 
 
-def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
-    def choose_level(asked: str) -> types.SimpleNamespace:
+def _fake_jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
+    """Replace the jail by one whose `auto` chooses `level`, or raises `IsolationError` if `level` is None."""
+
+    def choose_level(requested: str) -> types.SimpleNamespace:
         if level is None:
             raise IsolationError("nothing isolates here")
-        return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {asked}")
+        return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {requested}")
 
     layers = (
         ProbedLayer("seccomp", True, "filter mode", "fewer system calls"),
@@ -265,23 +275,23 @@ def _jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("level", "code"), [("namespaces", 0), (None, 1)])
+@pytest.mark.parametrize(("level", "exit_code"), [("namespaces", 0), (None, 1)])
 def test_doctor_shows_the_layers_and_the_level_that_auto_chooses(
-    level: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    level: str | None, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _jail(monkeypatch, level)
+    _fake_jail(monkeypatch, level)
     _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
-    assert cli.main(["doctor"]) == code
+    assert cli.main(["doctor"]) == exit_code
     output = capsys.readouterr().out
-    for word in (
+    for text in (
         "seccomp",
         "filter mode",
         "no binary",
         f"{level}; weaker than" if level else "nothing isolates here",
         "a call: ok" if level else "",
     ):
-        assert word in output
-    assert cli.main(["doctor", "--json"]) == code
+        assert text in output
+    assert cli.main(["doctor", "--json"]) == exit_code
     report = json.loads(capsys.readouterr().out)
     assert report["auto"] == level
     assert report["auto_reason"] == ("weaker than auto" if level else "nothing isolates here")
@@ -302,7 +312,7 @@ def test_doctor_fails_if_a_call_does_not_run(
     def fail(call: Call, config: ExecutorConfig) -> Result:
         raise IsolationError("the kernel refused")
 
-    _jail(monkeypatch, "namespaces")
+    _fake_jail(monkeypatch, "namespaces")
     _fake_executor(monkeypatch, answer or fail)
     assert cli.main(["doctor"]) == 1
     assert message in capsys.readouterr().out
@@ -311,7 +321,7 @@ def test_doctor_fails_if_a_call_does_not_run(
 def test_doctor_fails_without_a_runtime_and_names_the_command_that_builds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _jail(monkeypatch, "namespaces")
+    _fake_jail(monkeypatch, "namespaces")
     calls = _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
     monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "nowhere"))
@@ -336,14 +346,15 @@ def test_run_and_serve_build_the_runtime_once_and_fail_with_no_install(
         (new / "venv" / "bin" / "python").symlink_to(python)
         (new / "venv" / runtime._MARKER).write_text(json.dumps({"requirements": runtime.REQUIREMENTS}))
 
-    configs: list[str | None] = []
+    pythons: list[str | None] = []
+    """The Python of each call or server."""
 
     def serve(config: ServeConfig) -> int:
-        configs.append(config.python)
+        pythons.append(config.python)
         return 0
 
     def answer(call: Call, config: ExecutorConfig) -> Result:
-        configs.append(config.python)
+        pythons.append(config.python)
         return Result("", Status.OK)
 
     _fake_executor(monkeypatch, answer)
@@ -355,19 +366,19 @@ def test_run_and_serve_build_the_runtime_once_and_fail_with_no_install(
     caplog.set_level("INFO")
     assert cli.main([*command, "--no-install"]) == 2
     assert f"no guest runtime at {directory}; run `rstar-sandbox runtime` first" in capsys.readouterr().err
-    assert (built, configs) == ([], [])
+    assert (built, pythons) == ([], [])  # neither a build nor a call
     for _ in range(2):
         assert cli.main([*command]) == 0
     assert cli.main([*command, "--no-install"]) == 0
-    assert (built, configs) == ([directory], [str(directory / "bin" / "python")] * 3)
+    assert (built, pythons) == ([directory], [str(directory / "bin" / "python")] * 3)
     lines = [*caplog.messages, *capsys.readouterr().err.splitlines()]
     assert len(lines) == 1 and "building the guest runtime" in lines[0]
     assert cli.main([*command, "--python", "/their/python"]) == 0
-    assert configs[-1] == "/their/python"
+    assert pythons[-1] == "/their/python"
 
 
 def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.MonkeyPatch) -> None:
-    _jail(monkeypatch, "landlock")
+    _fake_jail(monkeypatch, "landlock")
     served: list[ServeConfig] = []
     fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)

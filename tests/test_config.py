@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from sandbox.config import DEFAULT_MAX_LIMITS, SETTINGS, ExecutorConfig, ServeConfig, load
 from sandbox.errors import ConfigError
-from sandbox.types import Limits
 
 
-def _toml(directory: Path, text: str) -> Path:
+def _write_toml(directory: Path, text: str) -> Path:
     file = directory / "serve.toml"
     file.write_text(text, encoding="utf-8")
     return file
@@ -23,7 +22,7 @@ def test_without_sources_all_settings_have_their_defaults() -> None:
 
 
 def test_flags_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
-    file = _toml(tmp_path, "port = 1\nslots = 1\nzygote_pools = 1\n")
+    file = _write_toml(tmp_path, "port = 1\nslots = 1\nzygote_pools = 1\n")
     config = load(file, {"RSTAR_SANDBOX_SLOTS": "2", "RSTAR_SANDBOX_ZYGOTE_POOLS": "2"}, {"zygote_pools": "3"})
     assert (config.port, config.slots, config.zygote_pools) == (1, 2, 3)
 
@@ -33,11 +32,11 @@ def test_every_source_accepts_every_type_of_setting(tmp_path: Path) -> None:
     expected = ServeConfig(
         queue_timeout_s=5.0,
         profiles=("bare", "numeric"),
-        max_limits=Limits(300.0, 100, 16384, 1024, 4096),
+        max_limits=replace(DEFAULT_MAX_LIMITS, memory_mb=100),
         isolation="landlock",
     )
     environ = {f"RSTAR_SANDBOX_{name.upper()}": text for name, text in values.items()}
-    file = _toml(
+    file = _write_toml(
         tmp_path,
         'queue_timeout_s = 5\nprofiles = ["bare", "numeric"]\nmax_memory_mb = 100\nisolation = "landlock"\n',
     )
@@ -67,7 +66,7 @@ def test_a_bad_value_is_refused_with_what_was_expected(flags: dict[str, str], me
 
 
 def test_an_unknown_name_is_refused_in_every_source(tmp_path: Path) -> None:
-    file = _toml(tmp_path, "prot = 1\n")
+    file = _write_toml(tmp_path, "prot = 1\n")
     with pytest.raises(ConfigError, match=r"serve\.toml: prot: unknown setting; did you mean port\?"):
         load(file, {}, {})
     with pytest.raises(ConfigError, match=r"RSTAR_SANDBOX_PROT: unknown setting; did you mean port\?"):
@@ -76,15 +75,15 @@ def test_an_unknown_name_is_refused_in_every_source(tmp_path: Path) -> None:
 
 def test_toml_values_must_have_the_right_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got '1'"):
-        load(_toml(tmp_path, 'port = "1"\n'), {}, {})
+        load(_write_toml(tmp_path, 'port = "1"\n'), {}, {})
     with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got True"):
-        load(_toml(tmp_path, "port = true\n"), {}, {})
+        load(_write_toml(tmp_path, "port = true\n"), {}, {})
 
 
 @pytest.mark.parametrize("text", ["port =", "\x00"])
 def test_a_file_with_invalid_toml_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"serve\.toml: is not TOML"):
-        load(_toml(tmp_path, text), {}, {})
+        load(_write_toml(tmp_path, text), {}, {})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_token_may_come_from_a_file_and_the_higher_source_wins(tmp_path: Path)
     token = tmp_path / "token"
     token.write_text("from-file\n", encoding="utf-8")
     assert load(None, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {"token_file": str(token)}).token == "from-file"
-    file = _toml(tmp_path, f'token_file = "{token}"\n')
+    file = _write_toml(tmp_path, f'token_file = "{token}"\n')
     assert load(file, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {}).token == "from-env"
 
 
@@ -122,11 +121,12 @@ def test_the_token_is_in_no_repr_message_or_flag(tmp_path: Path) -> None:
     assert "secret" not in repr(ServeConfig(token="secret"))
     assert not SETTINGS["token"].is_flag
     with pytest.raises(ConfigError) as caught:
-        load(_toml(tmp_path, "token = 12345678\n"), {}, {})
+        load(_write_toml(tmp_path, "token = 12345678\n"), {}, {})
     assert "12345678" not in str(caught.value)
 
 
-def test_service_links_of_kubernetes_are_no_settings() -> None:
+def test_service_links_of_kubernetes_are_ignored() -> None:
+    """Kubernetes sets such variables in every pod if a service is named rstar-sandbox."""
     links = {"RSTAR_SANDBOX_PORT": "tcp://10.0.0.1:8642", "RSTAR_SANDBOX_SERVICE_HOST": "10.0.0.1"}
     assert load(None, {**links, "RSTAR_SANDBOX_PORT_8642_TCP_PORT": "8642"}, {}) == ServeConfig()
 
@@ -138,7 +138,7 @@ def test_executor_settings_survive_encoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "expected"),
+    ("cores", "settings", "expected"),
     [
         (2, {}, [(2, 32, 1)]),
         (20, {}, [(7, 107, 4), (7, 107, 3), (6, 106, 3)]),
@@ -148,9 +148,10 @@ def test_executor_settings_survive_encoding() -> None:
     ],
 )
 def test_executors_divide_the_capacity_of_the_server(
-    cores: int, given: dict[str, int], expected: list[tuple[int, ...]]
+    cores: int, settings: dict[str, int], expected: list[tuple[int, ...]]
 ) -> None:
-    shares = ServeConfig(**given).resolved(cores).per_executor()  # type: ignore[arg-type]
+    """The defaults are one executor for every 8 cores, 16 slots per core, and a zygote pool for every 2 cores."""
+    shares = ServeConfig(**settings).resolved(cores).per_executor()  # type: ignore[arg-type]
     assert [(share.cores, share.slots, share.zygote_pools) for share in shares] == expected
 
 
@@ -178,11 +179,8 @@ def test_decoded_executor_settings_are_checked() -> None:
 
 def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
     config = ServeConfig()
-    found = {
-        "max_limits",
-        "isolation_reason",
-    }  # max_limits is several settings; the server itself sets isolation_reason
-    assert {f.name for f in fields(config)} - found == {n for n in SETTINGS if not n.startswith("max_")}
+    no_settings = {"max_limits", "isolation_reason"}  # the first has a setting per limit; the server finds the second
+    assert {f.name for f in fields(config)} - no_settings == {n for n in SETTINGS if not n.startswith("max_")}
     for name, setting in SETTINGS.items():
         value = (
             getattr(DEFAULT_MAX_LIMITS, name.removeprefix("max_"), None)

@@ -14,14 +14,15 @@ import pytest
 
 from sandbox import local
 from sandbox.client import AsyncClient
-from sandbox.errors import IsolationError, ServiceError
-from sandbox.jail import choose_level
+from sandbox.errors import ServiceError
 from sandbox.local import local_service
 
-LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
+pytestmark = pytest.mark.usefixtures("guest_python", "needs_isolation")
+
+SMALL_SERVER = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
 DEADLINE_S = 120
 
-CHILD = """
+PARENT = """
 import asyncio, sys
 from sandbox.local import local_service
 
@@ -34,17 +35,9 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _can_run(guest_python: Path) -> None:
-    try:
-        choose_level("auto")
-    except IsolationError as error:
-        pytest.skip(str(error))
-
-
 def test_the_server_ends_with_its_block_even_after_an_exception() -> None:
     async def main() -> str:
-        async with local_service(LEAN) as url, AsyncClient(url) as client:
+        async with local_service(SMALL_SERVER) as url, AsyncClient(url) as client:
             assert (await client.execute("1 + 1")).value == "2"
             raise KeyError(url)
 
@@ -54,16 +47,16 @@ def test_the_server_ends_with_its_block_even_after_an_exception() -> None:
 
 
 def test_the_server_ends_when_its_parent_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD, *LEAN], stdout=subprocess.PIPE, text=True) as maker:
-        assert maker.stdout is not None
-        url = maker.stdout.readline().strip()
-        (service,) = children(maker.pid)
+    with subprocess.Popen([sys.executable, "-c", PARENT, *SMALL_SERVER], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        url = parent.stdout.readline().strip()
+        (server_pid,) = child_pids(parent.pid)
         assert asyncio.run(is_ready(url))
-        pidfd = os.pidfd_open(service)
-        maker.send_signal(signal.SIGKILL)
+        pidfd = os.pidfd_open(server_pid)
+        parent.send_signal(signal.SIGKILL)
     try:
         ready, _, _ = select.select([pidfd], [], [], DEADLINE_S)
-        assert ready, "the service is still there"
+        assert ready, "the server still runs"
     finally:
         os.close(pidfd)
 
@@ -89,20 +82,20 @@ def test_the_error_contains_the_end_of_a_long_log(monkeypatch: pytest.MonkeyPatc
         async with local_service():
             pytest.fail("the server is ready")
 
-    monkeypatch.setattr(local, "_CHILD", LONG_LOG + "raise SystemExit('this is why')")
+    monkeypatch.setattr(local, "_CHILD_CODE", LONG_LOG + "raise SystemExit('this is why')")
     with pytest.raises(
         ServiceError, match=r"(?s)ended \(1\); the end of its log:\n.*line 19999 of a long log\nthis is why$"
     ):
         asyncio.run(main())
 
 
-def test_the_address_is_found_after_a_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_is_read_from_the_end_of_a_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> str:
         async with local_service() as url:
             return url
 
-    greeting = "print('rstar-sandbox 0.1.0 on http://127.0.0.1:1  isolation=none', flush=True)\n"
-    monkeypatch.setattr(local, "_CHILD", LONG_LOG + greeting + "import signal\nsignal.pause()")
+    start_line = "print('rstar-sandbox 0.1.0 on http://127.0.0.1:1  isolation=none', flush=True)\n"
+    monkeypatch.setattr(local, "_CHILD_CODE", LONG_LOG + start_line + "import signal\nsignal.pause()")
     assert asyncio.run(main()) == "http://127.0.0.1:1"
 
 
@@ -111,6 +104,6 @@ async def is_ready(url: str) -> bool:
         return await client.ready()
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task")
     return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]

@@ -17,7 +17,7 @@ DECLARED = {
     "test": PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["bench"],
     "train": PROJECT["dependencies"] + EXTRAS["train"],
 }
-GPU_BUILDS = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")
+GPU_PACKAGES = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")
 
 
 def locked(name: str) -> list[tuple[Requirement, str]]:
@@ -31,7 +31,7 @@ def locked(name: str) -> list[tuple[Requirement, str]]:
 def test_every_dependency_is_locked_within_its_range(name: str) -> None:
     pins = {requirement.name: requirement for requirement, _ in locked(name)}
     for declared in map(Requirement, DECLARED[name]):
-        if declared.name != "torch":
+        if declared.name != "torch":  # not locked, since its build depends on the machine's GPUs
             (pin,) = pins[declared.name].specifier
             assert pin.operator == "=="
             assert declared.specifier.contains(pin.version), f"{declared}: run make lock"
@@ -41,7 +41,7 @@ def test_every_dependency_is_locked_within_its_range(name: str) -> None:
 def test_every_locked_package_has_a_hash_and_none_depends_on_a_gpu(name: str) -> None:
     for requirement, block in locked(name):
         assert "--hash=sha256:" in block, requirement
-        assert not GPU_BUILDS.match(requirement.name)
+        assert not GPU_PACKAGES.match(requirement.name)
 
 
 def test_all_files_lock_the_same_versions() -> None:
@@ -49,11 +49,11 @@ def test_all_files_lock_the_same_versions() -> None:
     for name in DECLARED:
         for requirement, _ in locked(name):
             versions.setdefault((requirement.name, str(requirement.marker)), set()).add(str(requirement.specifier))
-    assert {key: found for key, found in versions.items() if len(found) > 1} == {}
+    assert {key: specifiers for key, specifiers in versions.items() if len(specifiers) > 1} == {}
 
 
 def test_the_documents_name_the_tested_versions() -> None:
     document = (REPOSITORY / "docs/training.md").read_text()
-    pins = {requirement.name: str(requirement.specifier)[2:] for requirement, _ in locked("train")}
+    pins = {requirement.name: str(requirement.specifier).removeprefix("==") for requirement, _ in locked("train")}
     for name in ("trl", "transformers"):
         assert f"{name} {pins[name]}" in document

@@ -19,7 +19,7 @@ import pytest
 from sandbox import cli, runtime
 from sandbox.errors import ConfigError
 
-HERE = sys.version_info[:2]
+OWN_VERSION = sys.version_info[:2]
 
 
 def _fake_build(python: Path, new: Path, directory: Path) -> None:
@@ -64,10 +64,10 @@ def test_changed_pins_require_another_runtime(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_at(tmp_path / "runtime")
-    before = runtime.default_dir(HERE, {"HOME": "/h"})
+    before = runtime.default_dir(OWN_VERSION, {"HOME": "/h"})
     monkeypatch.setattr(runtime, "REQUIREMENTS", ("sympy==1.13",))
     assert not runtime.is_complete(tmp_path / "runtime")
-    assert runtime.default_dir(HERE, {"HOME": "/h"}) != before
+    assert runtime.default_dir(OWN_VERSION, {"HOME": "/h"}) != before
     build_at(tmp_path / "runtime")
     assert len(builds) == 2
 
@@ -84,18 +84,18 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path, builds: list[Path]) -> None:
-    left = tmp_path / ".runtime.new-x" / "venv" / "bin"
-    left.mkdir(parents=True)
+    leftover = tmp_path / ".runtime.new-x" / "venv" / "bin"
+    leftover.mkdir(parents=True)
     build_at(tmp_path / "runtime")
-    assert not left.exists()
+    assert not leftover.exists()
 
 
-@pytest.mark.parametrize("there", ["file", "full", "link"])
-def test_a_directory_that_is_no_runtime_is_never_replaced(tmp_path: Path, builds: list[Path], there: str) -> None:
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_is_no_runtime_is_never_replaced(tmp_path: Path, builds: list[Path], kind: str) -> None:
     directory = tmp_path / "precious"
-    if there == "file":
+    if kind == "file":
         directory.write_text("thesis", encoding="utf-8")
-    elif there == "link":
+    elif kind == "link":
         directory.symlink_to(tmp_path / "nowhere")
     else:
         directory.mkdir()
@@ -110,37 +110,38 @@ def test_concurrent_builders_build_once(tmp_path: Path, builds: list[Path]) -> N
     directory = tmp_path / "runtime"
     with (tmp_path / ".runtime.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [threading.Thread(target=build_at, args=(directory,)) for _ in range(2)]
-        for other in others:
-            other.start()
+        builders = [threading.Thread(target=build_at, args=(directory,)) for _ in range(2)]
+        for builder in builders:
+            builder.start()
         assert builds == []
-    for other in others:
-        other.join()
+    for builder in builders:
+        builder.join()
     assert builds == [directory]
 
 
 def test_a_lock_on_a_removed_file_is_not_enough(tmp_path: Path, builds: list[Path]) -> None:
+    """While a builder waits for a lock file, the file is removed and another process locks a new one."""
     directory, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
-    waits, waited_twice = threading.Semaphore(0), threading.Semaphore(0)
+    waits_for_first, waits_for_second = threading.Semaphore(0), threading.Semaphore(0)
 
     def log(line: str) -> None:
         if "waiting" in line:
-            (waits if waits_for_first else waited_twice).release()
+            (waits_for_second if is_removed else waits_for_first).release()
 
-    waits_for_first = True
+    is_removed = False
     with path.open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        other = threading.Thread(target=runtime.build, args=(Path(sys.executable), directory), kwargs={"log": log})
-        other.start()
-        assert waits.acquire(timeout=60)
-        waits_for_first = False
+        builder = threading.Thread(target=runtime.build, args=(Path(sys.executable), directory), kwargs={"log": log})
+        builder.start()
+        assert waits_for_first.acquire(timeout=60)
+        is_removed = True
         path.unlink()
         second = path.open("w")
         fcntl.flock(second, fcntl.LOCK_EX)
     with second:
-        assert waited_twice.acquire(timeout=60), "it acquired the lock of a removed file"
+        assert waits_for_second.acquire(timeout=60), "the builder holds only the lock of a removed file"
         assert builds == []
-    other.join()
+    builder.join()
     assert builds == [directory]
 
 
@@ -164,7 +165,7 @@ def test_the_runtime_of_the_newest_python_is_used(tmp_path: Path, builds: list[P
     environ = {"HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match="run `rstar-sandbox runtime` first"):
         runtime.default_python(environ)
-    for version in ((3, 9), HERE, (3, 99)):
+    for version in ((3, 9), OWN_VERSION, (3, 99)):
         directory = runtime.default_dir(version, environ)
         build_at(directory)
         assert runtime.default_python(environ) == directory / "bin" / "python"
@@ -175,20 +176,20 @@ def test_the_runtime_of_the_newest_python_is_used(tmp_path: Path, builds: list[P
 def test_a_missing_runtime_is_built_once_for_all_commands(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    better = (3, 99)
-    monkeypatch.setattr(runtime, "best_python", lambda *_: (Path(sys.executable), better))
+    newer_version = (3, 99)
+    monkeypatch.setattr(runtime, "best_python", lambda *_: (Path(sys.executable), newer_version))
     monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with pytest.raises(ConfigError) as missing:
         runtime.default_python()
     lines: list[str] = []
     python = runtime.ensure_python(lines.append)
-    assert len(lines) == 1 and str(runtime.default_dir(better)) in lines[0]
-    assert str(runtime.default_dir(better)) in str(missing.value)
+    assert len(lines) == 1 and str(runtime.default_dir(newer_version)) in lines[0]
+    assert str(runtime.default_dir(newer_version)) in str(missing.value)
     assert runtime.ensure_python(lines.append) == runtime.default_python() == python
     assert cli.main(["runtime"]) == cli.main(["runtime", "--check"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(python)] * 2
-    assert builds == [runtime.default_dir(better)] and len(lines) == 1
+    assert builds == [runtime.default_dir(newer_version)] and len(lines) == 1
 
 
 def test_a_better_python_found_later_is_used_only_with_force(
@@ -214,15 +215,15 @@ def test_a_runtime_that_other_commands_do_not_use_is_reported(
     assert "other commands" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["/proc/nowhere/runtime", "file/runtime", "file/a/runtime"])
+@pytest.mark.parametrize("path", ["/proc/nowhere/runtime", "file/runtime", "file/a/runtime"])
 def test_a_directory_that_cannot_be_written_is_reported_in_one_line(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    assert cli.main(["runtime", "--path", place]) == 1
+    assert cli.main(["runtime", "--path", path]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"rstar-sandbox: the guest runtime cannot be built at {Path(place).absolute()}: ")
+    assert line.startswith(f"rstar-sandbox: the guest runtime cannot be built at {Path(path).absolute()}: ")
     assert "set RSTAR_RUNTIME to a directory that this user can create" in line
 
 
@@ -243,26 +244,26 @@ def test_an_unreadable_runtime_counts_as_missing(tmp_path: Path) -> None:
     build_at(locked / "runtime")
     locked.chmod(0)
 
-    def look() -> None:
-        assert runtime.best_python({"PATH": "", "PYENV_ROOT": str(locked)}) == (Path(sys.executable), HERE)
+    def check() -> None:
+        assert runtime.best_python({"PATH": "", "PYENV_ROOT": str(locked)}) == (Path(sys.executable), OWN_VERSION)
         assert not runtime.is_complete(locked / "runtime")
         assert runtime.find({"RSTAR_RUNTIME": str(locked / "runtime")}) is None
         assert runtime.find({"XDG_DATA_HOME": str(locked)}) is None
 
     try:
-        _without_privileges(look)
+        _run_unprivileged(check)
     finally:
         locked.chmod(0o700)
 
 
-def _without_privileges(look: Callable[[], None]) -> None:
+def _run_unprivileged(check: Callable[[], None]) -> None:
     """Run in a child process as an ordinary user, since root can read everything."""
     pid = os.fork()
     if not pid:
         try:
             if os.getuid() == 0:
-                os.setresuid(65534, 65534, 65534)
-            look()
+                os.setresuid(65534, 65534, 65534)  # nobody
+            check()
             os._exit(0)
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
@@ -278,7 +279,7 @@ def test_a_user_without_a_home_directory_must_name_a_directory(monkeypatch: pyte
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(ConfigError, match=r"has no home directory .* RSTAR_RUNTIME=DIR"):
         runtime.default_python({})
-    assert runtime.default_dir(HERE, {"RSTAR_RUNTIME": "/r"}) == Path("/r")
+    assert runtime.default_dir(OWN_VERSION, {"RSTAR_RUNTIME": "/r"}) == Path("/r")
 
 
 MAIN = """
@@ -290,55 +291,58 @@ python = Path(sys.argv.pop(1))
 runtime.best_python = lambda *_: (python, (3, 12))
 sys.exit(cli.main(sys.argv[1:]))
 """
-HANGS = """#!/bin/sh
+"""Runs `cli.main` with the remaining arguments, where the first argument is the Python that builds a runtime."""
+HANGING_PYTHON = """#!/bin/sh
 mkdir "$3"
 sleep 1000 &
 echo $! > "$FIFO"
 wait
 """
+"""A Python for which `python -m venv DIR` creates DIR, starts a child, reports its pid, and hangs."""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", [("runtime",), ("serve", "--port", "0"), ("run", "-c", "1")], ids=lambda c: c[0])
 def test_a_signal_during_the_build_leaves_no_files_or_processes(
-    number: signal.Signals, code: int, command: tuple[str, ...], tmp_path: Path
+    signal_number: signal.Signals, exit_code: int, command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    python, fifo, made = tmp_path / "python", tmp_path / "fifo", tmp_path / "made"
-    python.write_text(HANGS)
+    python, fifo, parent_dir = tmp_path / "python", tmp_path / "fifo", tmp_path / "parent"
+    python.write_text(HANGING_PYTHON)
     python.chmod(0o755)
     os.mkfifo(fifo)
     argv = [sys.executable, "-c", MAIN, str(python), *command]
-    environ = {**os.environ, "FIFO": str(fifo), "RSTAR_RUNTIME": str(made / "runtime")}
+    environ = {**os.environ, "FIFO": str(fifo), "RSTAR_RUNTIME": str(parent_dir / "runtime")}
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ) as process:
         pidfd = os.pidfd_open(int(fifo.read_text()))
-        process.send_signal(number)
+        process.send_signal(signal_number)
         _, output = process.communicate(timeout=60)
-    assert (process.returncode, output.count("\n")) == (code, 1), output
+    assert (process.returncode, output.count("\n")) == (exit_code, 1), output
     assert "building the guest runtime" in output
-    assert list(made.iterdir()) == []
+    assert list(parent_dir.iterdir()) == []
     ended, _, _ = select.select([pidfd], [], [], 60)
     os.close(pidfd)
     assert ended, "a child of the build step is still running"
 
 
-def _pretend(python: Path, message: str) -> Path:
+def _fake_python(python: Path, output: str) -> Path:
+    """Write a program that prints `output` in place of its implementation, version and ABI flags."""
     python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text(f"#!/bin/sh\necho '{message}'\n")
+    python.write_text(f"#!/bin/sh\necho '{output}'\n")
     python.chmod(0o755)
     return python
 
 
 def test_a_runtime_is_built_with_the_preferred_python(tmp_path: Path) -> None:
-    pyenv = _pretend(tmp_path / "pyenv/versions/3.13.1/bin/python3.13", "cpython 3 13")
-    shim = _pretend(tmp_path / "shims/python3.13", "no such version is active")
+    pyenv = _fake_python(tmp_path / "pyenv/versions/3.13.1/bin/python3.13", "cpython 3 13")
+    shim = _fake_python(tmp_path / "shims/python3.13", "no such version is active")
     environ = {"PATH": str(shim.parent), "PYENV_ROOT": str(tmp_path / "pyenv")}
     assert runtime.best_python(environ) == (pyenv, (3, 13))
 
 
 def test_a_runtime_is_built_with_the_servers_python_if_no_preferred_one_is_found(tmp_path: Path) -> None:
-    freethreaded = _pretend(tmp_path / "python3.13", "cpython 3 13 t") if HERE < (3, 12) else tmp_path / "none"
+    freethreaded = _fake_python(tmp_path / "python3.13", "cpython 3 13 t")
     environ = {"PATH": str(freethreaded.parent), "PYENV_ROOT": str(tmp_path / "nowhere")}
-    assert runtime.best_python(environ) == (Path(sys.executable), HERE)
+    assert runtime.best_python(environ) == (Path(sys.executable), OWN_VERSION)
 
 
 def test_the_error_of_a_failed_step_contains_the_output_of_pip() -> None:
@@ -348,7 +352,7 @@ def test_the_error_of_a_failed_step_contains_the_output_of_pip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "advises"),
+    ("output", "advises_to_install_venv"),
     [
         ("The virtual environment was not created successfully because ensurepip is not available.", True),
         ("/usr/bin/python3: No module named venv", True),
@@ -356,10 +360,12 @@ def test_the_error_of_a_failed_step_contains_the_output_of_pip() -> None:
         ("ModuleNotFoundError: No module named 'sympy'", False),
     ],
 )
-def test_a_python_without_venv_gets_its_own_advice(output: str, advises: bool) -> None:
+def test_the_error_of_a_python_without_venv_names_the_package_that_has_it(
+    output: str, advises_to_install_venv: bool
+) -> None:
     with pytest.raises(runtime.RuntimeBuildError) as raised:
         runtime._run_step("making", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
-    assert ("apt install python3-venv" in str(raised.value)) == advises
+    assert ("apt install python3-venv" in str(raised.value)) == advises_to_install_venv
 
 
 def test_the_error_contains_the_errors_of_pip_without_its_warnings() -> None:

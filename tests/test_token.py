@@ -47,21 +47,21 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
         try:
             line = next(line for line in process.stderr if " on http://" in line)
             with Client(line.split(" on ")[1].split()[0], token=TOKEN) as client:
-                at_rest = descendants(process.pid)
-                running = pool.submit(client.execute, "import time\ntime.sleep(2)")
-                found = at_rest
+                idle_pids = descendants(process.pid)
+                call = pool.submit(client.execute, "import time\ntime.sleep(2)")
+                pids = idle_pids
                 give_up_at = time.monotonic() + DEADLINE_S
-                while len(found) == len(at_rest) and not running.done():
+                while len(pids) == len(idle_pids) and not call.done():  # until the process of the call exists
                     assert time.monotonic() < give_up_at, "the call does not start"
-                    found = descendants(process.pid)
-                environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in found}
-                running.result()
+                    pids = descendants(process.pid)
+                environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in pids}
+                call.result()
             process.terminate()
             process.stderr.read()
             assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
     # The server, its executor, the launcher, its init (not at level none), the zygote, the call.
-    assert len(found) == (5 if level == "none" else 6)
-    having = [pid for pid, environment in environments.items() if TOKEN.encode() in environment]
-    assert having == ([process.pid] if source == "variable" else [])
+    assert len(pids) == (5 if level == "none" else 6)
+    pids_with_token = [pid for pid, environment in environments.items() if TOKEN.encode() in environment]
+    assert pids_with_token == ([process.pid] if source == "variable" else [])

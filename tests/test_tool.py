@@ -25,13 +25,13 @@ def test_a_call_without_output_is_rendered_as_no_output() -> None:
 
 def test_an_error_shows_its_traceback_after_what_was_printed() -> None:
     error = CallError("ZeroDivisionError", "division by zero", TRACEBACK, 1)
-    shown = render(Result("", Status.ERROR, stdout="before\n", error=error))
-    assert shown == "before\n" + TRACEBACK.rstrip()
+    text = render(Result("", Status.ERROR, stdout="before\n", error=error))
+    assert text == "before\n" + TRACEBACK.rstrip()
 
 
 def test_an_error_without_traceback_shows_type_and_message() -> None:
-    shown = render(Result("", Status.ERROR, error=CallError("SyntaxError", "invalid syntax")))
-    assert shown == "SyntaxError: invalid syntax"
+    text = render(Result("", Status.ERROR, error=CallError("SyntaxError", "invalid syntax")))
+    assert text == "SyntaxError: invalid syntax"
 
 
 def test_an_exit_code_is_an_error() -> None:
@@ -65,13 +65,13 @@ def test_a_failure_of_the_service_is_never_rendered() -> None:
 
 
 def test_long_output_keeps_both_ends_and_the_number_of_missing_characters() -> None:
-    shown = render(Result("", Status.OK, stdout="a" * 1000 + "b" * 1000), max_chars=100)
-    assert shown == "a" * 50 + "\n... 1900 characters cut ...\n" + "b" * 50
+    text = render(Result("", Status.OK, stdout="a" * 1000 + "b" * 1000), max_chars=100)
+    assert text == "a" * 50 + "\n... 1900 characters cut ...\n" + "b" * 50
 
 
 def test_truncated_output_is_marked() -> None:
-    shown = render(Result("", Status.OK, stdout="aaa", truncated=("stdout",)))
-    assert shown == "aaa\n... the rest of the output was cut"
+    text = render(Result("", Status.OK, stdout="aaa", truncated=("stdout",)))
+    assert text == "aaa\n... the rest of the output was cut"
 
 
 def test_arguments_become_a_call() -> None:
@@ -85,7 +85,7 @@ def test_arguments_become_a_call() -> None:
     [
         ('{"code": "1"', "JSONDecodeError: Expecting ',' delimiter: line 1 column 13"),
         ("[" * 100_000, "RecursionError"),
-        ("9" * 5000, "ValueError"),
+        ("9" * 5000, "ValueError"),  # more digits than Python converts
         ("[]", "must be a JSON object"),
         ("{}", "missing argument 'code'"),
         ('{"code": 1}', "argument 'code' must be a string, not int"),

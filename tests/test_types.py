@@ -77,7 +77,7 @@ hostile = st.recursive(
 )
 
 
-def _pack(value: Any) -> Any:
+def _through_msgpack(value: Any) -> Any:
     return msgpack.unpackb(
         msgpack.packb(value, unicode_errors="surrogatepass"), unicode_errors="surrogatepass", strict_map_key=True
     )
@@ -90,7 +90,7 @@ def test_a_call_survives_json(call: Call) -> None:
 
 @given(calls)
 def test_a_call_survives_msgpack(call: Call) -> None:
-    assert Call.decode(_pack(call.encode(binary=True))) == call
+    assert Call.decode(_through_msgpack(call.encode(binary=True))) == call
 
 
 @given(results)
@@ -100,7 +100,7 @@ def test_a_result_survives_json(result: Result) -> None:
 
 @given(results)
 def test_a_result_survives_msgpack(result: Result) -> None:
-    assert Result.decode(_pack(result.encode(binary=True))) == result
+    assert Result.decode(_through_msgpack(result.encode(binary=True))) == result
 
 
 @given(hostile)
@@ -110,7 +110,7 @@ def test_hostile_input_raises_nothing_but_invalid_call(raw: Any) -> None:
             decode(raw)
         except InvalidCall as error:
             assert str(error).isprintable()
-            assert len(str(error)) < 600
+            assert len(str(error)) < 600  # the value is shortened, however long it is
 
 
 @given(st.sampled_from(list(CALL_FIELDS)), hostile)
@@ -146,7 +146,7 @@ def test_code_is_accepted_whatever_it_contains() -> None:
 @pytest.mark.parametrize(
     "path", ["", "/etc/passwd", "../up", "a/../b", "a//b", "a/.", "a\0b", "a\nb", "\ud800", "x" * 256, "a/" * 600 + "b"]
 )
-def test_paths_that_leave_the_directory_are_refused(path: str) -> None:
+def test_a_path_that_is_not_relative_clean_and_short_is_refused(path: str) -> None:
     for call in ({"code": "", "files": {path: ""}}, {"code": "", "return_files": [path]}):
         with pytest.raises(InvalidCall, match="relative path"):
             Call.decode(call)
@@ -186,11 +186,11 @@ def test_defaults_must_not_contain_code() -> None:
 
 
 @given(limits, limits)
-def test_clamped_limits_are_at_most_the_maximum_and_list_the_lowered_fields(asked: Limits, ceiling: Limits) -> None:
-    held, lowered = asked.clamped(ceiling)
+def test_clamped_limits_are_at_most_the_maximum_and_list_the_lowered_fields(requested: Limits, maximum: Limits) -> None:
+    clamped, lowered = requested.clamped(maximum)
     for name in LIMIT_FIELDS:
-        assert getattr(held, name) == min(getattr(asked, name), getattr(ceiling, name))
-        assert (name in lowered) == (getattr(asked, name) > getattr(ceiling, name))
+        assert getattr(clamped, name) == min(getattr(requested, name), getattr(maximum, name))
+        assert (name in lowered) == (getattr(requested, name) > getattr(maximum, name))
 
 
 def test_limits_and_fields_of_a_call_are_described_completely() -> None:
@@ -201,9 +201,9 @@ def test_limits_and_fields_of_a_call_are_described_completely() -> None:
 
 
 def test_unavailable_and_invalid_results_have_their_own_status_and_error() -> None:
-    ours, theirs = unavailable_result("a", "ExecutorLost", "it died"), invalid_result("a", "no code")
-    assert (ours.status, ours.error) == (Status.UNAVAILABLE, CallError("ExecutorLost", "it died"))
-    assert (theirs.status, theirs.error) == (Status.INVALID, CallError("InvalidCall", "no code"))
+    unavailable, invalid = unavailable_result("a", "ExecutorLost", "it died"), invalid_result("a", "no code")
+    assert (unavailable.status, unavailable.error) == (Status.UNAVAILABLE, CallError("ExecutorLost", "it died"))
+    assert (invalid.status, invalid.error) == (Status.INVALID, CallError("InvalidCall", "no code"))
 
 
 def test_unknown_keys_of_a_result_are_ignored() -> None:

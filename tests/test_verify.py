@@ -20,7 +20,7 @@ from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Sta
 from tests.executor.calling import Caller, executor
 
 MATH_500 = Path(__file__).parents[2] / "shared" / "data" / "math500.jsonl"
-PLAIN = verify.shared_fields({})
+DEFAULT_FIELDS = verify.shared_fields({})
 EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE = Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE
 
 
@@ -69,7 +69,7 @@ def test_a_check_is_a_call_with_both_answers_as_input() -> None:
     assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
     assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_ANSWER_CHARS + 1)], "longer answers are truncated"
     assert Call.decode(call.encode(binary=True)) == call
-    assert verify.check_call("7", "8", PLAIN).code == call.code
+    assert verify.check_call("7", "8", DEFAULT_FIELDS).code == call.code
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_math_verify_without_alarms_logs_no_warning(guest_python: Path) -> None:
     assert (done.stdout, done.stderr) == ("equivalent\n", "")
 
 
-ALIKE = (
+EQUAL_PAIRS = (
     ("42", "42"),
     ("42", "42.0"),
     ("1/2", r"\frac{1}{2}"),
@@ -137,7 +137,7 @@ ALIKE = (
     ("1,000", "1000"),
     (r"\text{even}", r"\text{even}"),
 )
-UNLIKE = (
+DIFFERENT_PAIRS = (
     ("42", "43"),
     ("42", "-42"),
     ("(1, 2)", "(2, 1)"),
@@ -149,9 +149,9 @@ UNLIKE = (
 
 
 def test_equal_answers_are_equivalent_and_others_are_not(caller: Caller) -> None:
-    verdicts = check(caller, [*ALIKE, *UNLIKE])
-    expected = [EQUIVALENT] * len(ALIKE) + [NOT_EQUIVALENT] * len(UNLIKE)
-    assert [(verdict.outcome, verdict.status) for verdict in verdicts] == [(one, Status.OK) for one in expected]
+    verdicts = check(caller, [*EQUAL_PAIRS, *DIFFERENT_PAIRS])
+    expected = [EQUIVALENT] * len(EQUAL_PAIRS) + [NOT_EQUIVALENT] * len(DIFFERENT_PAIRS)
+    assert [(verdict.outcome, verdict.status) for verdict in verdicts] == [(outcome, Status.OK) for outcome in expected]
     assert all(verdict.usage.cpu_ms > 0 for verdict in verdicts)
 
 
@@ -214,11 +214,17 @@ def test_sympy_evaluates_only_numbers_in_the_checker(caller: Caller) -> None:
         assert bad.error is not None and "expected numbers and arithmetic only" in bad.error.traceback
 
 
-HANGS = ("9^{9^{9^{9}}} + x", r"\binom{10^9}{10^8}", r"\operatorname{eye}(100000)", "{" * 2000, "(" * 999 + ")" * 999)
+ENDLESS_ANSWERS = (
+    "9^{9^{9^{9}}} + x",
+    r"\binom{10^9}{10^8}",
+    r"\operatorname{eye}(100000)",
+    "{" * 2000,
+    "(" * 999 + ")" * 999,
+)
 
 
 def test_an_endless_check_affects_only_its_own_pair(caller: Caller) -> None:
-    *hung, last = check(caller, [*[("7", text) for text in HANGS], ("7", "7")], limits={"timeout_s": 0.5})
+    *hung, last = check(caller, [*[("7", text) for text in ENDLESS_ANSWERS], ("7", "7")], limits={"timeout_s": 0.5})
     for verdict in hung:
         assert verdict.outcome in (UNPARSABLE, NOT_EQUIVALENT), verdict
         assert verdict.status in (Status.OK, Status.TIMEOUT, Status.MEMORY_LIMIT, Status.KILLED), verdict
@@ -237,15 +243,15 @@ def test_a_python_without_math_verify_makes_checks_unavailable() -> None:
 
 
 def perturbed(answer: str, number: int) -> str:
-    """Return the answer with one digit or its sign changed."""
-    digits = [found.start() for found in re.finditer("[0-9]", answer)]
+    """Return the answer with one of its digits changed, chosen by `number`; with another sign if it has no digit."""
+    digits = [match.start() for match in re.finditer("[0-9]", answer)]
     if not digits:
         return f"-({answer})"
-    at = digits[number % len(digits)]
-    return f"{answer[:at]}{(int(answer[at]) + 1) % 10}{answer[at + 1 :]}"
+    index = digits[number % len(digits)]
+    return f"{answer[:index]}{(int(answer[index]) + 1) % 10}{answer[index + 1 :]}"
 
 
-class Direct:
+class MathVerify:
     """Calls math-verify in this process."""
 
     def __init__(self, library: Any) -> None:
@@ -259,16 +265,16 @@ class Direct:
 
 @pytest.mark.slow
 def test_outcomes_equal_those_of_math_verify_called_directly(caller: Caller) -> None:
-    math_verify = Direct(pytest.importorskip("math_verify"))
+    math_verify = MathVerify(pytest.importorskip("math_verify"))
     if not MATH_500.exists():
         pytest.skip(f"needs the answers of MATH-500 at {MATH_500}")
     answers = [json.loads(line)["answer"] for line in MATH_500.read_text(encoding="utf-8").splitlines()]
-    pairs = [pair for n, one in enumerate(answers) for pair in ((one, one), (one, perturbed(one, n)))]
+    pairs = [pair for n, gold in enumerate(answers) for pair in ((gold, gold), (gold, perturbed(gold, n)))]
     verdicts = check(caller, pairs)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = [math_verify.check(*pair) for pair in pairs]
     assert [verdict.outcome for verdict in verdicts] == expected
-    assert set(expected[::2]) == {EQUIVALENT}
-    assert expected[1::2].count(NOT_EQUIVALENT) > 490
+    assert set(expected[::2]) == {EQUIVALENT}  # the pairs of equal answers
+    assert expected[1::2].count(NOT_EQUIVALENT) > 490  # of 500 changed answers; a few still mean the same

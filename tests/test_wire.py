@@ -61,7 +61,11 @@ def test_a_frame_above_the_maximum_size_is_not_encoded(monkeypatch: pytest.Monke
         pack(["calls", "x" * 20])
 
 
-@pytest.mark.parametrize("body", [b"", b"\x90", b"\x91\x01", b"\x80", b"\x91\xa1k\x00", b"\xc1"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\x90", b"\x91\x01", b"\x80", b"\x91\xa1k\x00", b"\xc1"],
+    ids=["empty", "empty array", "number as kind", "map", "byte after the array", "no msgpack"],
+)
 def test_a_message_that_is_no_array_with_a_kind_is_refused(body: bytes) -> None:
     unpacker = Unpacker()
     unpacker.feed(struct.pack("<I", len(body)) + body)

@@ -161,6 +161,21 @@ def rollout(args: argparse.Namespace) -> None:
     phase_work.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
 
 
+def collect(args: argparse.Namespace) -> None:
+    """Collect episodes into a store, in this process or on a Ray cluster; after a kill, the same command continues."""
+    from trainer.recipe import collect_work
+
+    run = _run(args)
+    if args.status:
+        status = collect_work.read_status(collect_work.store_dir(run))
+    else:
+        status = asdict(collect_work.collect(run, args.stage))
+    if args.json:
+        print(json.dumps(status))
+    else:
+        _print_columns("episodes", {"": collect_work.status_rows(status)})
+
+
 def data(args: argparse.Namespace) -> None:
     """Convert problems from files and hub names to one format, filtered and decontaminated."""
     from trainer.data.problems import prepare_problems, write_problems
@@ -248,6 +263,10 @@ def _parser() -> argparse.ArgumentParser:
         "--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)"
     )
     command.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+
+    command = add("collect", collect, run, as_json)
+    command.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
+    command.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
 
     command = add("data", data, as_json)
     command.add_argument(

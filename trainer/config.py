@@ -186,6 +186,23 @@ class EvalConfig(SamplingConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class CollectConfig(SamplingConfig):
+    """The collection of episodes into a store (`rstar-train collect`)."""
+
+    data: StringList = ()  # sources of problems; none is [data] train
+    samples_per_problem: PositiveInt = 8  # episodes per problem
+    store: str = ""  # directory of the store; empty is collection/ in the run folder
+    executor: Literal["sequential", "local", "ray"] = "local"  # one at a time, many in this process, or on Ray nodes
+    ray_address: str = ""  # HOST:PORT of a Ray cluster; empty is RAY_ADDRESS, a local cluster, or a new one
+    episodes_per_worker: PositiveInt = 64  # episodes at once in one process; `ray` has one per node
+    deadline_s: PositiveFloat = 1200.0  # seconds per episode, its earlier tries included
+    max_infrastructure_failures: NonNegativeInt = 8  # failed tries of an episode because of engine, sandbox or node
+    max_environment_failures: NonNegativeInt = 1  # failed tries of an episode because of its environment
+    max_refills: NonNegativeInt = 2  # further samples of a problem that replace failed ones
+    max_unavailable_share: Fraction = 0.2  # a collection in which the infrastructure costs more episodes ends
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrackingConfig:
     """Trackers that receive the metrics besides the run folder."""
 
@@ -215,6 +232,7 @@ class RunConfig:
     rl: StageConfig = field(default_factory=StageConfig)  # defaults of all stages
     stages: dict[str, StageConfig] = field(default_factory=dict)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
 
@@ -233,11 +251,15 @@ class RunConfig:
         for where, stage in stages.items():
             _check_stage(where, stage, ranks)
         for where, limits in {**stages, "eval": self.eval}.items():
-            _require(
-                limits.max_response_tokens < self.engines.max_model_len,
-                f"{where}: max_response_tokens={limits.max_response_tokens}: expected less than "
-                f"engines.max_model_len={self.engines.max_model_len}, which includes the prompt; raise that",
-            )
+            self.check_model_len(where, limits)
+
+    def check_model_len(self, where: str, limits: SamplingConfig) -> None:
+        """Raise `ConfigError` if no engine has room for the longest response and a prompt."""
+        _require(
+            limits.max_response_tokens < self.engines.max_model_len,
+            f"{where}: max_response_tokens={limits.max_response_tokens}: expected less than "
+            f"engines.max_model_len={self.engines.max_model_len}, which includes the prompt; raise that",
+        )
 
     def stage_config(self, name: str) -> StageConfig:
         """Return the stage of that name. Raises `ConfigError`."""

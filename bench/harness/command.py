@@ -32,7 +32,7 @@ from bench.harness.tables import STDERR, Block, Result, show
 from sandbox.errors import SandboxError
 
 MAX_EXAMPLES = 5
-"""Wrong results that are printed, at most."""
+"""Maximum number of wrong results that are printed."""
 
 
 class BenchFailed(Exception):
@@ -119,7 +119,7 @@ def counted_progress(description: str, total: int | None) -> Iterator[Callable[.
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM cleans up as Ctrl-C does."""
+    """Raise KeyboardInterrupt for SIGTERM too, so that a killed benchmark stops its server."""
     previous = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)),
@@ -127,8 +127,8 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)
 
 
 def _cpu_model() -> str:

@@ -1,9 +1,9 @@
-"""HTTP load on a service: a closed loop, an open loop, and one tally of what came back.
+"""HTTP load on a service: a closed loop, an open loop, and a tally of the results.
 
 - `closed_loop` keeps a fixed number of requests in flight; the next one is sent when one is answered.
-- `open_loop` sends each request when it is due, whatever became of the earlier ones, so a slow server cannot hide its
-  queue.
-- `CallTally` counts each call exactly once: as correct, mismatched or unavailable; what is left is lost.
+- `open_loop` sends each request when it is due, whether or not earlier ones were answered, so a slow server cannot hide
+  its queue.
+- `CallTally` counts each answered call exactly once, as correct, mismatched or unavailable. All other calls are lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CallTimes:
 
     group: str
     latency_ms: float
-    """From the request, or from when the call was due, to the answer."""
+    """Time from the request to the answer; in an open loop, from the moment at which the call was due."""
     queue_ms: float
     run_ms: float
     cpu_ms: float
@@ -52,13 +52,13 @@ class CallTimes:
 
 @dataclass(slots=True)
 class CallTally:
-    """What became of the calls of one load."""
+    """The results of the calls of one load, counted."""
 
     calls: int = 0
     """Calls to be sent. Calls without an answer are lost."""
     correct: int = 0
     mismatched: int = 0
-    """Calls whose result is not the one that they must have."""
+    """Calls with another result than the expected one."""
     doubled: int = 0
     """Answers beyond a call's first one in the same response."""
     unavailable: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class CallTally:
     statuses: Counter[str] = field(default_factory=Counter)
     times: list[CallTimes] = field(default_factory=list)
     sent_late_ms: list[float] = field(default_factory=list)
-    """Delays of an open loop between the due time and the sending of a request: the client's own fault."""
+    """Delays between the due time and the sending of each request of an open loop. The client causes them."""
     examples: list[str] = field(default_factory=list)
     """Descriptions of wrong results."""
 
@@ -213,7 +213,7 @@ async def ask(
         async for chunk in response.content.iter_any():
             stream.feed(chunk)
             for item in stream:
-                if item is not None:  # a keep-alive
+                if item is not None:  # nil is a heartbeat
                     yield item["index"], item
 
 

@@ -1,5 +1,4 @@
-"""Systems that take turns: every round measures each of them once, so that what else the machine does hits all
-alike."""
+"""Medians over rounds. Every round measures each system once, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -40,5 +39,5 @@ def append_row(log: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(log: Path) -> list[dict[str, Any]]:
-    """The rows of such a log; empty if it does not exist."""
+    """The rows that `append_row` has written to a log; empty if the log does not exist."""
     return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []

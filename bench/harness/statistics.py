@@ -1,6 +1,6 @@
 """Percentiles, and whether a series of measurements grows.
 
-Growth is a robust slope held against what noise alone could do:
+Growth is a robust slope that exceeds what noise alone could cause:
 
 - The slope is the median of the slopes between all pairs (Theil and Sen); a third of wild values does not move it.
 - The residuals are the noise. Autocorrelated residuals count as fewer values, because a slow wave that is seen once
@@ -23,9 +23,11 @@ MAX_VALUES = 300
 SIGNIFICANCE = 3.0
 """A rise counts if it exceeds this multiple of the rise that noise alone reaches one time in a thousand."""
 MAX_AUTOCORRELATION = 0.98
+"""Bound on the estimated autocorrelation. With 1, no value would count."""
 STEP_FIT = 0.75
 """A series is a step if one step leaves less than this fraction of the deviations that a line leaves."""
 _MAD_TO_SIGMA = 1.4826
+"""Standard deviation of normal noise, as a multiple of its median absolute deviation."""
 _NORMAL = 3.09
 """The normal distribution's quantile at one in a thousand."""
 
@@ -59,7 +61,7 @@ def mean_sd(values: Iterable[float | None]) -> dict[str, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How much a series rose from its first value to its last, and the standard error of that."""
+    """The rise of a series from its first value to its last, and the standard error of the rise."""
 
     rise: float
     noise: float
@@ -113,7 +115,7 @@ def _student(freedom: float) -> float:
 def _step_deviation(values: Sequence[float]) -> float:
     """The sum of deviations that the best single step leaves, with at least a tenth of the values on either side."""
     n = len(values)
-    splits = ((values[:at], values[at:]) for at in range(n // 10, n - n // 10 + 1))
+    splits = ((values[:index], values[index:]) for index in range(n // 10, n - n // 10 + 1))
     return min(
         sum(abs(value - level) for side in sides for level in [statistics.median(side)] for value in side)
         for sides in splits

@@ -18,7 +18,7 @@ STDOUT = Console(width=None if sys.stdout.isatty() else 160)
 """A file or pipe has no width of its own; the default of 80 columns would break the cells of a table."""
 
 Result = Mapping[str, Any]
-"""What one benchmark measured, as its JSON object has it."""
+"""The JSON object of one benchmark."""
 
 
 @dataclass(frozen=True, slots=True)

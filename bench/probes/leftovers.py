@@ -1,7 +1,7 @@
 """Processes, files, mounts and control groups that a stopped server has left on the machine.
 
-Anything that carries the project's name and existed before the server started is not counted. So a server that already
-runs beside this one does not disturb; a server that starts in the meantime does.
+Things that have the project's name and existed before the server started are not counted. So another server may run
+beside the measured one if it was started earlier, but not if it is started in the meantime.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bench.probes import processes
 
 SHARED_DIRS = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
 NAME = "rstar"
+"""Part of the names of all files, mounts and control groups of the project."""
 EXIT_TIMEOUT_S = 20.0
 """Seconds in which killed processes must be gone. They die as soon as they are scheduled."""
 
@@ -56,7 +57,7 @@ def temporary_files(directory: Path) -> set[str]:
 
 def cgroups() -> set[str]:
     """Control groups of the project, except those whose name contains the id of a living process."""
-    groups = (os.path.join(at, name) for at, names, _ in os.walk("/sys/fs/cgroup") for name in names if NAME in name)
+    groups = (os.path.join(top, name) for top, names, _ in os.walk("/sys/fs/cgroup") for name in names if NAME in name)
     return {path for path in groups if not any(map(processes.command, _numbers_in(path)))}
 
 

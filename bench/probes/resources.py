@@ -1,4 +1,4 @@
-"""What a server's processes hold at one moment: memory, descriptors, processes, mounts, control groups, files."""
+"""The resources of a server at one moment: memory, descriptors, processes, mounts, control groups, files."""
 
 from __future__ import annotations
 

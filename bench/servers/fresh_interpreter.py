@@ -25,6 +25,7 @@ from sandbox.types import DEFAULT_LIMITS
 
 WRAPPER = Path(__file__).with_name("fresh_script.py")
 READ_BYTES = 16 << 20
+"""Maximum number of bytes that are read of a call's output."""
 ENVIRON = {name: value for name, value in GUEST_ENV.items() if name != "LD_BIND_NOW"}
 
 
@@ -99,17 +100,17 @@ class FreshInterpreters:
 
     def _run_in(self, call_dir: Path, timeout_s: float) -> FreshRun:
         main = str(call_dir / "work" / "main.py")
-        words = (str(WRAPPER), str(call_dir / "report")) if self._wrapped else (main,)
+        arguments = (str(WRAPPER), str(call_dir / "report")) if self._wrapped else (main,)
         start = time.perf_counter()
-        process = _spawn([self._python, "-s", *words], call_dir)
+        process = _spawn([self._python, "-s", *arguments], call_dir)
         self._running.add(process.pid)
-        code, timed_out, cpu_s = _wait(process, timeout_s)
+        exit_code, timed_out, cpu_s = _wait(process, timeout_s)
         self._running.discard(process.pid)
         wall_s = time.perf_counter() - start
         return FreshRun(
             _text(call_dir / "stdout"),
             _text(call_dir / "stderr"),
-            code,
+            exit_code,
             timed_out,
             wall_s,
             cpu_s,
@@ -145,7 +146,10 @@ def _spawn(argv: Sequence[str], call_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, float]:
-    """(exit code or minus the signal, whether it timed out and was killed, CPU seconds)."""
+    """Wait for the process, and kill it after `timeout_s`.
+
+    Returns its exit code (minus the signal that ended it), whether it timed out, and its CPU seconds.
+    """
     pidfd = os.pidfd_open(process.pid)
     try:
         timed_out = not select.select([pidfd], [], [], timeout_s)[0]

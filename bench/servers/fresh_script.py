@@ -16,6 +16,7 @@ from typing import Any
 
 MEMORY_BYTES = 4 << 30
 FILE_BYTES = 64 << 20
+"""Limits that keep a call from exhausting the machine."""
 
 
 def main() -> None:

@@ -6,14 +6,14 @@ Run by path beside the guest's own modules, as `layers_guest.py --fd N`. It is t
     measure {step, calls}             the frame of one call    measured {cpu_ms, wall_ms, own_cpu_ms, faults, failed}
 
 Calls of one zygote run one after another, so what is measured is their cost and not a queue. `cpu_ms` is what the
-kernel says of the calls' processes (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
+kernel counts for the calls' processes (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
 """
 
 from __future__ import annotations
 
 import fork_memory
 
-if __name__ == "__main__":  # as the real one begins
+if __name__ == "__main__":  # before all other imports, as in the real zygote
     fork_memory.use_one_heap()
     fork_memory.reexec_with_malloc()
 
@@ -44,7 +44,7 @@ LAYERS: dict[str, set[int]] = {
     "groups": {system_calls.WRITE},
     "runner": {system_calls.OPEN, system_calls.CLOSE},
 }
-"""Which system calls are a layer's, for all but the first and the fork."""
+"""The system calls that each layer adds to the steps before it."""
 
 
 class MeasuringZygote(zygote.Zygote):
@@ -64,25 +64,25 @@ class MeasuringZygote(zygote.Zygote):
         call_body = body[frames.LENGTHS.size + header_bytes :]
         call = marshal.loads(body[frames.LENGTHS.size : frames.LENGTHS.size + header_bytes])
         source = bytes(call_body[: call["blobs"][0]])
-        used, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+        children_before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        own_before = resource.getrusage(resource.RUSAGE_SELF)
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(header["calls"]):
             if step == "runner":
-                self._whole(call, call_body)
+                self._run_whole_call(call, call_body)
             else:
-                self._bare(step, call, source)
+                self._run_bare(step, call, source)
         cpu, wall = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.is_mute = False
-        child_ms = (children.ru_utime + children.ru_stime - used.ru_utime - used.ru_stime) * 1e3
-        faults = (
-            children.ru_minflt - used.ru_minflt + resource.getrusage(resource.RUSAGE_SELF).ru_minflt - own.ru_minflt
-        )
-        took = {"faults": faults, "cpu_ms": child_ms, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
-        self.send({"op": "measured", "failed": self.failed, **took})
+        child_s = children.ru_utime + children.ru_stime - children_before.ru_utime - children_before.ru_stime
+        own_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - own_before.ru_minflt
+        faults = children.ru_minflt - children_before.ru_minflt + own_faults
+        totals = {"faults": faults, "cpu_ms": child_s * 1e3, "own_cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
+        self.send({"op": "measured", "failed": self.failed, **totals})
 
-    def _bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
-        """Fork, confine as far as `step`, compile and run, leave; output goes to a memory file as in the real thing."""
+    def _run_bare(self, step: str, call: dict[str, Any], source: bytes) -> None:
+        """Fork, confine as far as `step`, compile, run and exit. Output goes to a memory file, as in a real call."""
         out = output_files.bounded_file(call["output_bytes"])
         pid = self._fork_plainly(step) if step in ("floor", "os.fork") else self._fork_confined(step, call, out)
         if pid == 0:
@@ -99,13 +99,15 @@ class MeasuringZygote(zygote.Zygote):
         return system_calls.invoke(number, flags & ~confine.CLONE_NEWPID, *rest)
 
     def _fork_confined(self, step: str, call: dict[str, Any], out: int) -> int:
-        """By the zygote's own means, of whose steps those that belong to later layers are left out."""
+        """Fork as the zygote does, without the confinement steps of the layers after `step`."""
         data_address = self.batch.data_addresses[0]
         steps, data = self.confinement.syscall_steps(call["slot"], call, [(out, 1)], data_address)
-        later = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
+        omitted = set().union(*(LAYERS[name] for name in STEPS[STEPS.index(step) + 1 :]))
+        # A step is a system call's number and its arguments, in a fixed number of words.
         size = fork_batch.STEP_WORDS
-        kept = [word for at in range(0, len(steps), size) if steps[at] not in later for word in steps[at : at + size]]
-        self.batch.add(0, (0, 0, 0, 0), kept, data)
+        chunks = [steps[start : start + size] for start in range(0, len(steps), size)]
+        words = [word for chunk in chunks if chunk[0] not in omitted for word in chunk]
+        self.batch.add(0, (0, 0, 0, 0), words, data)
         if self.batch.run(1) is None:
             return self.batch.child_pid(0)
         self.batch.raise_if_step_failed()
@@ -119,8 +121,8 @@ class MeasuringZygote(zygote.Zygote):
         finally:
             os._exit(1)
 
-    def _whole(self, call: dict[str, Any], body: memoryview) -> None:
-        """The zygote's own fork, runner and answer, all but the frame that would carry it."""
+    def _run_whole_call(self, call: dict[str, Any], body: memoryview) -> None:
+        """Run a call as the zygote does: fork, runner and answer. Only the frame with the answer is not sent."""
         self.on_call(call, body)
         self.fork_pending()
         (running,) = self.running.values()

@@ -46,7 +46,7 @@ class Cost:
     ticks_cpu_ms: float | None = None
     """The CPU time again, in clock ticks over the whole process tree. None inside the jail."""
     faults: float | None = None
-    """Page faults of call and zygote: a fork's shared pages are copied on first write. None outside the jail."""
+    """Page faults of call and zygote, most of them first writes to pages that they share. None outside the jail."""
 
 
 def cost_of(meter: processes.CpuMeter, wall_s: float, calls: Sequence[tuple[str, float]]) -> Cost:
@@ -123,12 +123,12 @@ def measuring_jail(python: str, profile: str, number: int) -> Iterator[Measuring
         spec = jail.JailSpec(
             jail.Level.NAMESPACES, interpreter, directory, env=GUEST_ENV, argv=argv, uid_base=base, uid_count=count
         )
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                process = subprocess.Popen(jail.launch_argv(spec, theirs.fileno()), pass_fds=[theirs.fileno()])
+        own_end, jail_end = socket.socketpair()
+        with own_end:
+            with jail_end:
+                process = subprocess.Popen(jail.launch_argv(spec, jail_end.fileno()), pass_fds=[jail_end.fileno()])
             try:
-                guest = MeasuringJail(ours, jail.confinement_plan(spec), cgroups)
+                guest = MeasuringJail(own_end, jail.confinement_plan(spec), cgroups)
                 guest.configure(profile, process)
                 yield guest
             finally:
@@ -204,18 +204,18 @@ class BareExecutor:
 @contextmanager
 def bare_executor(python: str) -> Iterator[BareExecutor]:
     """A running executor. It ends when its socket is closed."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            fd = theirs.fileno()
+    own_end, executor_end = socket.socketpair()
+    with own_end:
+        with executor_end:
+            fd = executor_end.fileno()
             argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(fd)]
             process = subprocess.Popen(argv, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL)
         try:
-            executor = BareExecutor(ours, process.pid)
+            executor = BareExecutor(own_end, process.pid)
             executor.configure(ExecutorConfig(python=python, isolation=jail.Level.NAMESPACES.value).encode())
             yield executor
         finally:
-            ours.close()
+            own_end.close()
             try:
                 process.wait(service.STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

@@ -49,25 +49,25 @@ class ServerUnderTest:
     ) -> None:
         self.leftovers: list[str] = []
         self._python, self._flags, self._environ = python, flags, environ or {}
-        self._life = ExitStack()
+        self._server_stack = ExitStack()
 
     def __enter__(self) -> ServerUnderTest:
         with ExitStack() as stack:
             temporary_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
             os.chmod(temporary_dir, 0o711)  # calls may have to reach it as users of their own
             self._environ = {"TMPDIR": temporary_dir, **self._environ}
-            self._before = Leftovers(Path(temporary_dir))
-            self._server = self._life.enter_context(self._start())
-            self._directory = stack.pop_all()
+            self._leftover_probe = Leftovers(Path(temporary_dir))
+            self._server = self._server_stack.enter_context(self._start())
+            self._directory_stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         pids = self.processes()
-        with self._directory:
-            self._life.close()
-            self.leftovers += self._before.list_all(pids)
+        with self._directory_stack:
+            self._server_stack.close()
+            self.leftovers += self._leftover_probe.list_all(pids)
 
     @property
     def url(self) -> str:
@@ -89,7 +89,7 @@ class ServerUnderTest:
     def snapshot_at_rest(self, calls: int) -> ResourceSnapshot:
         """The server's resources once its processes no longer change."""
         wait_until_settled(self.processes)
-        return ResourceSnapshot.take(self.pid, calls, self._before.files())
+        return ResourceSnapshot.take(self.pid, calls, self._leftover_probe.files())
 
     def wait_until_ready(self, executors: int) -> None:
         """Wait until all executors are back: a new executor removes what a killed one left behind."""
@@ -109,9 +109,9 @@ class ServerUnderTest:
         os.kill(self.pid, signal.SIGSTOP)
         pids = self.processes()
         os.kill(self.pid, signal.SIGKILL)
-        self._life.close()
+        self._server_stack.close()
         self.leftovers += [f"process: {processes.command(pid)}" for pid in surviving(pids)]
-        self._server = self._life.enter_context(self._start())
+        self._server = self._server_stack.enter_context(self._start())
 
     def _start(self) -> AbstractContextManager[service.Service]:
         return service.running(self._python, self._flags, self._environ)
@@ -164,7 +164,7 @@ class CheckedLoad:
                     await asyncio.sleep(RETRY_DELAY_S)
 
     async def _send(self, http: aiohttp.ClientSession, unanswered: dict[int, CheckedCall], start: float) -> None:
-        """Send what is unanswered, and remove from `unanswered` what is answered."""
+        """Send the unanswered calls, and remove those from `unanswered` that are answered."""
         sent = list(unanswered.items())
         answered: set[int] = set()
         single = len(sent) == 1 and self._rng.random() < 0.5

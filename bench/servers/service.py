@@ -25,7 +25,7 @@ from sandbox import runtime
 from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 
 START_TIMEOUT_S = 120.0
-"""Warming the interpreters takes seconds, and longer on a loaded machine."""
+"""Seconds until a server must be ready. Warming the interpreters takes seconds, and longer on a loaded machine."""
 STOP_TIMEOUT_S = 60.0
 
 
@@ -64,7 +64,7 @@ class Service:
 def running(
     python: str | None = None, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> AbstractContextManager[Service]:
-    """A server that is ready, its environment ours and `environ`. Raises `BenchFailed` if it does not start."""
+    """A server that is ready, with `environ` added to its environment. Raises `BenchFailed` if it does not start."""
     command = ["-m", "sandbox", "serve", "--port", "0", "--python", guest_python(python), *flags]
     return started(command, environ)
 

@@ -3,7 +3,7 @@
     python -m bench.servers.stub_executor PORT [--executors N]       a gateway with N such executors, until a signal
     python -m bench.servers.stub_executor --fd N                     one such executor, started by the gateway
 
-What remains is the gateway's own work: HTTP, admission, frames (`sandbox.wire`), responses.
+Such a server has only the gateway's own work: HTTP, admission, frames (`sandbox.wire`), responses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def serving() -> AbstractContextManager[Any]:
 
 
 def main() -> int:
-    """Be the server or one executor."""
+    """Run the server or one executor."""
     parser = argparse.ArgumentParser(prog="python -m bench.servers.stub_executor")
     parser.add_argument("port", type=int, nargs="?", default=0)
     parser.add_argument("--executors", type=int, default=1)
@@ -64,6 +64,7 @@ def answer_all(sock: socket.socket) -> int:
     return 0
 
 
+# Numbers with digits, as real ones have, so that results have the usual size.
 _USAGE = Usage(queue_ms=0.4, run_ms=1.9, cpu_ms=1.7, peak_memory_mb=11.3)
 _RESULT = Result("", Status.OK, exit_code=0, usage=_USAGE).encode(binary=True)
 

@@ -1,4 +1,4 @@
-"""A simulated vLLM engine, as far as scheduling is concerned. Seeded, and without a clock.
+"""A simulated vLLM engine, as far as scheduling is concerned. It reads no clock and uses no random numbers.
 
 - The engine accepts any request and runs as many as its KV cache holds. One decode step makes a token for each.
 - When the cache is full, the request that came last is preempted and later recomputed.
@@ -9,8 +9,6 @@
 
 the roofline of a decode step: the weights are read once for all sequences, unless computing with them takes longer. A
 token that is not cached takes `prefill_s`.
-
-Letters: n running requests, C tokens of their contexts.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class EngineProfile:
     """Tokens that the KV cache holds."""
     max_running: int
     base_s: float
-    """Seconds of a decode step, whatever runs."""
+    """Seconds of every decode step, besides the times below."""
     per_sequence_s: float
     per_context_s: float
     prefill_s: float
@@ -53,8 +51,8 @@ class EngineRequest:
     prompt: int
     context: int
     """Tokens at the start of the request."""
-    left: int
-    """Tokens to sample from then on."""
+    tokens_left: int
+    """Tokens to sample after the start."""
     new_tokens: int
     """Tokens of the context that were never computed before."""
     is_resumed: bool = False
@@ -63,8 +61,7 @@ class EngineRequest:
 
 
 class SimulatedEngine:
-    """One engine. `advance` moves it to a time; `next_event_at` is the time at which a request ends or the cache is
-    full."""
+    """One engine. Its owner calls `advance` at each event: when a request ends, and when the cache is full."""
 
     def __init__(self, name: str, profile: EngineProfile) -> None:
         self.name = name
@@ -109,7 +106,7 @@ class SimulatedEngine:
         backlog_s = min(self.prefill_backlog_s, passed)
         self.prefill_backlog_s -= backlog_s
         steps = min(self._steps(passed - backlog_s), self._steps_to_next_event())
-        if self._steps_to_next_event() - steps < 1e-6:
+        if self._steps_to_next_event() - steps < 1e-6:  # a rounding error
             steps = self._steps_to_next_event()
         self.steps += steps
         grown = steps * len(self.running)
@@ -120,8 +117,8 @@ class SimulatedEngine:
             _, _, request = heapq.heappop(self._ends)
             if self.running.get(request.episode) is request:
                 ended.append(request)
-                self._stop(request, request.context + request.left)
-                self.sampled += request.left
+                self._stop(request, request.context + request.tokens_left)
+                self.sampled += request.tokens_left
         self._preempt()
         self._admit()
         return ended
@@ -145,9 +142,9 @@ class SimulatedEngine:
 
     def _step(self) -> tuple[float, float]:
         """Seconds of the next decode step, and the increase per further step."""
-        n, h = len(self.running), self.profile
-        slope = h.per_context_s * n
-        return h.base_s + max(h.weights_s, h.per_sequence_s * n) + h.per_context_s * self._contexts, slope
+        n, costs = len(self.running), self.profile
+        weights_s = max(costs.weights_s, costs.per_sequence_s * n)
+        return costs.base_s + weights_s + costs.per_context_s * self._contexts, costs.per_context_s * n
 
     def _preempt(self) -> None:
         while len(self.running) > 1 and self.used + len(self.running) > self.profile.kv_capacity:
@@ -156,57 +153,56 @@ class SimulatedEngine:
             self._stop(request, request.context + sampled)
             self.preemptions += 1
             self.sampled += sampled
-            left = max(1, request.left - sampled)
+            tokens_left, context = max(1, request.tokens_left - sampled), request.context + sampled
             resumed = EngineRequest(
-                request.episode, request.group, request.prompt, request.context + sampled, left, 0, True
+                request.episode, request.group, request.prompt, context, tokens_left, new_tokens=0, is_resumed=True
             )
             self.waiting.appendleft(resumed)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.profile.max_running:
             request = self.waiting[0]
-            shared = 0 if request.group in self._shared_prompts else request.prompt
-            need = (
-                request.context - request.prompt + shared + self.profile.block_size // 2 + 1
-            )  # one more token for each running request
-            if self.running and self.used + need + len(self.running) > self.profile.kv_capacity:
+            prompt = 0 if request.group in self._shared_prompts else request.prompt
+            # The next decode step adds a token to this request and to each running one.
+            needed = request.context - request.prompt + prompt + self.profile.block_size // 2 + 1
+            if self.running and self.used + needed + len(self.running) > self.profile.kv_capacity:
                 return
             self.waiting.popleft()
             self._start(request)
 
     def _start(self, request: EngineRequest) -> None:
-        own = self.cached.pop(("episode", request.episode), 0.0)
-        self._cached_tokens -= own
+        cached_own = self.cached.pop(("episode", request.episode), 0.0)
+        self._cached_tokens -= cached_own
         users = self._shared_prompts.get(request.group)
-        held = float(request.prompt)
+        cached_prompt = float(request.prompt)
         if users is None:
-            held = self.cached.pop(("prompt", request.group), 0.0)
-            self._cached_tokens -= held
+            cached_prompt = self.cached.pop(("prompt", request.group), 0.0)
+            self._cached_tokens -= cached_prompt
             users = self._shared_prompts[request.group] = [0, request.prompt]
             self._shared_tokens += request.prompt
         users[0] += 1
-        hit = min(held + (own if held >= request.prompt else 0.0), request.context - 1)
-        self.recomputed += max(0, int(request.context - hit) - request.new_tokens)
-        hit = hit // self.profile.block_size * self.profile.block_size
+        cached = min(cached_prompt + (cached_own if cached_prompt >= request.prompt else 0.0), request.context - 1)
+        self.recomputed += max(0, int(request.context - cached) - request.new_tokens)
+        cached = cached // self.profile.block_size * self.profile.block_size
         if not request.is_resumed:
             self.prefix_queries += request.context
-            self.prefix_hits += int(hit)
-        self.prefill_backlog_s += (request.context - hit) * self.profile.prefill_s
+            self.prefix_hits += int(cached)
+        self.prefill_backlog_s += (request.context - cached) * self.profile.prefill_s
         request.started_at_step = self.steps
         self.running[request.episode] = request
         self._private_tokens += request.context - request.prompt
         self._contexts += request.context
-        heapq.heappush(self._ends, (self.steps + request.left, next(self._numbers), request))
+        heapq.heappush(self._ends, (self.steps + request.tokens_left, next(self._numbers), request))
         self._evict()
 
     def _stop(self, request: EngineRequest, context: float) -> None:
         del self.running[request.episode]
-        own = context - request.prompt
-        self._private_tokens -= own
+        private_tokens = context - request.prompt
+        self._private_tokens -= private_tokens
         self._contexts -= context
         users = self._shared_prompts[request.group]
         users[0] -= 1
-        self._cache(("episode", request.episode), own)
+        self._cache(("episode", request.episode), private_tokens)
         if not users[0]:
             del self._shared_prompts[request.group]
             self._shared_tokens -= users[1]
@@ -220,13 +216,13 @@ class SimulatedEngine:
         self._evict()
 
     def _evict(self) -> None:
-        over = self.used + self._cached_tokens - self.profile.kv_capacity
-        while over > 0 and self.cached:
+        excess = self.used + self._cached_tokens - self.profile.kv_capacity
+        while excess > 0 and self.cached:
             name, tokens = next(iter(self.cached.items()))
-            if tokens > over:
-                self.cached[name] = tokens - over
-                self._cached_tokens -= over
+            if tokens > excess:
+                self.cached[name] = tokens - excess
+                self._cached_tokens -= excess
                 return
             del self.cached[name]
             self._cached_tokens -= tokens
-            over -= tokens
+            excess -= tokens

@@ -1,4 +1,8 @@
-"""A lower bound on the makespan of a workload under any schedule. The proof is in docs/scheduler.md."""
+"""A lower bound on the makespan of a workload under any schedule.
+
+The proof is in docs/scheduler.md. Its letters are used here: a is `per_sequence_s`, b is `per_context_s`, n is a number
+of running sequences, and x is a weight from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ GRID_POINTS = 200
 
 
 def lower_bound_s(scripts: Sequence[EpisodeScript], profile: EngineProfile, engines: int) -> float:
-    """Seconds that no schedule can undercut, whatever it knows, migrates or preempts: the largest of three bounds.
+    """Seconds that every schedule takes, even one that knows all lengths: the largest of three bounds.
 
     | bound | from | decides for |
     |---|---|---|
@@ -28,8 +32,9 @@ def lower_bound_s(scripts: Sequence[EpisodeScript], profile: EngineProfile, engi
     prefill_s = profile.prefill_s * (sum(load.prefill for load in loads) + sum(prompts.values()))
     prefill_s += profile.turn_s * sum(len(load.spans) for load in loads)
     step_s = profile.base_s + max(profile.weights_s, profile.per_sequence_s)
-    longest = max(load.own_s(profile, step_s) + load.read * profile.per_context_s for load in loads)
+    longest = max(load.alone_s(profile, step_s) + load.read * profile.per_context_s for load in loads)
     bounds = (_work_bound_s, _cache_fill_bound_s)
+    # Both bounds hold for any x. Five values are tried.
     return max(longest, *(bound(loads, prefill_s, profile, engines, x / 4) for x in range(5) for bound in bounds))
 
 
@@ -44,16 +49,18 @@ class EpisodeLoad:
     read: float
     """Context tokens, summed over the sampled tokens."""
     held: float
-    """`read` without the prompt."""
+    """The same sum without the prompt, whose tokens the cache holds once for the whole group."""
     spans: tuple[tuple[int, int], ...]
     """Context tokens at the start and the end of each turn."""
 
-    def own_s(self, profile: EngineProfile, step_s: float) -> float:
+    def alone_s(self, profile: EngineProfile, step_s: float) -> float:
+        """Seconds of the episode if each of its decode steps takes `step_s`."""
         turns_s = len(self.spans) * profile.turn_s
         return self.sampled * step_s + self.prefill * profile.prefill_s + turns_s + self.tool_s
 
 
 def load_of(script: EpisodeScript, block_size: int = 1) -> EpisodeLoad:
+    """The work of one script on an engine with blocks of `block_size` tokens."""
     spans = []
     known = context = script.prompt
     prefill = 0
@@ -69,7 +76,7 @@ def load_of(script: EpisodeScript, block_size: int = 1) -> EpisodeLoad:
 
 
 def _unshared(context: int, known: int, block_size: int) -> int:
-    """Tokens to prefill of a context whose first `known` tokens the engine has computed before."""
+    """Tokens of a context to prefill if the engine has computed the first `known` tokens before, in whole blocks."""
     return context - min(known, context - 1) // block_size * block_size
 
 
@@ -83,14 +90,14 @@ def _work_bound_s(
     work = prefill_s + a * tokens + b * sum(load.read for load in loads)
     held = sum(load.held for load in loads) + profile.block_size // 2 * tokens
     full = step_s * max(held / _max_held(loads, profile), tokens / profile.max_running)
-    own = [load.own_s(profile, step_s) for load in loads]
+    alone_s = [load.alone_s(profile, step_s) for load in loads]
     waiting = [step_s * sum(_roots(a, b, *span) for span in load.spans) ** 2 for load in loads]
-    low = max(own) * 1.001
+    low = max(alone_s) * 1.001  # the bound divides by the time beyond the longest episode alone
     high = (work + step_s * tokens) / engines + 2 * low
     best = 0.0
     while high - low > 1e-3 * high:
         time = (low + high) / 2
-        weighted = sum(part / (time - alone) for part, alone in zip(waiting, own, strict=True))
+        weighted = sum(part / (time - alone) for part, alone in zip(waiting, alone_s, strict=True))
         if work + max(full, weighted) > engines * time:
             best = low = time
         else:

@@ -67,8 +67,9 @@ def validation(
 ) -> dict[str, dict[str, float]]:
     """The simulator's errors by policy.
 
-    Makespan: a share, over all rounds and of the worst round. Preemptions: the ratio of both sums, plus one per round,
-    since one more or less is chance. Prefix hit rate: the difference.
+    - Makespan: the relative error over all rounds, and that of the worst round.
+    - Preemptions: the ratio of both sums. Each round counts one more than it had, since one more or less is chance.
+    - Prefix hit rate: the difference.
     """
     errors = {}
     for policy, rows in real.items():

@@ -44,4 +44,4 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "least_inflight": least_inflight,
     **{name: lambda policy=policy: policy for name, policy in TRAINER_POLICIES.items()},
 }
-"""By name, what makes the policy of one run."""
+"""Functions that make the policy of one run, by name."""

@@ -1,4 +1,4 @@
-"""What a comparison runs on: engine profiles, and the episodes of a seed."""
+"""The engines and episodes of a comparison: engine profiles, and the workload of a seed."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Profile:
 def mi300x(cache_share: float | None = None) -> EngineProfile:
     """An engine of configs/qwen3-14b-mi300x.toml by its roofline; nothing here was measured on a GPU.
 
-    AMD's data sheet gives 5.3 TB/s and 1,307 dense bfloat16 TFLOP/s. Assumed are 65 % of the one, 40 % of the other,
-    and 2 ms per decode step for everything else. The KV cache has the memory that the config leaves to it, or
-    `cache_share` of the GPU's memory.
+    AMD's data sheet gives 5.3 TB/s and 1,307 dense bfloat16 TFLOP/s. The profile assumes 65 % of this bandwidth, 40 %
+    of this rate, and 2 ms per decode step for everything else. The KV cache has the memory that the config leaves to
+    it, or `cache_share` of the GPU's memory.
     """
     config = load_config(CONFIG, {})
     assert config.model.shape is not None
@@ -87,7 +87,7 @@ def fitted(path: Path | None = None) -> EngineProfile:
 
 def profile_of(args: argparse.Namespace) -> Profile:
     """The engines and the workload for the options of `bench.rollouts`. Sets the sizes that have no value yet."""
-    default_sizes = (12, 16, 2) if args.profile == "cpu-tiny" else (512, 32, 64)
+    default_sizes = (12, 16, 2) if args.profile == "cpu-tiny" else (512, 32, 64)  # groups, samples, engines
     args.groups, args.samples, args.engines = (
         getattr(args, name) or size for name, size in zip(("groups", "samples", "engines"), default_sizes, strict=True)
     )

@@ -11,8 +11,13 @@ from typing import Any
 
 from bench.harness.command import BenchFailed
 
-TINY_MAX_TOKENS, TINY_MEAN_TOKENS, TINY_PROMPT_DIVISOR = 896, 220.0, 4
-"""Episodes of the profile cpu-tiny: maximum and mean tokens of a response, and the divisor of prompt lengths."""
+# Episodes of the profile cpu-tiny:
+TINY_MAX_TOKENS = 896
+"""Maximum tokens of a response."""
+TINY_MEAN_TOKENS = 220.0
+"""Mean tokens of a response."""
+TINY_PROMPT_DIVISOR = 4
+"""Divisor of the usual prompt lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +63,23 @@ def generated_scripts(
         difficulty = rng.lognormvariate(0.0, 0.55)
         for _ in range(samples):
             turns = 1 + min(9, int(rng.expovariate(1 / 2.7) + 0.5))
-            length = mean * 0.77 * difficulty * rng.lognormvariate(0.0, 0.45)
+            length = mean * 0.77 * difficulty * rng.lognormvariate(0.0, 0.45)  # the two factors have a mean of 1 / 0.77
             length = int(min(max_response_tokens, max(16 * turns, length)))
             scripts.append(EpisodeScript(group, prompt, _turns(turns, length, rng)))
     return scripts
 
 
 def _turns(count: int, length: int, rng: random.Random) -> tuple[tuple[int, int, float], ...]:
+    """Divide `length` tokens into turns. Each turn but the last has an observation and a tool time."""
     shares = [rng.uniform(0.5, 1.5) for _ in range(count)]
     turns = []
-    left = length
+    tokens_left = length
     for number, share in enumerate(shares):
         is_last = number == count - 1
-        part = left if is_last else max(2, int(length * share / sum(shares)))
-        part = min(part, left - 2 * (count - 1 - number))
+        part = tokens_left if is_last else max(2, int(length * share / sum(shares)))
+        part = min(part, tokens_left - 2 * (count - 1 - number))
         observed = 0 if is_last else min(part // 2, rng.randint(8, 200))
-        left -= part
+        tokens_left -= part
         turns.append((max(1, part - observed), observed, 0.0 if is_last else rng.lognormvariate(-1.2, 0.8)))
     return tuple(turns)
 

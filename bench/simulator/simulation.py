@@ -1,5 +1,7 @@
-"""Rollouts on simulated engines: scripted episodes under a placement policy. Seeded, and without a clock but in
-`decision_cost`."""
+"""Rollouts on simulated engines: scripted episodes under a placement policy.
+
+Everything is seeded, and nothing but `decision_cost` reads a clock.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript, Workload
 from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
-OBSERVE_INTERVAL_S = 1.0
+SCRAPE_INTERVAL_S = 1.0
 """Seconds between two scrapes of an engine."""
-TIMED_METHODS = ("submit", "place", "park", "resume", "complete", "observe")
+TIMED_METHODS = ("submit", "place", "park", "resume", "complete", "update_stats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def teach_lengths(scheduler: Scheduler, previous_step: Sequence[EpisodeScript]) 
 
 
 class Simulation:
-    """A rollout of `workload` on `num_engines` engines. After `run`, `engines` and `turns` have what happened.
+    """A rollout of `workload` on `num_engines` engines. After `run`, `engines` has the counters and `turns` the turns.
 
     `policy` is one of `bench.simulator.placement`, or `ORACLE`.
     """
@@ -78,22 +80,22 @@ class Simulation:
         """Run all episodes to their ends. Returns the simulation."""
         for key, script in enumerate(self.scripts):
             self.scheduler.submit(key, script.group, script.prompt, script.prompt + self.max_response_tokens)
-        self._at(OBSERVE_INTERVAL_S, "observe", None)
+        self._push_event(SCRAPE_INTERVAL_S, "scrape", None)
         self._place(self.engines.values())
         while self.num_finished < len(self.scripts):
             self.now, _, kind, subject = heapq.heappop(self._events)
             if kind == "tool":
                 assert isinstance(subject, int)
                 self._resume(subject)
-            elif kind == "observe":
-                self._observe()
+            elif kind == "scrape":
+                self._scrape()
             else:
                 assert isinstance(subject, SimulatedEngine)
                 if self._event_times.get(subject.name) == self.now:
                     self._after_event(subject, subject.advance(self.now))
         return self
 
-    def _at(self, time: float, kind: str, subject: object) -> None:
+    def _push_event(self, time: float, kind: str, subject: object) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, subject))
 
     def _after_event(self, engine: SimulatedEngine, ended: Sequence[EngineRequest]) -> None:
@@ -122,17 +124,17 @@ class Simulation:
         self.scheduler.park(key, self.context[key], self.now)
         self.new_tokens[key] = observed
         self.context[key] += observed
-        self._at(self.now + tool_s, "tool", key)
+        self._push_event(self.now + tool_s, "tool", key)
 
     def _resume(self, key: int) -> None:
         self.scheduler.resume(key, self.context[key], self.now)
         self._place([])
 
-    def _observe(self) -> None:
+    def _scrape(self) -> None:
         for engine in self.engines.values():
             stats = EngineStats(engine.preemptions, len(engine.waiting), engine.used / engine.profile.kv_capacity)
-            self.scheduler.observe(engine.name, stats, self.now)
-        self._at(self.now + OBSERVE_INTERVAL_S, "observe", None)
+            self.scheduler.update_stats(engine.name, stats, self.now)
+        self._push_event(self.now + SCRAPE_INTERVAL_S, "scrape", None)
         self._place([])
 
     def _place(self, changed: Iterable[SimulatedEngine]) -> None:
@@ -156,7 +158,7 @@ class Simulation:
         event_at = max(engine.next_event_at(), self.now)
         self._event_times[engine.name] = event_at
         if event_at < math.inf:
-            self._at(event_at, "engine", engine)
+            self._push_event(event_at, "engine", engine)
 
 
 def decision_cost(workload: Workload, profile: EngineProfile, num_engines: int) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ SHORT_TIMEOUT_S = 0.1
 LONG_TIMEOUT_S = 300.0
 """A time-out that no call here reaches on any machine, unless it is endless."""
 FIRST_NUMBER = 10_000_000
+"""The smallest number of a call. All have eight digits, so no number is a part of another one."""
 STDLIB_WEIGHTS = {"value": 30, "stdin": 20, "files": 12, "error": 8, "exit": 4, "crash": 3, "timeout": 3}
 """Kinds of calls that need only the standard library, and their relative frequency."""
 KIND_WEIGHTS = {**STDLIB_WEIGHTS, "numeric": 8, "symbolic": 2, "scientific": 1}
@@ -42,7 +43,7 @@ class ExpectedResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call, as the API takes it, and its expected result. `group` is the kind of call."""
+    """A call, as the API takes it, and its expected result. Tallies group calls by `group`, such as "short"."""
 
     call: Mapping[str, Any]
     group: str

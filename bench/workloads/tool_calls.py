@@ -20,7 +20,7 @@ from sandbox.types import CALL_FIELDS
 ENDLESS_TIMEOUT_S = 1.0
 """Time-out of the endless calls. All other calls here are much shorter."""
 
-CONTINUED = 0.42
+CONTINUED_SHARE = 0.42
 """Share of calls that repeat an earlier call's code above their own, as models do when no state is kept."""
 
 SHARES: dict[tuple[str, str], float] = {
@@ -40,12 +40,15 @@ SHARES: dict[tuple[str, str], float] = {
 
 @dataclass(frozen=True, slots=True)
 class CallTemplate:
-    """Code with placeholders. `end` is `ok`, `timeout` or the type of the error."""
+    """Code with placeholders."""
 
     name: str
     family: str
+    """The imported library; `plain` if there is none."""
     end: str
+    """How a call ends: `ok`, `timeout` or the type of its error."""
     ranges: tuple[tuple[str, int, int], ...]
+    """Name, minimum and maximum of each placeholder."""
     stdin: str
     code: str
 
@@ -77,7 +80,7 @@ def labelled_calls(n: int, seed: int = 0) -> Iterator[tuple[CallTemplate, dict[s
     for group in rng.choices(groups, weights=[SHARES[group] for group in groups], k=n):
         template = rng.choice(_members(*group))
         call = template.fill(rng)
-        if rng.random() < CONTINUED:
+        if rng.random() < CONTINUED_SHARE:
             earlier = rng.choice(_members(template.family, "ok"))
             call["code"] = f"{earlier.fill(rng)['code']}\n{call['code']}" if not earlier.stdin else call["code"]
         yield template, call

@@ -4,10 +4,10 @@
     CallRequest    the decoded call; immutable                           -            until the result
     CallState      the request, attempts, failed starts                  Executor     until the result
     Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
-    CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the zygote's report of a
-                                                                                      still running call to its end
+    CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the `still_running` frame
+                                                                                      to the end of the attempt
 
-`CallMonitor` is in `monitor`, the others are here.
+`CallMonitor` is defined in `monitor`, the other three here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RETURNED_HEADER_BYTES = 4096
 MAX_TIMEOUT_S = 1e6
 """Largest time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
 MAX_OPEN_FILES = 256
-"""RLIMIT_NOFILE of a call: more than a tool call needs, few enough that a call which uses them all is cheap."""
+"""RLIMIT_NOFILE of a call. A tool call needs fewer; a call that uses them all still costs little."""
 MAX_TASKS = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-"""Hard limit of this process on processes and threads (-1: none). A call cannot have a higher one."""
+"""Hard limit of this process on processes and threads; -1 if there is no limit. A call cannot have a higher one."""
 HANG_GRACE_S = 10.0
 """Seconds beyond the wall cap after which a zygote that has not reported the call's end counts as hung."""
 WALL_CAP_FACTOR, MIN_WALL_CAP_S = 10, 60.0
 """The wall cap of a call is its time limit times this factor, and at least this many seconds."""
 UNCROWDED_CALLS_PER_CORE = 2
-"""Calls per core up to which the wall cap counts in full seconds."""
+"""With at most this many calls per core, each second of wall time uses up one second of the wall cap."""
 
 
 def wall_cap_s(timeout_s: float) -> float:
@@ -48,8 +48,9 @@ def wall_cap_s(timeout_s: float) -> float:
     return max(WALL_CAP_FACTOR * timeout_s, MIN_WALL_CAP_S)
 
 
-def wall_cap_rate(calls_per_core: float) -> float:
-    """Return the seconds of the wall cap that one second uses up: 1, or less where calls wait for each other."""
+def wall_cap_used_per_s(calls_per_core: float) -> float:
+    """Return the seconds of the wall cap that one second of wall time uses up: 1, or less if so many calls share a core
+    that they wait for each other."""
     return min(1.0, UNCROWDED_CALLS_PER_CORE / max(calls_per_core, 1e-9))
 
 
@@ -59,6 +60,7 @@ class CallRequest:
 
     seq: int
     encoded: dict[str, Any]
+    """The call as `Call.encode(binary=True)` returns it."""
     limits: dict[str, float]
     modules: frozenset[str]
     """Modules that the code appears to import."""
@@ -67,8 +69,8 @@ class CallRequest:
     @classmethod
     def decode(cls, seq: int, encoded: dict[str, Any]) -> CallRequest:
         """Decode `Call.encode(binary=True)`."""
-        given = encoded.get("limits", {})
-        limits = {name: given.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
+        requested = encoded.get("limits", {})
+        limits = {name: requested.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
         modules = profile_choice.imported_modules(encoded["code"])
         profile = Profile(encoded.get("profile", Profile.AUTO))
         if profile is Profile.AUTO:
@@ -99,22 +101,22 @@ class CallRequest:
 
     @property
     def max_result_bytes(self) -> int:
-        """Upper bound of what a zygote may send as the end of the call: stdout, stderr, report (value and traceback),
-        returned files."""
+        """Upper bound of what a zygote may send as the end of the call: stdout, stderr, and in the report value and
+        traceback, each limited by `output_bytes`; then the rest of the report and the returned files."""
         return 4 * self.output_bytes + REPORT_OVERHEAD_BYTES + MAX_RETURNED_BYTES
 
     def cgroup_memory_bytes(self, zygote_bytes: int) -> int:
         """Return the memory limit of the call's cgroup, in a zygote with `zygote_bytes` of private memory.
 
-        The kernel also counts files, output and copied pages of the zygote there. Each is added in full, so that a
-        call within each of its own limits is never killed for their sum.
+        In this cgroup the kernel also counts files, output, and pages that the call copies from the zygote. The maximum
+        of each is added, so that a call which exceeds none of its limits is never killed for their sum.
         """
         return zygote_bytes + (int(self.limits["memory_mb"]) << 20) + self.disk_bytes + self.max_result_bytes
 
     @property
     def max_file_bytes(self) -> int:
-        """RLIMIT_FSIZE: `disk_mb`, or more if a memory file needs it. The memory files for output, report and returned
-        files have seals as limits of their own, which this limit must not undercut."""
+        """RLIMIT_FSIZE of the call: `disk_mb`, or more if a memory file is larger. The limit also applies to the memory
+        files for output, report (value and traceback) and returned files, whose sizes seals bound as well."""
         returned_bytes = self.disk_bytes + RETURNED_HEADER_BYTES if self.return_files else 0
         return max(self.disk_bytes, returned_bytes, 2 * self.output_bytes + REPORT_OVERHEAD_BYTES)
 
@@ -171,7 +173,7 @@ class Attempt:
 
 @dataclass(eq=False, slots=True)
 class CallState:
-    """An unanswered call. It is in the executor's queue, or waits for a retry, or has an `attempt`."""
+    """An unanswered call. It is queued, or waits for the `verify` zygote or for a retry, or has an `attempt`."""
 
     request: CallRequest
     attempts: int = 1
@@ -180,8 +182,8 @@ class CallState:
     is_cancelled: bool = False
 
     def mark_cancelled(self) -> None:
-        """Mark that no result is to be sent, and free the code and the input. The limits stay in use until the attempt
-        has ended."""
+        """Mark that no result is to be sent, and free the code and the input. The limits are kept, since they are used
+        until the attempt has ended."""
         self.is_cancelled = True
         self.request = replace(self.request, encoded={}, modules=frozenset())
 
@@ -196,15 +198,15 @@ class StillRunning:
 
     wall_s: float
     pidfd: int
-    """Refers to the call's first process. The receiver has to close it."""
+    """Pidfd of the call's first process. The receiver has to close it."""
     zygote_pid: int
     pid_in_jail: int
-    """The first process' number in the PID namespace of the zygote."""
+    """Pid of the call's first process in the PID namespace of the zygote."""
 
 
 def _encode_stdin(text: str) -> bytes:
-    """Encode standard input. Lone surrogates stand for bytes that are not UTF-8 (PEP 383); those outside that range
-    are encoded as they are."""
+    """Encode standard input. The surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8 (PEP 383). If the text
+    contains any other lone surrogate, all its surrogates are encoded as three bytes each."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -22,7 +22,7 @@ from sandbox.types import EncodedResult, unavailable_result
 
 STATS_INTERVAL_S = 1.0
 FLUSH_TIMEOUT_S = 5.0
-"""Seconds at the end in which unsent frames may still be sent."""
+"""Seconds for which the executor, before it exits, waits until all frames are sent."""
 
 Frames = AsyncGenerator[list[Any], None]
 
@@ -34,14 +34,12 @@ async def serve(sock: socket.socket) -> int:
     async with trio.open_nursery() as nursery, aclosing(_read_frames(stream, wire.Unpacker())) as frames:
         nursery.start_soon(stream.flush_forever)
         try:
-            first = await anext(frames, None)
-            if first is None or first[0] != "configure":
-                raise ProtocolError(f"expected a configure frame first, got {first and first[0]!r}")
-            config, is_replacement = ExecutorConfig.decode(first[1]), first[2:] == [True]
+            first_frame = await anext(frames, None)
+            if first_frame is None or first_frame[0] != "configure":
+                raise ProtocolError(f"expected a configure frame first, got {first_frame and first_frame[0]!r}")
+            config, is_replacement = ExecutorConfig.decode(first_frame[1]), first_frame[2:] == [True]
             if config.isolation == AUTO:
-                raise ConfigError(
-                    f"isolation={AUTO}: expected a level; the server chooses one, once, for all its executors"
-                )
+                raise ConfigError(f"isolation={AUTO}: expected a level; the server chooses one for all its executors")
             await GatewayConnection(stream, config, is_replacement=is_replacement).run(frames)
         except* SandboxError as errors:
             failure = str(first_error(errors))
@@ -104,6 +102,7 @@ class GatewayConnection:
             "wanted_fds": executor.wanted_fds,
             "missing_modules": sorted({module for zygote in zygotes for module in zygote.missing_modules}),
             "isolation": executor.level.value,
+            "cgroups": executor.cgroups,
             "python": next((zygote.python for zygote in zygotes), ""),
         }
         self._stream.write(wire.pack(["ready", ready]))
@@ -116,7 +115,7 @@ class GatewayConnection:
         self._has_results.set()
 
     async def _send_results(self, connection_scope: trio.CancelScope) -> None:
-        """Send the results that have gathered since the last pass, together; stop the connection once drained."""
+        """Send all results that have come since the last pass of the loop, and stop the connection once drained."""
         while True:
             await self._has_results.wait()
             self._has_results = trio.Event()
@@ -136,7 +135,7 @@ class GatewayConnection:
 
 
 def _encode_results(results: list[tuple[int, EncodedResult]]) -> bytes:
-    """Encode one frame. Results that exceed the largest frame, which high limits allow, become `unavailable`."""
+    """Encode one frame. High limits allow results that exceed the largest frame; these become `unavailable`."""
     try:
         return wire.pack(["results", results])
     except ProtocolError as error:
@@ -152,8 +151,8 @@ def _split_into_frames(results: list[tuple[int, EncodedResult]]) -> list[list[tu
     for seq, result in results:
         texts = result["stdout"], result["stderr"], result["value"] or ""
         result_bytes = sum(map(len, texts)) + sum(map(len, result["files"].values()))
-        is_full = not frames or len(frames[-1]) == wire.MAX_FRAME_CALLS
-        if is_full or frame_bytes + result_bytes > wire.TARGET_FRAME_BYTES:
+        needs_frame = not frames or len(frames[-1]) == wire.MAX_FRAME_CALLS
+        if needs_frame or frame_bytes + result_bytes > wire.TARGET_FRAME_BYTES:
             frames.append([])
             frame_bytes = 0
         frames[-1].append((seq, result))

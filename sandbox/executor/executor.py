@@ -53,29 +53,30 @@ GUEST_ENV = {
     "USER": "sandbox",
     "LOGNAME": "sandbox",
     "MPLBACKEND": "Agg",
-    "LD_BIND_NOW": "1",  # see guest/zygote.py
+    "LD_BIND_NOW": "1",  # the reason is in guest/zygote.py
     "PYTHONHASHSEED": "0",  # so that the same code has the same output in every zygote
     "MALLOC_ARENA_MAX": "1",  # each arena reserves 64 MiB of the address space that memory_mb limits
-    # One thread each: calls share the cores, and a zygote with threads cannot fork.
+    # One thread for each library, since calls share the cores and a zygote with several threads cannot fork.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
 """Environment variables of every call."""
 MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
-"""Share of the machine's memory below which no call moves to a long slot, since that lets a further call
-start."""
+"""While less than this share of the machine's memory is available, no call moves to a long slot, since that would let
+a further call start in the short slot."""
 MEMORY_SAMPLE_INTERVAL_S = 0.25
 STALL_S = 0.08
-"""Seconds without the end of a call, while calls wait for a short slot, after which calls are demoted earlier. It is
-below the default of `demote_after_ms`, so that calls which hold all short slots are demoted when first sampled."""
+"""If calls are queued and no call has ended for this many seconds, running calls are demoted earlier
+(`Executor.demote_after_s`). Less than the default of `demote_after_ms`, so that it has an effect on the first
+sample."""
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
 """Seconds until a call is retried. The delay doubles with each attempt and each failed start."""
 MAX_FREE_START_FAILURES = 8
-"""Failed starts of a call (no process, no descriptor) that do not count as an attempt; with back-off they cover about
-20 s."""
+"""Number of failed starts of a call (no process, no descriptor) that do not count as attempts. With back-off they take
+about 20 s."""
 MAX_MISSED_IMPORTS = 1000
-"""Distinct module names that `missed_imports` counts."""
+"""Maximum number of module names in `missed_imports`. The names come from the code of calls."""
 
 OnResult = Callable[[int, EncodedResult], None]
 
@@ -93,24 +94,26 @@ class Executor:
         capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
         self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
-        """Descriptors that the configured slots need. With a lower limit there are fewer slots."""
+        """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""
         self.slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
         self.long_slots = max(0, min(capacity["long_slots"], jail.max_slots_for_fds() - self.slots))
+        self.cgroups = ""
+        """Version and directories of the cgroups of the calls; empty if there are none."""
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
         self.cpu_priority = CpuPriority()
         self.on_window_changed: Callable[[int], None] = lambda _window: None
         """Called with `window` whenever that has changed."""
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
-        """How often calls import modules that their zygote has not loaded, by module."""
+        """By module: how often calls have imported it in a zygote that had not loaded it."""
         self._planned_cores = capacity["cores"]
-        """Cores that are meant for the calls of this executor: its share of the setting `cores`."""
+        """This executor's share of the setting `cores`."""
         self._max_attempts = config.attempts
         self._on_result = on_result
         self._is_replacement = is_replacement
         self._demote_after_s = config.demote_after_ms / 1e3
         self._progress_at = -math.inf
-        """Monotonic time at which a call last ended, or the first of the queued calls came."""
+        """Monotonic time at which a call last ended, or at which a call was added to the empty queue."""
         self._min_available_bytes = int(MIN_AVAILABLE_MEMORY_SHARE * machine.memory_limit())
         self._memory_sampled_at = -math.inf
         self._has_memory = True
@@ -122,14 +125,14 @@ class Executor:
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
         self._monitored: dict[int, CallMonitor] = {}
-        """By run id."""
+        """The monitors of running calls, by run id."""
         self._nursery: trio.Nursery | None = None
         self._ready = trio.Event()
         self._scratch_parent_dir = self._find_scratch_parent_dir()
         profiles = tuple(Profile(name) for name in config.profiles)
-        min_pools = -(-(self.slots + self.long_slots) // MAX_SLOTS_PER_POOL)
+        min_pools = math.ceil((self.slots + self.long_slots) / MAX_SLOTS_PER_POOL)
         pools = max(min(capacity["zygote_pools"], self.slots), min_pools)
-        short, long = -(-self.slots // pools), -(-self.long_slots // pools)
+        short, long = math.ceil(self.slots / pools), math.ceil(self.long_slots / pools)
         self.pools = [self._new_pool(number, Slots(short, long), profiles) for number in range(pools)]
         self._announced_window = self.window
 
@@ -140,26 +143,24 @@ class Executor:
             return ""
         has_uids = jail.host_uids(0, 1, self.level)[0] is not None
         parent = jail.scratch_parent_dir(has_uids=has_uids)
-        usual = tempfile.gettempdir()
-        reason = "" if parent == usual else f" (the uids of calls cannot enter {usual})"
+        default = tempfile.gettempdir()
+        reason = "" if parent == default else f" (the uids of calls cannot enter {default})"
         total_mib = shutil.disk_usage(parent).total >> 20
-        log.info(
-            "scratch directories are on %s%s, %d MiB shared by all calls; disk_mb limits each file only",
-            *(parent, reason, total_mib),
-        )
+        shared = f"{parent}{reason}, {total_mib} MiB shared by all calls"
+        log.info("scratch directories are on %s; disk_mb limits each file only", shared)
         return parent
 
     def _new_pool(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> ZygotePool:
-        base, count = jail.host_uids(number, slots.count, self.level, self.python)
-        shares_uid = base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
+        uid_base, uid_count = jail.host_uids(number, slots.count, self.level, self.python)
+        shares_uid = uid_base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
         scratch_root = f"{self._scratch_parent_dir}/rstar-sandbox-{secrets.token_hex(8)}"
         spec = jail.JailSpec(
             self.level,
             self.python,
             str(jail.GUEST_SOURCE_DIR),
             env=GUEST_ENV,
-            uid_base=base,
-            uid_count=count,
+            uid_base=uid_base,
+            uid_count=uid_count,
             user_namespace_per_call=shares_uid and self._can_limit_processes,
             scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
@@ -196,12 +197,13 @@ class Executor:
             stack.close()
             log.warning("no cgroups, the memory of a call is summed over its processes by sampling: %s", error)
             return
-        log.info("cgroups: %s", "; ".join(map(str, trees)))
+        self.cgroups = "; ".join(map(str, trees))
         for pool, tree in zip(self.pools, trees, strict=True):
             pool.slots.cgroups = tree
 
     async def wait_ready(self) -> None:
-        """Wait until every pool has had all its zygotes ready; in a replacement, until one zygote is ready."""
+        """Wait until all zygotes of every pool have been ready; if this executor replaces another, until one zygote
+        has been."""
         await self._ready.wait()
 
     def submit(self, seq: int, encoded: dict[str, Any]) -> None:
@@ -274,17 +276,18 @@ class Executor:
 
     @property
     def window(self) -> int:
-        """Number of calls that this executor accepts at once: those in long slots, and two per short slot."""
+        """Number of calls that the gateway may have sent and not yet got a result for: as many as there are calls in
+        long slots, and two for each short slot."""
         return 2 * self.slots + self.running_long
 
     @property
     def demote_after_s(self) -> float:
         """Virtual time after which a running call becomes a long call: `demote_after_ms`, divided by the calls in short
-        slots per core, since a call gets that part of a core and a new short call competes with all of them.
+        slots per core. With n such calls on a core, each of them gets 1/n of the core, and so would a new call.
 
-        It is not divided while calls are queued and others end: calls that become long then would let more calls start,
-        which takes memory, and no queued call would end sooner. When all short slots are used by calls that do not end,
-        nothing ends for `STALL_S`, and it is divided.
+        The time is not divided while calls are queued and other calls end. Calls that became long would let more calls
+        start, which takes memory, and no queued call would end sooner. If the calls in the short slots do not end, the
+        time is divided after `STALL_S`.
         """
         if self._queue and time.monotonic() - self._progress_at < STALL_S:
             return self._demote_after_s
@@ -318,7 +321,7 @@ class Executor:
     def _count_missed_imports(self, modules: Set[str]) -> None:
         for module in modules:
             if module in self.missed_imports or len(self.missed_imports) < MAX_MISSED_IMPORTS:
-                self.missed_imports[module[:60]] += 1
+                self.missed_imports[module[:60]] += 1  # a name may be as long as the code
 
     def on_zygote_ready(self) -> None:
         pools_ready = (pool.has_been_ready for pool in self.pools)
@@ -337,7 +340,7 @@ class Executor:
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
-            usage = jail.CgroupUsage(None, None, hit_own_limit=True)
+            usage = jail.CgroupUsage(cpu_ms=None, peak_bytes=None, hit_own_limit=True)
         try:
             max_cpu_s = call_monitor.max_cpu_s if call_monitor is not None else math.inf
             result = build_result(
@@ -408,7 +411,8 @@ class Executor:
             the kernel killed it because of an outer memory limit      yes
             it could not be started: no process, descriptor, cgroup    after `MAX_FREE_START_FAILURES`
 
-        In the meantime the missing resource may return, and other zygotes of a dying jail are noticed.
+        During the delay, a missing resource may become available again, and the executor notices which other zygotes of
+        a dying jail have exited.
         """
         call.start_failures += not has_started
         is_counted = has_started or call.start_failures > MAX_FREE_START_FAILURES
@@ -453,6 +457,6 @@ class Executor:
 
 
 def _is_cpu_exceeded(ended: Header, usage: jail.CgroupUsage | None, timeout_s: float, max_cpu_s: float) -> bool:
-    """Return whether a call that ended by itself had used up its time: virtual time is at most wall time, and at least
-    the CPU time per core. Raises `ProtocolError`."""
+    """Return whether a call that ended by itself had used up its time limit. Its virtual time is at most its wall time
+    and at least its CPU time per core, so both have to reach their limits. Raises `ProtocolError`."""
     return get_number(ended, "wall_ms") >= 1e3 * timeout_s and total_cpu_ms(ended, usage) >= 1e3 * max_cpu_s

@@ -1,11 +1,12 @@
 """Monitors calls that run longer than `demote_after_ms`: advances their virtual clock, moves them to long slots,
 changes their CPU priority, and kills them at their time limit.
 
-    virtual time   reaches `demote_after_s`        the call is long: demoted, and in a long slot once one is free
-                   lags behind 1/4 of the share    the call is promoted until it has caught up
-                   reaches `timeout_s`             killed: timed out
-    wall cap       used up                         killed: timed out if it has several threads, else starved
-    memory         over the limit, no cgroup       killed: out of memory
+    quantity       event                                consequence for the call
+    virtual time   reaches `demote_after_s`             long: demoted, and moved to a long slot once one is free
+                   lags behind 1/4 of the fair share    promoted until it has caught up
+                   reaches `timeout_s`                  killed: timed out
+    wall cap       is used up                           killed: timed out if it ever had two threads, else starved
+    memory         exceeds the limit, no cgroup         killed: out of memory
 
 Invariants:
 - A call is monitored only once its zygote has reported it as still running; most calls end before that.
@@ -30,39 +31,43 @@ from typing import Protocol
 
 import trio
 
-from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_rate, wall_cap_s
+from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
 from sandbox.executor.process_tree import CpuPriority, ProcessTree, exceeds_memory, pid_of_pidfd
 from sandbox.executor.slots import Slots
 from sandbox.executor.virtual_clock import VirtualClock
 
 log = logging.getLogger(__name__)
 
-SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_THREADED_S = (0.05, 0.25), (0.02, 0.1)
-"""Range of the seconds between two samples of a call with one thread, and with more. Each interval is random, so that
-the code cannot hide its children from the samples."""
+SAMPLE_INTERVAL_S = 0.05, 0.25
+"""Minimum and maximum seconds between two samples of a call with one thread. Each interval is random, so that the code
+cannot hide its children from the samples."""
+SAMPLE_INTERVAL_THREADED_S = 0.02, 0.1
+"""Minimum and maximum seconds between two samples of a call with several threads or processes."""
 CROWDED_CALLS_PER_CORE = 48
 """Calls per core above which sample intervals grow in proportion, so that the total cost of sampling stays constant.
-Not lower: the virtual time of child processes that start and end between two samples is only estimated."""
+Longer intervals make virtual time less accurate: child processes that start and end between two samples are missed."""
 MIN_SAMPLE_INTERVAL_S = 0.002
 """Minimum seconds between two samples of a call."""
 POLL_BUDGET_S = 0.002
 """CPU seconds of sampling after which the monitor yields to the event loop."""
-FREE_SAMPLE_CPU_S, MAX_COSTLY_SAMPLE_SHARE = 0.0005, 0.2
-"""CPU seconds that a sample may take for free; what all samples together take beyond that is limited to this share of a
-core. So calls with many threads are sampled less often."""
+FREE_SAMPLE_CPU_S = 0.0005
+"""CPU seconds that each sample may take without an effect on the sample intervals."""
+MAX_COSTLY_SAMPLE_SHARE = 0.2
+"""Share of a core that all samples together may take beyond `FREE_SAMPLE_CPU_S` each. So calls with many threads, whose
+samples take long, are sampled less often."""
 SAMPLE_RETRY_S = 0.1
 """Seconds until the next sample after one failed because the machine lacked a resource."""
-MIN_GUESS_INTERVAL_S = 0.01
-"""Minimum seconds between two samples if the call is over its limit only when the uncertain part of its virtual time is
-counted."""
+MIN_UNCERTAIN_INTERVAL_S = 0.01
+"""Minimum seconds between two samples of a call that has reached its time limit only if the uncertain part of its
+virtual time is counted."""
 MAX_SPEEDUP = 4
-"""Until the next sample, a demoted call is assumed to run at most this many times faster than since the last one. This
-bounds how late a time-out can be noticed."""
+"""A demoted call is assumed to run, until its next sample, at most this many times faster than between its last two
+samples. This bounds how late the monitor notices a time-out."""
 MIN_SHARE_DIVISOR = 4
-"""A long call is promoted while it has had less than 1/4 of its fair share of the cores."""
+"""A long call is promoted while it has had less than its fair share of the cores divided by this number."""
 MAX_LAG_S = 0.05
-"""Seconds of virtual time that a long call may lag before it is promoted (times the crowding factor). Moving a thread
-between cgroups takes a lock that every fork and exit on the machine waits for."""
+"""Seconds of virtual time, times the crowding factor, by which a long call may lag before it is promoted. It is not
+zero, since moving a thread between cgroups takes a lock that every fork and exit on the machine waits for."""
 _memory_reader = ThreadPoolExecutor(1, "memory")
 """Runs `exceeds_memory`, which blocks for milliseconds, for one call at a time, beside the event loop."""
 
@@ -90,19 +95,19 @@ class MonitorOwner(Protocol):
     def calls_per_core(self) -> float: ...
 
     def take_long_slot(self, slots: Slots, slot: int) -> bool:
-        """Count the slot against the long quota, if that is possible."""
+        """Count the slot against the long quota and return True; return False if the quota or the memory is used up."""
         ...
 
     def extend_hang_deadline(self, attempt: Attempt, wall_s: float) -> None:
-        """Expect the end of the attempt within `wall_s` seconds from now."""
+        """Set the attempt's hang deadline to `wall_s` seconds from now plus `HANG_GRACE_S`."""
         ...
 
     def count(self, event: str) -> None: ...
 
 
 def lag_s(virtual_s: float, wall_s: float, calls_per_core: float) -> float:
-    """Return by how many seconds of virtual time a long call lags behind its minimum share. `virtual_s` and `wall_s`
-    count from the moment at which it became long."""
+    """Return by how many seconds of virtual time a long call lags behind its minimum share of the cores. `virtual_s`
+    and `wall_s` count from the moment at which the call became long."""
     return wall_s / (MIN_SHARE_DIVISOR * max(1.0, calls_per_core)) - virtual_s
 
 
@@ -117,13 +122,13 @@ def next_sample_in_s(
 ) -> float:
     """Return the seconds until the next sample.
 
-    `left_s`: virtual seconds until the limit, of which up to `uncertain_s` may be gone already. `slowness`: wall
-    seconds per virtual second since the last sample; 1 if the call slept.
+    `left_s`: virtual seconds until the limit, of which up to `uncertain_s` may already have passed. `slowness`: wall
+    seconds per virtual second between the last two samples; 1 if the call slept.
     """
     factor = crowding_factor(calls_per_core)
     interval_s = factor * random.uniform(*(SAMPLE_INTERVAL_S if is_single_threaded else SAMPLE_INTERVAL_THREADED_S))
-    left_s = min(left_s, max(left_s - uncertain_s, factor * MIN_GUESS_INTERVAL_S))
-    if is_promoted:  # it must not get much more than its minimum share
+    left_s = min(left_s, max(left_s - uncertain_s, factor * MIN_UNCERTAIN_INTERVAL_S))
+    if is_promoted:  # soon, since a promoted call must not get much more than its minimum share
         interval_s = min(interval_s, factor * MAX_LAG_S)
     elif is_single_threaded:
         left_s = max(MIN_SAMPLE_INTERVAL_S, left_s) * min(factor, max(1.0, slowness / MAX_SPEEDUP))
@@ -131,7 +136,7 @@ def next_sample_in_s(
 
 
 def crowding_factor(calls_per_core: float) -> float:
-    """Return the factor by which intervals are longer than for a few calls."""
+    """Return the factor by which sample intervals are longer than with few calls."""
     return max(1.0, calls_per_core / CROWDED_CALLS_PER_CORE)
 
 
@@ -144,8 +149,8 @@ class CallMonitor:
         self.is_stopped = False
         self.kill_reason: KillReason | None = None
         self.max_cpu_s = math.inf
-        """CPU seconds beyond which the call has timed out even if it ended by itself before the next sample: virtual
-        time is never less than CPU time per core."""
+        """A call that has used more CPU seconds than this has timed out, even if it ended by itself before its next
+        sample, since virtual time is never less than CPU time per core."""
         self._attempt, self._slots, self._running, self._started = attempt, slots, running, started
         self._owner = owner
         self._pidfd = running.pidfd
@@ -155,11 +160,14 @@ class CallMonitor:
         self._memory_check: Future[bool] | None = None
         self._clock = VirtualClock(owner.granted_cores)
         self._wall_cap_left_s = wall_cap_s(self._timeout_s)
-        self._last = self._long_since = 0.0, 0.0
-        """Wall time and virtual time of the last sample, and of the sample at which the call became long."""
+        self._last_sample = 0.0, 0.0
+        """Wall time and virtual time of the last sample."""
+        self._long_since = 0.0, 0.0
+        """Wall time and virtual time of the sample at which the call became long."""
 
     def step(self) -> float | None:
-        """Sample the call and act on the sample. Return the seconds until the next step, or None after the last."""
+        """Sample the call and act on the sample. Return the seconds until the next step, or None if this was the last
+        one."""
         try:
             interval_s = self._step()
         except OSError as error:
@@ -191,18 +199,18 @@ class CallMonitor:
             return None
         wall_s, calls_per_core = trio.current_time() - self._started, owner.calls_per_core
         self._advance_clock(tree, wall_s)
-        rate = wall_cap_rate(calls_per_core)
-        span_s, gained_s = wall_s - self._last[0], clock.elapsed_s - self._last[1]
-        self._last = wall_s, clock.elapsed_s
-        self._wall_cap_left_s -= span_s * rate
+        cap_used_per_s = wall_cap_used_per_s(calls_per_core)
+        span_s, gained_s = wall_s - self._last_sample[0], clock.elapsed_s - self._last_sample[1]
+        self._last_sample = wall_s, clock.elapsed_s
+        self._wall_cap_left_s -= span_s * cap_used_per_s
         self.kill_reason = self._find_kill_reason(tree)
         if self.kill_reason is not None:
             self._kill(tree)
             return None
-        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / rate)
+        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / cap_used_per_s)
         left_s, demote_after_s = self._timeout_s - clock.elapsed_s, owner.demote_after_s
         if not self._is_long and clock.elapsed_s >= demote_after_s:
-            self._is_long, self._long_since = True, self._last
+            self._is_long, self._long_since = True, self._last_sample
             self._slots.hold_mount_namespace(self._attempt.slot, tree.root)
         if self._is_long:
             self._has_long_slot = self._has_long_slot or owner.take_long_slot(self._slots, self._attempt.slot)
@@ -225,8 +233,9 @@ class CallMonitor:
     def _advance_clock(self, tree: ProcessTree, wall_s: float) -> None:
         clock, cgroup = self._clock, self._slots.cgroup(self._attempt.slot)
         processes = tree.sample()
-        signal.pidfd_send_signal(self._pidfd, 0)  # raises if the first process is gone: its pid may then be another's
-        if processes is None or processes:
+        # Raises if the first process has ended. Its pid, and so the sample, may then belong to another process.
+        signal.pidfd_send_signal(self._pidfd, 0)
+        if processes is None or processes:  # the sample is empty if the first process is a zombie
             cgroup_cpu_s = cgroup.cpu_s() if cgroup is not None else None
             cpu_s = tree.cpu_s if cgroup_cpu_s is None else cgroup_cpu_s
             clock.advance(wall_s, processes, cpu_s)
@@ -244,8 +253,8 @@ class CallMonitor:
         return None
 
     def _is_over_memory(self, tree: ProcessTree) -> bool:
-        """Return whether an earlier sample was over the memory limit, and start the next check if the current one may
-        be. Used where no cgroup counts the memory of a call."""
+        """Return whether a finished check found the call over its memory limit. If there is none, start a check if the
+        last sample may be over the limit. Used where no cgroup counts the memory of a call."""
         attempt, check = self._attempt, self._memory_check
         if check is None:
             resident = tree.resident_bytes()
@@ -261,7 +270,7 @@ class CallMonitor:
 
     def _kill(self, tree: ProcessTree) -> None:
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        if self._is_long:  # an exiting process takes kernel locks, so it must not run at SCHED_IDLE
+        if self._is_long:  # an exiting process holds kernel locks, so it must not run at SCHED_IDLE
             self._owner.cpu_priority.apply(tree, self._slots.idle_cgroup, is_demoted=False)
 
     def _update_priority(self, tree: ProcessTree, wall_s: float, calls_per_core: float) -> None:
@@ -275,12 +284,12 @@ class CallMonitor:
 
 
 class Monitor:
-    """Steps all monitored calls in one task. A task for each call would cost as much in wake-ups as the samples do."""
+    """Steps all monitored calls in one task. With a task for each call, wake-ups would cost as much as the samples."""
 
     def __init__(self, owner: MonitorOwner) -> None:
         self._owner = owner
         self._due: list[tuple[float, int, CallMonitor]] = []
-        """Heap of (time of the next step, number, monitor)."""
+        """Heap of (time of the next step, number that orders equal times, monitor)."""
         self._numbers = itertools.count()
         self._added = trio.Event()
 
@@ -313,7 +322,7 @@ class Monitor:
                 continue
             interval_s = call_monitor.step()
             before, now = now, time.thread_time()
-            if interval_s is not None:
+            if interval_s is not None:  # as if the samples of all monitored calls took as long as this one
                 costly_s = max(0.0, now - before - FREE_SAMPLE_CPU_S) * (len(self._due) + 1)
                 interval_s = max(interval_s, costly_s / MAX_COSTLY_SAMPLE_SHARE)
                 self._schedule(trio.current_time() + interval_s, call_monitor)

@@ -28,33 +28,33 @@ from sandbox.jail import IdleCgroup, can_restore_priority
 log = logging.getLogger(__name__)
 
 MAX_SAMPLED_THREADS = 128
-"""A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. Also the
-number of threads that are moved between cgroups at once."""
+"""A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. This is
+also the largest number of threads that are moved between cgroups at once."""
 UNKNOWN_PID = 0
-"""Stands for a process whose number in this /proc cannot be found."""
+"""Stands for a process whose pid in this /proc cannot be found."""
 _UNKNOWN_POLICY = -1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT_STATE, _STAT_PPID, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = 0, 1, 6, slice(11, 13), slice(13, 15)
 _STAT_THREADS, _STAT_START, _STAT_POLICY = 17, 19, 38
 """Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
 _PF_EXITING = 0x4
-"""Flag of a process that runs no user code any more. On an overloaded machine its exit waits seconds for a core and for
-kernel locks; that time is not charged to the call."""
+"""Flag of a process that has begun to exit. On an overloaded machine the exit waits seconds for a core and for kernel
+locks; this time is not charged to the call."""
 _VOLUNTARY_KEY = b"\nvoluntary_ctxt_switches:"
 _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
 """Lines of /proc/PID/status, in KiB."""
 _PROPORTIONAL_KEYS, _FILE_KEYS = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
-"""Lines of /proc/PID/smaps_rollup, in KiB. Proportional: a page shared by n processes counts 1/n for each."""
+"""Lines of /proc/PID/smaps_rollup, in KiB. In these, a page that n processes share counts 1/n for each of them."""
 _SCHED_PARAM = os.sched_param(0)
 _GONE_ERRORS = OSError, IndexError, ValueError
 """Errors from reading the files of a process that has just ended."""
 
 
 def pid_of_pidfd(pidfd: int, zygote_pid: int = 0, pid_in_jail: int = 0) -> int | None:
-    """Return the number in this /proc of the process that a pidfd refers to, or None if it has ended.
+    """Return the pid in this /proc of the process that a pidfd refers to, or None if the process has ended.
 
-    Where fdinfo does not contain it, return the child of `zygote_pid` that has the number `pid_in_jail` in the zygote's
-    PID namespace, or `UNKNOWN_PID`.
+    Where fdinfo does not contain the pid, return the child of `zygote_pid` whose pid in the zygote's PID namespace is
+    `pid_in_jail`, or `UNKNOWN_PID` if there is none.
     """
     for line in _read(f"/proc/self/fdinfo/{pidfd}").splitlines():
         if line.startswith(b"Pid:"):
@@ -70,14 +70,14 @@ def pid_of_pidfd(pidfd: int, zygote_pid: int = 0, pid_in_jail: int = 0) -> int |
 
 
 def _pids_by_namespace(pid: int) -> list[int]:
-    """Return the numbers of a process in its PID namespaces, from that of this /proc inwards."""
+    """Return the pids of a process in its PID namespaces, from the namespace of this /proc inwards."""
     status = _read(f"/proc/{pid}/status")
     return [*map(int, status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split())] or [pid]
 
 
 def counts_run_delay() -> bool:
-    """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO the file is missing;
-    where the statistics are off or /proc is imitated, it contains zeros."""
+    """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO, schedstat is
+    missing; where the statistics are off or /proc is imitated, it contains zeros."""
     try:
         return any(map(int, _read("/proc/self/schedstat").split()))
     except _GONE_ERRORS:
@@ -85,7 +85,8 @@ def counts_run_delay() -> bool:
 
 
 class CgroupMembers(Protocol):
-    """The part of a call's cgroup that lists its members, as this /proc numbers them; 0 for invisible ones."""
+    """The part of a call's cgroup that lists its members by their ids in this /proc. 0 stands for a member that this
+    /proc does not show."""
 
     def other_pids(self, first: int) -> list[int]:
         """Return the processes besides `first`."""
@@ -102,26 +103,26 @@ class ProcessTree:
         self._members = members
         self._run_delays = None if counts_run_delay() else _RunDelayEstimator()
         self._is_unsampled = root == UNKNOWN_PID
-        """Whether the call once had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. It stays
-        true, and the virtual clock follows wall time from then on."""
+        """Whether the call ever had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. The
+        virtual clock then follows wall time until the end of the call."""
         self._pids: list[int] = []
         self._policy_by_thread: dict[int, int] = {}
         """Scheduling policy of each thread in the last sample."""
         self._should_be_idle: bool | None = None
-        """Whether the threads belong into the idle cgroup; None if they never did."""
+        """Whether the threads belong in the idle cgroup; None if they never did."""
         self._moved: set[int] = set()
-        """Threads that are in the right cgroup."""
+        """Threads that are already in the cgroup in which they belong."""
         self._switches: dict[int, tuple[int, int]] = {}
         """For each thread of the last sample: its timeslices, and its voluntary context switches when it had these."""
         self._switches_before: dict[int, tuple[int, int]] = {}
         """The same of the sample before the last."""
         self.cpu_s = math.inf if self._is_unsampled else 0.0
         """CPU seconds of all processes in the last sample and of the children that they have waited for. Infinite if
-        the tree is too large to sample."""
+        the processes are not sampled."""
 
     def sample(self) -> TreeSample | None:
-        """Sample all processes, the first one first. Returns an empty sample if the first process has ended, and None
-        if there are or were too many threads; then only the threads' numbers are read, for `CpuPriority`."""
+        """Sample all processes, the first process first. Return an empty sample if the first process has ended. Return
+        None if there are or were too many threads; then only the thread ids are read, for `CpuPriority`."""
         if self._is_unsampled:
             self._list_threads()
             return None
@@ -143,8 +144,8 @@ class ProcessTree:
         return sample if self.root in sample else {}
 
     def set_policy(self, policy: int) -> None:
-        """Set the scheduling policy of all threads of the last sample. Threads that they start later inherit it; those
-        started since the sample are handled after the next one. Raises `PermissionError`."""
+        """Set the scheduling policy of all threads of the last sample. Threads that these start later inherit it.
+        Threads that were started since the sample get it after the next sample. Raises `PermissionError`."""
         for tid, current in self._policy_by_thread.items():
             if current != policy:
                 with suppress(ProcessLookupError):
@@ -162,7 +163,7 @@ class ProcessTree:
             try:
                 idle_cgroup.move(tid, inside=inside)
             except OSError as error:
-                # ESRCH: the thread has ended. EINVAL: before Linux 6.1, the thread has not run yet; it is moved later.
+                # ESRCH: the thread has ended. EINVAL, before Linux 6.1: the thread has not run yet and is moved later.
                 if error.errno not in (errno.ESRCH, errno.EINVAL):
                     raise
             else:
@@ -170,8 +171,8 @@ class ProcessTree:
         self._moved &= self._policy_by_thread.keys()
 
     def resident_bytes(self) -> dict[int, int]:
-        """Return the bytes in memory, without file pages, of each process of the last sample. Empty for a single
-        process, which its own limit bounds. Shared pages count for each process, so the sum is an upper bound."""
+        """Return the resident bytes, without file pages, of each process of the last sample. Empty for a single
+        process, whose own limit is enough. Shared pages count for each process, so the sum is an upper bound."""
         resident = {}
         for pid in self._pids if len(self._pids) > 1 else ():
             with suppress(*_GONE_ERRORS):
@@ -236,8 +237,8 @@ class ProcessTree:
         return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable)
 
     def _voluntary_switches(self, tid: int, path: str, timeslices: int) -> int:
-        """Return the count of voluntary switches, which cannot have changed without a new timeslice. Reading it takes
-        as long as the rest of a thread's sample."""
+        """Return the number of voluntary switches. It is read only after a new timeslice, without which it cannot have
+        changed, since reading it takes as long as the rest of a thread's sample."""
         known = self._switches_before.get(tid)
         if known is None or known[0] != timeslices:
             known = timeslices, _read_voluntary_switches(path)
@@ -246,10 +247,10 @@ class ProcessTree:
 
 
 def exceeds_memory(resident_bytes: Mapping[int, int], limit_bytes: int, zygote_bytes: int) -> bool:
-    """Return whether processes hold more than `limit_bytes` together, where shared pages count once.
+    """Return whether processes hold more than `limit_bytes` together, where each shared page counts once.
 
-    The kernel needs milliseconds per 100 MiB to count shared pages, so the largest processes are read first, and no
-    more of them than decide the answer. Where this process has no right to read that (level `landlock` as root without
+    The kernel needs milliseconds per 100 MiB to count shared pages, so the largest processes are read first, and only
+    until the answer is certain. Where this process may not read these counts (level `landlock` as root without
     CAP_SYS_PTRACE), shared pages count for each process, except for `zygote_bytes`.
     """
     sum_bytes, rest_bytes = 0, sum(resident_bytes.values())
@@ -273,8 +274,8 @@ def _sum_kib(path: str, keys: tuple[bytes, ...]) -> int:
 
 @dataclass(slots=True)
 class _ThreadEstimate:
-    """A thread's estimated run delay up to the last sample. The `mixed_` fields add up the intervals in which the
-    thread may both have slept and waited."""
+    """A thread's estimated run delay up to the last sample. The `mixed_` fields are sums over the intervals in which
+    the thread may both have slept and waited."""
 
     age_s: float = 0.0
     cpu_s: float = 0.0
@@ -294,8 +295,8 @@ class _RunDelayEstimator:
         between two samples the thread               estimated run delay
         was runnable in both, no voluntary switch    the interval minus CPU time
         slept in both, no voluntary switch           0
-        otherwise                                    such intervals times the share of samples in which it was
-                                                     runnable, minus their CPU time
+        otherwise                                    the sum of all such intervals times the share of samples in
+                                                     which it was runnable, minus the CPU time in these intervals
 
     Samples come at random moments, so a share of the samples is a share of the time.
     """
@@ -311,7 +312,7 @@ class _RunDelayEstimator:
     def estimate(
         self, tid: int, stat: list[bytes], cpu_s: float | None, voluntary_switches: int, is_runnable: bool
     ) -> ThreadSample:
-        """Return the sample of a thread. `cpu_s` is its CPU time if known more exactly than in clock ticks."""
+        """Return the sample of a thread. `cpu_s` is its CPU time if that is known more exactly than in clock ticks."""
         cpu_s = _seconds(stat[_STAT_CPU]) if cpu_s is None else cpu_s
         thread = self._threads[tid] = self._before.get(tid) or _ThreadEstimate()
         age_s = _age_s(stat)
@@ -362,14 +363,15 @@ def _thread_ids(pid: int) -> list[int]:
 
 def _read_voluntary_switches(path: str) -> int:
     """Return how often a thread has given up its core by itself; 0 where the kernel does not count it."""
-    return int((_read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1) or (0,))[0])
+    words = _read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1)
+    return int(words[0]) if words else 0
 
 
 def _process_cpu_s(pid: int, stat: list[bytes]) -> float:
-    """Return the CPU time of a process, ended threads included: in nanoseconds if the kernel has a clock for it
-    (clock_getcpuclockid(3)), else in clock ticks."""
+    """Return the CPU seconds of a process, ended threads included: exact to a nanosecond if the kernel has a clock for
+    the process, else to a clock tick."""
     try:
-        return time.clock_gettime(~pid << 3 | 2)
+        return time.clock_gettime(~pid << 3 | 2)  # the number of the clock, as clock_getcpuclockid(3) computes it
     except OSError:
         return _seconds(stat[_STAT_CPU])
 

@@ -14,7 +14,7 @@ from sandbox.types import Profile
 PROFILE_CHAIN = (Profile.BARE, Profile.NUMERIC, Profile.SYMBOLIC, Profile.SCIENTIFIC)
 """Profiles from the smallest to the largest. Each contains the modules of those before it."""
 MAX_SCANNED_CHARS = 1 << 16
-"""Characters of the code that are scanned. Scanning millions would delay all other calls."""
+"""Number of characters of the code that are scanned. To scan millions would delay all other calls."""
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^\n#;]+))", re.MULTILINE)
 _PROFILE_OF_MODULE = {
     "numpy": Profile.NUMERIC,
@@ -41,6 +41,6 @@ def imported_modules(code: str) -> frozenset[str]:
 
 
 def smallest_profile(modules: Set[str]) -> Profile:
-    """Return the smallest profile that contains all of `modules` that any profile contains."""
+    """Return the smallest profile that contains all of `modules`, except those that no profile contains."""
     needed = [_PROFILE_OF_MODULE[name] for name in modules if name in _PROFILE_OF_MODULE]
     return max(needed, key=PROFILE_CHAIN.index, default=Profile.BARE)

@@ -25,6 +25,7 @@ _REPORT = struct.Struct("<6i")
 _FILE = struct.Struct("<IQ")
 """Index into `return_files` and length of a returned file. Its content follows."""
 _VALUE_TRUNCATED, _TRACEBACK_TRUNCATED, _FILES_TRUNCATED, _OUT_OF_MEMORY = 1, 2, 4, 8
+"""Flags of a report (`guest/runner.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,9 @@ class Report:
         if start != len(data):
             return cls()
         value, error_type, message, traceback = texts
-        error = _error_fields(error_type, message, traceback, line if line > 0 else None) if sizes[1] >= 0 else None
-        return cls(value if sizes[0] >= 0 else None, error, flags)
+        value_size, error_size, *_ = sizes
+        error = _error_fields(error_type, message, traceback, line if line > 0 else None) if error_size >= 0 else None
+        return cls(value if value_size >= 0 else None, error, flags)
 
 
 def build_result(
@@ -67,10 +69,10 @@ def build_result(
     """Build the result of a call from the `ended` frame of its zygote and the frame's blobs (stdout, stderr, report,
     returned files).
 
-    `timed_out`: the call has used up its time, whether the executor killed it or it ended just before. `usage`: the
+    `timed_out`: the call has used up its time, even if it ended just before the executor could kill it. `usage`: the
     counters of the call's cgroup; None without a cgroup. Raises `ProtocolError`.
     """
-    stdout, stderr, report_bytes, file_bytes = (*blobs, b"", b"", b"", b"")[:4]
+    stdout, stderr, report_bytes, file_bytes = (*blobs, b"", b"", b"", b"")[:4]  # missing blobs count as empty
     report = Report.parse(report_bytes)
     exit_code = None if ended.get("exit_code") is None else int(get_number(ended, "exit_code"))
     term_signal = None if ended.get("signal") is None else int(get_number(ended, "signal"))
@@ -112,15 +114,15 @@ def build_result(
 
 
 def total_cpu_ms(ended: Header, usage: CgroupUsage | None) -> float:
-    """Return the CPU milliseconds of all processes of a call; without a cgroup, of its first process and the children
-    that this has waited for. Raises `ProtocolError`."""
+    """Return the CPU milliseconds of all processes of a call. Without a cgroup, count only its first process and the
+    children that the first process has waited for. Raises `ProtocolError`."""
     reported_ms = get_number(ended, "cpu_ms")
     return reported_ms if usage is None or usage.cpu_ms is None else round(usage.cpu_ms, 3)
 
 
 def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
-    """Return the memory that the call has added to what it inherited: by all its processes and files; without a
-    cgroup, by its largest process, not counting files and copies of inherited pages."""
+    """Return the largest amount of memory that the processes and files of a call have held beyond the memory inherited
+    from the zygote. Without a cgroup, count only the largest process, without files and copies of inherited pages."""
     reported_bytes = get_number(ended, "peak_kb") * 1024
     return reported_bytes if usage is None or usage.peak_bytes is None else max(0, usage.peak_bytes)
 
@@ -128,7 +130,7 @@ def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
 def _status(
     exit_code: int | None, report: Report, *, timed_out: bool, output_exceeded: bool, oom_killed: bool
 ) -> Status:
-    if output_exceeded:  # before the time-out: whether a call that prints for ever is killed first depends on the load
+    if output_exceeded:  # checked first: the load decides whether a call that prints for ever also times out
         return Status.OUTPUT_LIMIT
     if timed_out:
         return Status.TIMEOUT

@@ -1,4 +1,4 @@
-"""Runs one call without a gateway, with the same executor, jail and zygotes, which end with the call."""
+"""Runs one call without a gateway, in the same executor, jail and zygotes. They end when the call has ended."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@
 
 Invariants:
 - A slot (a number, a uid in the jail and, where available, a cgroup) is used by at most one call at a time.
-- There are as many slots as the two quotas allow together, so moving a call to the long quota changes a count, not
-  its slot.
+- There are as many slots as the short and the long quota allow together. A call that becomes long keeps its slot; the
+  slot then counts against the long quota.
 - A slot is free only once the kernel counts no process in its cgroup. Processes that stay in it are killed.
-- The executor keeps a descriptor of a long call's mount namespace and closes it after the call. Freeing a mount
-  namespace waits in synchronize_rcu_expedited, which the kernel runs for one caller at a time; done by a process at
-  SCHED_IDLE it would block every other call that exits.
+- The executor keeps a descriptor of a long call's mount namespace and closes it after the call, so that the executor
+  frees the namespace and not the call. The kernel runs synchronize_rcu_expedited, which this needs, for one caller at
+  a time. If a process at SCHED_IDLE were that caller, it would block every other call that exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sandbox.jail import CgroupTree, CgroupUsage, IdleCgroup, SlotCgroup
 log = logging.getLogger(__name__)
 
 MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 1.0
-"""Seconds between two checks whether a parked slot's cgroup is empty. The interval doubles with each check."""
+"""Seconds between two checks whether the cgroup of a parked slot is empty. The interval doubles with each check."""
 KILL_AFTER_S = 0.25
 """Seconds that a slot is parked before the processes left in it are killed."""
 
@@ -39,6 +39,7 @@ class Slots:
     def __init__(self, short: int, long: int = 0) -> None:
         self.count = short + long
         self.free = list(range(self.count - 1, -1, -1))
+        """Free slots; `acquire` takes the last one."""
         self.long: set[int] = set()
         """Slots that count against the long quota."""
         self._max_long = long
@@ -66,7 +67,7 @@ class Slots:
         return self.free.pop()
 
     def try_mark_long(self, slot: int) -> bool:
-        """Count a slot against the long quota; return False if that is used up."""
+        """Count a slot against the long quota and return True; return False if the quota is used up."""
         if len(self.long) >= self._max_long:
             return False
         self.long.add(slot)
@@ -99,7 +100,7 @@ class Slots:
         return self.cgroups.cgroup(slot).read_usage() if self.cgroups else None
 
     def release(self, slot: int) -> bool:
-        """Free a slot; return False if it has to wait for that (`release_when_empty`)."""
+        """Free a slot and return True; return False if it is not empty and `release_when_empty` has to be called."""
         if slot in self._mount_namespace_fds or (self.cgroups and not self.cgroups.cgroup(slot).is_empty):
             return False
         self._mark_free(slot)

@@ -16,9 +16,11 @@ import trio
 from sandbox.errors import ProtocolError
 
 MAX_FDS = 16
-"""Largest number of received descriptors that may wait in `received_fds`. More is a protocol error."""
+"""Largest number of received descriptors that may wait in `received_fds`. More are a protocol error."""
 _CHUNK_BYTES = 1 << 18
-_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4) + socket.CMSG_SPACE(12)
+"""Largest number of bytes that one `read` returns."""
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4) + socket.CMSG_SPACE(3 * 4)
+"""Space for `MAX_FDS` descriptors and for the pid, uid and gid of struct ucred, 4 bytes each."""
 
 
 class UnixStream:
@@ -37,8 +39,8 @@ class UnixStream:
         self._flushed = trio.Event()
 
     def enable_credentials(self) -> None:
-        """Have the kernel attach the sender's pid and uid, as this process sees them, to all that is read from now
-        on. They are kept in `peer_pid` and `peer_uid`."""
+        """Make the kernel attach the sender's pid and uid, as this process sees them, to everything that is read from
+        now on. `read` stores them in `peer_pid` and `peer_uid`."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     async def read(self) -> bytes:
@@ -71,7 +73,7 @@ class UnixStream:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self.received_fds += fds
             elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                self.peer_pid, self.peer_uid = array.array("i", data[:8])
+                self.peer_pid, self.peer_uid = array.array("i", data[:8])  # struct ucred without the gid
         if len(self.received_fds) > MAX_FDS:
             raise ProtocolError(f"a peer sent {len(self.received_fds)} unexpected descriptors")
 

@@ -14,8 +14,8 @@ random moments (`process_tree`) and passes the samples to `VirtualClock.advance`
     more threads than sampled   wall time                                        counts all run delay
 
 The critical path runs from the start of the call to the process that has computed most, through the starts and ends of
-the processes in between. What cannot be known is not counted as virtual time. That is bounded: all CPU time counts, and
-wall time has a cap (`call_state.wall_cap_s`).
+the processes in between. Time of unknown kind counts as run delay, not as virtual time. A call gains little by that,
+since all CPU time counts and the wall time is limited (`call_state.wall_cap_s`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MIN_UNOBSERVED_CPU_S = 0.001
-"""CPU seconds in the cgroup beyond those of all sampled processes, above which a process must have started and ended
-between two samples."""
+"""If the cgroup counts at least this many CPU seconds more than all sampled processes have used, a process must have
+started and ended between two samples."""
 EXACT_WITHIN_S = 0.01
-"""Uncertain seconds up to which a clock counts as exact. A thread that has slept is always uncertain by a little."""
-MAX_WAIT_PER_CPU_S = 3.0
-"""Unobserved processes are assumed to have waited for a core at most this many times as long per CPU second as the
-observed ones."""
+"""A clock counts as exact if fewer seconds than this are uncertain. If a thread has slept, a little always is."""
+MAX_WAIT_RATIO = 3.0
+"""An unobserved process is assumed to have waited for a core, for each second of its CPU time, at most this many times
+as long as the observed processes did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class ThreadSample:
 
     cpu_s: float
     run_delay_s: float
-    """Finished waits for a core. The wait that the thread may be in is not included."""
+    """Seconds that the thread has waited for a core, without a wait that has not ended yet."""
     timeslices: int
     """Number of times that the thread was given a core."""
     voluntary_switches: int
     """Number of times that the thread gave up its core by itself. May be 0 if the thread is not runnable."""
     is_runnable: bool
-    """The thread runs or waits for a core, or it is exiting."""
+    """Whether the thread runs, waits for a core, or is exiting."""
     is_estimate: bool = False
-    """`run_delay_s` is an estimate that includes the current wait, because the kernel does not count run delay."""
+    """Whether `run_delay_s` is an estimate, because the kernel does not count it. It then includes the current wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ProcessSample:
 
     parent: int
     age_s: float
-    """Seconds since its start; accurate to one clock tick."""
+    """Seconds since the process started; accurate to one clock tick."""
     cpu_s: float
     """CPU time of all its threads, ended ones included."""
     threads: Mapping[int, ThreadSample]
@@ -85,24 +85,26 @@ class _ThreadHistory:
 
 
 class VirtualClock:
-    """Call `advance` with a sample now and then, at moments that the call cannot predict, and read `elapsed_s`."""
+    """Advances with each sample of the call (`advance`). The samples have to come at moments that the call cannot
+    predict. `elapsed_s` is the virtual time of the call at the last sample."""
 
     def __init__(self, cores: int) -> None:
         self.elapsed_s = 0.0
         self.is_single_threaded = True
-        """No sample has contained a second thread or process."""
+        """Whether no sample has contained a second thread or process."""
         self._cores = cores
         self._follows_wall_time = False
         self._wall_s = 0.0
         self._runnable = 1
+        """Number of runnable processes in the last sample."""
         self._threads: dict[tuple[int, int], _ThreadHistory] = {}
         self._processes: TreeSample = {}
         self._path_cpu_s: dict[int, float] = {}
-        """By process: the CPU time on the longest path from the start of the call to where the process is now."""
+        """By pid: the CPU time on the longest path from the start of the call to the present point of the process."""
         self._critical_path_cpu_s = 0.0
         self._cpu_s = self._ended_cpu_s = self._unobserved_cpu_s = self._run_delay_s = self._uncertain_s = 0.0
         self._last_single_process = 0.0, 0.0
-        """Critical path and CPU time of all, when the call last consisted of a single process."""
+        """Critical path and CPU time of all processes, in the last sample with only one process."""
         self._unobserved = UnobservedTime()
 
     @property
@@ -112,7 +114,7 @@ class VirtualClock:
 
     @property
     def uncertain_s(self) -> float:
-        """Seconds by which a single-threaded call may be further than `elapsed_s`."""
+        """Seconds that a single-threaded call may have to be charged in addition to `elapsed_s`."""
         return self._uncertain_s if self.is_single_threaded else 0.0
 
     def advance(self, wall_s: float, processes: TreeSample | None, cpu_s: float) -> None:
@@ -143,7 +145,7 @@ class VirtualClock:
         is_delay_unknown = has_thread_ended or unobserved_s > MIN_UNOBSERVED_CPU_S
         if is_delay_unknown or (was_uncertain_s > 0 and not self.is_single_threaded):
             delay_per_cpu_s = self._run_delay_s / max(self._cpu_s - self._unobserved_cpu_s, MIN_UNOBSERVED_CPU_S)
-            max_delay_s = MAX_WAIT_PER_CPU_S * delay_per_cpu_s * unobserved_s + was_uncertain_s
+            max_delay_s = MAX_WAIT_RATIO * delay_per_cpu_s * unobserved_s + was_uncertain_s
             slept_s = self._unobserved.slept_s(span_s, slept_s, max_delay_s, is_asleep=runnable == 0)
             min_gain_s = slept_s
         self.elapsed_s = min(wall_s, self.elapsed_s + max(path_gain_s + slept_s, min_gain_s))
@@ -175,8 +177,8 @@ class VirtualClock:
         return total_s, bool(before)
 
     def _account_cpu(self, processes: TreeSample, cpu_s: float) -> tuple[float, float]:
-        """Return the CPU seconds of all processes since the last sample, and how much of that no sampled process has
-        used."""
+        """Return the CPU seconds of all processes since the last sample, and the part of them that no sampled process
+        has used."""
         self._ended_cpu_s += sum(process.cpu_s for pid, process in self._processes.items() if pid not in processes)
         observed_s = self._ended_cpu_s + sum(process.cpu_s for process in processes.values())
         unobserved_s = max(0.0, cpu_s - observed_s - self._unobserved_cpu_s)
@@ -186,8 +188,8 @@ class VirtualClock:
         return new_s, unobserved_s
 
     def _critical_path_s(self, span_s: float, processes: TreeSample, unobserved_s: float) -> float:
-        """Return the CPU time on the critical path. Every process is assumed to have waited for the `unobserved_s` that
-        processes between two samples have computed."""
+        """Return the CPU time on the critical path. Processes that started and ended between two samples have computed
+        for `unobserved_s`; every other process is assumed to have waited for them."""
         first_pid = next(iter(processes))
         before, self._path_cpu_s = self._path_cpu_s, {}
         for pid in before.keys() - processes.keys():  # the parent of an ended process has waited for it
@@ -215,10 +217,10 @@ class VirtualClock:
 def _current_wait_s(
     thread: ThreadSample, history: _ThreadHistory, unknown_s: float, span_s: float
 ) -> tuple[float, float]:
-    """Return how long a runnable thread has waited for a core so far, and how much of that is uncertain.
+    """Return how long a runnable thread has been waiting for a core, and how much of that time is uncertain.
 
-    The kernel adds a wait to run_delay only when it ends. `unknown_s` is time that is neither CPU time, finished run
-    delay nor known sleep. The next sample corrects an overestimate.
+    The kernel adds a wait to the thread's run delay only when the wait ends. `unknown_s` is time that is neither CPU
+    time, nor run delay that the kernel has counted, nor known sleep. The next sample corrects an overestimate.
 
         the thread                                             wait                 uncertain
         had no timeslice since it was last seen runnable       `unknown_s`          as before
@@ -237,8 +239,8 @@ def _current_wait_s(
 class UnobservedTime:
     """The intervals in which a process ended or was never sampled.
 
-    Its run delay there is unknown, so the idle time of the intervals is split into sleep and waiting: the call has
-    slept for the share of their samples that found no runnable process.
+    The run delay of this process is unknown, so the idle time of the intervals is split into sleep and waiting. The
+    share of sleep is the share of these intervals whose sample found no runnable process.
     """
 
     def __init__(self) -> None:
@@ -246,10 +248,10 @@ class UnobservedTime:
         self._samples = self._samples_asleep = 0
 
     def slept_s(self, span_s: float, idle_s: float, max_run_delay_s: float, *, is_asleep: bool) -> float:
-        """Add an interval and return the seconds of sleep that it adds. A negative value corrects earlier ones.
+        """Add an interval and return the seconds of sleep that it adds. A negative number corrects earlier results.
 
-        `idle_s`: time in the interval without CPU time or known run delay, of which at most `max_run_delay_s` was
-        waiting. `is_asleep`: the sample at its end found no runnable process.
+        `idle_s`: time in the interval that was neither CPU time nor known run delay; at most `max_run_delay_s` of it
+        was waiting. `is_asleep`: the sample at the end of the interval found no runnable process.
         """
         self._wall_s += span_s
         self._idle_s += idle_s

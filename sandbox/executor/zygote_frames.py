@@ -23,11 +23,14 @@ from typing import Any
 from sandbox.errors import ProtocolError
 
 MAX_HEADER_BYTES = 1 << 20
+_MAX_TEXT_CHARS = 300
+_MAX_NUMBER = 1e15
+"""Numbers have to be smaller, so that they are finite and sums and products of them stay so."""
 Header = dict[str, Any]
 _LENGTHS = struct.Struct("<II")
 _ENDED = struct.Struct("<BQiiQQQB")
-"""Kind (1), run id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, flags. One u64 per blob,
-its length, follows."""
+"""Kind (1), run id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, flags. The length of each
+blob follows as a u64."""
 _ENDED_KIND, _STDOUT_TRUNCATED, _STDERR_TRUNCATED = b"\1", 1, 2
 _MAX_ENDED_BLOBS = 4
 
@@ -54,7 +57,7 @@ class Unpacker:
         """Raises `ProtocolError` if a frame is too long or invalid."""
         buffer, start = self._buffer, 0
         try:
-            while len(buffer) - start >= 8:
+            while len(buffer) - start >= 8:  # the size of `_LENGTHS`
                 head_size, body_size = _LENGTHS.unpack_from(buffer, start)
                 if head_size > MAX_HEADER_BYTES or body_size > self.max_body_bytes:
                     raise ProtocolError(
@@ -113,13 +116,14 @@ def _decode_ended(head: bytes) -> Header:
 def get_number(header: Header, name: str) -> float:
     """Return a finite number of the header. Raises `ProtocolError`."""
     value: Any = header.get(name)
-    if type(value) not in (int, float) or not -1e15 < value < 1e15:
+    if type(value) not in (int, float) or not -_MAX_NUMBER < value < _MAX_NUMBER:
         raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected a finite number")
     return float(value)
 
 
 def get_text(header: Header, name: str) -> str:
-    """Return the first 300 characters of a text of the header, printable. Raises `ProtocolError`."""
+    """Return a text of the header, cut after `_MAX_TEXT_CHARS` and with unprintable characters escaped. Raises
+    `ProtocolError`."""
     return _printable(header.get(name), name)
 
 
@@ -134,5 +138,5 @@ def get_texts(header: Header, name: str) -> list[str]:
 def _printable(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise ProtocolError(f"a zygote sent {type(value).__name__} as {name}, expected text")
-    start = value[:300]
+    start = value[:_MAX_TEXT_CHARS]
     return start if start.isprintable() else ascii(start)

@@ -6,10 +6,10 @@ profile in the chain. The `verify` zygote is forked from `symbolic` on the first
                            +------- back-off <----- _reap -----+    its calls are retried, its slots released
 
 Invariants:
-- The exit of a zygote ends its own calls only, with two exceptions that end the whole jail: the exit of the first
-  zygote of the chain, which the launcher waits for; and any exit if there are no cgroups, since then only the exit of
-  the jail's init shows that the processes of the calls are gone.
-- A zygote that sends an invalid frame is compromised, and so is all that it can reach: its jail is killed.
+- The exit of a zygote ends only its own calls, with two exceptions that end the whole jail. One is the exit of the
+  first zygote of the chain, which the launcher waits for. The other is any exit if there are no cgroups, since then
+  only the exit of the jail's init shows that the processes of the calls are gone.
+- A zygote that sends an invalid frame counts as compromised, and so does its whole jail, which is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
 
@@ -38,9 +38,9 @@ from sandbox.types import Profile
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Seconds in which a zygote has to become ready. The largest profile needs two on an idle core."""
+"""Seconds in which a zygote has to become ready. On an idle core the largest profile needs two seconds."""
 START_TRIES = 3
-"""Failed starts in a row after which the executor gives up, if its zygotes have never been ready."""
+"""Number of failed starts in a row after which the executor gives up if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
 """Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
 MAX_SLOTS_PER_POOL = 4096
@@ -66,14 +66,15 @@ class Zygote:
         self.stream = stream
         self.jail_process = jail_process
         self.running: dict[int, Attempt] = {}
-        """By run id."""
+        """Attempts whose end the zygote has not reported, by run id."""
         self.modules: frozenset[str] = frozenset()
         self.python = ""
         self.missing_modules: list[str] = []
         """Modules of its profile that its Python lacks."""
         self.was_ready = False
         self.jail_exited: trio.Event | None = None
-        """Set when the last process in the jail has exited. None if cgroups show that, and at level `none`."""
+        """Set when the last process in the jail has exited. None at level `none` and if cgroups show when the processes
+        of a call have exited."""
         self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
@@ -87,8 +88,8 @@ class Zygote:
         self.send({"op": "kill", "run_id": run_id})
 
     def send_cgroup_fds(self, slot: int, cgroups: jail.CgroupTree) -> None:
-        """Send the zygote the cgroup descriptors of a slot, on the slot's first use. Not all in advance: every call
-        closes all descriptors it inherits, which costs time for each."""
+        """Send the zygote the cgroup descriptors of a slot when the slot is used for the first time. Descriptors of
+        unused slots would cost time, since every call closes all descriptors that it inherits."""
         if slot not in self._slots_with_cgroup_fds:
             for op, fds in (
                 ("cgroup_procs", cgroups.open_procs_files(slot)),
@@ -130,10 +131,10 @@ class ZygotePool:
         """The zygotes that are ready."""
         self.restarts = 0
         self.has_been_ready = False
-        """All zygotes have been ready at once; in an executor that replaces another, any zygote has been."""
+        """Whether all zygotes have been ready at once or, if this executor replaces another, any zygote has been."""
         self.max_zygote_bytes = 0
-        """Private memory in bytes of the largest zygote so far. A call may copy up to that much by writing to it, so it
-        is added to the call's memory limit."""
+        """Private memory in bytes of the largest zygote so far. A call that writes to inherited memory copies up to
+        this many bytes, so they are added to the call's memory limit."""
         self._spec = spec
         self._plan = jail.confinement_plan(spec)
         self._profiles = tuple(p for p in PROFILE_CHAIN if p in profiles or p is Profile.BARE)
@@ -144,21 +145,21 @@ class ZygotePool:
         self._zygotes_changed = trio.Event()
         self._verifier_requested = trio.Event()
         self._verifier_failed = False
-        """The `verify` zygote was requested and has failed to start `START_TRIES` times."""
+        """Whether the last `START_TRIES` starts of the `verify` zygote have failed."""
         self._nursery: trio.Nursery | None = None
 
     @property
     def is_waiting_for_verifier(self) -> bool:
-        """The `verify` zygote is not ready but may become so."""
+        """Whether the `verify` zygote is not ready but may become ready."""
         return Profile.VERIFY not in self.zygotes and not self._verifier_failed
 
     def request_verifier(self) -> None:
-        """Start the `verify` zygote unless that has been done."""
+        """Start the `verify` zygote. Idempotent."""
         self._verifier_requested.set()
 
     def best_zygote(self, profile: Profile) -> Zygote | None:
-        """Return the zygote of a profile; while that is down, the next larger one, else the next smaller one. No other
-        zygote replaces that of `verify` unless it has failed to start."""
+        """Return the zygote of a profile; while this is down, the next larger zygote, else the next smaller one. The
+        `verify` zygote is replaced by another only if it has failed to start."""
         if profile in self.zygotes:
             return self.zygotes[profile]
         if profile is Profile.VERIFY and not self._verifier_failed:
@@ -223,15 +224,16 @@ class ZygotePool:
                 raise NodeError(f"the {profile} zygote failed to start {failures} times, last: {reason}")
 
     async def _run_zygote(self, profile: Profile) -> tuple[Zygote | None, str]:
-        """Spawn a zygote and serve it. Return the zygote and the reason of its end; None if it was not spawned."""
+        """Spawn a zygote and serve it until its end. Return the zygote, or None if it was not spawned, and the reason
+        of its end."""
         try:
-            ours, theirs = socket.socketpair()
+            our_sock, zygote_sock = socket.socketpair()
         except OSError as error:
             return None, f"no socket pair: {error}"
-        stream = UnixStream(ours)
+        stream = UnixStream(our_sock)
         try:
-            with theirs:
-                zygote = await self._spawn(profile, stream, theirs)
+            with zygote_sock:
+                zygote = await self._spawn(profile, stream, zygote_sock)
             return zygote, await self._serve_zygote(zygote)
         except NodeError as error:
             return None, str(error)
@@ -239,7 +241,7 @@ class ZygotePool:
             stream.close()
 
     async def _spawn(self, profile: Profile, stream: UnixStream, zygote_sock: socket.socket) -> Zygote:
-        """Start the jail for the first profile, or have the previous zygote in the chain fork this one."""
+        """Start the jail if this is the first profile of the chain; else make the zygote before it fork this one."""
         stream.enable_credentials()
         smaller = self._profiles[: self._chain_index(profile)]
         if smaller:
@@ -280,7 +282,7 @@ class ZygotePool:
                 nursery.cancel_scope.cancel()
 
     async def _handshake(self, zygote: Zygote) -> None:
-        """Wait for `ready`, read what the kernel knows of the zygote, and answer `start`."""
+        """Wait for the frame `ready`, read the memory of the zygote from /proc, and answer with `start`."""
         frames = await zygote.receive()
         if not frames:
             raise NodeError("it closed its socket before it was ready")
@@ -291,10 +293,11 @@ class ZygotePool:
         zygote.modules = frozenset(zygote_frames.get_texts(header, "modules"))
         zygote.python = zygote_frames.get_text(header, "python")
         zygote.missing_modules = zygote_frames.get_texts(header, "missing")
-        if zygote.missing_modules and zygote.profile is Profile.VERIFY:  # it starts after the server's list of these
+        # The server logs the missing modules of the other zygotes when the executor is ready. This zygote starts later.
+        if zygote.missing_modules and zygote.profile is Profile.VERIFY:
             missing = ", ".join(zygote.missing_modules)
             log.warning("the Python that runs the calls lacks %s, so answers cannot be checked; install them", missing)
-        for problem in zygote_frames.get_texts(header, "problems")[:20]:
+        for problem in zygote_frames.get_texts(header, "problems")[:20]:  # the zygote is untrusted
             log.info("%s zygote: %s", zygote.profile, problem)
         pid = zygote.stream.peer_pid
         mapped_bytes, private_bytes = _mapped_and_private_bytes(pid)
@@ -432,11 +435,11 @@ def _parent_pid(pid: int) -> int:
 
 
 def _mapped_and_private_bytes(pid: int) -> tuple[int, int]:
-    """Return the address space of a process and its memory that belongs to no file, in bytes (/proc/PID/statm counts
-    pages). Raises `ProtocolError`."""
+    """Return the bytes of a process's address space, and of its resident memory that belongs to no file. Raises
+    `ProtocolError`."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
-            mapped, resident, shared = map(int, statm.read().split()[:3])
+            mapped, resident, shared = map(int, statm.read().split()[:3])  # in pages of 4096 bytes
             return mapped * 4096, (resident - shared) * 4096
     except OSError as error:
         raise ProtocolError(f"zygote process {pid} cannot be read: {error}") from None

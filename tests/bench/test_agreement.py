@@ -23,7 +23,7 @@ def test_two_calls_that_time_out_agree_whatever_they_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "ours", "is_unstable", "cause"),
+    ("code", "served", "is_unstable", "cause"),
     [
         ("", replace(PRINTED_1, status="timeout"), False, "one of them timed out"),
         ("", replace(PRINTED_1, status="memory_limit"), False, "service: memory_limit, fresh: ok"),
@@ -34,13 +34,13 @@ def test_two_calls_that_time_out_agree_whatever_they_printed() -> None:
         ("", replace(PRINTED_1, status="error", error="ValueError"), False, "ok became ValueError"),
     ],
 )
-def test_each_difference_has_a_cause(code: str, ours: CallOutcome, is_unstable: bool, cause: str) -> None:
-    assert agreement.cause(code, PRINTED_1, ours, is_unstable) == cause
+def test_each_difference_has_a_cause(code: str, served: CallOutcome, is_unstable: bool, cause: str) -> None:
+    assert agreement.cause(code, PRINTED_1, served, is_unstable) == cause
 
 
 def test_differences_in_memory_addresses_have_their_own_cause() -> None:
-    fresh, ours = (replace(PRINTED_1, value=f"<f at {address}>") for address in ("0x7f1234567890", "0x7fabcdefabcd"))
-    assert agreement.cause("", fresh, ours, False) == "memory addresses"
+    fresh, served = (replace(PRINTED_1, value=f"<f at {address}>") for address in ("0x7f1234567890", "0x7fabcdefabcd"))
+    assert agreement.cause("", fresh, served, False) == "memory addresses"
 
 
 def test_unstable_calls_are_left_out_of_the_share() -> None:

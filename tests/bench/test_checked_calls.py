@@ -28,12 +28,12 @@ def test_no_two_calls_have_the_same_expected_result() -> None:
 
 def test_a_call_matches_its_own_result_alone() -> None:
     for call, other in itertools.pairwise(CALLS):
-        own = result_of(call)
-        assert call.matches(own)
+        own_result = result_of(call)
+        assert call.matches(own_result)
         assert not call.matches(result_of(other))
         assert not call.matches({**result_of(other), "id": call.call["id"]})
-        assert not call.matches({**own, "id": other.call["id"]})
-        assert not call.matches({**own, "status": "unavailable"})
+        assert not call.matches({**own_result, "id": other.call["id"]})
+        assert not call.matches({**own_result, "status": "unavailable"})
 
 
 def test_a_call_may_time_out_before_it_prints_its_first_line() -> None:

@@ -22,6 +22,7 @@ def _costs(cpu_ms: dict[str, float]) -> dict[tuple[str, str], list[Cost]]:
 def test_the_ratio_to_os_fork_is_bounded_and_the_ratio_to_the_floor_is_only_reported(
     http_ms: float, holds: bool
 ) -> None:
+    """The floor takes 1 ms and os.fork 2 ms of CPU, so a call over HTTP may take 3.2 ms."""
     args = layers._parser().parse_args(["--profiles", "bare"])
     result = layers.summarize(_costs({"http": http_ms, "os.fork": 2.0}), args)
     assert result["profiles"]["bare"]["ratio"] == http_ms

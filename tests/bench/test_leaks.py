@@ -43,7 +43,7 @@ def test_growth_during_warm_up_does_not_count() -> None:
     assert growth_at_rest([replace(snapshots[0], processes=1), *snapshots[1:]], 2000) == {}
 
 
-def test_fewer_calls_than_the_warm_up_and_one_stretch_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_calls_for_the_warm_up_and_one_interval_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaks.main(["--calls", "100"]) == 1
     assert "3000" in capsys.readouterr().err
 

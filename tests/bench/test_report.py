@@ -262,7 +262,7 @@ def test_every_plot_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_summary_follows_the_results() -> None:
     results = report.read_results(report.RESULTS)
     text = "<!-- numbers: summary -->\n<!-- /numbers -->\n"
-    assert "20,000 calls during 293 kills: 0 lost" in report.filled(text, results)
+    assert "20,000 calls during 293 kills: 0 lost" in report.filled(text, results)  # as in results/chaos.json
     results["chaos"] = {**results["chaos"], "calls": 5, "lost": 3}
     assert "5 calls during 293 kills: 3 lost" in report.filled(text, results)
     del results["burst"]

@@ -19,11 +19,11 @@ from bench.simulator.timeline import timeline
 from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.trainer.fake_vllm import TableEngine
 
-SMALL = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
+SMALL_SIMULATION = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
 
 
 def test_a_simulation_has_the_same_result_each_time(run_benchmark: RunBenchmark) -> None:
-    _, first = run_benchmark(rollouts.main, *SMALL, "--seeds", "2")
+    _, first = run_benchmark(rollouts.main, *SMALL_SIMULATION, "--seeds", "2")
     assert set(first["policies"]) == set(POLICIES)
     assert first["is_simulated"]
     assert [row["bound"] for row in first["requirements"]] == ["≤ 0.75", "≤ 0.85", "≤ 1.15"]
@@ -32,7 +32,7 @@ def test_a_simulation_has_the_same_result_each_time(run_benchmark: RunBenchmark)
         assert 0 < row["kv_use"] <= 1
         assert 0 <= row["idle_share"] < 1
         assert row["service_s"]["p50"] <= row["latency_s"]["p99"] <= row["makespan_s"] + 0.01
-    _, second = run_benchmark(rollouts.main, *SMALL, "--seeds", "2")
+    _, second = run_benchmark(rollouts.main, *SMALL_SIMULATION, "--seeds", "2")
     assert {**first, "machine": {}} == {**second, "machine": {}}  # "machine" has the date and the load
 
 
@@ -40,7 +40,7 @@ def test_the_plot_and_the_gantt_chart_are_drawn(tmp_path: Path, run_benchmark: R
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     files = [tmp_path / "plot.png", tmp_path / "gantt.png"]
     outputs = ("--plot", str(files[0]), "--gantt", str(files[1]))
-    run_benchmark(rollouts.main, *SMALL, "--seeds", "1", "--policies", "static,kv", *outputs)
+    run_benchmark(rollouts.main, *SMALL_SIMULATION, "--seeds", "1", "--policies", "static,kv", *outputs)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
@@ -54,11 +54,12 @@ def test_recorded_episodes_are_simulated_with_their_lengths_and_groups(
     scripts = list(recorded_scripts([file]))
     assert {script.turns for script in scripts} == {((14, 23, 0.5), (14, 0, 0.0))}
     assert [script.group == scripts[0].group for script in scripts] == [True, True, False]
-    _, result = run_benchmark(rollouts.main, *SMALL, "--seeds", "1", "--episodes", str(file))
+    _, result = run_benchmark(rollouts.main, *SMALL_SIMULATION, "--seeds", "1", "--episodes", str(file))
     assert result["episodes"] == 3
 
 
 def test_the_measures_of_a_rollout_come_from_its_turns_and_counters() -> None:
+    """The fields of a `TurnTrace` are: episode, engine, start, end, context tokens, sampled tokens, is_migration."""
     turns = [
         TurnTrace(0, "a", 0.0, 4.0, 100, 100, False),
         TurnTrace(0, "b", 5.0, 8.0, 200, 100, True),
@@ -118,7 +119,9 @@ def test_the_scheduler_knows_no_lengths_of_a_recorded_run(tmp_path: Path) -> Non
     file = tmp_path / "step_000001.jsonl"
     file.write_text(json.dumps(row))
     parser = rollouts._parser()
-    recorded, generated = (parser.parse_args([*SMALL, *options]) for options in (("--episodes", str(file)), ()))
+    recorded, generated = (
+        parser.parse_args([*SMALL_SIMULATION, *options]) for options in (("--episodes", str(file)), ())
+    )
     assert profiles.profile_of(recorded).workload(0).previous_step == []
     assert len(profiles.profile_of(generated).workload(0).previous_step) == 24  # 6 groups of 4
 
@@ -147,7 +150,7 @@ def test_real_engines_need_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_a_file_without_episodes_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n')
-    assert rollouts.main([*SMALL, "--episodes", str(file)]) == 1
+    assert rollouts.main([*SMALL_SIMULATION, "--episodes", str(file)]) == 1
     assert f"{file}:1: expected an episode" in capsys.readouterr().err
 
 
@@ -168,14 +171,14 @@ async def test_the_pool_runs_every_scripted_episode_to_its_end(policy: str) -> N
 
 
 def test_required_tokens_are_those_that_were_not_computed_before() -> None:
+    """A script is (group, prompt tokens, turns), a turn (sampled tokens, observed tokens, tool seconds)."""
     testbed = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     scripts = [EpisodeScript(7, 70, ((10, 20, 0.0), (5, 0, 0.0))), EpisodeScript(7, 70, ((4, 0, 0.0),))]
     turns = [
-        TurnTrace(0, "a", 0.0, 1.0, 70, 10, False),  # all: nothing is cached
+        TurnTrace(0, "a", 0.0, 1.0, 70, 10, False),  # nothing is cached
         TurnTrace(1, "a", 0.5, 1.0, 70, 4, False),  # two whole blocks of the prompt are cached, 64 tokens
-        TurnTrace(
-            0, "b", 2.0, 3.0, 100, 5, True
-        ),  # of the 79 computed tokens, two blocks count, in spite of the migration
+        # Of the 79 tokens that the episode has computed, two whole blocks count, in spite of the migration.
+        TurnTrace(0, "b", 2.0, 3.0, 100, 5, True),
     ]
     assert testbed.required_tokens(scripts, turns) == (70 + 9) + (70 - 64 + 3) + (100 - 64 + 4)
 
@@ -194,6 +197,7 @@ def test_computed_tokens_are_read_from_the_end_of_a_servers_log(tmp_path: Path) 
 
 def test_fit_finds_the_constants_of_a_simulated_engine() -> None:
     fit = pytest.importorskip("bench.simulator.fit", reason="the fit needs numpy")
+    # In seconds, close to those of a vLLM server on the CPU.
     costs = {"base_s": 4e-3, "per_sequence_s": 2e-4, "per_context_s": 0.0, "prefill_s": 3e-5, "turn_s": 2e-3}
     mean_s = {batch: sum(map(mul, batch.features, costs.values())) for batch in fit.BATCHES}
     passes = [{batch: factor * seconds for batch, seconds in mean_s.items()} for factor in (0.75, 1.25)]
@@ -227,8 +231,9 @@ def test_the_profile_is_fitted_to_the_batches_in_the_log(
 
 
 def test_the_features_of_a_batch_are_sums_over_its_sequences_and_turns() -> None:
+    """Features: decode steps; sequences and contexts, summed over steps; prefilled tokens; turns."""
     fit = pytest.importorskip("bench.simulator.fit", reason="the fit needs numpy")
     assert fit.Batch(3, 40, 12).features == [12, 36, 3 * (12 * 40 + 72), 120, 3]
-    two_turns = fit.Batch(2, 40, 10, turns=2)
+    two_turns = fit.Batch(2, 40, 10, turns=2)  # the two sequences sample 11 and 16 tokens
     assert two_turns.lengths == [[1, 10], [6, 10]]
     assert two_turns.features == [16, 27, 27 * 40 + 0.5 + 50 + 18 + 50, 160, 4]

@@ -57,7 +57,7 @@ def test_every_arrival_pattern_has_all_calls_in_order() -> None:
     assert [waves.count(6.0 * n) for n in range(10)] == [100] * 10
 
 
-def test_the_maximum_of_arrivals_in_a_second() -> None:
+def test_the_maximum_of_arrivals_in_a_second_is_found_at_any_start() -> None:
     assert scaling.max_in_a_second([0.0] * 5 + [0.5, 1.2, 1.4, 3.0]) == 6
     assert scaling.max_in_a_second([0.0, 1.0, 2.0]) == 1
 

@@ -13,7 +13,7 @@ SEEDS = range(50)
 
 
 def _noise(seed: int, n: int = 60, sigma: float = 5.0, correlation: float = 0.0) -> list[float]:
-    """Values around 500 with autocorrelated noise."""
+    """`n` values around 500 with normal noise; `correlation` is that of neighbours."""
     rng = random.Random(seed)
     value, values = 0.0, []
     for _ in range(n):
@@ -39,7 +39,8 @@ def test_noise_is_no_leak_even_if_it_is_autocorrelated(correlation: float) -> No
     assert sum(_grows(_noise(seed, correlation=correlation)) for seed in SEEDS) <= 1
 
 
-def test_a_leak_is_found_under_noise_that_is_as_large() -> None:
+def test_a_leak_of_four_standard_deviations_of_the_noise_is_found() -> None:
+    """The leak is 20 over 60 values, and the noise has a standard deviation of 5."""
     assert all(_grows([value + x * 20 / 59 for x, value in enumerate(_noise(seed))]) for seed in SEEDS)
 
 
@@ -55,10 +56,8 @@ def test_wild_values_are_no_leak() -> None:
 
 @pytest.mark.parametrize(("correlation", "max_lines"), [(0.0, 1), (0.5, 1), (0.8, 3), (0.9, 4)])
 def test_noise_without_a_tolerance_is_hardly_ever_a_line(correlation: float, max_lines: int) -> None:
-    assert (
-        sum(statistics.estimate_growth(_noise(seed, n=100, correlation=correlation)).is_line for seed in range(200))
-        <= max_lines
-    )
+    growths = [statistics.estimate_growth(_noise(seed, n=100, correlation=correlation)) for seed in range(200)]
+    assert sum(growth.is_line for growth in growths) <= max_lines
 
 
 @pytest.mark.parametrize("height", [1e-6, 0.1, 20.0])
@@ -68,6 +67,7 @@ def test_any_slope_is_detected_without_noise(height: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_slope_below_the_noise_is_detected_in_enough_values(seed: int) -> None:
+    """The series rises by 4, less than the standard deviation of the noise, 5."""
     assert statistics.estimate_growth([value + x * 4 / 1199 for x, value in enumerate(_noise(seed, n=1200))]).is_line
 
 
@@ -82,7 +82,7 @@ def test_a_falling_series_does_not_grow() -> None:
     assert not _grows([value - x for x, value in enumerate(_noise(1))])
 
 
-def test_a_wave_that_comes_back_is_no_leak() -> None:
+def test_one_period_of_a_sine_wave_is_no_leak() -> None:
     assert not _grows([500 + 20 * math.sin(x / 60 * 2 * math.pi + 1.5 * math.pi) for x in range(60)])
 
 
@@ -93,5 +93,5 @@ def test_growth_within_the_tolerance_is_allowed() -> None:
 
 def test_growth_of_thousands_of_values_is_estimated_from_medians() -> None:
     values = [value + x / 200 for x, value in enumerate(_noise(1, n=4000))]
-    rise = statistics.estimate_growth(values)
-    assert rise.rise == pytest.approx(20, abs=3) and rise.is_over(4)
+    growth = statistics.estimate_growth(values)
+    assert growth.rise == pytest.approx(20, abs=3) and growth.is_over(4)  # 4,000 values rise by 1/200 each

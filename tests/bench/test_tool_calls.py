@@ -64,7 +64,7 @@ def test_every_call_can_be_decoded() -> None:
 
 
 def _end_of(python: Path, call: dict[str, str]) -> str:
-    """How a call ends in an interpreter of its own: `ok`, `timeout` or the type of the error."""
+    """Run a call in a fresh interpreter. Returns `ok`, `timeout` or the type of the error."""
     command = [str(python), "-I", "-c", call["code"]]
     try:
         process = subprocess.run(command, input=call.get("stdin", ""), capture_output=True, text=True, timeout=20)

@@ -20,29 +20,31 @@ from tests.executor.calling import OWN_PYTHON
 
 pytestmark = pytest.mark.timeout(400)
 OUTAGE_S = 2.0
+"""Seconds for which a resource is limited."""
 
 
 @pytest.fixture
-def life() -> Iterator[ExitStack]:
+def servers() -> Iterator[ExitStack]:
+    """Owns the servers of a test and stops them at its end."""
     try:
         choose_level("auto")
     except IsolationError as error:
         pytest.skip(str(error))
-    with ExitStack() as life:
-        yield life
+    with ExitStack() as servers:
+        yield servers
 
 
-def start(life: ExitStack, **environ: str) -> ServerUnderTest:
-    return life.enter_context(ServerUnderTest(OWN_PYTHON, FLAGS, environ))
+def start(servers: ExitStack, **environ: str) -> ServerUnderTest:
+    return servers.enter_context(ServerUnderTest(OWN_PYTHON, FLAGS, environ))
 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system without a free byte."""
+    """A directory in a file system without a free byte."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=16", "tmpfs", str(tmp_path)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"needs to mount a file system: {done.stderr.strip()}")
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a file system: {mounted.stderr.strip()}")
     try:
         with pytest.raises(OSError, match="No space left"):
             (tmp_path / "filler").write_bytes(bytes(2 << 20))
@@ -51,22 +53,22 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_has_no_effect(full_disk: Path, life: ExitStack) -> None:
-    server = start(life, TMPDIR=str(full_disk), TEMP=str(full_disk), HOME=str(full_disk))
+def test_a_full_disk_has_no_effect(full_disk: Path, servers: ExitStack) -> None:
+    server = start(servers, TMPDIR=str(full_disk), TEMP=str(full_disk), HOME=str(full_disk))
     tally = run_calls(server, 100)
     assert "unavailable" not in tally.statuses
 
 
 @pytest.mark.parametrize("kind", ["gateway", "executor", "zygote"])
-def test_a_process_without_descriptors_recovers(kind: str, life: ExitStack) -> None:
-    server = start(life)
+def test_a_process_without_descriptors_recovers(kind: str, servers: ExitStack) -> None:
+    server = start(servers)
     with limited(server, kind, resource.RLIMIT_NOFILE, 11 if kind == "zygote" else 3):
         run_calls(server, 150)
     assert "unavailable" not in run_calls(server, 40).statuses
 
 
-def test_a_zygote_that_cannot_fork_recovers(life: ExitStack) -> None:
-    server = start(life)
+def test_a_zygote_that_cannot_fork_recovers(servers: ExitStack) -> None:
+    server = start(servers)
     with limited(server, "zygote", resource.RLIMIT_NPROC, 1):
         run_calls(server, 150)
     assert "unavailable" not in run_calls(server, 40).statuses
@@ -74,7 +76,7 @@ def test_a_zygote_that_cannot_fork_recovers(life: ExitStack) -> None:
 
 @contextmanager
 def limited(server: ServerUnderTest, kind: str, limit: int, value: int) -> Iterator[None]:
-    """For `OUTAGE_S`, set a resource limit of one kind of the server's processes."""
+    """Set a resource limit of all processes of a kind to `value` for `OUTAGE_S`, or until the end of the block."""
     pids = {**processes_by_kind(server.pid), "gateway": [server.pid]}[kind]
     limits = {pid: resource.prlimit(pid, limit) for pid in pids}
     assert limits

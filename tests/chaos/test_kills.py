@@ -1,4 +1,5 @@
-"""Checked calls on a real server while its processes are killed: each gets its own result once, or `unavailable`.
+"""Calls with known results run on a real server while its processes are killed. Each call gets its own result, or
+`unavailable`, exactly once.
 
 Kills are triggered by numbers of answers and not by time, so a slow machine sees the same sequence.
 """
@@ -26,7 +27,7 @@ FLAGS = ("--profiles", "bare", "--executors", "2", "--zygote-pools", "1", "--slo
 
 @pytest.fixture
 def server() -> Iterator[ServerUnderTest]:
-    """A server without libraries that may be killed. Nothing of it may be left behind."""
+    """A server whose calls have no libraries. Asserts at the end that it leaves no process."""
     try:
         choose_level("auto")
     except IsolationError as error:
@@ -39,7 +40,7 @@ def server() -> Iterator[ServerUnderTest]:
 def run_calls(
     server: ServerUnderTest, count: int, on_answer: Callable[[int], None] = lambda _: None, in_flight: int = 64
 ) -> CallTally:
-    """Run `count` checked calls; `on_answer` gets the number of each answer."""
+    """Run calls and assert that each has its own result once. `on_answer` is called with the number of each answer."""
     tally, answers = CallTally(count), itertools.count(1)
     calls = checked_calls(count, seed=7, weights=STDLIB_WEIGHTS)
     load = CheckedLoad(server, calls, tally, random.Random(7), lambda: on_answer(next(answers)))
@@ -56,8 +57,8 @@ def test_every_call_gets_one_result_while_its_processes_are_killed(server: Serve
             injector.kill_one(server.pid)
 
     tally = run_calls(server, 300, kill)
-    assert injector.kills.total() >= 5, "too few kills to show anything"
-    assert tally.statuses["ok"] > 100
+    assert injector.kills.total() >= 5, "the test needs some kills"
+    assert tally.statuses["ok"] > 100, "most calls are not unavailable"
 
 
 def test_a_killed_gateway_leaves_no_processes_and_its_calls_are_sent_again(server: ServerUnderTest) -> None:
@@ -69,7 +70,7 @@ def test_a_killed_gateway_leaves_no_processes_and_its_calls_are_sent_again(serve
         elif answers % 40 == 0:
             injector.kill_one(server.pid)
 
-    # With 256 of 400 calls in flight, requests are unanswered at both kills: at most 100 calls have an answer then.
+    # With up to 256 of 400 calls in flight and at most 100 answers, some requests are unanswered at both kills.
     tally = run_calls(server, 400, kill, in_flight=256)
     assert tally.resent >= 2
     assert not server.leftovers

@@ -41,7 +41,7 @@ async def test_calls_submitted_together_share_requests() -> None:
     async with scripted_server(respond_ok) as server, AsyncClient(server.url) as client:
         results = await asyncio.gather(*(client.execute(f"{n}") for n in range(150)))
     assert [r.stdout for r in results] == [f"{n}" for n in range(150)]
-    assert server.batch_sizes == [64, 64, 22]
+    assert server.batch_sizes == [64, 64, 22]  # batches have 64 calls by default
 
 
 @pytest.mark.asyncio
@@ -49,7 +49,7 @@ async def test_a_single_call_is_sent_at_once_and_later_calls_gather_until_its_re
     release = asyncio.Event()
     async with (
         scripted_server(respond_after(release, respond_ok), respond_ok) as server,
-        AsyncClient(server.url, gather_s=3600) as client,
+        AsyncClient(server.url, gather_s=3600) as client,  # longer than the test
     ):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.execute("1"))
@@ -85,7 +85,7 @@ async def test_gathering_calls_are_sent_after_gather_s_or_when_they_fill_a_reque
 
 
 @pytest.mark.asyncio
-async def test_calls_beyond_all_connections_are_sent_in_larger_batches() -> None:
+async def test_calls_that_exceed_the_batches_of_all_connections_are_sent_in_larger_batches() -> None:
     async with scripted_server(respond_ok) as server, AsyncClient(server.url, max_connections=2) as client:
         await client.run_batch(["1"] * 1000)
     assert server.batch_sizes == [500, 500]
@@ -155,7 +155,7 @@ async def test_a_call_waits_for_a_slot_at_most_queue_timeout_s() -> None:
         window_filling = tasks.create_task(client.run_batch(["hang"] * 2))  # the window is twice the slots
         await until(lambda: len(served.fleet.last_executor.calls) == 2)
         late = await client.execute("late")
-        served.fleet.last_executor.finish(1, 2)
+        served.fleet.last_executor.finish(1, 2)  # the gateway numbers the calls from 1
         assert [result.status for result in await window_filling] == [Status.OK] * 2
     assert late.status is Status.UNAVAILABLE and late.error is not None and late.error.type == "QueueTimeout"
     assert re.match(r"waited \S+ s for a slot, at most 0\.01 s; .*--queue-timeout-s", late.error.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from sandbox.types import Call, Limits, Result
 from tests.jail.jails import descendants
 
 DEADLINE_S = 60
+"""Seconds after which a test gives up waiting for an executor or a process."""
 OWN_PYTHON: str = os.environ.get("GUEST_PYTHON") or sys._base_executable  # type: ignore[attr-defined]
 """Python for calls, without packages: the base interpreter of this environment, or the one in `GUEST_PYTHON`."""
 
@@ -30,13 +32,17 @@ OWN_PYTHON: str = os.environ.get("GUEST_PYTHON") or sys._base_executable  # type
 class Caller:
     """A running executor and the gateway's end of its socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], gateway_sock: socket.socket) -> None:
         self.process = process
-        self.link = link
+        self.gateway_sock = gateway_sock
         self.ready: dict[str, Any] = {}
+        """Contents of the executor's `ready` frame."""
         self.stats: dict[str, Any] = {}
+        """Contents of its last `stats` frame."""
         self.window = 0
+        """Contents of its last `window` frame."""
         self.results: dict[int, Result] = {}
+        """Results that no method has returned yet, by seq."""
         self._seqs = itertools.count(1)
         self._unpacker = wire.Unpacker()
 
@@ -46,29 +52,31 @@ class Caller:
 
     def run_all(self, calls: list[Call]) -> list[Result]:
         """Submit calls at once and wait for their results, in the order of the calls."""
-        seqs = [self.submit(one_call) for one_call in calls]
+        seqs = [self.submit(submitted) for submitted in calls]
         return [self.result_of(seq) for seq in seqs]
 
-    def submit(self, one_call: Call) -> int:
+    def submit(self, submitted: Call) -> int:
+        """Submit a call and return its seq."""
         seq = next(self._seqs)
-        self.send("calls", [[seq, one_call.encode(binary=True)]])
+        self.send("calls", [[seq, submitted.encode(binary=True)]])
         return seq
 
     def result_of(self, seq: int) -> Result:
+        """Wait for the result of a call."""
         self.until(lambda: seq in self.results)
         return self.results.pop(seq)
 
     def send(self, *message: Any) -> None:
-        self.link.sendall(wire.pack(list(message)))
+        self.gateway_sock.sendall(wire.pack(list(message)))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Read frames until `condition()`. Fails if the executor ends, or is silent for `DEADLINE_S`."""
+        """Read frames until `condition()` is true. Fails if the executor ends, or sends nothing for `DEADLINE_S`."""
         while not condition():
             assert self.receive(), f"the executor ended with {self.process.wait(DEADLINE_S)}"
 
     def receive(self) -> bool:
         """Wait for frames and keep their contents; return False at the end of the stream."""
-        data = self.link.recv(1 << 18)
+        data = self.gateway_sock.recv(1 << 18)
         self._unpacker.feed(data)
         for kind, content in self._unpacker:
             if kind == "results":
@@ -91,6 +99,7 @@ class Caller:
 
 
 def call(code: str, **more: Any) -> Call:
+    """Make a call. `more` are fields of `Call` and of `Limits`."""
     limits = Limits(**{name: more.pop(name) for name in Limits.__slots__ if name in more})
     return Call(code, limits=limits, **more)
 
@@ -105,8 +114,8 @@ def executor(
 ) -> Iterator[Caller]:
     """Start an executor and wait until it is ready. Asserts at the end that it exits with 0.
 
-    `settings` are fields of `ExecutorConfig`; the default is one bare zygote and the strongest isolation. `server` is
-    the command that runs the executor's own Python, `process_options` are arguments of `Popen`.
+    `settings` are fields of `ExecutorConfig`; the default is one bare zygote and the strongest isolation level.
+    `server` is the command that starts the Python of the executor itself; `process_options` are arguments of `Popen`.
     """
     settings = {"isolation": "auto", "profiles": ("bare",), "zygote_pools": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
@@ -115,24 +124,25 @@ def executor(
         except IsolationError as error:
             pytest.skip(str(error))
     config = ExecutorConfig(python=str(python), **settings)
-    ours, theirs = socket.socketpair()
-    ours.settimeout(DEADLINE_S)
-    with theirs:
-        argv = [*server, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
-        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, **process_options)
-    with ours, process:
+    gateway_sock, executor_sock = socket.socketpair()
+    gateway_sock.settimeout(DEADLINE_S)
+    with executor_sock:
+        argv = [*server, "-m", "sandbox.executor", "--fd", str(executor_sock.fileno())]
+        process = subprocess.Popen(argv, pass_fds=[executor_sock.fileno()], stdin=subprocess.DEVNULL, **process_options)
+    with gateway_sock, process:
         try:
-            caller = Caller(process, ours)
+            caller = Caller(process, gateway_sock)
             caller.send("configure", config.encode())
             caller.until(lambda: bool(caller.ready))
             yield caller
-            ours.close()
+            gateway_sock.close()
             assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
 
 
 def is_gone(pid: int) -> bool:
+    """Return whether a process has ended. Zombies (Z) and dead processes (X) have."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] in "ZX"
@@ -142,8 +152,6 @@ def is_gone(pid: int) -> bool:
 
 def wait_gone(pids: list[int]) -> None:
     """Wait until none of these processes exists."""
-    import select
-
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)

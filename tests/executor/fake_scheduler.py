@@ -13,7 +13,7 @@ from sandbox.executor import monitor
 from sandbox.executor.process_tree import CpuPriority, ProcessTree
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.types import Limits, Result
-from tests.executor.zygotes import FakeZygote, driven, ended_json
+from tests.executor.fake_zygotes import FakeZygote, driven_executor, ended_json
 
 FIRST_PID = 77
 """The pid of every call's first process on a `FakeScheduler`."""
@@ -22,8 +22,9 @@ FIRST_PID = 77
 class FakeScheduler:
     """A fake scheduler on which every call waits for a core for `delay_share` of the time.
 
-    Calls with the code "outlast" run until they are killed; their zygote reports them as still running after 0.1 s.
-    `is_single_threaded` is asked at each sample; otherwise the call has two threads.
+    Creating one replaces the samples of all calls, for as long as `monkeypatch` lasts. Calls with the code "outlast"
+    run until they are killed; their zygote reports them as still running after 0.1 s. `is_single_threaded` is called at
+    each sample; if it returns False, the call has two threads.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class FakeScheduler:
         is_single_threaded: Callable[[], bool] = lambda: True,
     ) -> None:
         self.killed_after: float | None = None
-        """Seconds after which a call was killed."""
+        """Seconds from `started` after which the last killed call was killed."""
         self.demotions: list[bool] = []
-        """Whether the call was to be demoted, at each change of its priority."""
+        """The argument `is_demoted` of each call of `CpuPriority.apply`."""
         self.started = 0.0
+        """Time of Trio's clock at which the calls were submitted."""
         self.running: list[tuple[FakeZygote, int]] = []
         """Zygote and run id of the running calls."""
         self._delay_share, self._is_single_threaded, self._patch = delay_share, is_single_threaded, monkeypatch
@@ -56,9 +58,9 @@ class FakeScheduler:
         monkeypatch.setattr(FakeZygote, "outlast", outlast, raising=False)
 
     async def run(self, timeout_s: float, **settings: Any) -> Result:
-        """Run a call that never ends by itself."""
+        """Run a call that never ends by itself, on an executor with one slot and these `settings`."""
         settings = {"zygote_pools": 1, "slots": 1, "profiles": ("bare",), **settings}
-        async with driven(self._patch, **settings) as driver:
+        async with driven_executor(self._patch, **settings) as driver:
             self.started = trio.current_time()
             (result,) = await driver.run("outlast", limits=Limits(timeout_s=timeout_s))
             assert driver.executor.running_long == 0
@@ -68,25 +70,30 @@ class FakeScheduler:
         wall_s = trio.current_time() - self.started
         delay_s = self._delay_share * wall_s
         tids = (FIRST_PID,) if self._is_single_threaded() else (FIRST_PID, FIRST_PID + 1)
-        threads = {tid: ThreadSample(wall_s - delay_s, delay_s, 9, 9, is_runnable=True) for tid in tids}
-        return {FIRST_PID: ProcessSample(1, wall_s, wall_s - delay_s, threads)}
+        cpu_s = wall_s - delay_s
+        # Equal counts of timeslices and voluntary switches in each sample: the call has not slept.
+        threads = {tid: ThreadSample(cpu_s, delay_s, 9, 9, is_runnable=True) for tid in tids}
+        return {FIRST_PID: ProcessSample(1, wall_s, cpu_s, threads)}
 
-    def _kill(self, _pidfd: int, number: int) -> None:
-        if not number:  # signal 0 only tests whether the process exists
+    def _kill(self, _pidfd: int, signal_number: int) -> None:
+        if not signal_number:  # signal 0 only tests whether the process exists
             return
         self.killed_after = trio.current_time() - self.started
         zygote, run_id = self.running.pop(0)
-        zygote.send(ended_json(run_id, exit_code=None, signal=number))
+        zygote.send(ended_json(run_id, exit_code=None, signal=signal_number))
 
-    async def demoted_after_s(self, calls: int, short: str | None = None) -> float:
-        """Wall time after which half of some endless calls are long. Calls of `short` keep one more slot busy, and one
-        of them always waits for it."""
-        settings: dict[str, Any] = {"zygote_pools": 1, "slots": calls + (short is not None), "profiles": ("bare",)}
-        async with driven(self._patch, cores=1, **settings) as driver:
+    async def demoted_after_s(self, calls: int, short_call: str | None = None) -> float:
+        """Run `calls` endless calls on one core; return the wall time after which half of them are long.
+
+        `short_call`: code of further calls, which share one more slot, so that there are always queued calls.
+        """
+        slots = calls + (short_call is not None)
+        settings: dict[str, Any] = {"zygote_pools": 1, "slots": slots, "profiles": ("bare",)}
+        async with driven_executor(self._patch, cores=1, **settings) as driver:
             self.started = trio.current_time()
             driver.submit(*["outlast"] * calls, limits=Limits(timeout_s=60.0))
-            if short is not None:
-                driver.submit(*[short] * 100)
+            if short_call is not None:
+                driver.submit(*[short_call] * 100)
             while driver.executor.running_long < calls / 2:  # noqa: ASYNC110  there is no event for it
                 await trio.sleep(0.001)
             return trio.current_time() - self.started

@@ -69,20 +69,24 @@ Program = Iterator[Step]
 
 @dataclass(eq=False)
 class Task:
-    """A thread. Times and counts are in ticks."""
+    """A thread. All times are in ticks of `TICK_S`."""
 
     pid: int
     tid: int
     program: Program
     parent: Task | None
-    born: int
-    ran: int = 0
-    waited: int = 0
-    left: int = 0
-    waits_since: int | None = None
-    """Start of its current wait for a core."""
+    started_at: int
+    cpu_ticks: int = 0
+    delay_ticks: int = 0
+    """Run delay: finished waits for a core."""
+    left_ticks: int = 0
+    """CPU time until the end of the current step."""
+    waiting_since: int | None = None
+    """Start of the current wait for a core."""
     wakes_at: int | None = None
+    """End of the current sleep."""
     children: int = 0
+    """Number of child processes and threads that have not ended."""
     timeslices: int = 0
     voluntary_switches: int = 0
     is_joining: bool = False
@@ -90,7 +94,11 @@ class Task:
 
     @property
     def is_runnable(self) -> bool:
-        return self.wakes_at is None and self.left > 0
+        return self.wakes_at is None and self.left_ticks > 0
+
+    def sample(self) -> ThreadSample:
+        cpu_s, delay_s = self.cpu_ticks * TICK_S, self.delay_ticks * TICK_S
+        return ThreadSample(cpu_s, delay_s, self.timeslices, self.voluntary_switches, self.is_runnable)
 
 
 @dataclass
@@ -100,7 +108,7 @@ class Lock:
 
 
 class Machine:
-    """A machine with `load` busy threads besides the call."""
+    """A machine with `load` threads that compute without end, besides the call."""
 
     def __init__(self, cores: int, load: int, *, seed: int = 0) -> None:
         self.cores = cores
@@ -108,15 +116,15 @@ class Machine:
         self._rng = random.Random(seed)
         self._queue: deque[Task] = deque()
         self._on_core: list[Task | None] = [None] * cores
-        self._slice = [0] * cores
+        self._slice_left_ticks = [0] * cores
         self._tasks: dict[int, Task] = {}
         self._locks: dict[int, Lock] = {}
-        self._ended_ran: dict[int, int] = {}
-        self._numbers = 0
-        self._all_ran = 0
+        self._ended_cpu_ticks: dict[int, int] = {}
+        self._last_tid = 0
+        self._call_cpu_ticks = 0
         self._on_end: Callable[[], None] | None = None
         for _ in range(load):
-            self._enqueue(Task(0, 0, iter(()), None, 0, left=1 << 40))
+            self._enqueue(Task(0, 0, iter(()), None, 0, left_ticks=1 << 40))  # longer than any test
 
     def run(self, program: Program, clock: VirtualClock | None = None) -> float:
         """Run a call and return its wall time. The clock is advanced at random moments and at the end."""
@@ -136,12 +144,12 @@ class Machine:
         return self.now + self._rng.uniform(*SAMPLE_INTERVAL_S) / TICK_S
 
     def _last_sample(self, clock: VirtualClock, root: Task, started: int) -> None:
-        """Sample in the last tick, in which the first process runs."""
-        root.left = 1
+        """Sample in the last tick of the call, with the first process as runnable."""
+        root.left_ticks = 1
         self._advance(clock, root, started)
 
     def _advance(self, clock: VirtualClock, root: Task, started: int) -> None:
-        clock.advance((self.now - started) * TICK_S, self._sample(root), self._all_ran * TICK_S)
+        clock.advance((self.now - started) * TICK_S, self._sample(root), self._call_cpu_ticks * TICK_S)
 
     def _sample(self, root: Task) -> TreeSample:
         by_pid: dict[int, list[Task]] = {}
@@ -151,15 +159,10 @@ class Machine:
         for pid in sorted(by_pid, key=lambda pid: pid != root.pid):
             tasks = by_pid[pid]
             main = min(tasks, key=lambda task: task.tid)
-            ran = sum(task.ran for task in tasks) + self._ended_ran.get(pid, 0)
-            threads = {
-                task.tid: ThreadSample(
-                    task.ran * TICK_S, task.waited * TICK_S, task.timeslices, task.voluntary_switches, task.is_runnable
-                )
-                for task in tasks
-            }
+            cpu_ticks = sum(task.cpu_ticks for task in tasks) + self._ended_cpu_ticks.get(pid, 0)
+            threads = {task.tid: task.sample() for task in tasks}
             parent = main.parent.pid if main.parent is not None else 0
-            sample[pid] = ProcessSample(parent, (self.now - main.born) * TICK_S, ran * TICK_S, threads)
+            sample[pid] = ProcessSample(parent, (self.now - main.started_at) * TICK_S, cpu_ticks * TICK_S, threads)
         return sample
 
     def _tick(self) -> None:
@@ -173,35 +176,35 @@ class Machine:
         for core, task in enumerate(self._on_core):
             if task is None:
                 continue
-            task.ran += 1
-            task.left -= 1
-            self._slice[core] -= 1
+            task.cpu_ticks += 1
+            task.left_ticks -= 1
+            self._slice_left_ticks[core] -= 1
             if task.pid:
-                self._all_ran += 1
-            if task.left == 0:
+                self._call_cpu_ticks += 1
+            if task.left_ticks == 0:
                 self._on_core[core] = None
                 self._step(task)
 
     def _schedule(self, core: int) -> None:
         task = self._on_core[core]
-        if task is not None and self._slice[core] <= 0 and self._queue:
+        if task is not None and self._slice_left_ticks[core] <= 0 and self._queue:
             self._on_core[core] = None
             self._enqueue(task)
         if self._on_core[core] is None and self._queue:
             task = self._queue.popleft()
-            assert task.waits_since is not None
-            task.waited += self.now - task.waits_since
-            task.waits_since = None
+            assert task.waiting_since is not None
+            task.delay_ticks += self.now - task.waiting_since
+            task.waiting_since = None
             task.timeslices += 1
-            self._on_core[core], self._slice[core] = task, SLICE_TICKS
+            self._on_core[core], self._slice_left_ticks[core] = task, SLICE_TICKS
 
     def _enqueue(self, task: Task) -> None:
-        task.waits_since = self.now
+        task.waiting_since = self.now
         self._queue.append(task)
 
     def _add(self, program: Program, parent: Task | None, pid: int | None) -> Task:
-        self._numbers += 1
-        task = Task(pid or self._numbers, self._numbers, program, parent, self.now)
+        self._last_tid += 1
+        task = Task(pid or self._last_tid, self._last_tid, program, parent, self.now)
         self._tasks[task.tid] = task
         self._locks.setdefault(task.pid, Lock())
         self._step(task)
@@ -212,7 +215,7 @@ class Machine:
         while True:
             match next(task.program, None):
                 case Run(s):
-                    task.left = max(1, round(s / TICK_S))
+                    task.left_ticks = max(1, round(s / TICK_S))
                     return self._enqueue(task)
                 case Sleep(s):
                     task.wakes_at = self.now + max(1, round(s / TICK_S))
@@ -249,7 +252,7 @@ class Machine:
             self._on_end()
         task.has_ended = True
         del self._tasks[task.tid]
-        self._ended_ran[task.pid] = self._ended_ran.get(task.pid, 0) + task.ran
+        self._ended_cpu_ticks[task.pid] = self._ended_cpu_ticks.get(task.pid, 0) + task.cpu_ticks
         parent = task.parent
         if parent is not None:
             parent.children -= 1
@@ -259,7 +262,8 @@ class Machine:
 
 
 def virtual_time(program: Callable[[], Program], *, cores: int, load: int, seed: int) -> tuple[float, float, float]:
-    """Return a call's wall time on an idle machine, then its wall time and virtual time beside `load` busy threads."""
+    """Return three times of a call: its wall time on an idle machine, and its wall time and virtual time on a machine
+    with `load` busy threads. All in seconds."""
     idle_s = Machine(cores, 0).run(program())
     clock = VirtualClock(cores)
     wall_s = Machine(cores, load, seed=seed).run(program(), clock)

@@ -11,26 +11,27 @@ from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 
 def results(*sizes: int) -> list[tuple[int, EncodedResult]]:
-    """Results of these sizes in bytes, half in stdout and half in a file, with their index as seq."""
-    texts = [("x" * (size // 2), b"x" * (size - size // 2)) for size in sizes]
-    made = [Result("", Status.OK, stdout=text, files={"f": data}) for text, data in texts]
-    return [(seq, result.encode(binary=True)) for seq, result in enumerate(made)]
+    """Results of these sizes in bytes, half in stdout and half in a file. The seq of each is its index."""
+    contents = [("x" * (size // 2), b"x" * (size - size // 2)) for size in sizes]
+    decoded = [Result("", Status.OK, stdout=text, files={"f": data}) for text, data in contents]
+    return [(seq, result.encode(binary=True)) for seq, result in enumerate(decoded)]
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
         [],
-        [0] * 200,
+        [0] * (3 * MAX_FRAME_CALLS + 8),
         [TARGET_FRAME_BYTES + 1] * 3,
         [1, TARGET_FRAME_BYTES, 1],
         [TARGET_FRAME_BYTES // 3] * 10,
     ],
+    ids=["no result", "too many", "each too large", "one fills a frame", "three fill a frame"],
 )
 def test_frames_are_bounded_and_keep_all_results_in_order(sizes: list[int]) -> None:
-    given = results(*sizes)
-    frames = _split_into_frames(given)
-    assert [pair for frame in frames for pair in frame] == given
+    unsplit = results(*sizes)
+    frames = _split_into_frames(unsplit)
+    assert [numbered_result for frame in frames for numbered_result in frame] == unsplit
     assert all(1 <= len(frame) <= MAX_FRAME_CALLS for frame in frames)
     frame_bytes = [sum(sizes[seq] for seq, _ in frame) for frame in frames]
     assert all(size <= TARGET_FRAME_BYTES or len(frame) == 1 for size, frame in zip(frame_bytes, frames, strict=True))
@@ -41,8 +42,8 @@ def test_a_result_larger_than_a_frame_becomes_unavailable(monkeypatch: pytest.Mo
     unpacker = wire.Unpacker()
     unpacker.feed(_encode_results(results(20_000)))
     (frame,) = list(unpacker)
-    kind, ((seq, raw),) = frame
-    result = Result.decode(raw)
+    kind, ((seq, encoded),) = frame
+    result = Result.decode(encoded)
     assert (kind, seq, result.status) == ("results", 0, Status.UNAVAILABLE)
     assert result.error is not None
     assert result.error.type == "ResultTooLarge"

@@ -17,8 +17,8 @@ from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
 MAX_PROCS_FILES = 3
-"""Maximum of the descriptors with which a zygote enters the cgroup of one slot: one per hierarchy of version 1."""
-LONG_S = 60
+"""Largest number of descriptors with which a zygote enters the cgroup of one slot: one per hierarchy of version 1."""
+LONG_TIMEOUT_S = 60
 """Time limit of calls that should end by themselves."""
 
 
@@ -33,24 +33,25 @@ def with_cgroups() -> Iterator[Caller]:
 
 
 @pytest.fixture
-def resettable(with_cgroups: Caller) -> None:
-    """Skip unless the peak of a cgroup can be reset for each call: version 1, or version 2 from Linux 6.12 on."""
+def resettable_peak(with_cgroups: Caller) -> None:
+    """Skip unless the peak memory of a cgroup can be reset for each call: version 1, or version 2 since Linux 6.12."""
     tree = CgroupTree()
-    can_reset = tree.cgroup(0)._can_reset_peak and tree.cgroup(0)._peak_fd >= 0
+    can_reset = tree.cgroup(0)._can_reset_peak and tree.cgroup(0)._peak_fd >= 0  # no public attribute shows it
     tree.close()
     if not can_reset:
         pytest.skip("the peak of a cgroup cannot be reset on this kernel")
 
 
-def trees(pid: int) -> list[Path]:
+def cgroup_trees_of(pid: int) -> list[Path]:
     """The cgroup trees that an executor has created."""
-    return [path for home in {*own_cgroup_dirs().values()} for path in Path(home).glob(f"{PREFIX}{pid}-*")]
+    return [path for parent in {*own_cgroup_dirs().values()} for path in Path(parent).glob(f"{PREFIX}{pid}-*")]
 
 
-def max_memory_bytes(pid: int) -> int:
-    """Memory of the slot that has most."""
-    names = ("memory.current", "memory.usage_in_bytes")
-    return max(int(path.read_text()) for tree in trees(pid) for name in names for path in tree.glob(f"*/{name}"))
+def max_slot_memory_bytes(pid: int) -> int:
+    """The memory that the kernel counts for the slot with the most memory."""
+    names = ("memory.current", "memory.usage_in_bytes")  # of version 2 and of version 1
+    files = [path for tree in cgroup_trees_of(pid) for name in names for path in tree.glob(f"*/{name}")]
+    return max(int(path.read_text()) for path in files)
 
 
 def test_processes_that_exceed_the_memory_limit_together_end_as_memory_limit(with_cgroups: Caller) -> None:
@@ -65,28 +66,28 @@ print("started")
 held = bytearray(b"x") * (90 << 20)
 time.sleep(1000)
 """
-    result = with_cgroups.run(code, memory_mb=128, disk_mb=1, timeout_s=LONG_S)
+    result = with_cgroups.run(code, memory_mb=128, disk_mb=1, timeout_s=LONG_TIMEOUT_S)
     assert (result.status, result.stdout, result.exit_code) == (Status.MEMORY_LIMIT, "started\n", None)
     assert result.error is not None
     assert result.error.type == "MemoryLimit"
 
 
 @pytest.mark.parametrize(
-    ("code", "numbers"),
+    ("code", "signals"),
     [
-        ("os.abort()", {6, 11}),  # PID 1 of a namespace cannot send itself signal 6, so abort(3) crashes it
+        ("os.abort()", {6, 11}),  # PID 1 of a namespace cannot send itself SIGABRT, so abort(3) causes SIGSEGV
         ("ctypes.string_at(0)", {11}),
         ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", {9}),
     ],
 )
-def test_a_crash_does_not_end_as_memory_limit(code: str, numbers: set[int], with_cgroups: Caller) -> None:
-    result = with_cgroups.run(f"import ctypes, os, resource\n{code}", timeout_s=LONG_S)
+def test_a_crash_does_not_end_as_memory_limit(code: str, signals: set[int], with_cgroups: Caller) -> None:
+    result = with_cgroups.run(f"import ctypes, os, resource\n{code}", timeout_s=LONG_TIMEOUT_S)
     assert result.status is Status.KILLED
-    assert result.signal in numbers
+    assert result.signal in signals
 
 
 def test_a_child_that_kills_itself_does_not_end_the_call(with_cgroups: Caller) -> None:
-    """The call goes on, and its own exit status counts."""
+    """The call goes on, and its status is that of its first process."""
     code = "import os\nif os.fork() == 0:\n    os.kill(os.getpid(), 9)\nos.waitstatus_to_exitcode(os.wait()[1])"
     result = with_cgroups.run(code)
     assert (result.status, result.value) == (Status.OK, "-9")
@@ -105,7 +106,7 @@ held = bytearray(b"x") * (56 << 20)
     assert result.status is Status.OK
 
 
-def test_usage_includes_children_that_were_not_waited_for(with_cgroups: Caller, resettable: None) -> None:
+def test_usage_includes_children_that_were_not_waited_for(with_cgroups: Caller, resettable_peak: None) -> None:
     code = """
 import os
 readable, writable = os.pipe()
@@ -118,7 +119,7 @@ if os.fork() == 0:
 os.read(readable, 1)
 None
 """
-    usage = with_cgroups.run(code, timeout_s=LONG_S).usage
+    usage = with_cgroups.run(code, timeout_s=LONG_TIMEOUT_S).usage
     assert usage.cpu_ms >= 290
     assert usage.peak_memory_mb >= 50
 
@@ -126,24 +127,26 @@ None
 def test_a_fork_bomb_is_timed_out_and_changes_no_other_result(with_cgroups: Caller) -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     bombs = [with_cgroups.submit(call(bomb, timeout_s=0.3, processes=16)) for _ in range(2)]
-    assert with_cgroups.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=LONG_S).value == "0"
+    assert (
+        with_cgroups.run("import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]", timeout_s=LONG_TIMEOUT_S).value
+        == "0"
+    )
     assert [with_cgroups.result_of(seq).status for seq in bombs] == [Status.TIMEOUT] * 2
     results = with_cgroups.run_all([call(f"{n}") for n in range(20)])
     assert [(result.value, result.attempts) for result in results] == [(str(n), 1) for n in range(20)]
 
 
-def test_the_peak_includes_files_and_output(with_cgroups: Caller, resettable: None) -> None:
+def test_the_peak_includes_files_and_output(with_cgroups: Caller, resettable_peak: None) -> None:
     code = "open('x', 'wb').write(bytes(30 << 20))\nprint('x' * (4 << 20))"
     assert with_cgroups.run(code, disk_mb=32, output_kb=5 << 10).usage.peak_memory_mb > 34
 
 
-def test_usage_does_not_include_earlier_calls_of_the_slot(with_cgroups: Caller, resettable: None) -> None:
+def test_usage_does_not_include_earlier_calls_of_the_slot(with_cgroups: Caller, resettable_peak: None) -> None:
     large = with_cgroups.run_all([call("x = bytearray(b'x') * (80 << 20)\nNone") for _ in range(8)])
     assert all(result.usage.peak_memory_mb >= 80 for result in large)
-    end = time.monotonic() + LONG_S
-    while (
-        memory_bytes := max_memory_bytes(with_cgroups.process.pid)
-    ) > 20 << 20 and time.monotonic() < end:  # the kernel may free memory late
+    end = time.monotonic() + LONG_TIMEOUT_S
+    # The kernel may free the memory some time after the end of the calls.
+    while (memory_bytes := max_slot_memory_bytes(with_cgroups.process.pid)) > 20 << 20 and time.monotonic() < end:
         time.sleep(0.01)
     assert memory_bytes <= 20 << 20
     small = with_cgroups.run_all([call("1") for _ in range(8)])
@@ -151,12 +154,12 @@ def test_usage_does_not_include_earlier_calls_of_the_slot(with_cgroups: Caller, 
 
 
 def test_a_call_does_not_see_its_cgroups(with_cgroups: Caller) -> None:
-    code = "import os\ns = []\nfor fd in range(4096):\n  try: s += [os.fstat(fd) and fd]\n  except OSError: pass\ns"
-    assert with_cgroups.run(code).value == "[0, 1, 2, 3]"
-    list_visible = (
+    open_fds = "import os\ns = []\nfor fd in range(4096):\n  try: s += [os.fstat(fd) and fd]\n  except OSError: pass\ns"
+    assert with_cgroups.run(open_fds).value == "[0, 1, 2, 3]", "a descriptor of a cgroup would be another one"
+    visible_dirs = (
         "import os\n[path for path in ('/proc', '/sys', '/sys/fs/cgroup') if os.path.isdir(path) and os.listdir(path)]"
     )
-    assert with_cgroups.run(list_visible).value == "[]"
+    assert with_cgroups.run(visible_dirs).value == "[]"
 
 
 def test_a_zygote_has_cgroup_descriptors_only_of_the_slots_it_has_used(with_cgroups: Caller) -> None:
@@ -165,47 +168,46 @@ def test_a_zygote_has_cgroup_descriptors_only_of_the_slots_it_has_used(with_cgro
         for _ in range(3):
             assert caller.run("1").value == "1"
         per_slot = cgroup_fds_of(caller) - before
-        assert 0 < per_slot <= MAX_PROCS_FILES, "all three calls had the slot that was released last"
+        assert 0 < per_slot <= MAX_PROCS_FILES, "the three calls had the same slot, which was released last"
         assert all(result.value == "1" for result in caller.run_all([call("import time; time.sleep(0.3)\n1")] * 8))
         assert per_slot < cgroup_fds_of(caller) - before <= 8 * per_slot
 
 
 def cgroup_fds_of(caller: Caller) -> int:
-    """Number of cgroup descriptors of all zygotes."""
+    """Number of descriptors of slots' cgroups that the executor and all its descendants have."""
+    cgroup_file = re.compile(rf"/{PREFIX}{caller.process.pid}-[^/]*/\d+(/tasks|/cgroup.procs)?$")
     count = 0
     for pid in caller.processes():
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                count += bool(
-                    re.search(rf"/{PREFIX}{caller.process.pid}-[^/]*/\d+(/tasks|/cgroup.procs)?$", str(fd.readlink()))
-                )
+                count += bool(cgroup_file.search(str(fd.readlink())))
     return count
 
 
-def test_nothing_is_left_when_an_executor_ends(with_cgroups: Caller) -> None:
+def test_an_executor_that_ends_removes_its_cgroups(with_cgroups: Caller) -> None:
     with executor() as caller:
-        seq = caller.submit(call("import time\ntime.sleep(1000)"))
+        caller.submit(call("import time\ntime.sleep(1000)"))
         assert caller.run("1").value == "1"
-        created = trees(caller.process.pid)
+        created = cgroup_trees_of(caller.process.pid)
         assert created
-        del seq
     assert not any(path.exists() for path in created)
 
 
 def test_the_next_executor_removes_the_cgroups_of_a_killed_one(with_cgroups: Caller) -> None:
-    left: list[Path] = []
-    with pytest.raises(AssertionError):  # `executor` expects that it exits by itself
-        kill_one(left)
-    assert left
+    left_behind: list[Path] = []
+    with pytest.raises(AssertionError):  # `executor` asserts that the process exits by itself
+        kill_an_executor(left_behind)
+    assert left_behind
     with executor() as caller:
         assert caller.run("1").value == "1"
-        assert not any(path.exists() for path in left)
-        assert trees(with_cgroups.process.pid), "the cgroups of a running executor stay"
+        assert not any(path.exists() for path in left_behind)
+        assert cgroup_trees_of(with_cgroups.process.pid), "the cgroups of a running executor stay"
 
 
-def kill_one(left: list[Path]) -> None:
+def kill_an_executor(left_behind: list[Path]) -> None:
+    """Start and kill an executor; add its cgroup trees to `left_behind`."""
     with executor() as caller:
-        left += trees(caller.process.pid)
+        left_behind += cgroup_trees_of(caller.process.pid)
         pids = caller.processes()
         caller.process.kill()
         wait_gone(pids)

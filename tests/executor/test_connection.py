@@ -35,7 +35,7 @@ def one_zygote() -> Iterator[Caller]:
 
 @pytest.fixture
 def two_zygotes() -> Iterator[Caller]:
-    """An executor with two profiles. The guest's Python may lack the modules of the second, which serves anyway."""
+    """An executor with two profiles. The zygote of the second runs calls even if its Python lacks numpy."""
     with executor(profiles=("bare", "numeric")) as caller:
         yield caller
 
@@ -48,35 +48,36 @@ def jail_of(caller: Caller) -> tuple[int, int, int]:
     return launcher, init, zygote
 
 
-def calls_of(zygote: int) -> list[int]:
+def call_pids_of(zygote: int) -> list[int]:
+    """Pids of a zygote's calls, which have other uids than the zygote."""
     return [child for child in children(zygote) if host_uid(child) != host_uid(zygote)]
 
 
 def start_sleeper(caller: Caller, **more: object) -> tuple[int, int]:
     """Start a call that does not end; return its seq and the pid of its process."""
-    known = set(_all_calls(caller))
+    pids_before = set(_all_call_pids(caller))
     seq = caller.submit(call(SLEEP, **more))
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:  # nothing but its process shows that it has started
-        new = set(_all_calls(caller)) - known
-        if new:
-            return seq, new.pop()
+    while time.monotonic() < deadline:  # only its process shows that the call has started
+        new_pids = set(_all_call_pids(caller)) - pids_before
+        if new_pids:
+            return seq, new_pids.pop()
         time.sleep(0.01)
     pytest.fail("the call did not start")
 
 
-def _all_calls(caller: Caller) -> list[int]:
-    calls = []
+def _all_call_pids(caller: Caller) -> list[int]:
+    pids = []
     for pid in caller.processes():
         try:
-            calls += calls_of(pid) if pid != caller.process.pid else []
+            pids += call_pids_of(pid) if pid != caller.process.pid else []
         except FileNotFoundError:
             continue
-    return [pid for pid in calls if "zygote" in _command(pid) or "python" in _command(pid)]
+    return [pid for pid in pids if "zygote" in _command(pid) or "python" in _command(pid)]
 
 
 def host_parent(pid: int) -> int:
-    """The parent of a process, as the host numbers it."""
+    """The parent's pid in the PID namespace of the host."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -90,9 +91,7 @@ def _command(pid: int) -> str:
 def test_the_ready_frame_describes_the_executor(one_zygote: Caller) -> None:
     assert one_zygote.ready["slots"] == 4
     assert one_zygote.ready["python"] == ".".join(map(str, sys.version_info[:3]))
-    one_zygote.until(
-        lambda: one_zygote.stats.get("zygotes") == {"bare": 1}
-    )  # the first stats are older than the zygote
+    one_zygote.until(lambda: one_zygote.stats.get("zygotes") == {"bare": 1})  # not in stats from before `ready`
     assert one_zygote.stats["slots"] == 4
 
 
@@ -165,46 +164,45 @@ def test_a_cancelled_call_ends_and_frees_its_slot(one_zygote: Caller) -> None:
     wait_gone([pid for _, pid in sleepers])
     assert [result.status for result in one_zygote.run_all([call("1")] * 8)] == [Status.OK] * 8
     assert not {*queued, *(seq for seq, _ in sleepers)} & {*one_zygote.results}
-    one_zygote.send("cancel", [10**9, -1, *queued])
+    one_zygote.send("cancel", [10**9, -1, *queued])  # unknown seqs are ignored
     assert one_zygote.run("1").status is Status.OK
 
 
 def test_a_killed_zygote_costs_its_calls_a_retry(two_zygotes: Caller) -> None:
     _, bystander = start_sleeper(two_zygotes, profile="bare")
     first_zygote = jail_of(two_zygotes)[2]
-    (second_zygote,) = [pid for pid in children(first_zygote) if pid not in calls_of(first_zygote)]
-    code = "import os\nos.read(0, 1)\nprint('answered')"
+    (second_zygote,) = [pid for pid in children(first_zygote) if pid not in call_pids_of(first_zygote)]
     seq, pid = start_sleeper(two_zygotes, profile="numeric", timeout_s=2.0)
     os.kill(second_zygote, signal.SIGKILL)
     wait_gone([second_zygote, pid])
     result = two_zygotes.result_of(seq)
     assert (result.status, result.attempts) == (Status.TIMEOUT, 2)
     assert os.path.exists(f"/proc/{bystander}"), "a call of the other zygote goes on"
+    code = "import os\nos.read(0, 1)\nprint('answered')"
     assert two_zygotes.run(code, profile="numeric", stdin="x").stdout == "answered\n"
     two_zygotes.until(lambda: two_zygotes.stats.get("zygote_restarts_total") == 1)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["launcher", "init", "zygote"])
-def test_a_killed_jail_costs_its_calls_a_retry(which: int, two_zygotes: Caller) -> None:
-    before = two_zygotes.processes()
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["launcher", "init", "zygote"])
+def test_a_killed_jail_costs_its_calls_a_retry(victim: int, two_zygotes: Caller) -> None:
+    pids_before = two_zygotes.processes()
     seqs = [start_sleeper(two_zygotes, profile=profile, timeout_s=2.0)[0] for profile in ("bare", "numeric")]
-    os.kill(jail_of(two_zygotes)[which], signal.SIGKILL)
+    os.kill(jail_of(two_zygotes)[victim], signal.SIGKILL)
     for seq in seqs:
         result = two_zygotes.result_of(seq)
-        # The retry may go to another zygote of the same jail just before that dies too.
-        assert (result.status, result.attempts in (2, 3)) == (Status.TIMEOUT, True)
-    wait_gone([pid for pid in before if pid != two_zygotes.process.pid])
-    assert [result.status for result in two_zygotes.run_all([call("1"), call("1", profile="numeric")])] == [
-        Status.OK
-    ] * 2
+        assert result.status is Status.TIMEOUT
+        assert result.attempts in (2, 3), "the first retry may be in another zygote of the jail that has yet to die"
+    wait_gone([pid for pid in pids_before if pid != two_zygotes.process.pid])
+    results = two_zygotes.run_all([call("1"), call("1", profile="numeric")])
+    assert [result.status for result in results] == [Status.OK] * 2
 
 
 def test_a_call_whose_zygote_is_killed_each_time_is_unavailable() -> None:
     with executor(attempts=2) as caller:
-        seq, first = start_sleeper(caller)
-        os.kill(host_parent(first), signal.SIGKILL)
-        wait_gone([first])
-        while not (pids := _all_calls(caller)):
+        seq, first_pid = start_sleeper(caller)
+        os.kill(host_parent(first_pid), signal.SIGKILL)
+        wait_gone([first_pid])
+        while not (pids := _all_call_pids(caller)):
             assert caller.receive()
         os.kill(host_parent(pids[0]), signal.SIGKILL)
         result = caller.result_of(seq)
@@ -221,20 +219,21 @@ def test_all_processes_end_with_the_executor(end: str) -> None:
         caller.submit(call("import os\nos.setsid() if os.fork() else None\nimport time\ntime.sleep(1000)"))
         start_sleeper(caller)
         pids = caller.processes()
-        assert len(pids) > 8
+        assert len(pids) > 8, "the executor, two jails of three processes each, and the calls"
         if end == "close":
-            caller.link.close()
+            caller.gateway_sock.close()
         elif end == "shutdown":
-            caller.link.shutdown(socket.SHUT_WR)
+            caller.gateway_sock.shutdown(socket.SHUT_WR)
         elif end == "SIGINT and close":
             os.kill(caller.process.pid, signal.SIGINT)
             assert caller.run("1").status is Status.OK, "Ctrl-C alone does not end the executor"
-            caller.link.close()
+            caller.gateway_sock.close()
         else:
             os.kill(caller.process.pid, signal.Signals[end])
-        code = caller.process.wait(DEADLINE_S)
+        exit_code = caller.process.wait(DEADLINE_S)
         wait_gone(pids)
-        caller.process.returncode = 0 if end.startswith("SIG") else code
+        # `executor` asserts an exit code of 0, which a process that was ended by a signal does not have.
+        caller.process.returncode = 0 if end.startswith("SIG") else exit_code
 
 
 def test_drain_answers_the_submitted_calls_and_ends() -> None:
@@ -256,9 +255,9 @@ def test_drain_when_idle_ends_at_once() -> None:
         assert caller.process.wait(DEADLINE_S) == 0
 
 
-def test_results_larger_than_the_socket_takes_arrive(one_zygote: Caller) -> None:
+def test_results_larger_than_the_socket_buffer_arrive(one_zygote: Caller) -> None:
     calls = [call("print('x' * (8 << 20))", output_kb=9 << 10) for _ in range(6)]
-    seqs = [one_zygote.submit(one_call) for one_call in calls]
+    seqs = [one_zygote.submit(submitted) for submitted in calls]
     one_zygote.until(lambda: one_zygote.stats.get("running", 1) == 0 and one_zygote.stats["queued"] == 0)
     for seq in seqs:
         assert len(one_zygote.result_of(seq).stdout) == (8 << 20) + 1
@@ -275,17 +274,21 @@ def test_results_larger_than_the_socket_takes_arrive(one_zygote: Caller) -> None
         struct.pack("<I", 2**32 - 1),
         b"\4\0\0\0junk",
     ],
+    ids=[
+        *("not configure", "unknown level", "missing Python", "no Python", "unknown setting"),
+        *("too long", "not MessagePack"),
+    ],
 )
 def test_an_invalid_first_frame_is_refused_with_a_line_of_text(first_frame: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(DEADLINE_S)
-    with ours, theirs:
-        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
-        with subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
-            theirs.close()
-            ours.sendall(first_frame)
+    gateway_sock, executor_sock = socket.socketpair()
+    gateway_sock.settimeout(DEADLINE_S)
+    with gateway_sock, executor_sock:
+        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(executor_sock.fileno())]
+        with subprocess.Popen(argv, pass_fds=[executor_sock.fileno()], stderr=subprocess.DEVNULL) as process:
+            executor_sock.close()
+            gateway_sock.sendall(first_frame)
             unpacker = wire.Unpacker()
-            unpacker.feed(_until_end(ours))
+            unpacker.feed(_until_end(gateway_sock))
             (failed,) = [frame for frame in unpacker if frame[0] != "stats"]
             assert failed[0] == "failed"
             assert "\n" not in failed[1]
@@ -305,18 +308,18 @@ def test_the_result_of_a_small_call_is_encoded_in_under_400_bytes(one_zygote: Ca
 
 
 def test_isolation_auto_is_refused() -> None:
-    """The server chooses the level once, so that a restarted executor cannot have another one."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(DEADLINE_S)
-    with theirs:
-        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(theirs.fileno())]
-        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    with ours, process:
-        ours.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").encode(), True]))
+    """The server chooses the level once, so that a restarted executor has the same level."""
+    gateway_sock, executor_sock = socket.socketpair()
+    gateway_sock.settimeout(DEADLINE_S)
+    with executor_sock:
+        argv = [sys.executable, "-m", "sandbox.executor", "--fd", str(executor_sock.fileno())]
+        process = subprocess.Popen(argv, pass_fds=[executor_sock.fileno()], stdin=subprocess.DEVNULL)
+    with gateway_sock, process:
+        gateway_sock.sendall(wire.pack(["configure", ExecutorConfig(isolation="auto").encode(), True]))
         unpacker = wire.Unpacker()
-        unpacker.feed(ours.recv(1 << 16))
-        ((kind, why),) = unpacker
-        assert (kind, why.partition(";")[0]) == ("failed", "isolation=auto: expected a level")
+        unpacker.feed(gateway_sock.recv(1 << 16))
+        ((kind, message),) = unpacker
+        assert (kind, message.partition(";")[0]) == ("failed", "isolation=auto: expected a level")
         assert process.wait(DEADLINE_S) == 1
 
 
@@ -325,16 +328,17 @@ def test_isolation_auto_is_refused() -> None:
 def test_calls_run_where_memory_cannot_be_made_executable(denial: str, isolation: str) -> None:
     try:
         choose_level(isolation)
-    except IsolationError as why:
-        pytest.skip(str(why))
-    code = jails.without_executable_memory(denial)
-    become = f"{code}\nimport os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    guest = OWN_PYTHON if isolation == "namespaces" else jails.reachable_python(OWN_PYTHON)
-    with executor(guest, server=(sys.executable, "-c", become), isolation=isolation) as caller:
+    except IsolationError as error:
+        pytest.skip(str(error))
+    deny = jails.without_executable_memory(denial)
+    deny_and_execute = f"{deny}\nimport os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    guest_python = OWN_PYTHON if isolation == "namespaces" else jails.reachable_python(OWN_PYTHON)
+    with executor(guest_python, server=(sys.executable, "-c", deny_and_execute), isolation=isolation) as caller:
         calls = [call(f"print(input() * {n})", stdin="x") for n in range(1, 20)]
         assert [result.stdout for result in caller.run_all(calls)] == [f"{'x' * n}\n" for n in range(1, 20)]
         large = call("print(len(input()))", stdin="x" * (1 << 20))
-        loop, flood = call("while True: pass", timeout_s=0.3), call("print('x' * (1 << 24))", output_kb=16)
+        loop = call("while True: pass", timeout_s=0.3)
+        flood = call("print('x' * (1 << 24))", output_kb=16)
         files = call("open('b', 'w').write(open('a').read() * 2)", files={"a": b"12"}, return_files=("b",))
         results = caller.run_all([large, loop, flood, files])
         assert [result.status for result in results] == [Status.OK, Status.TIMEOUT, Status.OUTPUT_LIMIT, Status.OK]

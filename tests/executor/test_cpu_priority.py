@@ -17,20 +17,21 @@ def test_all_threads_are_demoted_and_promoted() -> None:
     priority = CpuPriority()
     if not priority.can_change:
         pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
-    for code, count in ((THREADS, 5), (CHILDREN, 7)):
+    # `THREADS` starts as many threads as its argument says; `CHILDREN` starts three children with one child each.
+    for code, count in ((THREADS, 1 + 4), (CHILDREN, 1 + 3 + 3)):
         with running(code, "4") as pid:
             tree = ProcessTree(pid)
             for is_demoted, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
                 tree.sample()
                 priority.apply(tree, is_demoted=is_demoted)
                 tree.sample()
-                assert len(tree._policy_by_thread) == count
+                assert len(tree._policy_by_thread) == count, "the threads of the last sample"
                 assert {os.sched_getscheduler(tid) for tid in tree._policy_by_thread} == {policy}
 
 
 @pytest.mark.parametrize("has_cgroup", [True, False])
 def test_a_call_with_too_many_threads_is_demoted_as_a_whole(has_cgroup: bool) -> None:
-    """Also the process that is listed last, which may be the one that computes."""
+    """The process that is listed last may be the one that computes, so it is demoted like all others."""
     priority = CpuPriority()
     if not priority.can_change:
         pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
@@ -40,24 +41,25 @@ def test_a_call_with_too_many_threads_is_demoted_as_a_whole(has_cgroup: bool) ->
             for _ in range(2):
                 assert tree.sample() is None
                 priority.apply(tree, is_demoted=is_demoted)
-            threads = process_tree._thread_ids(pid) + [last] * has_cgroup
-            assert {os.sched_getscheduler(tid) for tid in threads} == {policy}
+            tids = process_tree._thread_ids(pid) + ([last] if has_cgroup else [])
+            assert {os.sched_getscheduler(tid) for tid in tids} == {policy}
 
 
 class FakeIdleCgroup(IdleCgroup):
-    """Records the moves of threads. `_TID=ERRNO` makes the move of a thread fail."""
+    """Records the moves of threads as pairs of thread id and `inside`."""
 
-    def __init__(self, **refused: int) -> None:
+    def __init__(self, errno_by_tid: dict[int, int] | None = None) -> None:
         self.moves: list[tuple[int, bool]] = []
-        self.refused = {int(tid[1:]): number for tid, number in refused.items()}
+        self.errno_by_tid = errno_by_tid or {}
+        """Threads whose moves fail, and with which error."""
 
     def move(self, tid: int, *, inside: bool) -> None:
-        if number := self.refused.get(tid):
-            raise OSError(number, os.strerror(number))
+        if error_number := self.errno_by_tid.get(tid):
+            raise OSError(error_number, os.strerror(error_number))
         self.moves.append((tid, inside))
 
     def pop_moves(self) -> list[tuple[int, bool]]:
-        """The moves since the last call of this method."""
+        """Return the moves since the last call of this method, in the order of thread ids."""
         moves, self.moves = sorted(self.moves), []
         return moves
 
@@ -69,40 +71,36 @@ def test_threads_started_since_the_last_sample_are_moved_with_the_next() -> None
     assert idle_cgroup.pop_moves() == [], "no thread was ever in the idle cgroup"
     tree.move_to_idle_cgroup(idle_cgroup, inside=True)
     assert idle_cgroup.pop_moves() == [(1, True)]
-    tree._policy_by_thread = {1: 0, 2: 0}  # thread 1 has started 2, which therefore began in the idle cgroup
+    tree._policy_by_thread = {1: 0, 2: 0}  # thread 1 has started thread 2, which therefore is in the idle cgroup
     tree.move_to_idle_cgroup(idle_cgroup, inside=False)
     assert idle_cgroup.pop_moves() == [(1, False), (2, False)]
-    tree._policy_by_thread = {1: 0, 2: 0, 3: 0}  # thread 1 has started 3 before it was moved back
+    tree._policy_by_thread = {1: 0, 2: 0, 3: 0}  # thread 1 started thread 3 before it was moved back
     tree.move_to_idle_cgroup(idle_cgroup, inside=False)
     assert idle_cgroup.pop_moves() == [(3, False)]
     tree.move_to_idle_cgroup(idle_cgroup, inside=False)
     assert idle_cgroup.pop_moves() == []
 
 
-def test_threads_are_moved_in_portions() -> None:
+def test_only_a_limited_number_of_threads_is_moved_at_once() -> None:
     tree, idle_cgroup = ProcessTree(1), FakeIdleCgroup()
-    tree._policy_by_thread = dict.fromkeys(range(1, 300), 0)
-    sizes = []
+    limit = process_tree.MAX_SAMPLED_THREADS
+    tree._policy_by_thread = dict.fromkeys(range(1, 2 * limit + 44), 0)
+    moved = []
     for _ in range(4):
         tree.move_to_idle_cgroup(idle_cgroup, inside=True)
-        sizes.append(len(idle_cgroup.pop_moves()))
-    assert sizes == [
-        process_tree.MAX_SAMPLED_THREADS,
-        process_tree.MAX_SAMPLED_THREADS,
-        299 - 2 * process_tree.MAX_SAMPLED_THREADS,
-        0,
-    ]
+        moved.append(len(idle_cgroup.pop_moves()))
+    assert moved == [limit, limit, 43, 0]
 
 
 def test_a_thread_that_cannot_be_moved_yet_is_moved_later() -> None:
-    tree, idle_cgroup = ProcessTree(1), FakeIdleCgroup(_2=errno.EINVAL, _3=errno.ESRCH)
+    tree, idle_cgroup = ProcessTree(1), FakeIdleCgroup({2: errno.EINVAL, 3: errno.ESRCH})
     tree._policy_by_thread = {1: 0, 2: 0, 3: 0}
     tree.move_to_idle_cgroup(idle_cgroup, inside=True)
     assert idle_cgroup.pop_moves() == [(1, True)]
-    idle_cgroup.refused.clear()
+    idle_cgroup.errno_by_tid.clear()
     tree.move_to_idle_cgroup(idle_cgroup, inside=True)
     assert idle_cgroup.pop_moves() == [(2, True), (3, True)]
-    idle_cgroup.refused = {4: errno.EACCES}
+    idle_cgroup.errno_by_tid = {4: errno.EACCES}
     tree._policy_by_thread = {4: 0}
     with pytest.raises(PermissionError):
         tree.move_to_idle_cgroup(idle_cgroup, inside=True)

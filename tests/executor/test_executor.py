@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,41 +21,41 @@ from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
-from tests.executor.zygotes import HOSTILE, Driven, driven
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until
 
 
 @pytest.mark.trio
 async def test_each_call_gets_the_output_of_its_own_code(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         results = await driver.run(*(f"slow 99 {n}" for n in range(50)), id="name")
         assert [result.stdout for result in results] == [f"slow 99 {n}" for n in range(50)]
         assert {(result.id, result.status, result.attempts) for result in results} == {("name", Status.OK, 1)}
         driver.check_idle()
 
 
-@pytest.mark.parametrize("behaviour", HOSTILE)
+@pytest.mark.parametrize("behaviour", HOSTILE_BEHAVIOURS)
 @pytest.mark.trio
 async def test_a_hostile_zygote_costs_a_retry(
     behaviour: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run(f"{behaviour} 1")
-        dies_after_its_result = behaviour == "twice"
-        assert (result.status, result.attempts) == (Status.OK, 1 if dies_after_its_result else 2)
+        is_hostile_after_result = behaviour == "twice"
+        assert (result.status, result.attempts) == (Status.OK, 1 if is_hostile_after_result else 2)
         await driver.run("ok")
         driver.check_idle()
 
 
-@pytest.mark.parametrize("behaviour", HOSTILE)
+@pytest.mark.parametrize("behaviour", HOSTILE_BEHAVIOURS)
 @pytest.mark.trio
 async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
     behaviour: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run(behaviour)
-        if behaviour != "twice":
+        if behaviour != "twice":  # which sends a valid result first
             assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
             assert result.error is not None
             assert result.error.type == "NodeError"
@@ -69,29 +69,30 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
 async def test_a_call_that_cannot_be_started_is_retried_with_bounded_delay(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, attempts=100) as driver:
+    async with driven_executor(monkeypatch, attempts=100) as driver:
         before = trio.current_time()
         (result,) = await driver.run("start_failed 50")
+        # The call was started 51 times.
         assert (result.status, result.attempts) == (Status.OK, 51 - executor_module.MAX_FREE_START_FAILURES)
         assert trio.current_time() - before < 51 * executor_module.MAX_RETRY_DELAY_S
         driver.check_idle()
 
 
 @pytest.mark.trio
-async def test_failed_starts_over_some_seconds_cost_no_attempt(
+async def test_only_failed_starts_for_more_than_some_seconds_cost_attempts(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         before = trio.current_time()
         (result,) = await driver.run(f"start_failed {executor_module.MAX_FREE_START_FAILURES}")
         assert (result.status, result.attempts) == (Status.OK, 1)
-        assert 10 < trio.current_time() - before < 60
-        (result,) = await driver.run("start_failed 50 times")
+        assert 10 < trio.current_time() - before < 60, "about 20 s of back-off"
+        (result,) = await driver.run("start_failed 50")
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
 
 
 @pytest.mark.parametrize(
-    ("spent", "status", "attempts"),
+    ("usage", "status", "attempts"),
     [
         (None, Status.KILLED, 1),
         (CgroupUsage(1.0, 1), Status.KILLED, 1),
@@ -101,14 +102,14 @@ async def test_failed_starts_over_some_seconds_cost_no_attempt(
 )
 @pytest.mark.trio
 async def test_cgroup_usage_decides_the_status_of_a_killed_call(
-    spent: CgroupUsage | None,
+    usage: CgroupUsage | None,
     status: Status,
     attempts: int,
     monkeypatch: pytest.MonkeyPatch,
     autojump_clock: MockClock,
 ) -> None:
-    monkeypatch.setattr(Slots, "read_usage", lambda _slots, _slot: spent)
-    async with driven(monkeypatch) as driver:
+    monkeypatch.setattr(Slots, "read_usage", lambda _slots, _slot: usage)
+    async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run("killed")
         assert (result.status, result.attempts) == (status, attempts)
         driver.check_idle()
@@ -118,11 +119,11 @@ async def test_cgroup_usage_decides_the_status_of_a_killed_call(
 async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_again(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    failures = iter([OSError(16, "busy")] * 5)
+    failures = iter([OSError(errno.EBUSY, "busy")] * 5)
     released = []
 
     def set_limits(_slots: Slots, _slot: int, _memory_bytes: int, _tasks: int) -> None:
-        for failure in failures:
+        if failure := next(failures, None):
             raise failure
 
     async def release_when_empty(slots: Slots, slot: int) -> None:
@@ -132,7 +133,7 @@ async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_ag
 
     monkeypatch.setattr(Slots, "set_limits", set_limits)
     monkeypatch.setattr(Slots, "release_when_empty", release_when_empty)
-    async with driven(monkeypatch, attempts=10) as driver:
+    async with driven_executor(monkeypatch, attempts=10) as driver:
         results = await driver.run(*["ok"] * 50)
         assert {result.status for result in results} == {Status.OK}
         assert sum(result.attempts for result in results) == 50
@@ -144,7 +145,7 @@ async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_ag
 async def test_a_cancelled_call_gets_no_result_and_frees_its_slot(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         running = driver.submit("hang", "hang")
         queued = driver.submit("ok 1 queued", "ok 1 queued")
         for seq in (*queued, *running):
@@ -159,7 +160,7 @@ async def test_a_cancelled_call_gets_no_result_and_frees_its_slot(
 async def test_cancelled_calls_in_the_queue_hold_no_code(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (blocking,) = driver.submit("hang")
         for seq in driver.submit(*["ok" * 100_000] * 100):
             driver.executor.cancel(seq)
@@ -172,11 +173,11 @@ async def test_cancelled_calls_in_the_queue_hold_no_code(
 async def test_a_cancelled_call_that_does_not_end_costs_the_jail(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (seq,) = driver.submit("hang")
         await trio.testing.wait_all_tasks_blocked()
         for zygote in driver.fleet.zygotes:
-            zygote.calls.clear()  # so that it ignores a kill frame
+            zygote.calls.clear()  # so that the zygote ignores the kill frame
         driver.executor.cancel(seq)
         before = trio.current_time()
         assert (await driver.run("ok"))[0].status is Status.OK
@@ -187,7 +188,7 @@ async def test_a_cancelled_call_that_does_not_end_costs_the_jail(
 async def test_cancelling_an_unknown_call_is_ignored(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (seq,) = driver.submit("ok")
         await driver.wait_for([seq])
         for number in (seq, seq, -1, 10**30):
@@ -206,31 +207,21 @@ def test_slots_are_limited_by_the_descriptor_limit(
     config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
     executor = executor_module.Executor(config, lambda *_: None)
     assert (executor.slots, executor.long_slots) == (slots, long_slots)
-    assert executor.wanted_fds == 8 * 544 + 256, "8 per slot and 256 for the rest, whatever the limit"
+    assert executor.wanted_fds == 8 * (32 + 512) + 256, "8 per slot and 256 for the rest, whatever the limit"
 
 
 def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: sys.maxsize)
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
     pools = Executor(config, lambda *_: None).pools
-    assert len(pools) == 3
+    assert len(pools) == 3, "a pool has at most 4096 slots"
     assert max(max(pool.slots.free) for pool in pools) < zygote_pool.MAX_SLOTS_PER_POOL
 
 
-async def until(claim: Callable[[], bool]) -> None:
-    with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
-        while not claim():  # noqa: ASYNC110  there is no event for it
-            await trio.sleep(1)
-
-
-BEHAVIOURS = st.sampled_from(["ok", "slow", "start_failed", *HOSTILE])
-
-
+BEHAVIOURS = st.sampled_from(["ok", "slow", "start_failed", *HOSTILE_BEHAVIOURS])
 PROFILES = st.sampled_from([Profile.BARE, Profile.NUMERIC, Profile.VERIFY])
-
-
 CALLS = st.lists(st.tuples(BEHAVIOURS, st.integers(0, 4), PROFILES, st.booleans()), max_size=25)
-"""Behaviour, how often the zygote shows it, profile, whether the call is cancelled."""
+"""Calls as tuples: behaviour of the zygote, how often the zygote shows it, profile, whether the call is cancelled."""
 
 
 @settings(max_examples=150)
@@ -238,21 +229,21 @@ CALLS = st.lists(st.tuples(BEHAVIOURS, st.integers(0, 4), PROFILES, st.booleans(
 def test_every_call_gets_exactly_one_result(calls: list[Any], pools: int, slots: int) -> None:
     async def main() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            async with driven(monkeypatch, zygote_pools=pools, slots=max(pools, slots)) as driver:
+            async with driven_executor(monkeypatch, zygote_pools=pools, slots=max(pools, slots)) as driver:
                 await _check_results(driver, calls)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-async def _check_results(driver: Driven, calls: list[Any]) -> None:
+async def _check_results(driver: ExecutorDriver, calls: list[Any]) -> None:
     awaited = []
     for seq, (behaviour, times, profile, is_cancelled) in enumerate(calls):
         code = f"{behaviour} {times} {seq}"
         driver.executor.submit(seq, {"code": code, "profile": profile.value})
-        if seq % 3 == 0:
+        if seq % 3 == 0:  # so that some calls are submitted while others run
             driver.executor.start_queued_calls()
         if is_cancelled:
-            if seq % 2:
+            if seq % 2:  # so that some calls are cancelled while they run, others before they start
                 await trio.sleep(0.005)
             driver.executor.cancel(seq)
         else:
@@ -264,8 +255,8 @@ async def _check_results(driver: Driven, calls: list[Any]) -> None:
         assert result.status in (Status.OK, Status.UNAVAILABLE)
         assert result.attempts <= 3
         if result.status is Status.OK and result.stdout:
-            assert result.stdout.endswith(f" {seq}"), "the output is that of its own code"
-    # Cancelled calls end too; a zygote that does not end them loses its jail.
+            assert result.stdout.endswith(f" {seq}"), "the output belongs to the code of this call"
+    # Cancelled calls end too. The jail of a zygote that does not end them is killed.
     await until(lambda: not any(zygote.running for zygote in driver.executor.all_zygotes()))
     await driver.run("ok")
     driver.check_idle()

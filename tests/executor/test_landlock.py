@@ -24,7 +24,7 @@ from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, is_gone, wait_gone
 from tests.jail import jails
 
-DOCKERS = (
+DOCKER_CAPABILITIES = (
     "+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+net_bind_service,+net_raw,+sys_chroot,+mknod,"
     "+audit_write,+setfcap"
 )
@@ -41,7 +41,7 @@ class Served:
     has_uids: bool
 
     def output_of(self, code: str, **more: Any) -> str:
-        """Run a call, assert that it is ok, and return its output."""
+        """Run a call, assert that its status is OK, and return its standard output."""
         result = self.caller.run(code, **more)
         assert result.status is Status.OK, result
         return result.stdout
@@ -55,36 +55,37 @@ class Served:
 
 @contextmanager
 def serving(user: str, **settings: Any) -> Iterator[Served]:
+    """Start an executor as one of the users of the fixture `user`. Asserts that it leaves no scratch directory."""
     try:
         choose_level("landlock")
     except IsolationError as error:
         pytest.skip(str(error))
     server: tuple[str, ...] = (sys.executable,)
-    guest, options = OWN_PYTHON, {}
+    guest_python, options = OWN_PYTHON, {}
     with jails.dir_for_all_users() as directory:
         temporary_dir = directory / "temporary"
         temporary_dir.mkdir()
         if user == "root":
             if os.geteuid() != 0:
                 pytest.skip("root: this is an ordinary user")
-            guest = jails.reachable_python(guest)
+            guest_python = jails.reachable_python(guest_python)
             if setpriv := shutil.which("setpriv"):
-                server = (setpriv, "--bounding-set", f"-all,{DOCKERS}", sys.executable)
-        elif user == "root, private Python":
+                server = (setpriv, "--bounding-set", f"-all,{DOCKER_CAPABILITIES}", sys.executable)
+        elif user == "root, private Python":  # in a directory that only root may enter
             if kernel.CAP_SYS_ADMIN not in kernel.effective_capabilities():
                 pytest.skip("root, private Python: needs CAP_SYS_ADMIN")
             home = directory / "home"
             home.mkdir(mode=0o700)
             subprocess.run([OWN_PYTHON, "-m", "venv", "--without-pip", home / "environment"], check=True)
             (home / "secret").write_text("for root alone")
-            guest = f"{home}/environment/bin/python"
-        elif os.geteuid() == 0:
+            guest_python = f"{home}/environment/bin/python"
+        elif os.geteuid() == 0:  # become an ordinary user; otherwise the tests already run as one
             server = (jails.python_for_all_users(directory),)
-            guest = os.path.realpath(server[0])
+            guest_python = os.path.realpath(server[0])
             options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
             os.chown(temporary_dir, jails.NOBODY, jails.NOBODY)
         options |= {"env": {**os.environ, "TMPDIR": str(temporary_dir), "SECRET": SECRET}, "cwd": str(directory)}
-        with executor(guest, server=server, process_options=options, isolation="landlock", **settings) as caller:
+        with executor(guest_python, server=server, process_options=options, isolation="landlock", **settings) as caller:
             yield Served(caller, temporary_dir, user != "ordinary user")
             processes = caller.processes()
         wait_gone(processes)  # init exits last and has removed the directory
@@ -93,7 +94,8 @@ def serving(user: str, **settings: Any) -> Iterator[Served]:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_root_can_have_a_private_temporary_directory(mode: int) -> None:
-    """pam_tmpdir creates one with mode 0700. The uids of calls cannot enter it, so their directories are elsewhere."""
+    """pam_tmpdir creates a directory with mode 0700. The uids of calls cannot enter that, so their scratch directories
+    are elsewhere."""
     if os.geteuid() != 0:
         pytest.skip("root: this is an ordinary user")
     with jails.dir_for_all_users() as directory:
@@ -101,8 +103,8 @@ def test_root_can_have_a_private_temporary_directory(mode: int) -> None:
         temporary_dir.mkdir()
         temporary_dir.chmod(mode)
         options = {"env": {**os.environ, "TMPDIR": str(temporary_dir)}}
-        guest = jails.reachable_python(OWN_PYTHON)
-        with executor(guest, process_options=options, isolation="landlock") as caller:
+        guest_python = jails.reachable_python(OWN_PYTHON)
+        with executor(guest_python, process_options=options, isolation="landlock") as caller:
             result = caller.run("import os, tempfile; open('own', 'w'); print(os.getcwd() == tempfile.gettempdir())")
             assert (result.status, result.stdout) == (Status.OK, "True\n"), result
             assert len([*temporary_dir.iterdir()]) == (mode == 0o755)
@@ -121,7 +123,7 @@ def served(user: str) -> Iterator[Served]:
         yield served
 
 
-def test_only_python_is_visible_in_a_private_directory() -> None:
+def test_a_call_sees_only_python_in_a_private_directory() -> None:
     with serving("root, private Python") as served:
         code = """
 import json, os, subprocess, sys
@@ -147,10 +149,10 @@ print(os.path.getsize("d/c/a"), sorted(os.listdir()), tempfile.TemporaryFile().w
     assert served.output_of(code) == "100000 ['b', 'd', 'e'] 2\n"
 
 
-LIBRARY = {
+LIBRARY_CODES = {
     "imports": "import csv, ctypes, decimal, hashlib, http.client, multiprocessing, unittest, zipfile",
     "time zones": "import zoneinfo\ntry: zoneinfo.ZoneInfo('Europe/Rome')\nexcept zoneinfo.ZoneInfoNotFoundError: pass",
-    "kinds of files": "import mimetypes; assert mimetypes.guess_type('a.html')[0] == 'text/html'",
+    "MIME types": "import mimetypes; assert mimetypes.guess_type('a.html')[0] == 'text/html'",
     "users": "import getpass, pwd\ngetpass.getuser()\ntry: pwd.getpwuid(os.getuid())\nexcept KeyError: pass",
     "machine": "import platform; platform.platform(), platform.libc_ver(), os.cpu_count(), uuid.getnode()",
     "database": "import sqlite3; b = sqlite3.connect('x'); b.execute('create table t (n)'); b.commit(); b.close()",
@@ -160,7 +162,7 @@ LIBRARY = {
 }
 
 
-@pytest.mark.parametrize("code", LIBRARY.values(), ids=LIBRARY)
+@pytest.mark.parametrize("code", LIBRARY_CODES.values(), ids=LIBRARY_CODES)
 def test_the_standard_library_works(served: Served, code: str) -> None:
     assert served.output_of(f"import os, uuid\n{code}\nprint('done')") == "done\n"
 
@@ -177,64 +179,65 @@ def test_a_call_finds_no_files_of_earlier_calls(served: Served) -> None:
         assert served.output_of(code) == "[]\n"
 
 
-HIDDEN = {
+FORBIDDEN = {
     "host file": "open('/etc/passwd')",
     "host directory": "os.listdir('/etc')",
     "root": "os.listdir('/')",
     "processes": "os.listdir('/proc')",
     "own environment": "open('/proc/self/environ')",
     "environment of the server": f"open('/proc/{os.getpid()}/environ')",
-    "temporary_dir directory": "os.listdir(TEMPORARY)",
-    "directories of others": "os.listdir(SLOT_DIRS)",
+    "temporary directory": "os.listdir(TEMPORARY)",
+    "directories of other calls": "os.listdir(SLOT_DIRS)",
     "sources of the server": f"open({__file__!r})",
-    "writing into it": f"open({__file__!r}, 'a')",
-    "writing to the temporary_dir directory": "open(TEMPORARY + '/x', 'w')",
-    "writing among the directories": "open(SLOT_DIRS + '/x', 'w')",
-    "a directory among the directories": "os.mkdir(SLOT_DIRS + '/x')",
+    "writing to sources of the server": f"open({__file__!r}, 'a')",
+    "writing to the temporary directory": "open(TEMPORARY + '/x', 'w')",
+    "a file beside directories of calls": "open(SLOT_DIRS + '/x', 'w')",
+    "a directory beside directories of calls": "os.mkdir(SLOT_DIRS + '/x')",
     "writing to Python's library": "open(os.__file__, 'a')",
     "emptying Python's library": "os.truncate(os.__file__, 0)",
-    "emptying it by opening": "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+    "emptying Python's library by opening": "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
     "removing from Python's library": "os.unlink(os.__file__)",
     "linking a host file": "os.link(os.__file__, 'x')",
-    "moving the directory away": "os.rename(os.getcwd(), SLOT_DIRS + '/x')",
+    "moving the scratch directory": "os.rename(os.getcwd(), SLOT_DIRS + '/x')",
     "making a device": "os.mknod('x', 0o20666, os.makedev(1, 8))",
     "running a host program": "os.execv('/bin/sh', ['sh'])",
-    "notes on files": "os.setxattr('.', 'user.x', b'1')",
+    "extended attributes": "os.setxattr('.', 'user.x', b'1')",
     "priorities": "os.setpriority(os.PRIO_PROCESS, 0, 5)",
     "other users": "os.setuid(0)",
     "network": "__import__('socket').socket()",
 }
 
 
-@pytest.mark.parametrize("attempt", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize("attempt", FORBIDDEN.values(), ids=FORBIDDEN)
 def test_a_call_cannot_reach_anything_else(served: Served, attempt: str) -> None:
-    names = f"import os\nTEMPORARY, SLOT_DIRS = {str(served.temporary_dir)!r}, {str(served.slot_dirs)!r}\n"
-    code = f"""{names}
+    constants = f"import os\nTEMPORARY, SLOT_DIRS = {str(served.temporary_dir)!r}, {str(served.slot_dirs)!r}\n"
+    code = f"""{constants}
 try: {attempt}
 except PermissionError: print("refused")
-except OSError as error: print("refused" if error.errno == {errno.EXDEV} else error)  # on another mount
+except OSError as error: print("refused" if error.errno == {errno.EXDEV} else error)  # EXDEV: another mount
 """
     assert served.output_of(code) == "refused\n"
-    assert os.access(os.__file__, os.R_OK)
+    assert os.access(os.__file__, os.R_OK), "no attempt has removed it"
 
 
 def test_a_call_does_not_see_the_environment_of_the_server(served: Served) -> None:
     assert SECRET not in served.output_of("import os; print(dict(os.environ))")
 
 
-def started(served: Served, code: str) -> tuple[int, Path]:
+def start_sleeper(served: Served, code: str) -> tuple[int, Path]:
     """Start a call that runs `code`, creates the file `ready`, and sleeps; return its seq and its scratch directory."""
-    known = {*served.slot_dirs.glob("*/tmp/ready")}
+    files_before = {*served.slot_dirs.glob("*/tmp/ready")}
     seq = served.caller.submit(call(f"{code}\nopen('ready', 'w').close()\nimport time\ntime.sleep(1000)"))
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:  # the file is the only sign of its start
-        if found := {*served.slot_dirs.glob("*/tmp/ready")} - known:
-            return seq, found.pop().parent
+    while time.monotonic() < deadline:  # only the file shows that the call has started
+        if new_files := {*served.slot_dirs.glob("*/tmp/ready")} - files_before:
+            return seq, new_files.pop().parent
         time.sleep(0.01)
     pytest.fail("the call did not start")
 
 
 def cancel(served: Served, seq: int, directory: Path) -> None:
+    """Cancel a call and wait until its scratch directory is removed."""
     served.caller.send("cancel", [seq])
     deadline = time.monotonic() + DEADLINE_S
     while directory.exists():
@@ -243,7 +246,7 @@ def cancel(served: Served, seq: int, directory: Path) -> None:
 
 
 def test_the_scratch_directory_of_another_call_is_out_of_reach(served: Served) -> None:
-    seq, directory = started(served, "open('secret', 'w').write('mine')")
+    seq, directory = start_sleeper(served, "open('secret', 'w').write('mine')")
     for attempt in (
         "open(OTHER + '/secret')",
         "open(OTHER + '/x', 'w')",
@@ -257,14 +260,14 @@ def test_the_scratch_directory_of_another_call_is_out_of_reach(served: Served) -
 
 
 def test_a_call_has_no_capabilities(served: Served) -> None:
-    seq, directory = started(served, "import os\nopen('pid', 'w').write(str(os.getpid()))")
+    seq, directory = start_sleeper(served, "import os\nopen('pid', 'w').write(str(os.getpid()))")
     status = Path(f"/proc/{(directory / 'pid').read_text()}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert {fields[name].strip("0") for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {""}
     assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
     assert len(set(fields["Uid"].split())) == len(set(fields["Gid"].split())) == 1
     if served.has_uids:
-        assert int(fields["Uid"].split()[0]) >= 10_000
+        assert int(fields["Uid"].split()[0]) >= 10_000, "no uid of the host"
         assert fields["Groups"].strip() == ""
     cancel(served, seq, directory)
 
@@ -272,7 +275,7 @@ def test_a_call_has_no_capabilities(served: Served) -> None:
 def test_each_slot_has_its_own_uid(served: Served) -> None:
     if not served.has_uids:
         pytest.skip("all calls share one uid here")
-    sleepers = [started(served, "import os\nopen('uid', 'w').write(str(os.getuid()))") for _ in range(3)]
+    sleepers = [start_sleeper(served, "import os\nopen('uid', 'w').write(str(os.getuid()))") for _ in range(3)]
     uids = {(directory / "uid").read_text() for _, directory in sleepers}
     assert len(uids) == 3
     for sleeper in sleepers:
@@ -301,27 +304,29 @@ def test_exit_codes_and_signals_are_those_of_the_call(served: Served) -> None:
 
 def host_pids_of(uid: int) -> list[int]:
     """Pids of all processes of a uid, without zombies."""
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit() and not is_gone(int(name)):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += [int(name)] if jails.host_uid(int(name)) == uid else []
-    return found
+                pids += [int(name)] if jails.host_uid(int(name)) == uid else []
+    return pids
 
 
-OUTLIVING = {
+CODES_THAT_LEAVE_PROCESSES = {
     "daemon": "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: time.sleep(1000)\n os._exit(0)\nos.wait()",
-    "many": "for _ in range(20):\n if os.fork() == 0: time.sleep(1000)",
-    "ignores": "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 17)]\nif os.fork() == 0: time.sleep(1000)",
-    "stopped": "if os.fork() == 0: os.kill(os.getpid(), 19)\ntime.sleep(0.05)",
-    "executed": "import subprocess as s, sys\ns.Popen([sys.executable, '-c', 'while True: 0'], start_new_session=True)",
-    "bomb": "signal.alarm(1)\nwhile True:\n try: os.fork()\n except OSError: pass",
+    "many children": "for _ in range(20):\n if os.fork() == 0: time.sleep(1000)",
+    "ignored signals": "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 17)]\n"
+    "if os.fork() == 0: time.sleep(1000)",
+    "stopped child": "if os.fork() == 0: os.kill(os.getpid(), 19)\ntime.sleep(0.05)",
+    "other program": "import subprocess, sys\n"
+    "subprocess.Popen([sys.executable, '-c', 'while True: 0'], start_new_session=True)",
+    "fork bomb": "signal.alarm(1)\nwhile True:\n try: os.fork()\n except OSError: pass",
 }
 
 
-@pytest.mark.parametrize("name", OUTLIVING)
+@pytest.mark.parametrize("name", CODES_THAT_LEAVE_PROCESSES)
 def test_no_process_outlives_its_call(served: Served, name: str) -> None:
-    code = f"import os, signal, time\nprint(os.getuid(), flush=True)\n{OUTLIVING[name]}"
+    code = f"import os, signal, time\nprint(os.getuid(), flush=True)\n{CODES_THAT_LEAVE_PROCESSES[name]}"
     result = served.caller.run(code, timeout_s=20)
     uid = int(result.stdout.split()[0])
     if served.has_uids:
@@ -330,28 +335,29 @@ def test_no_process_outlives_its_call(served: Served, name: str) -> None:
         assert host_pids_of(uid) == []
     else:  # without uids a call may not fork
         assert result.error is not None
-        assert result.error.type == "PermissionError" or name == "bomb", "the bomb catches the error"
+        assert result.error.type == "PermissionError" or name == "fork bomb", "the fork bomb catches the error"
     assert served.output_of("import os; print(os.listdir())") == "[]\n"
 
 
-HOSTILE = {
+HOSTILE_TREES = {
     "deep": "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
     "many": "for n in range(3000): open(str(n), 'w').close()",
     "wide and deep": "for n in range(40): os.makedirs('/'.join([f'{n}{c}' for c in 'abcdefghij']))",
     "links": "[os.symlink(p, str(n)) for n, p in enumerate((TARGET, TARGET + '/kept', '/', '..', '.', '/dev/null'))]",
     "hard names": r"[open(name, 'w').close() for name in ('-rf', '*', '\n', '\udcff', 'x' * 255, ' ')]",
     "pipes": "os.mkfifo('a'); os.mkdir('b'); os.mkfifo('b/c')",
-    "closed": "os.makedirs('a/b'); open('a/b/d', 'w').close(); [tried(os.chmod, p, 0) for p in ('a/b', 'a', '.')]",
+    "closed": "os.makedirs('a/b'); open('a/b/d', 'w').close(); "
+    "[ignore_refusal(os.chmod, path, 0) for path in ('a/b', 'a', '.')]",
 }
 
 
-@pytest.mark.parametrize("creation", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_directory_tree_is_removed_and_nothing_else(served: Served, creation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("creation", HOSTILE_TREES.values(), ids=HOSTILE_TREES)
+def test_a_hostile_directory_tree_is_removed_and_no_other_file(served: Served, creation: str, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
     code = f"""
 import os
 TARGET = {str(tmp_path)!r}
-def tried(function, *arguments):
+def ignore_refusal(function, *arguments):
     try: function(*arguments)
     except PermissionError: pass
 {creation}
@@ -359,7 +365,8 @@ def tried(function, *arguments):
     assert served.output_of(code, timeout_s=60) == ""
     assert served.output_of("import os; print(os.listdir())") == "[]\n"
     deadline = time.monotonic() + DEADLINE_S
-    while [path for path in served.slot_dirs.iterdir() if "." in path.name]:  # moved aside, being emptied
+    # A directory with "." in its name has been moved aside and is being emptied.
+    while [path for path in served.slot_dirs.iterdir() if "." in path.name]:
         assert time.monotonic() < deadline, "a directory is left"
         time.sleep(0.01)
     assert (tmp_path / "kept").read_text() == "kept"
@@ -373,8 +380,10 @@ def test_a_killed_jail_leaves_nothing_and_is_restarted(victim: str, user: str) -
         (init,) = jails.children(launcher)
         (zygote,) = jails.children(init)
         (child_zygote,) = jails.children(zygote)
-        daemon = OUTLIVING["daemon"] if served.has_uids else ""
-        seq, directory = started(served, f"import os, time\nprint(os.getuid())\n{daemon}\nopen('left', 'w').close()")
+        daemon = CODES_THAT_LEAVE_PROCESSES["daemon"] if served.has_uids else ""
+        seq, directory = start_sleeper(
+            served, f"import os, time\nprint(os.getuid())\n{daemon}\nopen('left', 'w').close()"
+        )
         running = [
             pid for pid in served.caller.processes() if pid not in (executor_pid, launcher, init, zygote, child_zygote)
         ]

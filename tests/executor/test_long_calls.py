@@ -15,29 +15,26 @@ from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor
 
 T = TypeVar("T")
-
-
 ENDLESS = "while True: pass"
-
-
 base_pids: dict[Caller, set[int]] = {}
-"""Processes of each executor before its first call: its own, its jails, its zygotes."""
-
-
-NEVER_PROMOTES = """
+"""For each executor, the pids before its first call: its own, and those of its jails and zygotes."""
+EXECUTOR_WITHOUT_PROMOTION = """
 import runpy, sys
 from sandbox.executor import monitor
 monitor.MIN_SHARE_DIVISOR = 1e9
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Starts an executor that never promotes a long call, whatever else runs on the machine."""
+"""Starts an executor that never promotes a long call, so that a loaded machine does not change the tests' results. The
+first two arguments, "-m sandbox.executor", are for this Python only."""
 
 
 @pytest.fixture(scope="module")
 def one_slot() -> Iterator[Caller]:
-    """An executor with one short slot, which every call has to leave before another can start."""
-    with executor(server=(sys.executable, "-c", NEVER_PROMOTES), slots=1, long_slots=6, demote_after_ms=50.0) as caller:
+    """An executor with one short slot. A call has to leave it before the next call can start."""
+    with executor(
+        server=(sys.executable, "-c", EXECUTOR_WITHOUT_PROMOTION), slots=1, long_slots=6, demote_after_ms=50.0
+    ) as caller:
         base_pids[caller] = {*caller.processes()}
         yield caller
 
@@ -59,32 +56,34 @@ EVADERS = {
 
 
 @pytest.mark.parametrize("code", EVADERS.values(), ids=EVADERS)
-def test_no_long_call_evades_its_demotion(code: str, one_slot: Caller) -> None:
+def test_no_long_call_evades_demotion(code: str, one_slot: Caller) -> None:
     if not CpuPriority().can_change:
         pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
     seq = one_slot.submit(call(code, timeout_s=60, processes=400))
     assert one_slot.run("1", timeout_s=60).value == "1", "the call has left the only short slot"
-    one_slot.until(lambda: policies(one_slot) == {os.SCHED_IDLE})
+    one_slot.until(lambda: scheduling_policies(one_slot) == {os.SCHED_IDLE})
     one_slot.send("cancel", [seq])
     one_slot.until(lambda: one_slot.stats.get("running") == 0)
 
 
-def policies(caller: Caller) -> set[int]:
+def scheduling_policies(caller: Caller) -> set[int]:
+    """The scheduling policies of all threads of all calls."""
     return map_call_threads(caller, os.sched_getscheduler)
 
 
 def cpu_cgroup(tid: int) -> str:
+    """The line of /proc that names a thread's cgroup for the cpu controller."""
     with open(f"/proc/{tid}/cgroup") as file:
         return next(line.strip() for line in file if "cpu" in line.split(":")[1].split(","))
 
 
 def map_call_threads(caller: Caller, function: Callable[[int], T]) -> set[T]:
-    """The values of a function over the threads of all calls."""
+    """The values of `function(tid)` for all threads of all calls."""
     values: set[T] = set()
     for pid in {*caller.processes()} - base_pids[caller]:
         try:
             with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] not in "ZX":
+                if file.read().rpartition(")")[2].split()[0] not in "ZX":  # neither a zombie nor dead
                     values |= {function(int(tid)) for tid in os.listdir(f"/proc/{pid}/task")}
         except OSError:
             continue
@@ -96,13 +95,13 @@ def test_short_calls_run_while_every_long_slot_is_used(one_slot: Caller) -> None
     for n in range(8):
         assert one_slot.run(f"{n}", timeout_s=60).value == str(n)
     one_slot.until(lambda: one_slot.stats.get("running_long") == 6)
-    assert one_slot.window == 2 + 6, "two calls for the short slot, and the long ones"
+    assert one_slot.window == 2 + 6, "two calls for the short slot, and one for each long call"
     one_slot.send("cancel", seqs)
     one_slot.until(lambda: one_slot.stats.get("running") == 0)
     one_slot.until(lambda: one_slot.window == 2)
 
 
-def test_a_long_call_has_the_status_of_a_short_one() -> None:
+def test_a_long_call_ends_with_the_same_status_as_a_short_one() -> None:
     with executor(demote_after_ms=10.0) as caller:
         assert caller.run(ENDLESS, timeout_s=0.5).status is Status.TIMEOUT
         code = "import time\nwhile time.process_time() < 0.3: pass\nprint('done')"
@@ -123,12 +122,12 @@ def test_all_threads_of_a_long_call_are_moved_to_the_idle_cgroup(one_slot: Calle
     def cgroup_prefixes() -> set[str]:
         return {path.rpartition("/")[2].partition("-")[0] for path in map_call_threads(one_slot, cpu_cgroup)}
 
-    one_slot.until(lambda: cgroup_prefixes() == {"rstar"})
+    one_slot.until(lambda: cgroup_prefixes() == {"rstar"})  # the idle cgroup's name is "rstar-..."
     one_slot.send("cancel", [seq])
     one_slot.until(lambda: one_slot.stats.get("running") == 0)
 
 
-BARE_PROC = """
+EXECUTOR_WITH_HIDDEN_PROC = """
 import errno, runpy, sys
 from sandbox import errors, jail
 from sandbox.executor import process_tree
@@ -150,11 +149,9 @@ if not has_cgroups: jail.CgroupTree = NoCgroups
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Starts an executor that cannot read some files or lines of /proc (first argument) and that has no cgroups unless
-the second argument is "cgroups"."""
-
-
-LOOPS = {
+"""Starts an executor that cannot read the files and lines of /proc which the first argument names. It has no cgroups
+unless the second argument is "cgroups". The next two, "-m sandbox.executor", are for this Python only."""
+ENDLESS_CODES = {
     "loops": ENDLESS,
     "sleeps": "import time\ntime.sleep(1000)",
     "has a child loop": f"import os\nif os.fork() == 0:\n    {ENDLESS}\nos.wait()",
@@ -164,11 +161,11 @@ LOOPS = {
 
 @pytest.mark.parametrize("cgroups", ["cgroups", "no cgroups"])
 @pytest.mark.parametrize("hidden", ["schedstat", "Pid", "schedstat Pid NSpid"])
-def test_an_endless_call_is_timed_out_with_whatever_the_kernel_counts(hidden: str, cgroups: str) -> None:
-    server = (sys.executable, "-c", BARE_PROC, hidden, cgroups)
-    with executor(server=server, slots=len(LOOPS), demote_after_ms=50.0) as caller:
-        results = caller.run_all([call(code, timeout_s=0.5) for code in LOOPS.values()])
-        assert [(result.status, result.attempts) for result in results] == [(Status.TIMEOUT, 1)] * len(LOOPS)
-        assert all(result.usage.run_ms < 20_000 for result in results)
+def test_an_endless_call_is_timed_out_whatever_the_kernel_counts(hidden: str, cgroups: str) -> None:
+    server = (sys.executable, "-c", EXECUTOR_WITH_HIDDEN_PROC, hidden, cgroups)
+    with executor(server=server, slots=len(ENDLESS_CODES), demote_after_ms=50.0) as caller:
+        results = caller.run_all([call(code, timeout_s=0.5) for code in ENDLESS_CODES.values()])
+        assert [(result.status, result.attempts) for result in results] == [(Status.TIMEOUT, 1)] * len(ENDLESS_CODES)
+        assert all(result.usage.run_ms < 20_000 for result in results), "long before the wall cap of 60 s"
         assert caller.run("1").value == "1"
         assert caller.stats.get("zygote_restarts_total", 0) == 0

@@ -17,11 +17,11 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
-from tests.executor.test_long_calls import BARE_PROC
+from tests.executor.test_long_calls import EXECUTOR_WITH_HIDDEN_PROC
 from tests.jail.jails import all_users_can_reach, system_python
 
 MIB = 1 << 20
-SHARED = f"""
+FORKS_THEN_COPIES = f"""
 import os, sys
 kept = bytearray(b"x" * (64 * {MIB}))
 done_r, done_w = os.pipe()
@@ -44,10 +44,12 @@ for _ in range(3):
 print(flush=True)
 input()
 """
+"""Forks three processes that share 64 MiB with their parent and prints a line. After a line of input, each of them
+copies the 64 MiB by writing to them; then prints a second line."""
 
 
 def test_shared_pages_count_once_and_copied_pages_count_for_each_process() -> None:
-    argv = [sys.executable, "-c", SHARED]
+    argv = [sys.executable, "-c", FORKS_THEN_COPIES]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -58,14 +60,14 @@ def test_shared_pages_count_once_and_copied_pages_count_for_each_process() -> No
             resident = tree.resident_bytes()
             assert len(resident) == 4
             assert sum(resident.values()) > 4 * 64 * MIB
-            assert exceeds_memory(resident, copies * 64 * MIB - MIB, 0)
-            assert not exceeds_memory(resident, (copies * 64 + 40) * MIB, 0)
+            assert exceeds_memory(resident, copies * 64 * MIB - MIB, zygote_bytes=0)
+            assert not exceeds_memory(resident, (copies * 64 + 40) * MIB, zygote_bytes=0), "40 MiB for the interpreters"
             process.stdin.write(b"\n")
             process.stdin.flush()
         process.communicate()
 
 
-def test_without_the_right_to_count_shared_pages_only_those_of_the_zygote_are_subtracted(
+def test_if_shared_pages_cannot_be_counted_the_zygotes_memory_is_subtracted_for_each_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_path: str) -> bytes:
@@ -73,8 +75,9 @@ def test_without_the_right_to_count_shared_pages_only_those_of_the_zygote_are_su
 
     monkeypatch.setattr("sandbox.executor.process_tree._read", refuse)
     resident = {1: 100, 2: 60, 3: 10}
-    assert exceeds_memory(resident, 119, 20)
-    assert not exceeds_memory(resident, 120, 20)
+    sum_bytes = (100 - 20) + (60 - 20) + 0
+    assert exceeds_memory(resident, sum_bytes - 1, zygote_bytes=20)
+    assert not exceeds_memory(resident, sum_bytes, zygote_bytes=20)
 
 
 def test_the_memory_of_a_single_process_is_not_read() -> None:
@@ -83,11 +86,11 @@ def test_the_memory_of_a_single_process_is_not_read() -> None:
     assert tree.resident_bytes() == {}
 
 
-BOMB = """
+MEMORY_BOMB = """
 import os, time
-for _ in range({processes} - 1):
+for n in range({processes} - 1):
     if os.fork() == 0:
-        if "{timing}" == "in turn": time.sleep(0.05 * _)
+        if "{timing}" == "in turn": time.sleep(0.05 * n)
         kept = b"x" * (20 << 20)
         time.sleep(1000)
 time.sleep(1000)
@@ -96,12 +99,13 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("timing", ["at once", "in turn"])
 def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_other_result(timing: str) -> None:
-    """Unlimited, they would use 8 * 12 * 20 MiB."""
+    """Without limits, the calls would use 8 * 12 * 20 MiB."""
     processes = 12
-    server = (sys.executable, "-c", BARE_PROC, "nothing", "no cgroups")
+    server = (sys.executable, "-c", EXECUTOR_WITH_HIDDEN_PROC, "nothing", "no cgroups")
     with executor(server=server, slots=12, isolation="namespaces") as caller:
         limits = {"memory_mb": 24, "disk_mb": 1, "processes": processes, "timeout_s": 60}
-        bombs = [caller.submit(call(BOMB.format(timing=timing, processes=processes), **limits)) for _ in range(8)]
+        bomb = MEMORY_BOMB.format(timing=timing, processes=processes)
+        bombs = [caller.submit(call(bomb, **limits)) for _ in range(8)]
         others = [caller.submit(call(f"import time; time.sleep(0.1); {n}", timeout_s=60)) for n in range(20)]
         for n, seq in enumerate(others):
             result = caller.result_of(seq)
@@ -120,17 +124,17 @@ def test_the_oom_killer_prefers_calls_to_the_server(level: str) -> None:
         choose_level(level)
     except IsolationError as error:
         pytest.skip(str(error))
-    own = oom_score_adj("self")
-    guest = OWN_PYTHON if all_users_can_reach(OWN_PYTHON) or level != "landlock" else system_python()
-    if guest is None:
+    own_score = oom_score_adj("self")
+    guest_python = OWN_PYTHON if all_users_can_reach(OWN_PYTHON) or level != "landlock" else system_python()
+    if guest_python is None:
         pytest.skip("calls with their own uids need a Python in a directory that everyone may enter")
-    with executor(guest, isolation=level) as caller:
+    with executor(guest_python, isolation=level) as caller:
         seq = caller.submit(call("import time; time.sleep(1000)", timeout_s=1000))
         caller.until(lambda: caller.stats.get("running") == 1)
         server, *jailed = caller.processes()
-        assert len(jailed) >= 3
-        assert oom_score_adj(server) == own
-        assert {oom_score_adj(pid) for pid in jailed} == {1000}
+        assert len(jailed) >= 3, "launcher, zygote and call"
+        assert oom_score_adj(server) == own_score
+        assert {oom_score_adj(pid) for pid in jailed} == {1000}, "the highest score"
         caller.send("cancel", [seq])
 
 

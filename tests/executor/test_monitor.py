@@ -17,29 +17,30 @@ from sandbox.executor.process_tree import CpuPriority, ProcessTree
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.types import Limits, Status
 from tests.executor.fake_scheduler import FIRST_PID, FakeScheduler
-from tests.executor.zygotes import Driven, driven, ended_json
+from tests.executor.fake_zygotes import ExecutorDriver, driven_executor, ended_json
 
 
 @pytest.mark.trio
 async def test_crowded_calls_are_demoted_when_they_are_first_sampled(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """Eight calls on a core have an eighth of it each: 100 ms of virtual time would take them 800 ms."""
-    assert await FakeScheduler(monkeypatch, 7 / 8).demoted_after_s(8) < 0.2
+    """Each of eight calls on a core has an eighth of the core. A call that is demoted only after 100 ms of virtual time
+    (the default of `demote_after_ms`) is demoted after 800 ms of wall time."""
+    assert await FakeScheduler(monkeypatch, delay_share=7 / 8).demoted_after_s(calls=8) < 0.2
 
 
 @pytest.mark.trio
 async def test_calls_that_hold_all_short_slots_are_demoted_early_while_others_wait(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    assert await FakeScheduler(monkeypatch, 7 / 8).demoted_after_s(8, short="hang") < 0.2
+    assert await FakeScheduler(monkeypatch, delay_share=7 / 8).demoted_after_s(calls=8, short_call="hang") < 0.2
 
 
 @pytest.mark.trio
 async def test_calls_are_not_demoted_early_while_others_wait_and_end(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    assert await FakeScheduler(monkeypatch, 7 / 8).demoted_after_s(8, short="slow") >= 0.8
+    assert await FakeScheduler(monkeypatch, delay_share=7 / 8).demoted_after_s(calls=8, short_call="slow") >= 0.8
 
 
 @pytest.mark.trio
@@ -48,7 +49,7 @@ async def test_run_delay_does_not_count_towards_the_time_limit(
     delay_share: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     scheduler = FakeScheduler(monkeypatch, delay_share)
-    result = await scheduler.run(2.0)
+    result = await scheduler.run(timeout_s=2.0)
     assert result.status is Status.TIMEOUT
     assert scheduler.killed_after == pytest.approx(2.0 / (1 - delay_share), rel=0.05)
 
@@ -57,14 +58,14 @@ async def test_run_delay_does_not_count_towards_the_time_limit(
 async def test_a_call_that_gets_no_core_is_unavailable_at_the_wall_cap(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    scheduler = FakeScheduler(monkeypatch, 0.999)
-    result = await scheduler.run(2.0)
+    scheduler = FakeScheduler(monkeypatch, delay_share=0.999)
+    result = await scheduler.run(timeout_s=2.0)
     assert result.status is Status.UNAVAILABLE
     assert result.error is not None
     assert result.error.type == "Starved"
     assert scheduler.killed_after is not None
     cap_s = call_state.wall_cap_s(2.0)
-    assert cap_s <= scheduler.killed_after < cap_s + 3.0
+    assert cap_s <= scheduler.killed_after < cap_s + 3.0, "a few sample intervals"
 
 
 @pytest.mark.trio
@@ -72,10 +73,10 @@ async def test_a_call_that_gets_no_core_is_unavailable_at_the_wall_cap(
 async def test_a_call_that_ever_had_several_threads_is_timed_out_at_the_wall_cap(
     is_single_threaded: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """The processes of a fork bomb wait for each other. If that counted as the server's fault, a fork bomb would be
-    retried, and also one that hides its children from later samples."""
-    scheduler = FakeScheduler(monkeypatch, 0.999, is_single_threaded=is_single_threaded)
-    assert (await scheduler.run(2.0)).status is Status.TIMEOUT
+    """The processes of a fork bomb wait for each other. If such a call ended as starved, a client would send it again.
+    The second case is a fork bomb that hides its children from all samples but one."""
+    scheduler = FakeScheduler(monkeypatch, delay_share=0.999, is_single_threaded=is_single_threaded)
+    assert (await scheduler.run(timeout_s=2.0)).status is Status.TIMEOUT
     assert scheduler.killed_after is not None
     assert scheduler.killed_after < call_state.wall_cap_s(2.0) + 3.0
 
@@ -88,12 +89,12 @@ async def test_a_call_is_demoted_after_virtual_time_and_not_after_wall_time(
         scheduler = FakeScheduler(monkeypatch, delay_share)
         applied_at: list[float] = []
 
-        def note(*_: Any, is_demoted: bool, applied_at: list[float] = applied_at) -> None:
+        def record_time(*_: Any, is_demoted: bool, applied_at: list[float] = applied_at) -> None:
             applied_at.append(trio.current_time())
 
         with monkeypatch.context() as patch:
-            patch.setattr(CpuPriority, "apply", note)
-            await scheduler.run(5.0, demote_after_ms=1000.0)
+            patch.setattr(CpuPriority, "apply", record_time)
+            await scheduler.run(timeout_s=5.0, demote_after_ms=1000.0)
         assert applied_at[0] - scheduler.started == pytest.approx(1.0 / (1 - delay_share), rel=0.1)
 
 
@@ -101,21 +102,21 @@ async def test_a_call_is_demoted_after_virtual_time_and_not_after_wall_time(
 async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """While it is demoted it gets no core at all; otherwise 0.8 of one."""
-    scheduler = FakeScheduler(monkeypatch, 0.0)
-    cpu_s, before_s = 0.0, 0.0
+    """While the call is demoted it gets no core at all; otherwise it gets 0.8 of a core."""
+    scheduler = FakeScheduler(monkeypatch, delay_share=0.0)
+    cpu_s, last_wall_s = 0.0, 0.0
 
     def sample() -> TreeSample:
-        nonlocal cpu_s, before_s
+        nonlocal cpu_s, last_wall_s
         wall_s = trio.current_time() - scheduler.started
         is_demoted = bool(scheduler.demotions) and scheduler.demotions[-1]
-        cpu_s += (wall_s - before_s) * (0.0 if is_demoted else 0.8)
-        before_s = wall_s
+        cpu_s += (wall_s - last_wall_s) * (0.0 if is_demoted else 0.8)
+        last_wall_s = wall_s
         thread = ThreadSample(cpu_s, wall_s - cpu_s, 9, 9, is_runnable=True)
         return {FIRST_PID: ProcessSample(1, wall_s, cpu_s, {FIRST_PID: thread})}
 
     monkeypatch.setattr(scheduler, "sample", sample)
-    result = await scheduler.run(10.0)
+    result = await scheduler.run(timeout_s=10.0)
     assert result.status is Status.TIMEOUT
     assert scheduler.demotions[0] is True
     assert False in scheduler.demotions
@@ -124,28 +125,31 @@ async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
 
 
 def test_the_lag_of_a_long_call_is_its_distance_to_a_quarter_of_its_fair_share() -> None:
-    """The arguments are CPU seconds, wall seconds and calls per core."""
-    assert lag_s(1.0, 1.0, 0.5) < 0
-    assert lag_s(0.25, 1.0, 1.0) == 0
-    assert lag_s(0.24, 1.0, 0.1) == pytest.approx(0.01), "the fair share is at most a whole core"
-    assert lag_s(0.01, 1.0, 10.0) == pytest.approx(0.015), "ten calls share a core"
-    assert lag_s(1.0, 100.0, 10.0) == 1.5
+    assert lag_s(virtual_s=1.0, wall_s=1.0, calls_per_core=0.5) < 0
+    assert lag_s(virtual_s=0.25, wall_s=1.0, calls_per_core=1.0) == 0
+    at_most_a_core = lag_s(virtual_s=0.24, wall_s=1.0, calls_per_core=0.1)
+    assert at_most_a_core == pytest.approx(1.0 / 4 - 0.24), "the fair share is at most a whole core"
+    a_tenth = lag_s(virtual_s=0.01, wall_s=1.0, calls_per_core=10.0)
+    assert a_tenth == pytest.approx(1.0 / 10 / 4 - 0.01), "the fair share is a tenth of a core"
+    assert lag_s(virtual_s=1.0, wall_s=100.0, calls_per_core=10.0) == 100.0 / 10 / 4 - 1.0
 
 
 @pytest.mark.parametrize("calls_per_core", [0.5, 10.0, 200.0])
 @pytest.mark.parametrize("left_s", [0.01, 0.1, 1.0])
-def test_a_call_that_may_have_slept_is_sampled_before_its_time_is_up(calls_per_core: float, left_s: float) -> None:
-    max_guess_interval_s = monitor.MIN_GUESS_INTERVAL_S * monitor.crowding_factor(calls_per_core)
+def test_a_call_with_uncertain_virtual_time_is_sampled_before_its_limit(calls_per_core: float, left_s: float) -> None:
+    max_uncertain_interval_s = monitor.MIN_UNCERTAIN_INTERVAL_S * monitor.crowding_factor(calls_per_core)
 
     def next_sample_in_s(uncertain_s: float, is_promoted: bool) -> float:
+        slowness = 1.0
         return monitor.next_sample_in_s(
-            left_s, uncertain_s, 1.0, calls_per_core, is_promoted=is_promoted, is_single_threaded=True
+            left_s, uncertain_s, slowness, calls_per_core, is_promoted=is_promoted, is_single_threaded=True
         )
 
     for is_promoted in (False, True):
         for _ in range(20):  # the interval is random
             assert next_sample_in_s(0.0, is_promoted) <= left_s
-            max_interval_s = max(0.1 * left_s + 1e-9, min(max_guess_interval_s, left_s), monitor.MIN_SAMPLE_INTERVAL_S)
+            min_left_s = 0.1 * left_s + 1e-9  # if all of 0.9 * left_s has passed already; 1e-9 for rounding
+            max_interval_s = max(min_left_s, min(max_uncertain_interval_s, left_s), monitor.MIN_SAMPLE_INTERVAL_S)
             assert next_sample_in_s(0.9 * left_s, is_promoted) <= max_interval_s
 
 
@@ -153,29 +157,29 @@ def test_with_the_minimum_share_a_call_reaches_its_time_limit_before_the_wall_ca
     for calls_per_core in (0.1, 1.0, 4.0, 8.0, 40.0):
         for timeout_s in (0.1, 10.0, 1000.0):
             max_wall_s = timeout_s * monitor.MIN_SHARE_DIVISOR * max(1.0, calls_per_core)
-            assert max_wall_s < call_state.wall_cap_s(timeout_s) / call_state.wall_cap_rate(calls_per_core)
+            assert max_wall_s < call_state.wall_cap_s(timeout_s) / call_state.wall_cap_used_per_s(calls_per_core)
 
 
 @pytest.mark.trio
 async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    FakeScheduler(monkeypatch, 0.0)  # replaces the samples of /proc
+    FakeScheduler(monkeypatch, delay_share=0.0)  # replaces the samples of /proc from now on
     windows: list[int] = []
-    async with driven(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
         driver.executor.on_window_changed = windows.append
         endless = driver.submit(*["outlast"] * 3, limits=Limits(timeout_s=1000.0))
         assert [result.status for result in await driver.run("ok", "ok", "ok")] == [Status.OK] * 3
         await trio.sleep(10)
         assert short_and_long(driver) == (0, 3)
-        assert windows == [5, 6, 7], "two calls per short slot, and the long ones"
+        assert windows == [5, 6, 7], "two calls for each short slot, and one for each long call"
         demoted: set[ProcessTree] = set()
 
-        def note(_self: CpuPriority, tree: ProcessTree, _cgroup: object, is_demoted: bool) -> None:
+        def record_demotion(_self: CpuPriority, tree: ProcessTree, _cgroup: object, is_demoted: bool) -> None:
             if is_demoted:
                 demoted.add(tree)
 
-        monkeypatch.setattr(CpuPriority, "apply", note)
+        monkeypatch.setattr(CpuPriority, "apply", record_demotion)
         endless += driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         await trio.sleep(10)
         assert short_and_long(driver) == (1, 3), "a fourth long call keeps its short slot"
@@ -196,8 +200,8 @@ async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
         assert windows[-1] == driver.executor.window == 4
 
 
-def short_and_long(driver: Driven) -> tuple[int, int]:
-    """Used short and long slots."""
+def short_and_long(driver: ExecutorDriver) -> tuple[int, int]:
+    """Return the numbers of used short and used long slots."""
     stats = driver.executor.stats()
     return stats["running"] - stats["running_long"], stats["running_long"]
 
@@ -206,10 +210,10 @@ def short_and_long(driver: Driven) -> tuple[int, int]:
 async def test_without_available_memory_long_calls_keep_their_short_slots(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    FakeScheduler(monkeypatch, 0.0)
+    FakeScheduler(monkeypatch, delay_share=0.0)  # replaces the samples of /proc from now on
     available_bytes = 0
     monkeypatch.setattr("sandbox.machine.memory_available", lambda: available_bytes)
-    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         await trio.sleep(5)
         assert short_and_long(driver) == (1, 0)
@@ -225,9 +229,10 @@ async def test_without_available_memory_long_calls_keep_their_short_slots(
 async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
     cpu_s: float, status: Status, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """A call that shared its core with 960 others has the whole core when these end, before its next sample."""
+    """The call has shared its core with 960 others. When these end before its next sample, it has the core alone and
+    computes more than its last samples show."""
     calls_per_core = 960
-    scheduler = FakeScheduler(monkeypatch, 1 - 1 / calls_per_core)
+    scheduler = FakeScheduler(monkeypatch, delay_share=1 - 1 / calls_per_core)
 
     def sample(tree: ProcessTree) -> TreeSample:
         processes = scheduler.sample()
@@ -236,10 +241,10 @@ async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
 
     monkeypatch.setattr(ProcessTree, "sample", sample)
     monkeypatch.setattr(Executor, "calls_per_core", calls_per_core)
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         scheduler.started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1.0))
-        await trio.sleep(500)
+        await trio.sleep(500)  # about half of the limit in virtual time
         zygote, run_id = scheduler.running.pop(0)
         wall_s = trio.current_time() - scheduler.started
         zygote.send(ended_json(run_id, cpu_ms=1e3 * cpu_s, wall_ms=1e3 * wall_s))
@@ -253,14 +258,15 @@ async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
 async def test_a_call_that_ends_before_its_limit_in_wall_time_is_not_timed_out(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """It was single-threaded in the last sample and has computed on many cores since then: more CPU time than the limit
-    in less wall time."""
-    scheduler = FakeScheduler(monkeypatch, 0.0)
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    """The call was single-threaded in its last sample. Since then it has computed on 16 cores, so its CPU time exceeds
+    the limit although its wall time does not."""
+    scheduler = FakeScheduler(monkeypatch, delay_share=0.0)
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         scheduler.started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=2.0))
         await trio.sleep(1.4)
         zygote, run_id = scheduler.running.pop(0)
-        zygote.send(ended_json(run_id, cpu_ms=1e3 * (1.3 + 16 * 0.1), wall_ms=1.4e3))
+        cpu_s = 1.3 + 16 * 0.1  # 1.3 s on one core, then 0.1 s on 16 cores
+        zygote.send(ended_json(run_id, cpu_ms=1e3 * cpu_s, wall_ms=1.4e3))
         await driver.wait_for(seqs)
         assert driver.results[seqs[0]].status is Status.OK

@@ -1,4 +1,4 @@
-"""How the end of a call becomes its result: status, error, value, truncation."""
+"""The end of a call decides its result: status, error, value, truncation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ENDED: dict[str, Any] = {"exit_code": 0, "signal": None, "wall_ms": 1.5, "cpu_ms
 
 
 def report(*texts: bytes | None, line: int = -1, flags: int = 0) -> bytes:
-    """A report of value, error type, message and traceback."""
+    """A report with these texts: value, error type, message and traceback; None is an absent text."""
     sizes = [-1 if text is None else len(text) for text in texts]
     return struct.pack("<6i", *sizes, line, flags) + b"".join(text or b"" for text in texts)
 
 
 RAISED = report(None, b"ValueError", b"no", b"Traceback", line=3)
-MEMORY_ERROR = report(None, b"MemoryError", b"", b"", flags=8)
+MEMORY_ERROR = report(None, b"MemoryError", b"", b"", flags=8)  # _OUT_OF_MEMORY
 
 
 def encoded(
@@ -68,7 +68,7 @@ def test_each_end_of_a_call_has_its_status(
     result = decoded(ended, b"out", b"err", report_bytes, timed_out=timed_out)
     assert (result.status, result.stdout, result.stderr) == (status, "out", "err")
     assert (result.error.type if result.error else None) == error_type
-    assert (result.id, result.attempts, result.usage.peak_memory_mb) == ("c", 2, 2.0)
+    assert (result.id, result.attempts, result.usage.peak_memory_mb) == ("c", 2, 2.0), "as `ENDED` and `encoded` say"
 
 
 def test_a_built_result_has_the_keys_of_an_encoded_one() -> None:
@@ -84,7 +84,7 @@ def test_only_a_call_that_is_ok_has_a_value() -> None:
 
 
 def test_every_truncated_part_is_named() -> None:
-    all_flags = report(b"", None, b"", b"", flags=7)
+    all_flags = report(b"", None, b"", b"", flags=1 | 2 | 4)  # value, traceback and files are truncated
     result = decoded({"stdout_truncated": True, "stderr_truncated": True}, b"", b"", all_flags)
     assert result.truncated == ("stdout", "stderr", "value", "traceback", "files")
 
@@ -100,7 +100,7 @@ def test_any_report_and_any_files_give_a_result(report_bytes: bytes, file_bytes:
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=6, max_size=6), st.binary(max_size=100))
 @example([2**31 - 1] * 6, b"")
 @example([-(2**31)] * 6, b"")
-def test_any_lengths_give_a_report_no_longer_than_its_bytes(numbers: list[int], texts: bytes) -> None:
+def test_a_report_with_any_lengths_has_no_more_text_than_its_bytes(numbers: list[int], texts: bytes) -> None:
     parsed = Report.parse(struct.pack("<6i", *numbers) + texts)
     parts = [parsed.value or ""]
     if parsed.error is not None:

@@ -18,9 +18,10 @@ from tests.executor.calling import Caller, call, executor
 from tests.jail.jails import dir_for_all_users, host_uid, python_for_all_users, system_python
 
 USER = 10_001
+"""Uid of the ordinary user, as in the image."""
 FORK = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()[1]"
 FORK_BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-COUNT = """
+COUNT_FORKS = """
 import os, time
 started = 0
 try:
@@ -32,7 +33,7 @@ except OSError as error: print(started, type(error).__name__)
 
 
 @pytest.fixture(scope="module")
-def ordinary() -> Iterator[dict[str, Any]]:
+def ordinary_user() -> Iterator[dict[str, Any]]:
     """Arguments of `executor` for a start as in the image: an ordinary user with no_new_privs."""
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")
@@ -40,15 +41,15 @@ def ordinary() -> Iterator[dict[str, Any]]:
         choose_level("namespaces")
     except IsolationError as error:
         pytest.skip(str(error))
-    with dir_for_all_users() as folder:
-        python = python_for_all_users(folder)
-        user = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "preexec_fn": kernel.set_no_new_privs}
-        yield {"python": str(Path(python).resolve()), "server": (python,), "process_options": user}
+    with dir_for_all_users() as directory:
+        python = python_for_all_users(directory)
+        options = {"user": USER, "group": USER, "extra_groups": [], "cwd": "/", "preexec_fn": kernel.set_no_new_privs}
+        yield {"python": str(Path(python).resolve()), "server": (python,), "process_options": options}
 
 
 @pytest.fixture
-def caller(ordinary: dict[str, Any]) -> Iterator[Caller]:
-    with executor(isolation="namespaces", slots=8, long_slots=520, demote_after_ms=20.0, **ordinary) as caller:
+def caller(ordinary_user: dict[str, Any]) -> Iterator[Caller]:
+    with executor(isolation="namespaces", slots=8, long_slots=520, demote_after_ms=20.0, **ordinary_user) as caller:
         yield caller
 
 
@@ -68,11 +69,11 @@ def test_sleepers_and_fork_bombs_change_no_other_result(caller: Caller) -> None:
 
 
 def test_each_call_has_its_own_process_limit(caller: Caller) -> None:
-    for result in caller.run_all([call(COUNT, processes=6, timeout_s=60) for _ in range(8)]):
-        assert result.stdout == "5 BlockingIOError\n"
+    for result in caller.run_all([call(COUNT_FORKS, processes=6, timeout_s=60) for _ in range(8)]):
+        assert result.stdout == "5 BlockingIOError\n", "six processes with the first"
 
 
-NO_PROCESS_LIMITS = """
+EXECUTOR_WITHOUT_PROCESS_LIMITS = """
 import runpy, sys
 from sandbox import jail
 jail.probe_process_limits = lambda: jail.ProbedLayer("process limits", False, "not here", "")
@@ -82,10 +83,10 @@ runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 
 
 def test_without_process_limits_per_call_the_processes_of_others_do_not_count(
-    ordinary: dict[str, Any],
+    ordinary_user: dict[str, Any],
 ) -> None:
-    server = (*ordinary["server"], "-c", NO_PROCESS_LIMITS)
-    with executor(**{**ordinary, "server": server}, isolation="namespaces", demote_after_ms=20.0) as caller:
+    server = (*ordinary_user["server"], "-c", EXECUTOR_WITHOUT_PROCESS_LIMITS)
+    with executor(**{**ordinary_user, "server": server}, isolation="namespaces", demote_after_ms=20.0) as caller:
         code = "import os, time\nfor _ in range(30):\n    if os.fork() == 0: break\ntime.sleep(1000)"
         seq = caller.submit(call(code, processes=6, timeout_s=1000))
         caller.until(lambda: len(caller.processes()) > 30)
@@ -94,9 +95,13 @@ def test_without_process_limits_per_call_the_processes_of_others_do_not_count(
 
 
 def test_a_call_has_no_privileges_in_its_user_namespace(caller: Caller) -> None:
-    code = "import os\ndef tried(f, *a):\n    try: return f(*a)\n"
-    code += "    except OSError as error: return type(error).__name__\n"
-    code += "[os.getuid(), *(tried(os.setuid, uid) for uid in (0, 1000)), tried(os.setgroups, [])]"
+    code = """
+import os
+def error_of(function, argument):
+    try: function(argument)
+    except OSError as error: return type(error).__name__
+[os.getuid(), *(error_of(os.setuid, uid) for uid in (0, 1000)), error_of(os.setgroups, [])]
+"""
     assert caller.run(code).value == "[65534, 'PermissionError', 'PermissionError', 'PermissionError']"
 
 
@@ -107,27 +112,33 @@ def test_each_slot_has_its_own_uid_if_the_server_may_only_write_id_maps() -> Non
         choose_level("namespaces")
     except IsolationError as error:
         pytest.skip(str(error))
-    guest = system_python() or pytest.skip(
+    guest_python = system_python() or pytest.skip(
         "calls with their own uids need a Python in a directory that everyone may enter"
     )
-    check_uids(guest, ("setpriv", "--bounding-set", "-sys_admin"))
+    check_uids(guest_python, ("setpriv", "--bounding-set", "-sys_admin"))
 
 
 @pytest.mark.skipif(shutil.which("newuidmap") is None, reason="needs newuidmap (Debian: uidmap)")
-def test_each_slot_has_its_own_subordinate_uid(ordinary: dict[str, Any]) -> None:
+def test_each_slot_has_its_own_subordinate_uid(ordinary_user: dict[str, Any]) -> None:
     if not all(f"{USER}:" in Path(f"/etc/{name}").read_text() for name in ("passwd", "subuid", "subgid")):
         pytest.skip(f"needs a user {USER} with ids in /etc/subuid and /etc/subgid")
-    options = {**ordinary["process_options"], "preexec_fn": None}
-    check_uids(ordinary["python"], (), ordinary["server"][0], options)
+    options = {**ordinary_user["process_options"], "preexec_fn": None}
+    check_uids(ordinary_user["python"], (), ordinary_user["server"][0], options)
 
 
-def check_uids(guest: str, prefix: tuple[str, ...], python: str = "", options: dict[str, Any] | None = None) -> None:
+def check_uids(
+    guest_python: str, prefix: tuple[str, ...], python: str = "", options: dict[str, Any] | None = None
+) -> None:
+    """Assert that three calls which run at once have three uids, and that the host uses none of these.
+
+    `prefix` comes before the command that starts the executor in `python`, by default the Python of this test.
+    """
     server = (*prefix, python or sys.executable)
-    with executor(guest, isolation="namespaces", server=server, process_options=options or {}) as caller:
-        before = {*caller.processes()}
+    with executor(guest_python, isolation="namespaces", server=server, process_options=options or {}) as caller:
+        pids_before = {*caller.processes()}
         seqs = [caller.submit(call("import time; time.sleep(1000)", timeout_s=1000)) for _ in range(3)]
-        caller.until(lambda: caller.stats.get("running") == 3 and len({*caller.processes()} - before) == 3)
-        uids = [host_uid(pid) for pid in {*caller.processes()} - before]
+        caller.until(lambda: caller.stats.get("running") == 3 and len({*caller.processes()} - pids_before) == 3)
+        uids = [host_uid(pid) for pid in {*caller.processes()} - pids_before]
         assert len({*uids}) == 3
         assert min(uids) >= 10_000
         caller.send("cancel", seqs)

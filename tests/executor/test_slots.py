@@ -1,8 +1,10 @@
-"""A slot gets limits before its call and is read after it; it is free only once its cgroup is empty."""
+"""The limits of a slot's cgroup are set before a call and its usage is read after the call. The slot is free only once
+the cgroup is empty."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from sandbox.executor.slots import KILL_AFTER_S, Slots
 from sandbox.jail import CgroupTree, CgroupUsage
 from sandbox.jail.cgroup import V1, SlotCgroup
 
-FILES = {
+INITIAL_FILES = {
     "memory.limit_in_bytes": "0",
     "memory.max_usage_in_bytes": "0",
     "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
@@ -32,12 +34,12 @@ FILES = {
 
 
 class FakeCgroup:
-    """The files of a cgroup (version 1), as ordinary files."""
+    """The files of a cgroup of version 1 as ordinary files in `path`, without those in `missing`."""
 
     def __init__(self, path: Path, *missing: str) -> None:
         self.path = path
         path.mkdir()
-        for name, text in FILES.items():
+        for name, text in INITIAL_FILES.items():
             if name not in missing:
                 self.write(name, text)
 
@@ -52,24 +54,25 @@ class FakeCgroup:
 
     def tree(self) -> CgroupTree:
         """A cgroup tree with this cgroup for every slot."""
-        groups: list[SlotCgroup] = []
+        cgroups: list[SlotCgroup] = []
 
-        def group(_number: int) -> SlotCgroup:
-            if not groups:
-                groups.append(self.cgroup())
-            return groups[0]
+        def cgroup_of(_slot: int) -> SlotCgroup:
+            if not cgroups:
+                cgroups.append(self.cgroup())
+            return cgroups[0]
 
-        return cast(CgroupTree, SimpleNamespace(cgroup=group, idle=None))
+        return cast(CgroupTree, SimpleNamespace(cgroup=cgroup_of, idle=None))
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> FakeCgroup:
+def cgroup_files(tmp_path: Path) -> FakeCgroup:
     return FakeCgroup(tmp_path / "0")
 
 
-def used_slot(files: FakeCgroup) -> Slots:
+def slots_with_one_used(cgroup_files: FakeCgroup) -> Slots:
+    """One slot, number 0, which is in use and has this cgroup."""
     slots = Slots(1)
-    slots.cgroups = files.tree()
+    slots.cgroups = cgroup_files.tree()
     slots.free.pop()
     return slots
 
@@ -77,74 +80,74 @@ def used_slot(files: FakeCgroup) -> Slots:
 def test_slots_without_cgroups_are_free_at_once_and_have_no_usage() -> None:
     slots = Slots(2)
     assert slots.free.pop() == 0
-    slots.set_limits(0, 1, 1)
+    slots.set_limits(0, memory_bytes=1, tasks=1)
     assert slots.read_usage(0) is None
     assert slots.release(0)
     assert slots.free == [1, 0]
 
 
-def test_only_changed_limits_are_written(files: FakeCgroup) -> None:
-    slots = used_slot(files)
-    slots.set_limits(0, 1000, 5)
-    assert (files.read("memory.limit_in_bytes"), files.read("pids.max")) == ("1000", "5")
-    files.write("pids.max", "unchanged")
-    slots.set_limits(0, 1000, 5)
-    assert files.read("pids.max") == "unchanged"
-    slots.set_limits(0, 1000, 6)
-    assert files.read("pids.max")[0] == "6"
-    slots.set_limits(0, 1 << 100, 1 << 100)
-    assert files.read("memory.limit_in_bytes") == str(1 << 62)
+def test_only_changed_limits_are_written(cgroup_files: FakeCgroup) -> None:
+    slots = slots_with_one_used(cgroup_files)
+    slots.set_limits(0, memory_bytes=1000, tasks=5)
+    assert (cgroup_files.read("memory.limit_in_bytes"), cgroup_files.read("pids.max")) == ("1000", "5")
+    cgroup_files.write("pids.max", "unchanged")
+    slots.set_limits(0, memory_bytes=1000, tasks=5)
+    assert cgroup_files.read("pids.max") == "unchanged"
+    slots.set_limits(0, memory_bytes=1000, tasks=6)
+    assert cgroup_files.read("pids.max").startswith("6"), "a plain file keeps the rest of a longer text"
+    slots.set_limits(0, memory_bytes=1 << 100, tasks=1 << 100)
+    assert cgroup_files.read("memory.limit_in_bytes") == str(1 << 62), "the largest limit that is written"
 
 
-def test_a_limit_that_could_not_be_written_is_written_the_next_time(files: FakeCgroup) -> None:
-    slots = used_slot(files)
-    (files.path / "pids.max").unlink()
+def test_a_limit_that_could_not_be_written_is_written_the_next_time(cgroup_files: FakeCgroup) -> None:
+    slots = slots_with_one_used(cgroup_files)
+    (cgroup_files.path / "pids.max").unlink()
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
-            slots.set_limits(0, 1000, 5)
-    files.write("pids.max", "")
-    slots.set_limits(0, 1000, 5)
-    assert files.read("pids.max") == "5"
+            slots.set_limits(0, memory_bytes=1000, tasks=5)
+    cgroup_files.write("pids.max", "")
+    slots.set_limits(0, memory_bytes=1000, tasks=5)
+    assert cgroup_files.read("pids.max") == "5"
 
 
-def test_the_usage_of_a_call_is_the_increase_since_the_last_call(files: FakeCgroup) -> None:
-    slots = used_slot(files)
+def test_the_usage_of_a_call_is_the_increase_since_the_last_call(cgroup_files: FakeCgroup) -> None:
+    slots = slots_with_one_used(cgroup_files)
     for cpu_ns, oom_kills, limit_hits, expected in (
-        (5_000_000, 0, 3, CgroupUsage(5.0, 4096)),
-        (12_500_000, 1, 7, CgroupUsage(7.5, 4096, hit_own_limit=True)),
-        (12_500_000, 1, 8, CgroupUsage(0.0, 4096)),
-        (13_500_000, 2, 8, CgroupUsage(1.0, 4096, hit_outer_limit=True)),
+        (5_000_000, 0, 3, CgroupUsage(cpu_ms=5.0, peak_bytes=4096)),
+        (12_500_000, 1, 7, CgroupUsage(cpu_ms=7.5, peak_bytes=4096, hit_own_limit=True)),
+        (12_500_000, 1, 8, CgroupUsage(cpu_ms=0.0, peak_bytes=4096)),
+        (13_500_000, 2, 8, CgroupUsage(cpu_ms=1.0, peak_bytes=4096, hit_outer_limit=True)),
     ):
-        files.write("memory.max_usage_in_bytes", "1")
-        slots.set_limits(0, 1, 1)
-        files.write("memory.max_usage_in_bytes", "4096\n")
-        files.write("cpuacct.usage", f"{cpu_ns}\n")
-        files.write("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kills}\n")
-        files.write("memory.failcnt", f"{limit_hits}\n")
+        cgroup_files.write("memory.max_usage_in_bytes", "1")
+        slots.set_limits(0, memory_bytes=1, tasks=1)
+        cgroup_files.write("memory.max_usage_in_bytes", "4096\n")
+        cgroup_files.write("cpuacct.usage", f"{cpu_ns}\n")
+        cgroup_files.write("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kills}\n")
+        cgroup_files.write("memory.failcnt", f"{limit_hits}\n")
         assert slots.read_usage(0) == expected
 
 
 def test_a_peak_that_cannot_be_reset_is_known_only_for_a_call_that_exceeds_it(
-    files: FakeCgroup, monkeypatch: pytest.MonkeyPatch
+    cgroup_files: FakeCgroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pwrite(_fd: int, _text: bytes, _offset: int) -> int:
-        raise OSError(22, "Invalid argument")
+    def refuse(_fd: int, _text: bytes, _offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("os.pwrite", pwrite)
-    files.write("memory.max_usage_in_bytes", "10")
-    slots = used_slot(files)
+    monkeypatch.setattr("os.pwrite", refuse)  # which resets the peak
+    cgroup_files.write("memory.max_usage_in_bytes", "10")
+    slots = slots_with_one_used(cgroup_files)
     for peak_bytes, expected in ((10, None), (50, 50), (50, None), (60, 60)):
-        slots.set_limits(0, 1, 1)
-        files.write("memory.max_usage_in_bytes", str(peak_bytes))
+        slots.set_limits(0, memory_bytes=1, tasks=1)
+        cgroup_files.write("memory.max_usage_in_bytes", str(peak_bytes))
         usage = slots.read_usage(0)
         assert usage is not None
         assert usage.peak_bytes == expected
 
 
 @pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
-def test_what_the_kernel_does_not_count_is_none(missing: str, tmp_path: Path) -> None:
-    slots = used_slot(FakeCgroup(tmp_path / "0", missing))
-    slots.set_limits(0, 1, 1)
+def test_a_usage_that_the_kernel_does_not_count_is_none(missing: str, tmp_path: Path) -> None:
+    slots = slots_with_one_used(FakeCgroup(tmp_path / "0", missing))
+    slots.set_limits(0, memory_bytes=1, tasks=1)
     usage = slots.read_usage(0)
     assert usage is not None
     assert (usage.peak_bytes is None) == ("usage_in" in missing)
@@ -152,26 +155,28 @@ def test_what_the_kernel_does_not_count_is_none(missing: str, tmp_path: Path) ->
 
 
 @pytest.mark.trio
-async def test_a_slot_is_free_only_when_its_cgroup_is_empty(files: FakeCgroup, autojump_clock: MockClock) -> None:
-    slots = used_slot(files)
-    files.write("pids.current", "3")
+async def test_a_slot_is_free_only_when_its_cgroup_is_empty(
+    cgroup_files: FakeCgroup, autojump_clock: MockClock
+) -> None:
+    slots = slots_with_one_used(cgroup_files)
+    cgroup_files.write("pids.current", "3")
     assert not slots.release(0)
     assert slots.free == []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slots.release_when_empty, 0)
         await trio.sleep(KILL_AFTER_S)
         assert slots.free == []
-        files.write("pids.current", "0")
+        cgroup_files.write("pids.current", "0")
     assert slots.free == [0]
 
 
 @pytest.mark.trio
 async def test_processes_left_in_a_slot_are_killed(
-    files: FakeCgroup, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    cgroup_files: FakeCgroup, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = used_slot(files)
-    files.write("pids.current", "1")
-    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: files.write("pids.current", "0"))
+    slots = slots_with_one_used(cgroup_files)
+    cgroup_files.write("pids.current", "1")
+    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: cgroup_files.write("pids.current", "0"))
     before = trio.current_time()
     await slots.release_when_empty(0)
     assert slots.free == [0]
@@ -180,50 +185,50 @@ async def test_processes_left_in_a_slot_are_killed(
 
 @pytest.mark.trio
 async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
-    files: FakeCgroup, autojump_clock: MockClock
+    cgroup_files: FakeCgroup, autojump_clock: MockClock
 ) -> None:
     slots = Slots(1)
-    tree, calls = files.tree(), 0
-    cgroup_of = tree.cgroup
+    tree, calls = cgroup_files.tree(), 0
+    open_cgroup = tree.cgroup
 
-    def group(number: int) -> SlotCgroup:
+    def fail_three_times(slot: int) -> SlotCgroup:
         nonlocal calls
         calls += 1
-        if calls < 4:
-            raise OSError(24, "Too many open files")
-        return cgroup_of(number)
+        if calls <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_cgroup(slot)
 
-    tree.cgroup = group  # type: ignore[method-assign]
+    tree.cgroup = fail_three_times  # type: ignore[method-assign]
     slots.cgroups = tree
     slots.free.pop()
     with pytest.raises(OSError, match="Too many"):
-        slots.set_limits(0, 1, 1)
+        slots.set_limits(0, memory_bytes=1, tasks=1)
     await slots.release_when_empty(0)
     assert slots.free == [0]
-    slots.set_limits(0, 1, 1)
+    slots.set_limits(0, memory_bytes=1, tasks=1)
 
 
 @pytest.mark.trio
 async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free() -> None:
-    with own_mounts() as pid:
+    with process_with_mount_namespace() as pid:
         slots = Slots(2)
-        for _ in range(2):
+        for _ in range(2):  # the second time, the slot already holds the namespace
             slots.hold_mount_namespace(1, pid)
-    slots.hold_mount_namespace(0, pid)
-    slots.hold_mount_namespace(0, os.getpid())
-    assert mount_namespaces() == 1
+    slots.hold_mount_namespace(0, pid)  # has ended
+    slots.hold_mount_namespace(0, os.getpid())  # has the mount namespace of this process
+    assert held_mount_namespaces() == 1
     slots.free.clear()
-    assert slots.release(0), "its process had ended, or was in the namespace of this one"
+    assert slots.release(0), "slot 0 holds no namespace"
     assert not slots.release(1)
     await slots.release_when_empty(1)
     assert slots.free == [0, 1]
-    assert mount_namespaces() == 0
+    assert held_mount_namespaces() == 0
     assert slots.release(1)
 
 
 @contextlib.contextmanager
-def own_mounts() -> Iterator[int]:
-    """A process in a mount namespace of its own."""
+def process_with_mount_namespace() -> Iterator[int]:
+    """Start a process in a new mount namespace; yield its pid and kill it afterwards."""
     try:
         child = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
     except FileNotFoundError:
@@ -236,8 +241,8 @@ def own_mounts() -> Iterator[int]:
         child.kill()
 
 
-def mount_namespaces() -> int:
-    """Number of mount namespace descriptors that this process holds."""
+def held_mount_namespaces() -> int:
+    """Number of descriptors of mount namespaces that this process has."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor that listdir itself used

@@ -1,4 +1,4 @@
-"""`UnixStream` keeps the order, loses nothing and leaks no descriptor."""
+"""`UnixStream` sends all bytes and descriptors in order, and leaks no descriptor."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ pytestmark = pytest.mark.trio
 
 
 def open_fds() -> int:
+    """Number of descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 @trio_fixture
 async def pair() -> AsyncIterator[tuple[UnixStream, socket.socket]]:
-    """A stream and the peer's socket."""
-    before = open_fds()
-    ours, peer = socket.socketpair()
+    """A stream and the socket of its peer."""
+    fds_before = open_fds()
+    our_sock, peer = socket.socketpair()
     peer.setblocking(False)
-    stream = UnixStream(ours)
+    stream = UnixStream(our_sock)
     with peer:
         yield stream, peer
         stream.close()
-    assert open_fds() == before, "descriptors leaked"
+    assert open_fds() == fds_before, "descriptors leaked"
 
 
 @pytest.fixture
-def null() -> Iterator[int]:
+def null_fd() -> Iterator[int]:
+    """A descriptor to send."""
     with open(os.devnull) as file:
         yield file.fileno()
 
 
-def received(peer: socket.socket) -> tuple[bytes, list[int]]:
-    """All bytes and descriptors that have arrived."""
+def receive_all(peer: socket.socket) -> tuple[bytes, list[int]]:
+    """Return all bytes and descriptors that have arrived."""
     data, fds = b"", list[int]()
     while True:
         try:
@@ -52,24 +54,24 @@ def received(peer: socket.socket) -> tuple[bytes, list[int]]:
 
 
 async def test_bytes_that_the_socket_refuses_are_sent_later_in_order(
-    pair: tuple[UnixStream, socket.socket], null: int
+    pair: tuple[UnixStream, socket.socket], null_fd: int
 ) -> None:
     stream, peer = pair
-    sent = [bytes([n]) * 300_000 for n in range(10)]
-    for n, data in enumerate(sent):
-        stream.write(data, null if n in (0, 7) else None)
+    chunks = [bytes([n]) * 300_000 for n in range(10)]  # more than the buffer of the socket takes
+    for n, chunk in enumerate(chunks):
+        stream.write(chunk, null_fd if n in (0, 7) else None)
     data, fds = b"", list[int]()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.flush_forever)
         nursery.start_soon(stream.flushed)
         while len(data) < 3_000_000:
             await trio.testing.wait_all_tasks_blocked()
-            new_data, new_fds = received(peer)
+            new_data, new_fds = receive_all(peer)
             data, fds = data + new_data, fds + new_fds
         await stream.flushed()
         nursery.cancel_scope.cancel()
-    assert data == b"".join(sent)
-    assert len(fds) == 2
+    assert data == b"".join(chunks)
+    assert len(fds) == 2, "with chunks 0 and 7"
     for fd in fds:
         os.close(fd)
 
@@ -94,8 +96,8 @@ async def test_closing_wakes_the_reader_and_the_flusher(pair: tuple[UnixStream, 
         nursery.start_soon(stream.read)
         await trio.testing.wait_all_tasks_blocked()
         stream.close()
-        stream.close()
-    stream.write(b"no more")
+        stream.close()  # has no effect
+    stream.write(b"has no effect")
     assert await stream.read() == b""
 
 
@@ -107,9 +109,9 @@ async def test_writing_to_a_closed_peer_closes_the_stream(pair: tuple[UnixStream
     assert await stream.read() == b""
 
 
-async def test_received_descriptors_are_not_inheritable(pair: tuple[UnixStream, socket.socket], null: int) -> None:
+async def test_received_descriptors_are_not_inheritable(pair: tuple[UnixStream, socket.socket], null_fd: int) -> None:
     stream, peer = pair
-    socket.send_fds(peer, [b"x"], [null])
+    socket.send_fds(peer, [b"x"], [null_fd])
     assert await stream.read() == b"x"
     (fd,) = stream.received_fds
     assert not os.get_inheritable(fd)
@@ -121,15 +123,15 @@ async def read_to_end(stream: UnixStream) -> None:
 
 
 async def test_too_many_received_descriptors_are_a_protocol_error(
-    pair: tuple[UnixStream, socket.socket], null: int
+    pair: tuple[UnixStream, socket.socket], null_fd: int
 ) -> None:
     stream, peer = pair
-    before = open_fds()
+    fds_before = open_fds()
     for _ in range(20):
-        socket.send_fds(peer, [b"x"], [null] * 100)
+        socket.send_fds(peer, [b"x"], [null_fd] * 100)
     with pytest.raises(ProtocolError, match="unexpected descriptors"):
         await read_to_end(stream)
-    assert open_fds() - before <= 2 * MAX_FDS
+    assert open_fds() - fds_before <= 2 * MAX_FDS, "at most that many before the last read, and in it"
     stream.close()
     assert stream.received_fds == []
 

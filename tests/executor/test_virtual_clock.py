@@ -23,7 +23,7 @@ from tests.executor.simulated_machine import (
 )
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
-"""Cores, and busy threads of others."""
+"""Pairs: number of cores, and of busy threads besides the call."""
 
 
 def computes(s: float) -> Program:
@@ -38,6 +38,7 @@ def computes_and_sleeps() -> Program:
 
 
 def forks_in_turn(times: int, s: float, nap_s: float = 0.0) -> Program:
+    """Children that compute for `s` seconds and then sleep for `nap_s`, one after the other."""
     for _ in range(times):
         yield Run(0.005)
         yield Fork(computes_then_sleeps(s, nap_s))
@@ -70,7 +71,7 @@ def forks_a_pool(workers: int, times: int, s: float) -> Program:
     yield Join()
 
 
-def uses_the_lock(times: int) -> Program:
+def computes_with_the_lock(times: int) -> Program:
     for _ in range(times):
         yield Acquire()
         yield Run(0.005)
@@ -78,15 +79,15 @@ def uses_the_lock(times: int) -> Program:
 
 
 def starts_threads(count: int) -> Program:
-    """Threads that need one lock to run, like those of Python."""
+    """Threads that share one lock and compute only while they have it, like those of Python."""
     for _ in range(count):
-        yield Spawn(uses_the_lock(60))
+        yield Spawn(computes_with_the_lock(60))
     yield Join()
 
 
 @pytest.mark.parametrize(("cores", "load"), LOADS)
 @pytest.mark.parametrize(
-    ("call", "error"),
+    ("call", "max_relative_error"),
     [
         (lambda: computes(1.0), 0.02),
         (computes_and_sleeps, 0.06),
@@ -104,12 +105,12 @@ def starts_threads(count: int) -> Program:
     ],
 )
 def test_virtual_time_under_load_is_the_time_on_an_idle_machine(
-    call: Callable[[], Program], error: float, cores: int, load: int
+    call: Callable[[], Program], max_relative_error: float, cores: int, load: int
 ) -> None:
     for seed in range(2):
         idle, wall, virtual = virtual_time(call, cores=cores, load=load, seed=seed)
-        assert virtual == pytest.approx(idle, rel=error), f"{wall:.2f} s of wall time"
-        assert load == 0 or wall > 1.15 * idle, "the load has slowed the call down, so the test has tested something"
+        assert virtual == pytest.approx(idle, rel=max_relative_error), f"{wall:.2f} s of wall time"
+        assert load == 0 or wall > 1.15 * idle, "the load has not slowed the call, so the test has tested nothing"
 
 
 def test_the_sleep_of_a_child_counts_while_its_parent_waits() -> None:
@@ -125,63 +126,74 @@ def test_the_sleep_of_a_child_counts_while_its_parent_waits() -> None:
         assert virtual == pytest.approx(idle, rel=0.1), f"{wall:.2f} s of wall time"
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("sleeps_s", [0.0, 0.0005, 0.004, 0.05])
+@pytest.mark.parametrize("mean_wait_s", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("mean_sleep_s", [0.0, 0.0005, 0.004, 0.05])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_time_of_one_thread_is_exact_for_any_waits(waits_s: float, sleeps_s: float, seed: int) -> None:
-    """Sleep, wait and work of random lengths, in turn, sampled at random moments."""
+def test_the_time_of_one_thread_is_exact_for_any_waits(mean_wait_s: float, mean_sleep_s: float, seed: int) -> None:
+    """In turn, the thread sleeps, waits for a core and computes. The times are random; computing takes 4 ms on average.
+    The samples come at random moments."""
     rng = random.Random(seed)
-    clock = VirtualClock(2)
-    now = ran_s = waited_s = true_s = 0.0
-    due = 0.1
+    clock = VirtualClock(cores=2)
+    now = cpu_s = delay_s = true_s = 0.0
+    sample_at = 0.1
     for turns in range(200):
-        for state, mean_s in (("sleep", sleeps_s), ("wait", waits_s), ("work", 0.004)):
+        for state, mean_s in (("sleeps", mean_sleep_s), ("waits", mean_wait_s), ("computes", 0.004)):
             end = now + (rng.expovariate(1 / mean_s) if mean_s else 0.0)
-            while due < end:  # a wait is counted when it is over
-                so_far = ran_s + (due - now if state == "work" else 0.0)
-                done = turns + (state == "work")
-                thread = ThreadSample(
-                    so_far, waited_s, done, (turns + 1 if sleeps_s else 0), is_runnable=state != "sleep"
-                )
-                clock.advance(due, {7: ProcessSample(1, due, so_far, {7: thread})}, so_far)
-                assert clock.elapsed_s <= true_s + (due - now if state != "wait" else 0.0) + 1e-6
-                due += rng.uniform(0.05, 0.25)
-            ran_s += end - now if state == "work" else 0.0
-            waited_s += end - now if state == "wait" else 0.0
-            true_s += end - now if state != "wait" else 0.0
+            while sample_at < end:
+                part_s = sample_at - now
+                sampled_cpu_s = cpu_s + (part_s if state == "computes" else 0.0)
+                timeslices, switches = turns + (state == "computes"), turns + 1 if mean_sleep_s else 0
+                # The kernel adds a wait to `delay_s` only when the wait is over.
+                advance(clock, sample_at, sampled_cpu_s, delay_s, timeslices, switches, is_runnable=state != "sleeps")
+                assert clock.elapsed_s <= true_s + (part_s if state != "waits" else 0.0) + 1e-6
+                sample_at += rng.uniform(0.05, 0.25)
+            cpu_s += end - now if state == "computes" else 0.0
+            delay_s += end - now if state == "waits" else 0.0
+            true_s += end - now if state != "waits" else 0.0
             now = end
-    thread = ThreadSample(ran_s, waited_s, 200, 200, is_runnable=False)
-    clock.advance(now, {7: ProcessSample(1, now, ran_s, {7: thread})}, ran_s)
+    advance(clock, now, cpu_s, delay_s, timeslices=200, switches=200, is_runnable=False)
     assert clock.elapsed_s == pytest.approx(true_s, abs=1e-6)
 
 
+def advance(
+    clock: VirtualClock, wall_s: float, cpu_s: float, delay_s: float, timeslices: int, switches: int, is_runnable: bool
+) -> None:
+    """Advance a clock with a sample of one thread."""
+    pid = 7
+    thread = ThreadSample(cpu_s, delay_s, timeslices, switches, is_runnable=is_runnable)
+    clock.advance(wall_s, {pid: ProcessSample(1, wall_s, cpu_s, {pid: thread})}, cpu_s)
+
+
 def test_virtual_time_is_exact_for_a_thread_that_has_not_slept() -> None:
-    """It is exact at every sample, not only at the end of a wait. After a sleep it is a lower bound."""
-    for has_slept in (False, True):
-        clock = VirtualClock(2)
-        for n in range(1, 50):  # half of each second it runs, or sleeps; then it waits for a core
-            ran_s = 0.0 if has_slept else n / 2
-            thread = ThreadSample(ran_s, n / 2 - 0.2, n, n if has_slept else 0, is_runnable=True)
-            clock.advance(float(n), {7: ProcessSample(1, float(n), ran_s, {7: thread})}, ran_s)
-            assert clock.elapsed_s <= n / 2 + 1e-9
-            assert clock.elapsed_s + clock.uncertain_s >= n / 2 - 1e-9
-            assert clock.is_exact != has_slept
-            assert has_slept or clock.elapsed_s == pytest.approx(n / 2)
+    """Virtual time is exact at every sample, also during a wait. For a thread that sleeps it is a lower bound.
+
+    In the first half of each second the thread computes or sleeps, in the second half it waits for a core. The kernel
+    has not yet counted the last 0.2 s of the wait.
+    """
+    for sleeps in (False, True):
+        clock = VirtualClock(cores=2)
+        for n in range(1, 50):
+            true_s, switches = n / 2, n if sleeps else 0
+            cpu_s, delay_s = 0.0 if sleeps else n / 2, n / 2 - 0.2
+            advance(clock, float(n), cpu_s, delay_s, timeslices=n, switches=switches, is_runnable=True)
+            assert clock.elapsed_s <= true_s + 1e-9
+            assert clock.elapsed_s + clock.uncertain_s >= true_s - 1e-9
+            assert clock.is_exact != sleeps
+            assert sleeps or clock.elapsed_s == pytest.approx(true_s)
 
 
 def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
     """The kernel adds a wait to run_delay only when it ends, which may take minutes on an overloaded machine."""
-    clock = VirtualClock(2)
+    clock = VirtualClock(cores=2)
     for n in range(1, 100):
-        thread = ThreadSample(0.2, 0.1, 5, 5, is_runnable=True)
-        clock.advance(float(n), {7: ProcessSample(1, float(n), 0.2, {7: thread})}, 0.2)
+        advance(clock, float(n), cpu_s=0.2, delay_s=0.1, timeslices=5, switches=5, is_runnable=True)
     assert clock.elapsed_s < 1.0
 
 
 def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
-    """The sampled threads only wait; unsampled processes use two seconds of CPU per second. At least their CPU time
-    divided by the cores counts."""
-    clock = VirtualClock(4)
+    """The sampled threads only wait; processes that are not sampled use two seconds of CPU time per second. At least
+    this CPU time, divided by the cores, counts."""
+    clock = VirtualClock(cores=4)
     for n in range(1, 100):
         threads = {tid: ThreadSample(0.0, 0.9 * n, n, n, is_runnable=True) for tid in range(7, 50)}
         clock.advance(float(n), {7: ProcessSample(1, float(n), 0.0, threads)}, 2.0 * n)
@@ -189,7 +201,7 @@ def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
 
 
 def test_without_a_sample_the_clock_follows_wall_time_from_then_on() -> None:
-    clock = VirtualClock(2)
+    clock = VirtualClock(cores=2)
     sample = {7: ProcessSample(1, 1.0, 0.0, {7: ThreadSample(0.0, 0.9, 1, 1, is_runnable=True)})}
     clock.advance(1.0, sample, 0.0)
     before = clock.elapsed_s
@@ -207,21 +219,28 @@ def test_virtual_time_is_never_ahead_of_wall_time() -> None:
         yield Join()
 
     for load in (0, 10):
-        _, wall, virtual = virtual_time(threads_without_a_lock, cores=4, load=load, seed=1)
+        _idle, wall, virtual = virtual_time(threads_without_a_lock, cores=4, load=load, seed=1)
         assert virtual <= wall + 1e-9
 
 
 def test_a_call_that_once_had_two_processes_is_not_single_threaded() -> None:
-    clock = VirtualClock(2)
-    Machine(2, 0).run(forks_in_turn(1, 0.3), clock)
+    clock = VirtualClock(cores=2)
+    Machine(cores=2, load=0).run(forks_in_turn(1, 0.3), clock)
     assert not clock.is_single_threaded
-    clock = VirtualClock(2)
-    Machine(2, 0).run(computes(0.5), clock)
+    clock = VirtualClock(cores=2)
+    Machine(cores=2, load=0).run(computes(0.5), clock)
     assert clock.is_single_threaded
 
 
-def test_the_wall_cap_is_ten_times_the_limit_and_at_least_a_minute_and_longer_on_crowded_cores() -> None:
+def test_the_wall_cap_is_ten_times_the_limit_and_at_least_a_minute() -> None:
     assert call_state.wall_cap_s(0.5) == 60.0
     assert call_state.wall_cap_s(10.0) == 100.0
-    assert call_state.wall_cap_rate(0.0) == call_state.wall_cap_rate(call_state.UNCROWDED_CALLS_PER_CORE) == 1.0
-    assert call_state.wall_cap_rate(4 * call_state.UNCROWDED_CALLS_PER_CORE) == 0.25
+
+
+def test_the_wall_cap_is_used_up_more_slowly_on_crowded_cores() -> None:
+    assert (
+        call_state.wall_cap_used_per_s(0.0)
+        == call_state.wall_cap_used_per_s(call_state.UNCROWDED_CALLS_PER_CORE)
+        == 1.0
+    )
+    assert call_state.wall_cap_used_per_s(4 * call_state.UNCROWDED_CALLS_PER_CORE) == 0.25

@@ -21,18 +21,18 @@ JSON = st.recursive(
 HEADERS = st.dictionaries(st.text(), JSON).filter(lambda header: "op" not in header and "blobs" not in header)
 
 
-def unpacker(max_body_bytes: int = 1 << 20) -> zygote_frames.Unpacker:
-    frames = zygote_frames.Unpacker()
-    frames.max_body_bytes = max_body_bytes
-    return frames
+def new_unpacker() -> zygote_frames.Unpacker:
+    unpacker = zygote_frames.Unpacker()
+    unpacker.max_body_bytes = 1 << 20
+    return unpacker
 
 
-def raw(header: bytes, body: bytes = b"") -> bytes:
+def raw_frame(header: bytes, body: bytes = b"") -> bytes:
     return struct.pack("<II", len(header), len(body)) + header + body
 
 
 def same_json(value: Any, other: Any) -> bool:
-    """Equal as JSON text, in which NaN equals NaN."""
+    """Compare values by their JSON texts, in which NaN equals NaN."""
     return json.dumps(value) == json.dumps(other)
 
 
@@ -41,25 +41,25 @@ def test_frames_are_decoded_from_any_chunks(
     header: dict[str, Any], op: str, blobs: list[bytes], data: st.DataObject
 ) -> None:
     head = json.dumps({**header, "op": op, "blobs": [len(blob) for blob in blobs]}).encode()
-    stream = raw(head, b"".join(blobs)) * 2
-    received, frames, start = [], unpacker(), 0
+    stream = raw_frame(head, b"".join(blobs)) * 2
+    received, unpacker, start = [], new_unpacker(), 0
     while start < len(stream):
         end = data.draw(st.integers(start + 1, len(stream)))
-        frames.feed(stream[start:end])
-        received += list(frames)
+        unpacker.feed(stream[start:end])
+        received += list(unpacker)
         start = end
     assert len(received) == 2
-    assert all(same_json(got, {**header, "op": op, "blobs": [len(b) for b in blobs]}) for got, _ in received)
-    assert [got for _, got in received] == [blobs, blobs]
+    assert all(same_json(received_header, json.loads(head)) for received_header, _ in received)
+    assert [received_blobs for _, received_blobs in received] == [blobs, blobs]
 
 
 @given(st.lists(st.binary(), max_size=5))
 def test_any_bytes_give_frames_or_an_error(chunks: list[bytes]) -> None:
-    frames = unpacker()
+    unpacker = new_unpacker()
     try:
         for chunk in chunks:
-            frames.feed(chunk)
-            for header, blobs in frames:
+            unpacker.feed(chunk)
+            for header, blobs in unpacker:
                 assert isinstance(header["op"], str)
                 assert all(isinstance(blob, bytes) for blob in blobs)
     except ProtocolError as error:
@@ -76,14 +76,14 @@ def test_any_bytes_give_frames_or_an_error(chunks: list[bytes]) -> None:
 @example({"op": "x", "blobs": [10**400]}, b"")
 @example({"op": "x", "blobs": [float("nan")]}, b"")
 def test_any_header_gives_a_frame_or_an_error(header: Any, body: bytes) -> None:
-    frames = unpacker()
-    frames.feed(raw(json.dumps(header).encode(), body))
+    unpacker = new_unpacker()
+    unpacker.feed(raw_frame(json.dumps(header).encode(), body))
     try:
-        ((got, blobs),) = list(frames)
+        ((received_header, blobs),) = list(unpacker)
     except ProtocolError as error:
         assert len(str(error)) < 500
     else:
-        assert same_json(got, header)
+        assert same_json(received_header, header)
         assert b"".join(blobs) == body
 
 
@@ -101,32 +101,37 @@ def test_any_header_gives_a_frame_or_an_error(header: Any, body: bytes) -> None:
         b'{"blobs": []}',
         b'{"op": "x", "blobs": []} {}',
     ],
+    ids=[
+        *("empty", "no object", "not UTF-8", "deep lists", "deep objects", "long number", "long length"),
+        *("no blobs", "no op", "two values"),
+    ],
 )
 def test_headers_built_to_break_a_decoder_are_errors(header: bytes) -> None:
-    frames = unpacker()
-    frames.feed(raw(header))
+    unpacker = new_unpacker()
+    unpacker.feed(raw_frame(header))
     with pytest.raises(ProtocolError) as raised:
-        list(frames)
+        list(unpacker)
     assert len(str(raised.value)) < 500
 
 
+# Of header and body. Each may have at most 1 MiB.
 @pytest.mark.parametrize("lengths", [((1 << 20) + 1, 0), (2**32 - 1, 0), (2, (1 << 20) + 1), (2, 2**32 - 1)])
 def test_too_large_lengths_are_refused_before_the_frame_arrives(lengths: tuple[int, int]) -> None:
-    frames = unpacker()
-    frames.feed(struct.pack("<II", *lengths))
+    unpacker = new_unpacker()
+    unpacker.feed(struct.pack("<II", *lengths))
     with pytest.raises(ProtocolError, match="expected at most"):
-        list(frames)
+        list(unpacker)
 
 
 def test_frames_before_an_invalid_one_are_returned_once() -> None:
-    frames = unpacker()
-    frames.feed(raw(b'{"op": "x", "blobs": []}') + raw(b"no"))
-    remaining = iter(frames)
+    unpacker = new_unpacker()
+    unpacker.feed(raw_frame(b'{"op": "x", "blobs": []}') + raw_frame(b"no"))
+    remaining = iter(unpacker)
     assert next(remaining)[0]["op"] == "x"
     with pytest.raises(ProtocolError):
         next(remaining)
     with pytest.raises(ProtocolError):
-        list(frames)
+        list(unpacker)
 
 
 @given(JSON)
@@ -137,12 +142,12 @@ def test_frames_before_an_invalid_one_are_returned_once() -> None:
 @example(2**70)
 def test_get_number_returns_a_finite_number_or_raises(value: Any) -> None:
     try:
-        got = zygote_frames.get_number({"n": value}, "n")
+        number = zygote_frames.get_number({"n": value}, "n")
     except ProtocolError as error:
         assert len(str(error)) < 500
     else:
-        assert type(got) is float
-        assert abs(got) < 1e15
+        assert type(number) is float
+        assert abs(number) < 1e15, "the documented bound"
         assert type(value) in (int, float)
 
 
@@ -152,22 +157,22 @@ def test_get_number_returns_a_finite_number_or_raises(value: Any) -> None:
 @example("\x1b[31m")
 @example("\ud800")
 def test_get_text_returns_short_printable_text_or_raises(value: Any) -> None:
-    for read, field in ((zygote_frames.get_text, value), (zygote_frames.get_texts, [value])):
+    for get, field in ((zygote_frames.get_text, value), (zygote_frames.get_texts, [value])):
         try:
-            got = read({"t": field}, "t")
+            texts = get({"t": field}, "t")
         except ProtocolError as error:
             assert len(str(error)) < 500
         else:
             assert isinstance(value, str)
-            (shown,) = got if isinstance(got, list) else [got]
-            assert shown.isprintable()
-            assert len(shown) < 4000
+            (text,) = texts if isinstance(texts, list) else [texts]
+            assert text.isprintable()
+            assert len(text) < 4000, "300 characters of up to ten each, if they are escaped"
 
 
-# An `ended` message has 42 bytes, and 8 more for each of at most 4 blobs.
+# The header of an `ended` frame has 42 bytes, and 8 more for each of at most 4 blobs.
 @pytest.mark.parametrize("length", [1, 30, 41, 43, 46, 42 + 8 * 5, 42 + 8 * 1000])
-def test_an_ended_message_of_a_wrong_length_is_an_error(length: int) -> None:
-    frames = unpacker()
-    frames.feed(raw(b"\1" + bytes(length - 1)))
+def test_a_binary_ended_header_of_a_wrong_length_is_an_error(length: int) -> None:
+    unpacker = new_unpacker()
+    unpacker.feed(raw_frame(b"\1" + bytes(length - 1)))  # 1 is the kind `ended`
     with pytest.raises(ProtocolError, match="invalid frame"):
-        list(frames)
+        list(unpacker)

@@ -1,4 +1,4 @@
-"""Zygotes are started, restarted and replaced; a hostile one costs its jail."""
+"""Zygotes are started, restarted and replaced. A hostile zygote ends with its whole jail."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sandbox.errors import NodeError
 from sandbox.executor import zygote_pool
 from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Profile, Status
-from tests.executor.test_executor import until
-from tests.executor.zygotes import HOSTILE, FakeZygote, driven, frame
+from tests.executor import fake_zygotes
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, FakeZygote, driven_executor, frame, until
 
 
-@pytest.mark.parametrize("behaviour", [name for name in HOSTILE if name not in ("die", "kill_jail")])
+@pytest.mark.parametrize("behaviour", [name for name in HOSTILE_BEHAVIOURS if name not in ("die", "kill_jail")])
 @pytest.mark.parametrize("profile", [Profile.BARE, Profile.NUMERIC])
 @pytest.mark.trio
 async def test_a_protocol_error_ends_the_jail(
     behaviour: str, profile: Profile, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         await driver.run(f"{behaviour} 1", profile=profile)
         await driver.executor.wait_ready()
         (jail, *_) = driver.fleet.jails
-        await until(lambda: not any(peer.is_open for peer in jail.zygotes))
+        await until(lambda: not any(zygote.is_open for zygote in jail.zygotes))
         (result,) = await driver.run("ok", profile=profile)
         assert result.status is Status.OK
 
@@ -40,7 +40,7 @@ async def test_a_protocol_error_ends_the_jail(
 async def test_the_death_of_a_zygote_does_not_affect_other_zygotes(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         bystander = driver.submit("slow 9", profile=Profile.BARE)
         (result,) = await driver.run("die 1", profile=Profile.NUMERIC)
         await driver.wait_for(bystander)
@@ -50,15 +50,16 @@ async def test_the_death_of_a_zygote_does_not_affect_other_zygotes(
 
 
 def test_the_executor_ends_if_its_zygotes_never_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for start in (
+    two_byte_header = b"\2\0\0\0\0\0\0\0{}"
+    for behaviour in (
         FakeZygote.end,
         partial(FakeZygote.garbage, _run_id=0),
-        partial(FakeZygote.send, data=b"\2\0\0\0\0\0\0\0{}"),
+        partial(FakeZygote.send, data=two_byte_header),
     ):
 
-        async def main(start: Any = start) -> None:
-            with trio.fail_after(10_000):
-                async with driven_from(monkeypatch, start):
+        async def main(behaviour: Any = behaviour) -> None:
+            with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
+                async with driven_executor_with(monkeypatch, behaviour):
                     pytest.fail("the executor is ready")
 
         with pytest.raises(BaseExceptionGroup) as raised:
@@ -67,41 +68,41 @@ def test_the_executor_ends_if_its_zygotes_never_start(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.trio
-async def test_missing_modules_of_the_verify_profile_are_logged_once(
+async def test_only_missing_modules_of_the_verify_profile_are_logged_by_the_executor(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     def send_ready(zygote: FakeZygote) -> None:
-        is_verify = len(zygote.fleet.zygotes) > 2
+        is_verify = len(zygote.fleet.zygotes) > 2  # the first two are bare and numeric
         missing = ["math_verify"] if is_verify else ["numpy"]
         zygote.send(frame({"op": "ready", "python": "3.0", "modules": ["sys"], "missing": missing, "problems": []}))
 
     caplog.set_level("INFO")
     monkeypatch.setattr(FakeZygote, "send_ready", send_ready)
-    async with driven(monkeypatch, zygote_pools=1) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         assert [zygote.missing_modules for zygote in driver.executor.all_zygotes()] == [["numpy"], ["numpy"]]
-        before = [line for line in caplog.messages if "lacks" in line]
+        lines_before = [line for line in caplog.messages if "lacks" in line]
         await driver.run("ok", profile=Profile.VERIFY)
         lines = [line for line in caplog.messages if "lacks" in line]
-    assert before == []
+    assert lines_before == [], "the server logs the modules that other zygotes lack"
     assert lines == ["the Python that runs the calls lacks math_verify, so answers cannot be checked; install them"]
 
 
-@pytest.mark.parametrize("lacking", ["jail", "sockets"])
+@pytest.mark.parametrize("lacking", ["processes", "descriptors"])
 @pytest.mark.trio
 async def test_a_temporary_lack_of_processes_or_descriptors_does_not_end_the_executor(
     lacking: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, attempts=2) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, attempts=2) as driver:
         start_jail, socketpair = zygote_pool.ZygotePool._start_jail, socket.socketpair
         failures = iter(range(5))
 
         def fail_at_first(*args: Any, **kwargs: Any) -> Any:
             if next(failures, None) is not None:
-                raise NodeError("no processes") if lacking == "jail" else OSError(24, "Too many open files")
-            return start_jail(*args, **kwargs) if lacking == "jail" else socketpair(*args, **kwargs)
+                raise NodeError("no processes") if lacking == "processes" else OSError(24, "Too many open files")
+            return start_jail(*args, **kwargs) if lacking == "processes" else socketpair(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            if lacking == "jail":
+            if lacking == "processes":
                 patch.setattr(zygote_pool.ZygotePool, "_start_jail", fail_at_first)
             else:
                 patch.setattr("sandbox.executor.zygote_pool.socket.socketpair", fail_at_first)
@@ -121,7 +122,7 @@ async def test_a_replacement_is_ready_with_one_zygote(
             send_ready(zygote)
 
     monkeypatch.setattr(FakeZygote, "send_ready", send_ready_if_first)
-    async with driven(monkeypatch, is_replacement=True) as driver:
+    async with driven_executor(monkeypatch, is_replacement=True) as driver:
         assert [zygote.profile for zygote in driver.executor.all_zygotes()] == [Profile.BARE]
         (result,) = await driver.run("ok", profile=Profile.NUMERIC)
         assert result.status is Status.OK
@@ -131,55 +132,55 @@ async def test_a_replacement_is_ready_with_one_zygote(
 async def test_verify_calls_wait_for_their_zygote_and_delay_no_other_call(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
-        others = len(driver.fleet.zygotes)
-        slow: list[FakeZygote] = []
+    async with driven_executor(monkeypatch) as driver:
+        zygotes_before = len(driver.fleet.zygotes)
+        starting: list[FakeZygote] = []
         with monkeypatch.context() as patch:
-            patch.setattr(FakeZygote, "send_ready", lambda zygote: slow.append(zygote))
+            patch.setattr(FakeZygote, "send_ready", lambda zygote: starting.append(zygote))
             checks = driver.submit(*(f"ok 9 {n}" for n in range(20)), profile=Profile.VERIFY)
             driver.executor.cancel(checks.pop())
             await driver.run(*(f"slow 9 {n}" for n in range(20)))
-            assert len(slow) == 2, "one verify zygote per pool, started by the first call for it"
+            assert len(starting) == 2, "the first verify call starts one verify zygote in each pool"
         assert not any(seq in driver.results for seq in checks)
-        assert driver.executor.stats()["queued"] == 20
-        slow[0].send_ready()
+        assert driver.executor.stats()["queued"] == 20, "with the cancelled call"
+        starting[0].send_ready()
         await driver.wait_for(checks)
         assert {driver.results[seq].attempts for seq in checks} == {1}
-        slow[1].send_ready()
-        assert len(driver.fleet.zygotes) == others + 2
+        starting[1].send_ready()
+        assert len(driver.fleet.zygotes) == zygotes_before + 2
         await driver.run("ok", profile=Profile.VERIFY)
         driver.check_idle()
 
 
 @pytest.mark.trio
-async def test_verify_calls_run_elsewhere_if_their_zygote_fails_to_start(
+async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """In a real zygote of another profile the import of the checker fails, which ends as an error, not as a verdict."""
-    async with driven(monkeypatch) as driver:
-        others = len(driver.fleet.zygotes)
+    """In a real zygote of another profile the import of the checker fails. Such a call ends as an error, without a
+    verdict."""
+    async with driven_executor(monkeypatch) as driver:
+        zygotes_before = len(driver.fleet.zygotes)
         send_ready = FakeZygote.send_ready
         monkeypatch.setattr(FakeZygote, "send_ready", FakeZygote.end)
         results = await driver.run(*(f"ok 9 {n}" for n in range(9)), profile=Profile.VERIFY)
         assert {result.status for result in results} == {Status.OK}, "fake zygotes run any code"
-        assert len(driver.fleet.zygotes) >= others + 6, "each of the two pools has tried three times"
+        assert len(driver.fleet.zygotes) >= zygotes_before + 2 * 3, "each of the two pools has tried three times"
         monkeypatch.setattr(FakeZygote, "send_ready", send_ready)
         await until(lambda: all(Profile.VERIFY in pool.zygotes for pool in driver.executor.pools))
         await driver.run("die 1", profile=Profile.VERIFY)
         driver.check_idle()
 
 
-def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
-    """`driven`, with `start` as the behaviour of each jail's first zygote."""
-    from tests.executor import zygotes
+def driven_executor_with(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> Any:
+    """`driven_executor`, where `behaviour` is called with the first zygote of each jail in place of `send_ready`."""
 
-    class FailingFleet(zygotes.Fleet):
+    class FailingFleet(fake_zygotes.Fleet):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.on_start = start
+            self.on_start = behaviour
 
-    monkeypatch.setattr(zygotes, "Fleet", FailingFleet)
-    return driven(monkeypatch)
+    monkeypatch.setattr(fake_zygotes, "Fleet", FailingFleet)
+    return driven_executor(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -198,16 +199,16 @@ def driven_from(monkeypatch: pytest.MonkeyPatch, start: Any) -> Any:
 async def test_a_zygote_with_an_invalid_ready_frame_is_restarted(
     ready: dict[str, Any], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         is_first = iter([True])
 
-        def start(zygote: FakeZygote) -> None:
+        def send_invalid_frame_first(zygote: FakeZygote) -> None:
             if next(is_first, False):
                 zygote.send(frame(ready))
             else:
                 zygote.send_ready()
 
-        driver.fleet.on_start = start  # the jails of `driven` have started already; this is for their restart
+        driver.fleet.on_start = send_invalid_frame_first  # for the restart of a jail; the jails run already
         (result,) = await driver.run("kill_jail 1", profile=Profile.BARE)
         assert (result.status, result.attempts) == (Status.OK, 2)
 

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from sandbox.executor import zygote_frames
 
-GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
-NAMES = ("wiped_memory", "frames")
+GUEST_DIR = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
+MODULES = ("wiped_memory", "frames")  # `frames` imports `wiped_memory`
 
 
 @pytest.fixture(scope="module")
 def guest() -> Iterator[Any]:
     """The guest's modules, imported by bare name from their directory, as the guest imports them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(GUEST))
-        yield SimpleNamespace(**{name: __import__(name) for name in NAMES})
-        for name in NAMES:
+        patch.syspath_prepend(str(GUEST_DIR))
+        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
+        for name in MODULES:
             del sys.modules[name]
 
 
@@ -36,16 +36,16 @@ def guest() -> Iterator[Any]:
     st.lists(st.integers(1, 500), max_size=8),
 )
 def test_frames_arrive_whole_however_the_stream_is_split(
-    guest: Any, sent: list[list[bytes]], splits: list[int]
+    guest: Any, sent: list[list[bytes]], split_positions: list[int]
 ) -> None:
     stream = b"".join(zygote_frames.pack({"op": "call", "n": n}, blobs) for n, blobs in enumerate(sent))
-    ends = sorted({0, *(min(split, len(stream)) for split in splits), len(stream)})
-    ours, theirs = socket.socketpair()
+    bounds = sorted({0, *(min(position, len(stream)) for position in split_positions), len(stream)})
+    executor_sock, guest_sock = socket.socketpair()
     received = []
-    with ours, theirs:
-        reader = guest.frames.FrameReader(theirs)
-        for start, end in itertools.pairwise(ends):
-            ours.sendall(stream[start:end])
+    with executor_sock, guest_sock:
+        reader = guest.frames.FrameReader(guest_sock)
+        for start, end in itertools.pairwise(bounds):
+            executor_sock.sendall(stream[start:end])
             for header, body in reader.receive():
                 blobs = guest.frames.split_blobs(body, header["blobs"])
                 received.append((header["n"], [bytes(blob) for blob in blobs]))

@@ -17,7 +17,7 @@ from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Status
 from tests.gateway.serving import Served, serving
 
 JSON, MSGPACK = "application/json", "application/msgpack"
-CODES = st.text(max_size=8).map(lambda code: f"# {code}")  # a comment, so that it is no command of the fake executors
+CODES = st.text(max_size=8).map(lambda text: f"# {text}")  # comments, which are no commands for the fake executors
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
 ANYTHING = st.recursive(
     SCALARS,
@@ -37,13 +37,13 @@ FIELDS: dict[str, Any] = {
     "tenant": st.text(max_size=5),
 }
 assert set(FIELDS) == set(CALL_FIELDS)
-VALID = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})
-DAMAGE = st.dictionaries(st.sampled_from([*FIELDS, "colour"]), ANYTHING, max_size=2)
-CALLS = st.builds(lambda call, damage: {**call, **damage}, VALID, st.just({}) | DAMAGE) | ANYTHING
+VALID_CALLS = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})
+INVALID_FIELDS = st.dictionaries(st.sampled_from([*FIELDS, "colour"]), ANYTHING, max_size=2)  # no field is "colour"
+CALLS = st.builds(lambda call, invalid: {**call, **invalid}, VALID_CALLS, st.just({}) | INVALID_FIELDS) | ANYTHING
 BATCHES = (
     st.fixed_dictionaries(
         {"calls": st.lists(CALLS, max_size=4) | ANYTHING},
-        optional={"defaults": VALID | ANYTHING, "queue_timeout_s": SCALARS, "colour": SCALARS},
+        optional={"defaults": VALID_CALLS | ANYTHING, "queue_timeout_s": SCALARS, "colour": SCALARS},
     )
     | ANYTHING
 )
@@ -56,11 +56,11 @@ CHECKS = (
     | ANYTHING
 )
 ACCEPTS = st.sampled_from(["", JSON, MSGPACK, "application/x-ndjson", "application/x-msgpack-stream", "text/html, */*"])
-FEW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+FEW_EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 class Poster:
-    """A gateway over fake executors, shared by the tests of this file, and the check of its responses."""
+    """Sends requests to a gateway with fake executors and checks the responses."""
 
     def __init__(self, runner: asyncio.Runner, served: Served) -> None:
         self._runner, self._served = runner, served
@@ -69,14 +69,14 @@ class Poster:
         return self._runner.run(self._post(path, body, headers))
 
     async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._served.http.post(self._served.url + path, data=body, headers=named) as response:
+        http_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self._served.http.post(self._served.url + path, data=body, headers=http_headers) as response:
             return response.status, response.content_type, await response.read()
 
     def check(self, path: str, body: bytes, **headers: str) -> None:
-        """Send a body, and check that the response is a documented one."""
-        status, kind, answer = self.post(path, body, **headers)
-        decoded = json.loads(answer) if kind == JSON else {}
+        """Send a body and assert that the API documents the response."""
+        status, content_type, answer = self.post(path, body, **headers)
+        decoded = json.loads(answer) if content_type == JSON else {}
         if status != 200 and "error" in decoded:
             assert 400 <= status < 500, answer
             assert status in ERROR_TYPES
@@ -85,7 +85,7 @@ class Poster:
             assert 10 < len(error["message"]) < 2000
             assert error["message"].isprintable()
             return
-        results = _results(kind, answer)
+        results = _decode_results(content_type, answer)
         assert status == (400 if all(result["status"] == Status.INVALID for result in results) else 200)
         for result in results:
             if "outcome" in result:
@@ -100,15 +100,15 @@ class Poster:
         assert not self._served.dispatcher.call_table.outstanding.calls, "the call table is empty again"
 
 
-def _results(kind: str, answer: bytes) -> list[dict[str, Any]]:
-    match kind:
+def _decode_results(content_type: str, answer: bytes) -> list[dict[str, Any]]:
+    match content_type:
         case "application/x-ndjson":
             return [json.loads(line) for line in answer.splitlines()]
         case "application/x-msgpack-stream":
             unpacker = msgpack.Unpacker()
             unpacker.feed(answer)
             return list(unpacker)
-    decoded = json.loads(answer) if kind == JSON else msgpack.unpackb(answer)
+    decoded = json.loads(answer) if content_type == JSON else msgpack.unpackb(answer)
     return decoded.get("results", [decoded])
 
 
@@ -121,7 +121,7 @@ def poster() -> Iterator[Poster]:
         runner.run(gateway.__aexit__(None, None, None))
 
 
-@FEW
+@FEW_EXAMPLES
 @given(body=BATCHES, accept=ACCEPTS, binary=st.booleans())
 @example(body={"calls": [{"code": "1", "limits": {"timeout_s": float("nan")}}]}, accept="", binary=False)
 @example(body={"calls": [{"code": "1", "priority": float("inf")}]}, accept="", binary=True)
@@ -133,7 +133,7 @@ def test_any_batch_gets_results_or_an_error(poster: Poster, body: Any, accept: s
     poster.check("/v1/batch", sent, Content_Type=kind, Accept=accept)
 
 
-@FEW
+@FEW_EXAMPLES
 @given(body=CHECKS, accept=ACCEPTS, binary=st.booleans())
 @example(body={"pairs": [{"gold": "\ud800", "answer": "\0"}]}, accept="", binary=False)
 @example(body={"pairs": [{"gold": "1", "answer": None}], "limits": None}, accept="", binary=True)
@@ -142,7 +142,7 @@ def test_any_pairs_get_verdicts_or_an_error(poster: Poster, body: Any, accept: s
     poster.check("/v1/verify", sent, Content_Type=kind, Accept=accept)
 
 
-@FEW
+@FEW_EXAMPLES
 @given(body=CALLS, accept=ACCEPTS, binary=st.booleans(), timeout=st.none() | SCALARS)
 @example(body={"code": "1"}, accept="", binary=True, timeout=float("nan"))
 @example(body={"code": "1"}, accept="", binary=True, timeout=1e300)
@@ -153,14 +153,14 @@ def test_any_call_gets_a_result_or_an_error(poster: Poster, body: Any, accept: s
     poster.check("/v1/execute", sent, Content_Type=kind, Accept=accept)
 
 
-@FEW
+@FEW_EXAMPLES
 @given(
     body=st.binary(max_size=60),
     path=st.sampled_from(["/v1/batch", "/v1/execute", "/v1/verify"]),
     kind=st.sampled_from([JSON, MSGPACK, "text/plain", "application/json; charset=latin-1"]),
 )
-@example(body=b"\x81\xc0\x01", path="/v1/batch", kind=MSGPACK)
-@example(body=b"\x81\x90\x01", path="/v1/batch", kind=MSGPACK)
+@example(body=b"\x81\xc0\x01", path="/v1/batch", kind=MSGPACK)  # {None: 1}
+@example(body=b"\x81\x90\x01", path="/v1/batch", kind=MSGPACK)  # {[]: 1}
 @example(body=b"[" * 3000, path="/v1/batch", kind=JSON)
 @example(body=b"\x91" * 3000, path="/v1/batch", kind=MSGPACK)
 @example(body=b'{"code": 1e400}', path="/v1/execute", kind=JSON)
@@ -169,7 +169,7 @@ def test_any_bytes_get_results_or_an_error(poster: Poster, body: bytes, path: st
     poster.check(path, body, Content_Type=kind)
 
 
-@FEW
+@FEW_EXAMPLES
 @given(start=st.integers(0, 200), removed=st.integers(0, 5), inserted=st.binary(max_size=5), binary=st.booleans())
 def test_a_damaged_body_gets_results_or_an_error(
     poster: Poster, start: int, removed: int, inserted: bytes, binary: bool

@@ -13,7 +13,7 @@ from sandbox.errors import ProtocolError
 from sandbox.executor.result import Report, _parse_files, build_result
 from sandbox.types import Result, Status
 
-NUMBERS = (
+SCALARS = (
     st.none()
     | st.booleans()
     | st.integers()
@@ -21,9 +21,9 @@ NUMBERS = (
     | st.floats()
     | st.sampled_from([10**400, 1e15, -1e15, 2.0**63])
 )
-ANYTHING = NUMBERS | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
-NAMES = ("exit_code", "signal", "wall_ms", "cpu_ms", "peak_kb", "stdout_truncated", "stderr_truncated")
-SANE = st.fixed_dictionaries(
+ANYTHING = SCALARS | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+ENDED_FIELDS = ("exit_code", "signal", "wall_ms", "cpu_ms", "peak_kb", "stdout_truncated", "stderr_truncated")
+VALID_HEADERS = st.fixed_dictionaries(
     {
         "exit_code": st.none() | st.integers(0, 255),
         "signal": st.none() | st.integers(0, 64),
@@ -34,22 +34,25 @@ SANE = st.fixed_dictionaries(
         "stderr_truncated": st.booleans(),
     }
 )
-HOSTILE = st.dictionaries(st.sampled_from(NAMES), ANYTHING)
-SIZES = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
+HOSTILE_HEADERS = st.dictionaries(st.sampled_from(ENDED_FIELDS), ANYTHING)
+MIXED_HEADERS = st.builds(lambda valid, hostile: {**valid, **hostile}, VALID_HEADERS, HOSTILE_HEADERS)
+HEADERS = VALID_HEADERS | HOSTILE_HEADERS | MIXED_HEADERS
+LENGTHS = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
 
 
 @st.composite
 def reports(draw: st.DrawFn) -> bytes:
-    """Reports with true and with false lengths."""
+    """Reports of four texts, with the right lengths or with any. Line number and flags are any numbers."""
     texts = draw(st.lists(st.binary(max_size=20), min_size=4, max_size=4))
-    sizes = [len(text) for text in texts] if draw(st.booleans()) else draw(st.lists(SIZES, min_size=4, max_size=4))
-    numbers = [*sizes, *draw(st.lists(SIZES, min_size=2, max_size=2))]
+    right_lengths = [len(text) for text in texts]
+    lengths = draw(st.just(right_lengths) | st.lists(LENGTHS, min_size=4, max_size=4))
+    numbers = [*lengths, *draw(st.lists(LENGTHS, min_size=2, max_size=2))]
     return struct.pack("<6i", *numbers) + b"".join(texts) + draw(st.just(b"") | st.binary(max_size=5))
 
 
 @st.composite
 def file_streams(draw: st.DrawFn) -> bytes:
-    """Returned files, some with a false index or length, truncated somewhere."""
+    """Returned files, some with a wrong index or length; the whole may be cut anywhere."""
     stream = b""
     for data in draw(st.lists(st.binary(max_size=20), max_size=4)):
         size = draw(st.just(len(data)) | st.sampled_from([0, 1, 2**64 - 1]))
@@ -70,7 +73,7 @@ def test_any_bytes_give_a_report_without_invented_text(data: bytes) -> None:
     assert sum(map(len, texts)) <= len(data)
 
 
-@given(SANE | HOSTILE | st.builds(lambda a, b: {**a, **b}, SANE, HOSTILE), reports(), file_streams(), st.booleans())
+@given(HEADERS, reports(), file_streams(), st.booleans())
 @example({"exit_code": float("nan")}, b"", b"", False)
 @example({"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": float("inf")}, b"", b"", False)
 def test_any_ended_frame_gives_a_result_or_an_error(
@@ -78,7 +81,7 @@ def test_any_ended_frame_gives_a_result_or_an_error(
 ) -> None:
     return_files = ["a", "b/c", "d"]
     try:
-        raw = build_result(
+        encoded = build_result(
             ended,
             [b"out\xff", b"err", report, files],
             call_id="c",
@@ -91,7 +94,7 @@ def test_any_ended_frame_gives_a_result_or_an_error(
         assert len(str(error)) < 500
         return
     unpacker = wire.Unpacker()
-    unpacker.feed(wire.pack(["results", [[1, raw]]]))
+    unpacker.feed(wire.pack(["results", [[1, encoded]]]))
     [[_, [[_, received]]]] = list(unpacker)
     result = Result.decode(received)
     assert result.status is not Status.UNAVAILABLE
@@ -105,8 +108,8 @@ def test_any_ended_frame_gives_a_result_or_an_error(
 @given(st.lists(st.binary(max_size=30), max_size=6))
 def test_missing_and_surplus_blobs_are_ignored(blobs: list[bytes]) -> None:
     ended = {"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
-    raw = build_result(ended, blobs, call_id="", attempts=1, return_files=[], timeout_s=1.0, timed_out=False)
-    assert Result.decode(raw).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
+    encoded = build_result(ended, blobs, call_id="", attempts=1, return_files=[], timeout_s=1.0, timed_out=False)
+    assert Result.decode(encoded).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
 
 
 @given(file_streams() | st.binary(max_size=60), st.lists(st.text(max_size=3), unique=True, max_size=4))

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from sandbox import wire
 from sandbox.errors import ProtocolError
 from sandbox.executor import zygote_frames
-from tests.executor.zygotes import ended_binary, frame
+from tests.executor.fake_zygotes import ended_binary, frame
 
 Codec = tuple[Callable[[Any], bytes], Callable[[], Any]]
+"""A function that packs a text into a frame, and one that returns a new unpacker for the frames."""
 
 
 def _zygote_unpacker() -> zygote_frames.Unpacker:
@@ -35,7 +36,7 @@ CODECS: dict[str, Codec] = {
 
 
 def decode(unpacker: Any, pieces: list[bytes]) -> tuple[list[Any], str]:
-    """Return the decoded frames and the error, or ""."""
+    """Feed the pieces to an unpacker. Return the decoded frames, and the text of the error or "" if there was none."""
     frames: list[Any] = []
     try:
         for piece in pieces:
@@ -49,8 +50,9 @@ def decode(unpacker: Any, pieces: list[bytes]) -> tuple[list[Any], str]:
 
 
 def split(stream: bytes, positions: list[int]) -> list[bytes]:
-    ends = [0, *sorted(min(position, len(stream)) for position in positions), len(stream)]
-    return [stream[start:end] for start, end in itertools.pairwise(ends)]
+    """Split a stream at these positions."""
+    bounds = [0, *sorted(min(position, len(stream)) for position in positions), len(stream)]
+    return [stream[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -64,20 +66,20 @@ def split(stream: bytes, positions: list[int]) -> list[bytes]:
 def test_frames_before_the_damage_are_decoded(
     codec: str, texts: list[str], damage_at: int, removed_bytes: int, inserted: bytes, positions: list[int]
 ) -> None:
-    pack, unpacker = CODECS[codec]
+    pack, new_unpacker = CODECS[codec]
     packed = [pack(text) for text in texts]
     stream = b"".join(packed)
     damaged = stream[:damage_at] + inserted + stream[damage_at + removed_bytes :]
-    all_frames, _ = decode(unpacker(), [stream])
-    frames, error = decode(unpacker(), [damaged])
+    all_frames, _ = decode(new_unpacker(), [stream])
+    frames, error = decode(new_unpacker(), [damaged])
     intact = sum(end <= damage_at for end in itertools.accumulate(map(len, packed)))
     assert len(all_frames) == len(texts)
     assert frames[:intact] == all_frames[:intact]
-    assert decode(unpacker(), split(damaged, positions)) == (frames, error)
+    assert decode(new_unpacker(), split(damaged, positions)) == (frames, error)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(data=st.binary(max_size=60), positions=st.lists(st.integers(0, 60), max_size=4))
 def test_any_bytes_are_decoded_the_same_however_split(codec: str, data: bytes, positions: list[int]) -> None:
-    _, unpacker = CODECS[codec]
-    assert decode(unpacker(), split(data, positions)) == decode(unpacker(), [data])
+    _, new_unpacker = CODECS[codec]
+    assert decode(new_unpacker(), split(data, positions)) == decode(new_unpacker(), [data])

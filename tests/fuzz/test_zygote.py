@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from sandbox.types import Status
-from tests.executor.zygotes import Driven, FakeZygote, Fleet, driven, ended_binary, ended_json, frame
+from tests.executor.fake_zygotes import (
+    ExecutorDriver,
+    FakeZygote,
+    Fleet,
+    driven_executor,
+    ended_binary,
+    ended_json,
+    frame,
+)
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=4)
 ENDED_FIELDS = ("exit_code", "signal", "wall_ms", "cpu_ms", "peak_kb", "stdout_truncated")
@@ -23,14 +31,15 @@ FIELDS = st.dictionaries(
     max_size=5,
 )
 INVALID_RUN_IDS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
-"""Ids that are not running. Valid ids of other calls are left out: a zygote that sends the result of one of its calls
-under the id of another of its calls cannot be told from an honest one."""
+"""Run ids of no running call. Ids of other calls are left out, since the executor cannot notice that a zygote has
+swapped the results of two of its calls."""
 OPS = st.sampled_from(("ended", "start_failed", "still_running", "ready", "spawn", "call", ""))
 
 
 @st.composite
 def replies(draw: st.DrawFn) -> dict[str, Any]:
-    """What a zygote sends in place of a result: raw bytes, an invented or damaged frame, or one frame too many."""
+    """Describe what a zygote sends in place of a result (`_encode_reply`): raw bytes, an invented frame, a damaged
+    result, or a result and another frame."""
     return {
         "raw": draw(st.binary(max_size=40)).hex(),
         "op": draw(OPS),
@@ -59,8 +68,9 @@ def _encode_reply(reply: dict[str, Any], run_id: int) -> bytes:
 
 
 def _behave(fleet: Fleet, zygote: FakeZygote, run_id: int, code: str) -> None:
-    """Send the reply that is encoded in the code when a call starts for the first time, and a result later. The zygote
-    dies a second after the reply, in case the executor waits for the rest of a frame."""
+    """Replace `Fleet.behave`. The code of a call is a reply as JSON. Send the reply when the call starts for the first
+    time, and a result at a retry or if the reply is null. A zygote that has sent a reply dies a second later, since the
+    executor may wait for the rest of a frame."""
     fleet.started[code] += 1
     reply = json.loads(code)
     if reply is None or fleet.started[code] > 1:
@@ -78,18 +88,18 @@ async def _die_later(zygote: FakeZygote) -> None:
 
 @settings(max_examples=120)
 @given(st.lists(replies(), min_size=1, max_size=4))
-def test_any_reply_costs_at_most_a_retry(invalid: list[dict[str, Any]]) -> None:
+def test_any_reply_of_a_zygote_costs_at_most_retries(zygote_replies: list[dict[str, Any]]) -> None:
     async def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Fleet, "behave", _behave)
-            async with driven(patch, attempts=100) as driver:
-                await _check_results(driver, invalid)
+            async with driven_executor(patch, attempts=100) as driver:
+                await _check_results(driver, zygote_replies)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-async def _check_results(driver: Driven, invalid: list[dict[str, Any]]) -> None:
-    codes = [json.dumps(reply) for reply in invalid]
+async def _check_results(driver: ExecutorDriver, zygote_replies: list[dict[str, Any]]) -> None:
+    codes = [json.dumps(reply) for reply in zygote_replies]
     seqs = driver.submit(*codes)
     undisturbed = driver.submit(*["null"] * 4)
     await driver.wait_for([*seqs, *undisturbed])

@@ -1,4 +1,4 @@
-"""What a scheduler's engines hold, for assertions."""
+"""Reads the load of each engine from a scheduler, for assertions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainer.scheduling.scheduler import Scheduler
 
 
 def engine_loads(scheduler: Scheduler) -> dict[str, dict[str, int]]:
-    """Return the load of each engine. All numbers are 0 once every episode is complete."""
+    """Return the load of each engine by its name. All numbers are 0 once every episode is complete."""
     return {
         name: {
             "episodes": engine.forecast.num_episodes,

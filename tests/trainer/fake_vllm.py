@@ -1,4 +1,4 @@
-"""A fake vLLM server in front of any engine, and an engine without torch."""
+"""A fake vLLM server that forwards to any engine, and an engine without torch."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ class TableEngine:
     vocab_size: int = 50
     max_model_len: int = 256
     weight_version: int = 0
-    before: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    before_generate: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Awaited in each `generate`. It may raise or never return."""
-    room: EngineCapacity = field(default_factory=lambda: EngineCapacity(10_000, 1000))
-    scraped: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-    """Awaited in each `stats`, `capacity` and `logprobs`."""
+    before_scrape: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    """Awaited in each `stats`, `capacity` and `logprobs`. It may raise or never return."""
+    reported_capacity: EngineCapacity = field(default_factory=lambda: EngineCapacity(10_000, 1000))
     preemptions: int = 0
-    computed: int = 0
+    computed_tokens: int = 0
     requests: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
-    running: int = 0
-    reached: int = 2
-    """Tokens that a request has when it is aborted."""
-    aborted: set[str] = field(default_factory=set)
+    """The ids and the sampling parameters of every request so far."""
+    num_running: int = 0
+    tokens_at_abort: int = 2
+    """Number of tokens that an aborted request returns."""
+    aborted_ids: set[str] = field(default_factory=set)
     abort_called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `abort`."""
-    begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """Released by each request that reaches `until_aborted`."""
+    waiting_requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released by each request that calls `wait_for_abort`."""
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
+        """Return the probability of each id after the id `last`."""
         return _distribution(f"{self.salt}/{last}", temperature, self.vocab_size)
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -55,52 +57,52 @@ class TableEngine:
                 f"expected at most {self.max_model_len} known ids, got {len(ids)} and {sampling.max_tokens}"
             )
         self.requests.append((tuple(ids), sampling))
-        self.running += 1
+        self.num_running += 1
         try:
-            await self.before()
+            await self.before_generate()
         finally:
-            self.running -= 1
+            self.num_running -= 1
         sampled: list[int] = []
         logprobs: list[float] = []
         while len(sampled) < sampling.max_tokens and not (sampled and sampled[-1] in sampling.stop_ids):
-            chances = self.distribution([*ids, *sampled][-1], sampling.temperature)
+            probabilities = self.distribution([*ids, *sampled][-1], sampling.temperature)
             position = len(ids) + len(sampled)
-            (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocab_size), chances)
+            (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocab_size), probabilities)
             sampled.append(token)
-            logprobs.append(math.log(chances[token]))
-            if sampling.request_id in self.aborted and len(sampled) >= self.reached:
+            logprobs.append(math.log(probabilities[token]))
+            if sampling.request_id in self.aborted_ids and len(sampled) >= self.tokens_at_abort:
                 break
-        self.computed += len(sampled)
+        self.computed_tokens += len(sampled)
         has_stop_token = sampled[-1] in sampling.stop_ids
         is_over = has_stop_token or len(sampled) == sampling.max_tokens
         return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, self.weight_version, not is_over)
 
-    async def until_aborted(self) -> None:
-        """For `before`: requests last until one is aborted."""
-        self.begun.release()
+    async def wait_for_abort(self) -> None:
+        """A value for `before_generate`: requests run until one of them is aborted."""
+        self.waiting_requests.release()
         await self.abort_called.wait()
 
-    async def abort(self, requests: Collection[str]) -> None:
-        self.aborted.update(requests)
+    async def abort(self, request_ids: Collection[str]) -> None:
+        self.aborted_ids.update(request_ids)
         self.abort_called.set()
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        await self.scraped()
+        await self.before_scrape()
         return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
 
     async def load_weights(self, weights: Any, version: int) -> None:
-        """Take the new salt from a directory's file or from `weights["salt"]`."""
-        is_here = isinstance(weights, Path)
-        self.salt = (weights / "model.safetensors").read_bytes() if is_here else weights["salt"]
+        """Take the new salt from the file in a directory, or from `weights["salt"]`."""
+        is_directory = isinstance(weights, Path)
+        self.salt = (weights / "model.safetensors").read_bytes() if is_directory else weights["salt"]
         self.weight_version = version
 
     async def capacity(self) -> EngineCapacity:
-        await self.scraped()
-        return self.room
+        await self.before_scrape()
+        return self.reported_capacity
 
     async def stats(self) -> EngineStats:
-        await self.scraped()
-        return EngineStats(self.preemptions, computed_tokens=self.computed)
+        await self.before_scrape()
+        return EngineStats(self.preemptions, computed_tokens=self.computed_tokens)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -108,12 +110,13 @@ class TableEngine:
 
 @cache
 def _distribution(seed: str, temperature: float, vocab_size: int) -> list[float]:
-    draw = random.Random(seed)
-    weights = [math.exp(draw.gauss(0, 1.5) / temperature) for _ in range(vocab_size)]
+    rng = random.Random(seed)
+    weights = [math.exp(rng.gauss(0, 1.5) / temperature) for _ in range(vocab_size)]
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
+BLOCK_SIZE = 16
 METRICS = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
 # TYPE vllm:num_preemptions_total counter
 vllm:num_preemptions_total{{engine="0",model_name="a{{b}} c"}} {0.preemptions}.0
@@ -126,21 +129,26 @@ vllm:generation_tokens_total{{engine="0",model_name="a{{b}} c"}} {0.computed_tok
 vllm:iteration_tokens_total_bucket{{engine="0",le="1.0",model_name="a{{b}} c"}} 5.0
 vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="{1}"}} 1.0
 """
+"""The answer of /metrics, to be formatted with an `EngineStats` and the number of blocks. The lines whose names only
+begin like those of the scraped metrics must be ignored."""
 
 
 @dataclass
 class FakeVllm:
-    """A server on loopback. `twist` gets each route's answer and may change it or raise a `web.HTTPException`."""
+    """A server on loopback with the routes that `VllmEngine` uses."""
 
     engine: Any
-    twist: Callable[[str, Any], Any] = lambda route, answer: answer
+    change_answer: Callable[[str, Any], Any] = lambda route, answer: answer
+    """Takes the route and the answer of each request. Returns the answer to send, or raises a `web.HTTPException`."""
     load: Callable[[Any, Path], Awaitable[None]] | None = None
     """Loads a directory into `engine`. None calls `engine.load_weights`."""
     requests: list[tuple[str, Any]] = field(default_factory=list)
-    running: int = 0
-    dropped: int = 0
+    """The route and the body of every request so far."""
+    num_running: int = 0
+    num_dropped: int = 0
     """Number of requests whose client has disconnected."""
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    counts_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Notified when `num_running` or `num_dropped` changes."""
 
     @asynccontextmanager
     async def serve(self, port: int = 0) -> AsyncIterator[str]:
@@ -169,11 +177,11 @@ class FakeVllm:
             self.requests.append((route, body))
             await self._count(running=1)
             try:
-                return web.json_response(self.twist(route, await handler(body)))
-            except ValueError as why:
-                return web.json_response({"error": {"message": str(why), "code": 400}}, status=400)
-            except EngineError as why:
-                return web.json_response({"error": {"message": str(why), "code": 500}}, status=500)
+                return web.json_response(self.change_answer(route, await handler(body)))
+            except ValueError as error:
+                return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
+            except EngineError as error:
+                return web.json_response({"error": {"message": str(error), "code": 500}}, status=500)
             except asyncio.CancelledError:
                 await self._count(dropped=1)
                 raise
@@ -183,17 +191,18 @@ class FakeVllm:
         return answer
 
     async def _count(self, running: int = 0, dropped: int = 0) -> None:
-        async with self.changed:
-            self.running += running
-            self.dropped += dropped
-            self.changed.notify_all()
+        async with self.counts_changed:
+            self.num_running += running
+            self.num_dropped += dropped
+            self.counts_changed.notify_all()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        stats, room = await self.engine.stats() or EngineStats(0), await self.engine.capacity()
-        return web.Response(text=self.twist("/metrics", METRICS.format(stats, room.kv_tokens // 16)))
+        stats, capacity = await self.engine.stats() or EngineStats(0), await self.engine.capacity()
+        num_blocks = capacity.kv_tokens // BLOCK_SIZE
+        return web.Response(text=self.change_answer("/metrics", METRICS.format(stats, num_blocks)))
 
     async def _completions(self, body: Mapping[str, Any]) -> Any:
         ids = body["prompt"]
@@ -217,12 +226,11 @@ class FakeVllm:
 
     async def _rpc(self, body: Mapping[str, Any]) -> Any:
         assert body["method"] == "reload_weights"
-        folder = Path(body["kwargs"]["weights_path"])
-        await (
-            self.load(self.engine, folder)
-            if self.load
-            else self.engine.load_weights(folder, self.engine.weight_version + 1)
-        )
+        directory = Path(body["kwargs"]["weights_path"])
+        if self.load:
+            await self.load(self.engine, directory)
+        else:
+            await self.engine.load_weights(directory, self.engine.weight_version + 1)
         return {"results": [None]}
 
     async def _abort(self, body: Mapping[str, Any]) -> Any:
@@ -230,4 +238,4 @@ class FakeVllm:
         return {"status": "aborted"}
 
     async def _reset(self, body: Mapping[str, Any]) -> Any:
-        return {"success": self.running == 1}
+        return {"success": self.num_running == 1}  # only this request itself runs

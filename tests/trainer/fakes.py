@@ -18,13 +18,15 @@ from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
 TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
-TEXTS = [
+"""Tags that Qwen's tokenizers have as tokens, though not as special ones."""
+CORPUS = [
     "system user assistant tool Solve the following problem. What is the sum of 12 and 30, then times 7?\n",
     '<reason>I let Python do it.</reason>\n{"name": "execute_python_code_with_standard_io", "arguments": {"code": ',
     "print(12 + 30)\nimport math\nfor i in range(10):\n    total += i ** 2\nTraceback (most recent call last):\n",
     "The reasoning process is enclosed within <reason> </reason> and answer is enclosed within <answer> </answer> tags",
     "<answer>\n\\boxed{42}\n</answer> Größe, été, Ελληνικά, 数学, 🙂",
 ]
+"""The texts on which the tokenizer is trained: words of the prompts, Python, and characters of several bytes."""
 
 
 @cache
@@ -39,7 +41,7 @@ def qwen_tokenizer(template: str | None = None) -> Any:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    bpe.train_from_iterator(TEXTS * 3, trainer)
+    bpe.train_from_iterator(CORPUS * 3, trainer)
     bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     bpe.add_tokens(TAGS)
     return transformers.PreTrainedTokenizerFast(
@@ -48,8 +50,11 @@ def qwen_tokenizer(template: str | None = None) -> Any:
 
 
 class FakePythonTool:
-    """A tool whose result is the value of `code`: `error`, `timeout`, `unavailable` and so on by the values of
-    `ToolCallStatus`; `replies` has the response to any other code, which is else its own response."""
+    """A Python tool without a sandbox.
+
+    If `code` is a value of `ToolCallStatus`, such as `timeout`, the call ends with that status. Otherwise the response
+    is `replies[code]`, or the code itself if it is not in `replies`.
+    """
 
     def __init__(self, replies: Mapping[str, str] | None = None) -> None:
         self.replies = dict(replies or {})
@@ -58,15 +63,15 @@ class FakePythonTool:
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         self.requests.append((name, arguments))
         try:
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
-            code = given["code"]
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+            code = parsed["code"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return replied(ToolCallStatus.MALFORMED, f"{type(error).__name__}: {error}", arguments, name=name)
+            return finished_call(ToolCallStatus.MALFORMED, f"{type(error).__name__}: {error}", arguments, name=name)
         if code == ToolCallStatus.UNAVAILABLE:
-            return replied(ToolCallStatus.UNAVAILABLE, "", given, name=name, error="the fake is out of order")
+            return finished_call(ToolCallStatus.UNAVAILABLE, "", parsed, name=name, error="the fake sandbox is down")
         if code in set(ToolCallStatus):
-            return replied(ToolCallStatus(code), f"it ended with {code}", given, name=name)
-        return replied(ToolCallStatus.OK, self.replies.get(code, code), given, name=name)
+            return finished_call(ToolCallStatus(code), f"it ended with {code}", parsed, name=name)
+        return finished_call(ToolCallStatus.OK, self.replies.get(code, code), parsed, name=name)
 
 
 class FakeVerifier:
@@ -77,32 +82,35 @@ class FakeVerifier:
 
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         self.requests.append(list(pairs))
-        return [self._verdict(gold, answer) for gold, answer in pairs]
+        return [self._outcome(expected, answer) for expected, answer in pairs]
 
     @staticmethod
-    def _verdict(gold: str, answer: str) -> VerifyOutcome:
+    def _outcome(expected: str, answer: str) -> VerifyOutcome:
         if answer in set(VerifyOutcome):
             return VerifyOutcome(answer)
-        return VerifyOutcome.EQUIVALENT if gold == answer else VerifyOutcome.NOT_EQUIVALENT
+        return VerifyOutcome.EQUIVALENT if expected == answer else VerifyOutcome.NOT_EQUIVALENT
 
 
 END = "<|im_end|>"
 Script = Callable[[str, SamplingParams], str]
 """Takes the context as text and returns the turn's text. Without `END`, `max_tokens` truncates it."""
 Pause = Callable[[], Awaitable[None]]
+"""Awaited in the middle of each turn or tool call, to control the order of events."""
 
 
 @dataclass
 class ScriptedPool:
-    """A pool whose turns come from a script. `requests` has every request, `open_groups` the groups of open handles."""
+    """A pool whose turns come from a script."""
 
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
     weight_version: int = 3
-    reached: Callable[[int], int] = lambda tokens: tokens // 2
-    """Takes the tokens of a turn and returns how many are sampled when it is aborted."""
+    tokens_at_abort: Callable[[int], int] = lambda tokens: tokens // 2
+    """Takes the number of tokens of a whole turn. Returns how many of them are sampled if the turn is aborted."""
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    """The context and the sampling parameters of every turn."""
     open_groups: list[str] = field(default_factory=list)
+    """The group of each open handle."""
     busy_timer: BusyTimer = field(default_factory=BusyTimer)
     nan_turns: int = 0
     abort_called: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,6 +131,7 @@ class ScriptedPool:
         self.abort_called.set()
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Generate a turn, so that a test of one episode can use the pool as its handle."""
         return await ScriptedHandle(self).generate(ids, sampling)
 
 
@@ -141,14 +150,20 @@ class ScriptedHandle:
             await pool.pause()
             text = pool.script(tokenizer.decode(ids), sampling)
             sampled = tokenizer.encode(text, add_special_tokens=False)[: sampling.max_tokens]
-            stops = [index for index, number in enumerate(sampled, 1) if number in sampling.stop_ids]
-            sampled = sampled[: stops[0]] if stops else sampled
+            turn_ends = [index for index, token_id in enumerate(sampled, 1) if token_id in sampling.stop_ids]
+            sampled = sampled[: turn_ends[0]] if turn_ends else sampled
         if self.is_aborted:
-            sampled = sampled[: pool.reached(len(sampled))]
+            sampled = sampled[: pool.tokens_at_abort(len(sampled))]
         has_stop_token = bool(sampled) and sampled[-1] in sampling.stop_ids
         is_over = has_stop_token or len(sampled) == sampling.max_tokens
-        logprobs = tuple(-(1 + number % 7) / 8 for number in sampled)
+        logprobs = tuple(map(scripted_logprob, sampled))
         return Generation(tuple(sampled), logprobs, has_stop_token, "scripted", pool.weight_version, not is_over)
+
+
+def scripted_logprob(token_id: int) -> float:
+    """Return the log-probability that a `ScriptedPool` reports for a token: a multiple of 1/8, which floats represent
+    exactly."""
+    return -(1 + token_id % 7) / 8
 
 
 @dataclass
@@ -159,7 +174,9 @@ class ScriptedTools:
     pause: Pause = lambda: asyncio.sleep(0)
     verifier: FakeVerifier = field(default_factory=FakeVerifier)
     running: list[str] = field(default_factory=list)
-    most_running: int = 0
+    """The code of each running call."""
+    max_running: int = 0
+    """The largest number of calls that ran at once."""
 
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         return await self.verifier.verify(pairs)
@@ -168,31 +185,31 @@ class ScriptedTools:
         assert name == "python" and isinstance(arguments, Mapping)
         code = arguments["code"]
         self.running.append(code)
-        self.most_running = max(self.most_running, len(self.running))
+        self.max_running = max(self.max_running, len(self.running))
         try:
             await self.pause()
             reply = self.replies(code)
-            return reply if isinstance(reply, ToolCall) else replied(ToolCallStatus.OK, reply, {"code": code})
+            return reply if isinstance(reply, ToolCall) else finished_call(ToolCallStatus.OK, reply, {"code": code})
         finally:
             self.running.remove(code)
 
 
-def replied(
+def finished_call(
     status: ToolCallStatus,
     response: str,
     arguments: str | Mapping[str, Any] = "",
     *,
     name: str = "python",
-    **more: Any,
+    **fields: Any,
 ) -> ToolCall:
-    """Return a finished tool call."""
-    return ToolCall(name, arguments, status, response, **more)
+    return ToolCall(name, arguments, status, response, **fields)
 
 
-def call(code: str = "print(1)", **more: str) -> str:
+def call_text(code: str = "print(1)", **arguments: str) -> str:
     """Return a tool call as a model writes it."""
-    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **more}})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code, **arguments}})}\n</tool_call>"
 
 
-def answer(value: str) -> str:
+def answer_text(value: str) -> str:
+    """Return an answer as a model writes it."""
     return f"<answer>\\boxed{{{value}}}</answer>"

@@ -1,4 +1,4 @@
-"""A durable store of episodes, keyed by task and attempt.
+"""A durable store of episodes, keyed by problem and sample.
 
     manifest.json        layout version and the settings of the collection
     episodes/N.jsonl     shards: one row per finished episode, only appended
@@ -50,14 +50,14 @@ JOURNAL_BYTES = 64 << 20
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
-    task TEXT, attempt INTEGER, shard INTEGER, offset INTEGER, length INTEGER,
+    problem TEXT, sample INTEGER, shard INTEGER, offset INTEGER, length INTEGER,
     reward REAL, stop_reason TEXT, turns INTEGER, tool_calls INTEGER, failed_tool_calls INTEGER,
     sampled_tokens INTEGER, duration_s REAL,
-    PRIMARY KEY (task, attempt)
+    PRIMARY KEY (problem, sample)
 ) WITHOUT ROWID
 """
 COLUMNS = (
-    "task", "attempt", "shard", "offset", "length",
+    "problem", "sample", "shard", "offset", "length",
     "reward", "stop_reason", "turns", "tool_calls", "failed_tool_calls", "sampled_tokens", "duration_s",
 )  # fmt: skip
 """The columns that a query may name."""
@@ -66,10 +66,10 @@ Row = TypeVar("Row")
 
 
 class Key(NamedTuple):
-    """One attempt at one task. At most one episode is stored for it."""
+    """One attempt at a problem. At most one episode is stored for it."""
 
-    task: str
-    attempt: int
+    problem: str
+    sample: int
 
     @classmethod
     def of(cls, episode: Episode) -> Key:
@@ -81,8 +81,8 @@ class FailureKind(StrEnum):
 
     INFRASTRUCTURE = "infrastructure"
     """A node, an actor, an engine or the sandbox."""
-    TASK = "task"
-    """The task's environment raised an exception, exceeded its deadline or answered differently on replay."""
+    ENVIRONMENT = "environment"
+    """The problem's environment failed, or answered differently on replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class EpisodeStore:
         self.removed_rows = 0
         """Torn rows that this writer has found and removed."""
         self.failures: Counter[tuple[Key, FailureKind]] = Counter()
-        """Failed tries of the attempts that have no episode."""
+        """Failed tries of the samples that have no episode."""
         self._unfinished: dict[Key, Episode] = {}
         self._journal_keys: dict[int, set[Key]] = {}
         """The unfinished episodes that have rows in each journal file."""
@@ -153,7 +153,7 @@ class EpisodeStore:
 
     def __contains__(self, key: Key) -> bool:
         """Whether the store has the episode of `key`."""
-        return bool(self._index.execute("SELECT 1 FROM episodes WHERE task = ? AND attempt = ?", key).fetchone())
+        return bool(self._index.execute("SELECT 1 FROM episodes WHERE problem = ? AND sample = ?", key).fetchone())
 
     def take_unfinished(self, key: Key) -> Episode | None:
         """Return the episode that an earlier writer left unfinished, up to its last turn in the journal; else None."""
@@ -297,10 +297,10 @@ class StoreReader:
     def query(
         self, columns: str = "*", where: str = "1", parameters: Sequence[object] = ()
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of the index in the order of task and attempt. `where` is a SQL condition on `COLUMNS`."""
+        """Yield rows of the index in the order of problem and sample. `where` is a SQL condition on `COLUMNS`."""
         try:
             yield from self._index.execute(
-                f"SELECT {columns} FROM episodes WHERE {where} ORDER BY task, attempt", parameters
+                f"SELECT {columns} FROM episodes WHERE {where} ORDER BY problem, sample", parameters
             )
         except sqlite3.OperationalError as error:
             raise RecordError(f"{where!r}: {error}; expected a SQL condition on {', '.join(COLUMNS)}") from error

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 class BusyTimer:
-    """Measures the wall time during which at least one task is inside the context manager. Overlapping tasks count
-    once."""
+    """A context manager that measures the wall time during which at least one task is inside it. Overlapping tasks
+    count once."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0

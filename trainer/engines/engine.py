@@ -2,8 +2,8 @@
 
 Invariants of every engine:
 - Log-probabilities are those of the distribution that was sampled from, after temperature and top-p.
-- An engine that is down, hangs or returns an invalid answer raises `EngineError`. Nothing of such an answer is used, so
-  another engine can generate the turn from the same ids.
+- An engine that is down, hangs or returns an invalid answer raises `EngineError`. No token of an invalid answer is
+  used, so another engine can generate the turn from the same ids.
 - A request that no engine could serve raises `ValueError`.
 - `weight_version` is the version of the last weight sync, or 0 for the weights that the engine started with.
 """
@@ -39,7 +39,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The sampled `ids` and their log-probabilities. Empty only if the request was aborted before the first id."""
+    """A sampled turn. `ids` is empty only if the request was aborted before the first id."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -48,6 +48,8 @@ class Generation:
     engine: str
     weight_version: int
     is_aborted: bool = False
+    wait_s: float = 0.0
+    """Seconds from the request to the start of its generation at an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class EngineCapacity:
 
 
 class EngineError(Exception):
-    """An infrastructure failure: the engine is down, hangs or returned an invalid answer. Another one may continue."""
+    """An infrastructure failure: the engine is down, hangs or returned an invalid answer. Another engine may
+    continue the turn."""
 
 
 class NonFiniteLogprobError(EngineError):
@@ -83,7 +86,7 @@ class Engine(Protocol):
     async def capacity(self) -> EngineCapacity: ...
 
     async def stats(self) -> EngineStats | None:
-        """Return the engine's counters, or None if it has none that the pool does not know."""
+        """Return the engine's counters, or None if it has none."""
         ...
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -112,5 +115,5 @@ class WeightStore(Protocol):
 
 
 WeightTransfer = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]
-"""Gives weights (or what `WeightStore.save` returned for them) and their version to engines of the kind that it
-supports. Returns for each engine the error, or None."""
+"""Takes engines, weights and their version, and gives the weights to the engines. With a `WeightStore`, the second
+argument is the path that `WeightStore.save` has returned. Returns the error of each engine, or None."""

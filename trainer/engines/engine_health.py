@@ -41,7 +41,7 @@ class TurnRecord:
 
 
 class Handle(Protocol):
-    """What an episode's handle shows to the pool."""
+    """The part of an episode's handle that the pool uses."""
 
     placement: Placement | None
     """The placement of the requested turn. None until the turn is placed, and after its engine is marked down."""
@@ -52,7 +52,8 @@ class Handle(Protocol):
 
 
 class EngineHealth:
-    """Engine states and the state that episode handles share. See `EnginePool` for the arguments."""
+    """The pool's state that episode handles use, and the rules for marking engines down. `EnginePool` is its only
+    subclass and describes the arguments."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class EngineHealth:
         self.weight_version = 0
         self.on_turn = on_turn
         self.busy_timer = BusyTimer()
-        """Runs while an engine generates or while a caller marks other work (tool calls, answer checks). The rest of a
-        rollout's wall time is overhead."""
+        """Runs while an engine generates, a tool call runs or an answer is checked. The rest of a rollout's wall time
+        is overhead."""
         self.nan_turns = 0
         """Number of turns with a log-probability that was not finite."""
         self.handles: dict[Hashable, Handle] = {}
@@ -92,8 +93,8 @@ class EngineHealth:
 
     @asynccontextmanager
     async def request(self, state: EngineState, owner: object, timeout_s: float) -> AsyncIterator[None]:
-        """Register a request to an engine. Raises `TimeoutError` after `timeout_s` or when the engine is marked
-        down."""
+        """Register a request to an engine while the block runs. `owner` is a key that no other request of the engine
+        has. Raises `TimeoutError` after `timeout_s` or when the engine is marked down."""
         try:
             async with asyncio.timeout(timeout_s) as state.requests[owner]:
                 yield
@@ -102,7 +103,7 @@ class EngineHealth:
             self.request_ended.set()
 
     def mark_failed(self, state: EngineState, reason: str) -> None:
-        """Mark an engine down that has lost its contexts. Its turns are placed again."""
+        """Mark an engine down after a failure. Its running turns are placed again."""
         logger.warning("engine %s is down, next attempt in %g s: %s", state.engine.name, self._retry_after_s, reason)
         self._mark_down(state)
         self._schedule_retry(state, reason)
@@ -113,6 +114,7 @@ class EngineHealth:
         return is_down and self.now() - self._all_down_since >= self._all_down_timeout_s
 
     def all_down_error(self) -> EngineError:
+        """Return an error with the reason of each engine."""
         reasons = "; ".join(f"{name}: {state.down_reason}" for name, state in self.engine_states.items())
         return EngineError(f"all {len(self.engine_states)} engines are down: {reasons}")
 

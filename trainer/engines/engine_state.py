@@ -1,4 +1,4 @@
-"""What the pool knows of one engine."""
+"""The pool's state of one engine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class EngineState:
     engine: Engine
     is_up: bool = False
     down_reason: str = "it has not answered yet"
-    """Why the engine is down. Meaningless while `is_up` is true."""
+    """The reason of the last failure. It has no meaning while `is_up` is true."""
     is_unresponsive: bool = False
-    """True from a failure until a liveness probe or a bring-up succeeds. Such an engine gets no weights, because every
-    sync would wait for it; if all engines are unresponsive, all get them."""
+    """True from a failure until a liveness probe or a bring-up succeeds. An unresponsive engine gets no weights,
+    because every sync would wait for it. Only if all engines are unresponsive, all get the weights."""
     retry_at: float = 0.0
     """Time of the next bring-up."""
     requests: dict[object, asyncio.Timeout] = field(default_factory=dict)
-    """The timeouts of the requests in flight, by their owner."""
+    """The timeouts of the requests in flight, by their owners: the handle of a turn, or an object of the pool."""
     missed_scrapes: int = 0
     """Failed scrapes in a row."""
     computed_tokens: int = 0
     """The engine's token counter at the last scrape."""
     last_progress_at: float = 0.0
-    """Last time at which the counter had changed or no request was in flight."""
+    """Time of the last scrape that found the counter changed or no request in flight."""
     non_finite_episodes: set[int] = field(default_factory=set)
-    """Episodes that got a log-probability that is not finite, since the engine's last valid turn."""
+    """Episodes whose turns had a log-probability that is not finite, since the engine's last valid turn."""
 
     def cancel_requests(self, now: float) -> None:
         """Make all requests in flight raise `TimeoutError` in the tasks that await them."""

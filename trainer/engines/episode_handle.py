@@ -11,9 +11,10 @@ from trainer.engines.engine_health import EngineHealth, TurnRecord
 from trainer.scheduling.scheduler import Placement
 
 MAX_FAILURES_PER_TURN = 3
-"""A turn that has failed on this many engines fails its episode, because the turn may be the cause."""
+"""A turn that has failed this often fails its episode, because the turn itself may be the cause."""
 MAX_NON_FINITE_EPISODES = 3
-"""An engine is marked down when this many episodes in a row got a turn with a log-probability that is not finite."""
+"""An engine is marked down when turns of this many episodes, without a valid turn between them, had a log-probability
+that is not finite."""
 
 
 class _Aborted(Exception):
@@ -21,8 +22,8 @@ class _Aborted(Exception):
 
 
 class EpisodeHandle:
-    """An episode's access to the pool. It generates one turn after the other; each continues the context of the
-    last."""
+    """An episode's access to the pool. It generates one turn after another; each turn continues the last one's
+    context."""
 
     def __init__(self, pool: EngineHealth, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
         self.key = key
@@ -70,7 +71,7 @@ class EpisodeHandle:
                 is_migration=placement.is_migration,
             )
             pool.on_turn(record)
-        return generation
+        return replace(generation, wait_s=started_at - requested_at)
 
     def set_placement(self, placement: Placement) -> None:
         self.placement = placement
@@ -115,9 +116,8 @@ class EpisodeHandle:
                 with pool.busy_timer:
                     async with pool.request(state, self, timeout_s):
                         generation = await state.engine.generate(ids, sampling)
-                if (
-                    self.placement is placement
-                ):  # otherwise the engine was marked down meanwhile: its KV cache is no longer trusted
+                # Otherwise the engine was marked down meanwhile, and the scheduler places the turn again.
+                if self.placement is placement:
                     state.non_finite_episodes.clear()
                     return generation, placement, started_at
             except NonFiniteLogprobError as error:
@@ -125,7 +125,7 @@ class EpisodeHandle:
                 failures += 1
                 if failures == MAX_FAILURES_PER_TURN:
                     raise
-                state.non_finite_episodes.add(self.key)
+                state.non_finite_episodes.add(self.key)  # an episode counts once, since its turn may be the cause
                 if self.placement is placement and len(state.non_finite_episodes) >= MAX_NON_FINITE_EPISODES:
                     pool.mark_failed(state, f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: {error}")
             except (EngineError, TimeoutError) as error:

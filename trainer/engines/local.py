@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_FORCED = -1
-"""Marks rows whose next id is sampled."""
+"""Marks slots whose next id is sampled, not given."""
 TOP_P_DISABLED = 2.0
 """A top-p that keeps every id, also if the probabilities sum to slightly more than 1."""
 DEPRECATIONS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
@@ -61,8 +61,8 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """Continuous batching over `max_num_seqs` slots of at most `max_model_len` tokens. Starts its thread; `close` ends
-    it."""
+    """Continuous batching over `max_num_seqs` slots of at most `max_model_len` tokens. The constructor starts the
+    engine's thread, and `close` ends it."""
 
     def __init__(
         self, model: PreTrainedModel, *, name: str = "local", max_num_seqs: int = 64, max_model_len: int = 1024
@@ -108,7 +108,8 @@ class LocalEngine:
         )
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return the ids sampled so far. A request for the missing ids samples the same ones."""
+        """Make these requests return the ids sampled so far. A later request for the missing ids samples the ids that
+        these requests would have sampled."""
         aborted = frozenset(request_ids)
 
         done: Future[None] = Future()
@@ -154,7 +155,7 @@ class LocalEngine:
         return EngineCapacity(self.max_num_seqs * self.max_model_len, self.max_num_seqs)
 
     async def stats(self) -> None:
-        """Return None: a running row has its own slot, so nothing is preempted."""
+        """Return None: every running request has its own slot, so no request is preempted."""
 
     async def close(self) -> None:
         """End the thread after its current step. Unfinished requests raise `EngineError`."""
@@ -177,7 +178,7 @@ class LocalEngine:
     async def _submit(self, done: Future[None], job: Callable[[], object]) -> None:
         """Run `job` in the engine's thread between two steps, and wait until `done` is resolved."""
         self._inbox.put((done, job))
-        # Checked after `put`: either this sees the failure, or the ending thread sees the job.
+        # Checked after `put`: either the failure is found here, or the thread still takes the job and fails it.
         if self._failure is not None:
             raise EngineError(f"engine {self.name} has ended: {self._failure}") from self._failure
         await asyncio.wrap_future(done)
@@ -206,7 +207,7 @@ class LocalEngine:
             _resolve(future, EngineError(f"engine {self.name} failed: {self._failure!r}"))
 
     def _discard_finished(self) -> None:
-        """Drop requests that are finished or cancelled."""
+        """Free the slots of aborted and cancelled requests, and remove such requests from the queue."""
         self._waiting = deque(request for request in self._waiting if not request.finished.done())
         for slot in [slot for slot, request in self._running.items() if request.finished.done()]:
             self._release(slot)
@@ -224,7 +225,7 @@ class LocalEngine:
         request = self._running.pop(slot)
         self._free_slots.append(slot)
         if is_broken:
-            self._cache.clear(slot)  # the attention mask does not hide a NaN from the slot's next request
+            self._cache.clear(slot)  # a masked NaN would still make the next request's attention NaN
         elif request.sampling and request.num_computed:
             states = self._cache.read(slot, request.num_computed)
             self._prefix_cache.store(request.ids[: request.num_computed], states)
@@ -266,14 +267,14 @@ class LocalEngine:
 
 
 def log_deprecations(function: Callable[[], T]) -> T:
-    """Call `function`. Where warnings are errors (`-W error`), log each deprecation that it raises, ignore it from then
-    on, and call `function` again, which must therefore be safe to repeat."""
+    """Call `function`. If warnings are errors (`-W error`), log each deprecation warning that it raises, ignore the
+    warning from then on, and call `function` again, which must therefore be safe to repeat."""
     ignored: set[str] = set()
     while True:
         try:
             return function()
         except DEPRECATIONS as warning:
-            if str(warning) in ignored:  # it is raised as an exception, not by `warnings.warn`
+            if str(warning) in ignored:  # raised by a `raise` statement, which no filter can ignore
                 raise
             ignored.add(str(warning))
             logger.warning("%s: %s", type(warning).__name__, warning)
@@ -307,7 +308,7 @@ def _resolve(future: Future[None], error: Exception | None = None) -> None:
 
 
 def _sample_ids(logits_SV: torch.Tensor, requests: Mapping[int, _LocalRequest]) -> tuple[list[int], list[float]]:
-    """Return the next id of every slot and its log-probability. A scoring request's next id is forced."""
+    """Return the next id of every slot and its log-probability. In a scoring request the next id is given by `ids`."""
     num_slots = logits_SV.shape[0]
     temperature, top_p = [1.0] * num_slots, [TOP_P_DISABLED] * num_slots
     uniform, forced = [0.0] * num_slots, [NOT_FORCED] * num_slots
@@ -340,5 +341,6 @@ def _apply_top_p(logits_SV: torch.Tensor, top_p_S: torch.Tensor) -> torch.Tensor
 
 
 def _seeded_uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) of 40 bits, so that its product with a sum in double precision stays below the sum."""
+    """Return a random number in [0, 1) that follows from the seed and the position. It has 40 bits, so that its product
+    with a sum in double precision is always less than the sum."""
     return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, position), digest_size=5).digest()) / 2**40

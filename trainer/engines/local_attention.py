@@ -2,7 +2,7 @@
 
 Invariant: the result of a slot has the same bits whatever the other slots hold and however long they are.
 
-Letters: S slots, B blocks, N of them in use, K key heads, G query heads per key head, D head size.
+Letters: S slots, B blocks, N blocks in use, K key heads, G query heads per key head, D head size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ATTENTION_NAME = "rstar_slots"
 ATTENTION_BLOCK = 64
 """Positions per block of attention."""
 MIN_LOG_WEIGHT = -80.0
-"""Attention weights whose logarithm is about this far below the largest, or further, become 0. The bound keeps `exp`
-out of the subnormal range, where it takes ten times as long."""
+"""An attention weight becomes 0 if its logarithm is about this much or more below that of the largest weight. Without
+this bound `exp` would return subnormal numbers, which takes ten times as long."""
 MASKED_LOGIT = -1e9
 
 
@@ -71,21 +71,22 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 class PrefixCache:
-    """Keys and values of finished contexts, by their ids: about `max_positions` in all, least recently used out
-    first."""
+    """Keys and values of finished contexts, by their ids. Holds about `max_positions` positions; the least recently
+    used context is evicted first."""
 
     def __init__(self, max_positions: int) -> None:
         self.max_positions = self._num_free = max_positions
         self._states: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        """In the order of their last use."""
+        """The entries, in the order of their last use."""
         self._sorted: list[tuple[int, ...]] = []
         """The keys in lexical order, so that the context with the longest common prefix is a neighbour."""
 
     def store(self, ids: Sequence[int], states: list[torch.Tensor]) -> None:
         ids = tuple(ids)
         index = bisect(self._sorted, ids)
-        if index and self._sorted[index - 1] == ids[: len(self._sorted[index - 1])]:  # a prefix of the new context
-            self._evict(self._sorted[index - 1])
+        previous = self._sorted[index - 1] if index else ()
+        if previous and previous == ids[: len(previous)]:  # the new context contains the previous one
+            self._evict(previous)
         insort(self._sorted, ids)
         self._states[ids] = states
         self._num_free -= _num_positions(states)
@@ -125,7 +126,8 @@ def _attend(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with one token per slot. A block without a slot's positions adds exact zeros, so it changes no bit."""
+    """Compute attention for one token per slot. A block after a slot's position adds exact zeros, so it changes no bit
+    of the slot's result."""
     num_used, num_slots, key_heads, size, _ = key.shape
     query_SKGD = query.reshape(num_slots, key_heads, -1, size) * scaling
     scores = attention_mask.view(num_used, num_slots, 1, 1, ATTENTION_BLOCK) + query_SKGD @ key

@@ -11,12 +11,14 @@ An engine is up or down. While it is down, it is also unresponsive until it answ
 
 Invariants:
 - A turn is sent to an engine only after the scheduler has placed it. Until then it waits in the pool, without polling.
-- An engine that is lost does not end its turns: they run again on another engine from the same ids, or wait for one.
+- The turns of an engine that is marked down do not fail. Each runs again from the same ids, on another engine or on the
+  first one that comes back.
 - An engine generates only after its weights have been checked since the last sync. With a weight store, a failed engine
   gets the last weights again before its bring-up, since it may have restarted. Without a store it waits for the next
   sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
-- A turn with a log-probability that is not finite runs again. The engine is lost only after several in a row.
+- A turn with a log-probability that is not finite runs again. Its engine is marked down only after several such turns
+  in a row.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
 - All tasks run in one event loop and end with the pool's `async with` block.
 """
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 20.0
-"""Seconds that one metrics scrape or abort request may take. A server with a thousand running requests answers slowly
+"""Seconds that a metrics scrape or an abort request may take. A server with a thousand running requests answers slowly
 but is not dead."""
 MAX_MISSED_SCRAPES = 3
 """An engine is marked down after this many failed scrapes in a row."""
@@ -66,7 +68,7 @@ hangs."""
 
 
 class EnginePool(EngineHealth):
-    """A context manager that owns and closes its engines, and `scheduler`, which no other pool may use.
+    """A context manager that owns its engines and `scheduler`, and closes the engines. No other pool may use them.
 
     `transfer`, `probe`: needed only for `sync_weights`.
     `store`: keeps weights for engines that come back.
@@ -103,7 +105,7 @@ class EnginePool(EngineHealth):
         self._name = token_hex(4)  # prefix of request ids, because other clients may use the same servers
         self._transfer, self._store, self._probe = transfer, store, probe
         self._scrape_interval_s = scrape_interval_s
-        self._expected: ExpectedLogprobs | None = None  # of the last sync's weights
+        self._expected: ExpectedLogprobs | None = None  # for the weights of the last sync
         self._stored: Path | None = None  # the last sync's weights
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
@@ -139,7 +141,7 @@ class EnginePool(EngineHealth):
         handle.close(None if handle.is_aborted else handle.length)
 
     async def abort(self, handles: Iterable[EpisodeHandle]) -> None:
-        """Make `generate` of these handles return at once, now and from now on, with the ids sampled so far."""
+        """End the running turns of these handles with the ids sampled so far. Later turns end at once, without ids."""
         handles = set(handles)
         for handle in handles:
             handle.is_aborted = True
@@ -152,9 +154,9 @@ class EnginePool(EngineHealth):
 
     async def _abort_requests(self, state: EngineState, request_ids: Sequence[str]) -> None:
         try:
-            async with self.request(state, object(), SCRAPE_TIMEOUT_S):
+            async with self.request(state, object(), SCRAPE_TIMEOUT_S):  # a key of its own: aborts may overlap
                 await state.engine.abort(request_ids)
-        except (EngineError, TimeoutError) as error:  # the turns end later, by themselves
+        except (EngineError, TimeoutError) as error:  # the turns then end like those that are not aborted
             logger.warning("engine %s could not abort %d requests: %r", state.engine.name, len(request_ids), error)
 
     async def sync_weights(self, weights: Weights, version: int | None = None) -> int:
@@ -204,8 +206,8 @@ class EnginePool(EngineHealth):
     # --- bring-up and monitoring ---
 
     def _invalidate_weights(self) -> list[EngineState]:
-        """Mark all engines down, since new weights invalidate their KV caches. Return the engines that will receive the
-        new weights: the responsive ones, or all if none is."""
+        """Mark all engines down, since new weights invalidate their KV caches. Return the engines that get the new
+        weights: the responsive engines, or all engines if none is responsive."""
         all_states = list(self.engine_states.values())
         for state in all_states:
             self._mark_down(state)
@@ -217,13 +219,13 @@ class EnginePool(EngineHealth):
 
     async def _bring_up_after_sync(self, state: EngineState) -> None:
         try:
-            await self._bring_up(state, self._turn_timeout_s)  # long, because a slow engine is better than one less
+            await self._bring_up(state, self._turn_timeout_s)  # a long timeout, so that a slow engine is not lost
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"no log-probabilities after the weight sync in {self._turn_timeout_s:g} s"
             self._schedule_retry(state, reason)
 
     async def _bring_up(self, state: EngineState, timeout_s: float) -> None:
-        """Check the engine's weights, since it may have restarted, and mark it up."""
+        """Check the engine's weights, since the engine may have restarted, and mark it up."""
         engine = state.engine
         async with self.request(state, state, timeout_s):
             if self._probe is not None and self._expected is not None:
@@ -251,7 +253,7 @@ class EnginePool(EngineHealth):
                 self._schedule_retry(state, str(error) or repr(error))
 
     async def _load_stored_weights(self, state: EngineState) -> None:
-        """Give the engine the last sync's weights. The probe alone would not detect that one small step is missing."""
+        """Give the engine the last sync's weights, since the probe may not detect weights that miss a small step."""
         assert self._transfer is not None
         async with self.request(state, state, self._turn_timeout_s):
             (error,) = await self._transfer([state.engine], self._stored, self.weight_version)
@@ -296,7 +298,7 @@ class EnginePool(EngineHealth):
         if stats is None or not state.is_up:
             return
         now = self.now()
-        self.scheduler.observe(state.engine.name, stats, now)
+        self.scheduler.update_stats(state.engine.name, stats, now)
         self.scheduler_event.set()
         if stats.computed_tokens != state.computed_tokens or not state.requests:
             state.computed_tokens, state.last_progress_at = stats.computed_tokens, now

@@ -23,15 +23,15 @@ from trainer.engines.engine import EngineCapacity, EngineError, Generation, NonF
 from trainer.scheduling.scheduler import EngineStats
 
 MAX_CONNECTIONS = 1024
-"""Turns requested from one server at a time. Others wait in the client, in order."""
+"""Maximum number of turns requested from one server at a time. Further turns wait in the client, in order."""
 CONNECT_TIMEOUT_S = 30.0
 ABORT_RETRY_S = 0.2
-"""Seconds after which an abort is sent again, because the server may not have received the request before it."""
+"""Seconds after which an abort is sent again, because the server may receive an abort before the request itself."""
 COMPLETIONS = "/v1/completions"
 NOT_IN_JSON = "not JSON compliant"
-"""Part of the error of Python's JSON encoder for NaN, which a server returns if its answer has a NaN."""
+"""Part of the message of Python's JSON encoder for NaN. A server returns this message if its answer contains NaN."""
 LOGPROB_TOLERANCE = 1e-3
-"""Rounding may raise a log-probability above 0 by less than this."""
+"""Log-probabilities below this are accepted, because rounding may raise them slightly above 0."""
 SCRAPED_METRICS = (
     "cache_config_info",
     "generation_tokens",
@@ -60,7 +60,7 @@ class _Choice(BaseModel, strict=True):
     finish_reason: str
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
-    """One entry per prompt id, by the id as text. The first entry is None."""
+    """One entry per prompt id: the log-probabilities by id, the id being a decimal text. The first entry is None."""
 
 
 class _Completion(BaseModel, strict=True):
@@ -71,9 +71,10 @@ class VllmEngine:
     """One vLLM server, started as `trainer.engines.vllm_servers` does: with `--logprobs-mode processed_logprobs` and
     the development routes.
 
-    It belongs to the event loop that first uses it. Cancelling a request closes its connection, which makes vLLM drop
-    the request. `max_num_seqs`: the server's `--max-num-seqs`. `timeout_s` bounds all requests but `generate`, which
-    its caller has to bound.
+    The client belongs to the event loop that first uses it. Cancelling a request closes its connection, which makes
+    vLLM drop the request. `max_num_seqs` is the server's `--max-num-seqs`. `timeout_s` bounds all requests except
+    `generate`, whose time the caller has to bound. `share` is the part of the server's capacity that this process may
+    use, if several processes with a scheduler of their own use the server.
     """
 
     def __init__(
@@ -85,16 +86,17 @@ class VllmEngine:
         max_num_seqs: int = MAX_CONNECTIONS,
         name: str = "",
         timeout_s: float = 600.0,
+        share: float = 1.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.weight_version = 0
         self._vocab_size, self._max_model_len, self._max_num_seqs = vocab_size, max_model_len, max_num_seqs
-        self._timeout_s = timeout_s
+        self._timeout_s, self._share = timeout_s, share
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
         self._aborted_by_id: dict[str, bool] = {}
-        """For each request in flight, by its id, whether it was aborted."""
+        """Whether a request was aborted, for each request in flight."""
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`. Raises `EngineError`, and `ValueError` if the server rejects the request."""
@@ -172,7 +174,8 @@ class VllmEngine:
             kv_tokens += int(sizes.get("num_gpu_blocks", 0)) * block_size
         if not kv_tokens:
             raise self._error("vllm:cache_config_info in /metrics (start it without --disable-log-stats)", series)
-        return EngineCapacity(kv_tokens, self._max_num_seqs, block_size)
+        max_running = max(1, int(self._max_num_seqs * self._share))
+        return EngineCapacity(int(kv_tokens * self._share), max_running, block_size)
 
     async def stats(self) -> EngineStats:
         """Return the server's counters. Raises `EngineError`."""
@@ -189,7 +192,7 @@ class VllmEngine:
             await self._session.close()
 
     async def post(self, route: str, body: dict[str, Any]) -> Any:
-        """Return the decoded JSON answer, or None for an empty one. Raises `EngineError`."""
+        """Return the decoded JSON answer, or None if the answer is empty. Raises `EngineError`."""
         text = await self._request("POST", route, body, self._timeout_s)
         try:
             return json.loads(text or "null")
@@ -232,7 +235,7 @@ class VllmEngine:
                 status, text = response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
             if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
-                self.weight_version = 0  # the server has ended; a restarted one has its first weights
+                self.weight_version = 0  # the server has ended; after a restart it has its initial weights
             raise self._error(f"an answer of {route}", f"{type(error).__name__}: {error}") from error
         if status != 200 and NOT_IN_JSON in text:
             raise self._error("finite log-probabilities", f"{status}: {text}", NonFiniteLogprobError)

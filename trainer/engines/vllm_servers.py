@@ -2,9 +2,9 @@
 
 Invariants:
 - Each server listens on loopback and has its own GPUs (among those visible to this process) or its own CPU cores. Its
-  child processes have the same ones.
+  child processes have the same GPUs or cores.
 - No server outlives the block or this process, however they end.
-- A server that ends within the block is restarted at the same address with the weights of its first start.
+- A server that ends within the block is restarted at the same address with its initial weights.
 - The servers run in their own Python environment, which needs nothing but vLLM.
 - The servers are not ranks of this process's training, so they get none of a launcher's variables for ranks.
 """
@@ -50,9 +50,10 @@ RANK_VARIABLES = re.compile(
 """Variables that torchrun and accelerate set for a rank. With them a vLLM server would wait for the other ranks or
 listen at the training's port. OMP_NUM_THREADS is included because torchrun sets it to 1 if there are several ranks."""
 ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
-"""Selects the GPUs that ROCm sees; Slurm sets it. The indices in `GPU_VARIABLES` count among these GPUs."""
+"""Selects the GPUs that ROCm sees; Slurm sets this variable. The values of `GPU_VARIABLES` are indices of these
+GPUs."""
 GPU_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""Select the GPUs that a process sees, AMD's variable first. vLLM ends if both are set and differ."""
+"""The variables that select the GPUs of a process: AMD's and NVIDIA's. vLLM ends if both are set and differ."""
 LAUNCHER_SCRIPT = f"""\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -60,8 +61,9 @@ if cores := os.environ.get("{CORES_VARIABLE}"):
     os.sched_setaffinity(0, map(int, cores.split(",")))
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-"""Starts the server so that it gets SIGTERM when the thread that started it ends, also if that is killed (prctl 1 is
-PR_SET_PDEATHSIG), and so that all its threads stay on its cores. vLLM itself binds only its compute threads."""
+"""Replaces itself by the server, after two settings that the server inherits. First, the kernel sends SIGTERM (15) when
+the thread that started the process ends, also if that thread is killed (prctl 1 is PR_SET_PDEATHSIG). Second, all
+threads stay on the server's cores; vLLM itself binds only its compute threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,8 @@ async def _supervise(
     session: aiohttp.ClientSession,
     url: asyncio.Future[str],
 ) -> None:
-    """Run and restart a server until cancelled. `url` gets its URL once it is healthy, or the first start's error."""
+    """Run and restart a server until cancelled. `url` is resolved with the URL once the server is healthy, or with the
+    error of the first start."""
     port = free_port()
     while True:
         try:
@@ -216,8 +219,8 @@ async def _wait_until_healthy(session: aiohttp.ClientSession, url: str, process:
 
 
 def _extension_dir(logs: Path) -> Path:
-    """Copy the worker extension to a directory of its own, so that no module of ours shadows one of vLLM's
-    environment."""
+    """Copy the worker extension to a directory of its own and return the directory. In PYTHONPATH it shadows no module
+    of vLLM's environment, unlike the directory of this file."""
     directory = (logs / "extension").absolute()
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(package_path[0], f"{WORKER_MODULE}.py"), directory)
@@ -229,7 +232,7 @@ def _log_tail(log: Path) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port on which nobody listens at `host`; an empty host means all addresses of this machine."""
+    """Return a port on which no process listens at `host`. An empty `host` means all addresses of this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -18,12 +18,12 @@ kernels; no GPU and no vLLM took part.
 
 - With equal weights in bfloat16, the logarithms of these ratios have a mean at least 8 of their standard deviations
   below 0, the logarithm of a ratio of 1.
-- The 1.2 belongs to layers that hardly matter beside large embeddings. There, a single wrong MLP matrix is not always
-  detected in bfloat16 (0.74).
+- The ratio 1.2 belongs to models with large embeddings, in which the layers hardly matter. In these models, a single
+  wrong MLP matrix is not always detected in bfloat16 (its ratio was 0.74).
 - A layer that misses one training step is detected if the step moves its weights by 5 to 10 % of their standard
   deviation in bfloat16, or by 0.1 to 0.5 % in float32. So a missed step at a learning rate of 1e-4 is detected in
-  float32 only, and one of 1e-6 in neither. For such steps the engine's answer that it has loaded the weights is the
-  only evidence.
+  float32 only, and a missed step at 1e-6 in neither dtype. For such steps the engine's answer that it has loaded the
+  weights is the only evidence.
 
 Transfers: `load_by_engine` makes each engine load the weights itself, from tensors in this process or from the
 directory in which `FileWeightStore` keeps them; that works everywhere. `NcclTransfer` sends them from GPU to GPU by
@@ -52,10 +52,10 @@ from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import free_port
 
 NUM_PROBES, PROBE_TOKENS = 16, 8
-"""Number of probe sequences, and the random ids in each."""
+"""Number of probe sequences, and number of random ids in each sequence."""
 BOUNDS = {"bfloat16": 2.0, "float32": 2.0**-6}
-"""The largest accepted difference between engine and trainer, by the engine's dtype, in units of bfloat16's
-rounding."""
+"""The largest accepted difference between engine and trainer, by the engine's dtype, as a multiple of
+`ExpectedLogprobs.rounding`."""
 
 
 class WeightSyncError(Exception):
@@ -64,10 +64,10 @@ class WeightSyncError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLogprobs:
-    """What an engine with the right weights returns for the probe."""
+    """The log-probabilities that the trainer computes for the probe, and the size of their rounding."""
 
     logprobs: torch.Tensor
-    """Shape [NUM_PROBES, PROBE_TOKENS - 1]: each token but the first, given the tokens before it."""
+    """Shape [NUM_PROBES, PROBE_TOKENS - 1]: one for each token but the first, given the tokens before it."""
     rounding: float
     """RMS of the difference between the trainer's bfloat16 and float32 log-probabilities."""
 
@@ -80,9 +80,8 @@ class SyncProbe:
 
     def __init__(self, model: Path | str, dtype: str = "float32") -> None:
         config = AutoConfig.from_pretrained(model)
-        with init_empty_weights(
-            include_buffers=False
-        ):  # parameters come from each state dict; buffers are part of none
+        # Parameters stay empty, because each state dict brings its own. A state dict has no buffers, so they are real.
+        with init_empty_weights(include_buffers=False):
             self._model = AutoModelForCausalLM.from_config(config).eval()
         self._dtype = dtype
         rng = random.Random(0)
@@ -132,7 +131,7 @@ def _rms(difference: torch.Tensor) -> float:
 async def load_by_engine(
     engines: Sequence[LoadsWeights], weights: Weights | Path, version: int
 ) -> list[BaseException | None]:
-    """Make all engines load the weights at the same time. An engine in this process copies tensors."""
+    """Make all engines load the weights at the same time. Return the error of each engine, or None."""
 
     async def load(engine: LoadsWeights) -> BaseException | None:
         try:
@@ -176,7 +175,8 @@ class NcclTransfer:
 
     The servers need `--weight-transfer-config '{"backend": "nccl"}'`, and this process needs vLLM in their version
     (0.31 or later). Each server has its own communicator with this process, which is rank 0. A restarted server joins
-    again at the first sync after its return; a transfer during which a server dies never ends. Not run on a GPU yet.
+    again at the first sync after its return. A transfer during which a server dies never ends. This class has not run
+    on a GPU yet.
     """
 
     def __init__(self, *, gpus_per_engine: int = 1) -> None:
@@ -229,7 +229,8 @@ class NcclTransfer:
 
 
 def _without_tied_copies(weights: Weights) -> dict[str, torch.Tensor]:
-    """Keep each tensor under its first name only: a tied output layer is the embedding."""
+    """Return each tensor under its first name only. A tied output layer, for example, is the same tensor as the
+    embedding."""
     first_names: dict[int, str] = {}
     return {
         name: tensor.contiguous()

@@ -42,6 +42,9 @@ class StopReason(StrEnum):
     """The response, observations included, reached `max_response_tokens`."""
     UNAVAILABLE = "unavailable"
     """The sandbox or every engine failed. The reward is None."""
+    DEADLINE = "deadline"
+    """The episode took longer than its deadline. The reward is None, since an overloaded engine or sandbox may be the
+    cause; an evaluation counts it as not solved."""
     CANCELLED = "cancelled"
     """The trainer ended the episode, because RoC's selection from its group no longer depended on it. The reward is
     None."""
@@ -99,8 +102,12 @@ class Turn:
     engine: str = ""
     weight_version: int = 0
     """The version of the weights that sampled the last token of the turn."""
+    wait_s: float = 0.0
+    """Seconds in which the turn waited for an engine."""
     generate_s: float = 0.0
+    """Seconds in which an engine generated the turn."""
     tool_s: float = 0.0
+    """Seconds in which its tool calls ran."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +126,9 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
     """The index in `response_ids` at which the unfinished turn begins."""
+    turn_wait_s: float = 0.0
     turn_generate_s: float = 0.0
-    """Seconds of generation spent on the unfinished turn so far, over all its aborts."""
+    """Seconds of waiting and of generation spent on the unfinished turn so far, over all its aborts."""
     stop_reason: StopReason | None = None
     answer: str | None = None
     """The last boxed answer of the last turn."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from trainer.episodes.episode import Episode
+from trainer.episodes.episode import Episode, StopReason
 from trainer.recipe.evaluation import ALL, Estimate, pass_at, ratio_estimate
 from trainer.runs.text_tables import table
 
@@ -44,7 +44,9 @@ class Attempt(NamedTuple):
         problem, options = episode.problem, episode.problem.options
         label = f"level {options['level']}" if "level" in options else problem.source
         is_hidden = bool(options.get("answer_is_hidden"))
-        return cls(problem.id, label, episode.reward, episode.answer is not None, is_hidden)
+        # Beyond its deadline, an attempt has no reward for training, but it has not solved the problem either.
+        reward = 0.0 if episode.stop_reason is StopReason.DEADLINE else episode.reward
+        return cls(problem.id, label, reward, episode.answer is not None, is_hidden)
 
 
 @dataclass(frozen=True, slots=True)

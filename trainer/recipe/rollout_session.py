@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.config import RunConfig, SandboxConfig, expand_urls
+from trainer.config import EnginesConfig, RunConfig, SandboxConfig, expand_urls
 from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.local import LocalEngine
 from trainer.engines.pool import EnginePool
@@ -20,7 +20,7 @@ from trainer.engines.vllm_servers import VllmServers
 from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_by_engine
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.python_tool import TOOL_SCHEMA
-from trainer.episodes.chat_format import ChatFormat, rstar2_format, tokenizer_format
+from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
 from trainer.recipe.phases import RecipeRun
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
@@ -29,12 +29,15 @@ from trainer.training.context import model_errors_as_config_errors
 from trainer.training.grpo import RolloutRuntime
 
 
-def load_chat_format(config: RunConfig, model: Path) -> ChatFormat:
-    """Return the chat format of a model. Raises `ConfigError` if its tokenizer or template cannot be used."""
+def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema] = (TOOL_SCHEMA,)) -> ChatFormat:
+    """Return the chat format of a model for these tools.
+
+    Raises `ConfigError` if its tokenizer or template cannot be used.
+    """
     create = rstar2_format if config.model.chat_format == "rstar2" else tokenizer_format
     with model_errors_as_config_errors(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
-        return create(tokenizer, tools=[TOOL_SCHEMA], system_prompt=config.model.system_prompt)
+        return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt)
 
 
 def open_run_sandbox(loop_thread: LoopThread, config: SandboxConfig) -> SandboxConnection:
@@ -49,15 +52,16 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
     config = run.config
     with LoopThread() as loop_thread:
         sandbox = open_run_sandbox(loop_thread, config.sandbox)
-        pool = loop_thread.enter(_open_engine_pool(run, model))
+        pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # garbage collection over the libraries' objects takes a fifth of a second each time
         chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify
         yield RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, sandbox.python_tool, verify), pool)
 
 
 @asynccontextmanager
-async def _open_engine_pool(run: RecipeRun, model: Path) -> AsyncIterator[EnginePool]:
-    engines, dtype = run.config.engines, run.config.model.dtype
+async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> AsyncIterator[EnginePool]:
+    """Open engines with the weights of `model`, as `config` describes them."""
+    engines, dtype = config.engines, config.model.dtype
     async with AsyncExitStack() as stack:
         with model_errors_as_config_errors(model):
             weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -67,9 +71,9 @@ async def _open_engine_pool(run: RecipeRun, model: Path) -> AsyncIterator[Engine
             options: dict[str, Any] = {"transfer": load_by_engine, "all_down_timeout_s": ALL_DOWN_TIMEOUT_S}
             served: Sequence[LocalEngine | VllmEngine] = [local]
         else:
-            served = await _vllm_engines(stack, run, model, weights.config.vocab_size)
+            served = await _vllm_engines(stack, config, model, run_dir, weights.config.vocab_size)
             # Only vLLM servers are restarted, so only for them it is worth to wait.
-            options = {**_weight_transfer(run), "all_down_timeout_s": engines.max_down_s}
+            options = {**_weight_transfer(config, run_dir), "all_down_timeout_s": engines.max_down_s}
         pool = EnginePool(
             served,
             **options,
@@ -84,10 +88,10 @@ async def _open_engine_pool(run: RecipeRun, model: Path) -> AsyncIterator[Engine
 
 
 async def _vllm_engines(
-    stack: AsyncExitStack, run: RecipeRun, model: Path, vocab_size: int
-) -> list[LocalEngine | VllmEngine]:
+    stack: AsyncExitStack, config: RunConfig, model: Path, run_dir: Path, vocab_size: int
+) -> list[VllmEngine]:
     """Return clients of the servers at `engines.endpoints`, or of servers that are started until `stack` ends."""
-    engines, hardware = run.config.engines, run.config.hardware
+    engines, hardware = config.engines, config.hardware
     endpoints: Sequence[str] = expand_urls(engines.endpoints)
     if not endpoints:
         servers = VllmServers(
@@ -95,13 +99,20 @@ async def _vllm_engines(
             model=model,
             max_model_len=engines.max_model_len,
             max_num_seqs=engines.max_num_seqs,
-            dtype=run.config.model.dtype,
+            dtype=config.model.dtype,
             gpus_per_server=engines.tensor_parallel_size if hardware.gpus_per_node else 0,
             first_gpu=hardware.gpus_per_node if hardware.engine_gpus else 0,
             gpu_memory_utilization=engines.gpu_memory_utilization,
             uses_nccl=engines.weight_sync == "nccl",
         )
-        endpoints = await stack.enter_async_context(servers.serve(engines.count, run.dir / "engines"))
+        endpoints = await stack.enter_async_context(servers.serve(engines.count, run_dir / "engines"))
+    return vllm_clients(engines, endpoints, vocab_size)
+
+
+def vllm_clients(
+    engines: EnginesConfig, endpoints: Sequence[str], vocab_size: int, share: float = 1.0
+) -> list[VllmEngine]:
+    """Return clients of vLLM servers. `share`: the part of each server's capacity that this process may use."""
     return [
         VllmEngine(
             url,
@@ -109,14 +120,15 @@ async def _vllm_engines(
             max_model_len=engines.max_model_len,
             max_num_seqs=engines.max_num_seqs,
             timeout_s=engines.turn_timeout_s,
+            share=share,
         )
         for url in endpoints
     ]
 
 
-def _weight_transfer(run: RecipeRun) -> dict[str, Any]:
+def _weight_transfer(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Return the pool's arguments for the transfer of weights to vLLM servers."""
-    engines = run.config.engines
+    engines = config.engines
     if engines.weight_sync == "nccl":
         return {"transfer": NcclTransfer(gpus_per_engine=engines.tensor_parallel_size)}
-    return {"transfer": load_by_engine, "store": FileWeightStore(run.dir / "weights", run.config.model.dtype)}
+    return {"transfer": load_by_engine, "store": FileWeightStore(run_dir / "weights", config.model.dtype)}

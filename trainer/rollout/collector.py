@@ -4,7 +4,7 @@ Invariants:
 - An aborted episode loses no sampled ids; `collect_groups` continues it.
 - A group is scored as soon as it is complete. An infrastructure failure gives an episode no reward, never a reward of
   0.
-- No task outlives `collect_groups`; cancelling it cancels all of them.
+- No task outlives `collect_groups`, and a cancellation of `collect_groups` cancels all its tasks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainer.episodes.reward import VerifyPairs, score_episodes
 from trainer.rollout.episode_runner import EpisodeRunner, Tool
 
 IsGroupDecided = Callable[[Sequence[float | None], int], bool]
-"""Takes the rewards of a group's finished episodes and the number of unfinished ones. Returns whether the group can do
-without the unfinished ones."""
+"""Takes the rewards of a group's finished episodes and the number of its unfinished episodes. Returns whether the
+unfinished episodes can be cancelled."""
 
 
 class EpisodeCollector:
-    """Runs many episodes at once and scores them. The caller owns `pool`, `tool` and what `verify` uses."""
+    """Runs many episodes at once and scores them. The caller closes `pool` and the resources of `tool` and `verify`."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class EpisodeCollector:
                 if episode not in self._aborted:
                     await runner.run(episode, handle)
                 if episode.stop_reason is StopReason.UNAVAILABLE:
-                    handle.close(None)  # its length says nothing about how long such episodes become
+                    handle.close(None)  # None: its length must not count, since the episode did not end by itself
             finally:
                 del self._handles[episode]
 
@@ -161,6 +161,6 @@ class EpisodeCollector:
 
 
 def _root_cause(group: ExceptionGroup[Exception]) -> Exception:
-    """Return the first exception, whose failure has cancelled the other tasks."""
+    """Return the first exception of the group. It has caused the cancellation of the other tasks."""
     first = group.exceptions[0]
     return _root_cause(first) if isinstance(first, ExceptionGroup) else first

@@ -37,7 +37,8 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """`busy_timer` runs during tool calls. `clock` measures durations."""
+    """`busy_timer` runs during tool calls. `clock` measures durations. `on_turn` is called with the episode after each
+    turn but the last, once the responses of its tool calls are appended."""
 
     chat_format: ChatFormat
     tool: Tool
@@ -45,10 +46,10 @@ class EpisodeRunner:
     seed: int
     busy_timer: BusyTimer
     clock: Callable[[], float] = time.perf_counter
+    on_turn: Callable[[Episode], None] = lambda _episode: None
 
     async def run(self, episode: Episode, handle: EpisodeHandle) -> None:
         """Continue an episode until it has a stop reason or its handle is aborted; then `stop_reason` is still None."""
-        started_at = self.clock()
         is_aborted = False
         while episode.stop_reason is None and not is_aborted:
             requested_at = self.clock()
@@ -63,13 +64,17 @@ class EpisodeRunner:
                 generation = await handle.generate([*episode.prompt_ids, *episode.response_ids], sampling)
             except EngineError as error:
                 episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"engine: {error}"
+                episode.duration_s += self.clock() - requested_at
                 break
             episode.append_sampled(generation.ids, generation.logprobs, generation.weight_version)
-            episode.turn_generate_s += self.clock() - requested_at
+            episode.turn_wait_s += generation.wait_s
+            episode.turn_generate_s += self.clock() - requested_at - generation.wait_s
             is_aborted = generation.is_aborted
             if not is_aborted:
                 await self._finish_turn(episode, generation)
-        episode.duration_s += self.clock() - started_at
+            episode.duration_s += self.clock() - requested_at
+            if episode.stop_reason is None and not is_aborted:
+                self.on_turn(episode)
 
     async def _finish_turn(self, episode: Episode, generation: Generation) -> None:
         """Parse the turn, run its tool calls and append their responses, or end the episode."""
@@ -98,15 +103,19 @@ class EpisodeRunner:
             tool_calls=tuple(tool_calls),
             engine=generation.engine,
             weight_version=generation.weight_version,
+            wait_s=episode.turn_wait_s,
             generate_s=episode.turn_generate_s,
             tool_s=self.clock() - generated_at if tool_calls else 0.0,
         )
         episode.turns.append(turn)
+        if any(call.ends_episode for call in tool_calls):
+            episode.stop_reason = episode.stop_reason or StopReason.FINISHED
         if episode.stop_reason is None:
             observation = self.chat_format.encode_tool_responses([call.response for call in tool_calls])
             if end + len(observation) < self.limits.max_response_tokens:
                 episode.append_observation(observation)
-                episode.turn_start, episode.turn_generate_s = len(episode.response_ids), 0.0
+                episode.turn_start = len(episode.response_ids)
+                episode.turn_wait_s = episode.turn_generate_s = 0.0
             else:
                 episode.stop_reason = StopReason.TOKEN_LIMIT
 
@@ -123,7 +132,7 @@ class EpisodeRunner:
             call = ToolCall("", request.text, ToolCallStatus.MALFORMED, request.response)
         else:
             call = await self.tool.call(request.name, request.arguments)
-        return _truncate_response(call, self.limits.max_tool_response_chars)
+        return truncate_response(call, self.limits.max_tool_response_chars)
 
 
 def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
@@ -131,7 +140,7 @@ def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
     return int.from_bytes(blake2b(f"{seed}/{sample}/{turn}/{problem}".encode(), digest_size=8).digest()) >> 1
 
 
-def _truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
+def truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
     """Keep at most `max_chars` characters from both ends, because a traceback names the error in its last line."""
     text, tail = call.response, max_chars // 2
     if len(text) <= max_chars:

@@ -3,7 +3,7 @@
 Invariants:
 - One task runs all jobs, one after the other, and leaves the entered context managers in reverse order.
 - `run` returns or raises only after its job has ended. Ctrl-C during `run` cancels the job first.
-- An exception in the loop is raised where its result was awaited, with its own traceback.
+- An exception of a job is raised by its `run`, with the traceback of the job.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A context manager for one thread, which must not be the loop's own."""
+    """A context manager that one thread enters and uses. It must not be used in the loop's own thread."""
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._jobs: asyncio.Queue[tuple[Future[Any], Callable[[], Awaitable[Any]]] | None] = asyncio.Queue()
-        """Jobs with their results' futures. None ends the loop."""
+        """Each job with the future of its result. None ends the loop."""
         self._exited: Future[None] = Future()
         self._thread = threading.Thread(target=self._thread_main, name="loop-thread", daemon=True)
         self._thread.start()

@@ -16,17 +16,17 @@ from itertools import accumulate
 
 NUM_BUCKETS = 64
 PRIOR_WEIGHT = 4.0
-"""Number of observations that the prior counts for. In the prior all lengths are equally likely."""
+"""Number of episodes that the prior counts as. In the prior all lengths are equally likely."""
 GROUP_PRIOR_WEIGHT = 2.0
 """The stage's mean length weighs as much as this many episodes in a group's mean (shrinkage)."""
 NUM_QUANTILES = 4
 REFRESH_DIVISOR = 50
-"""The distribution is recomputed once the new observations are 1/REFRESH_DIVISOR of all observations."""
+"""The distribution is recomputed when `_num_changes` reaches 1/REFRESH_DIVISOR of `_num_episodes`."""
 STEP_DECAY = 0.5
-"""Factor on the weight of all observations at each training step, since lengths change while the model learns."""
+"""Factor on the weight of all counted episodes at each training step, since lengths change while the model learns."""
 PRIOR_ENDED = [PRIOR_WEIGHT / NUM_BUCKETS] * NUM_BUCKETS
 PRIOR_PASSED = [PRIOR_WEIGHT * (NUM_BUCKETS - 1 - bucket) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
-"""The prior's observations per bucket: episodes that ended in it, and episodes that grew beyond it."""
+"""The prior's counts per bucket: episodes that ended in it, and episodes that grew beyond it."""
 
 
 class LengthModel:
@@ -40,14 +40,17 @@ class LengthModel:
         self._density: list[float] = []
         self._mean_above: list[float] = []
         """Mean final length of the episodes that end in each bucket or above. Empty until it is recomputed."""
-        self._num_observations = self._new_observations = 0.0
+        self._num_episodes = 0.0
+        """Number of episodes counted so far. It decays like their weight."""
+        self._num_changes = 0.0
+        """Number of changes since the distribution was last recomputed."""
         self._quantiles: dict[int, list[float]] = {}
         self._groups: dict[Hashable, list[float]] = {}
         """Sum of the expected lengths and number of episodes, by group."""
 
     def on_start(self, length: int) -> None:
         """Count an episode that starts with `length` tokens."""
-        self._num_observations += 1
+        self._num_episodes += 1
         self._in_bucket[self._bucket(length)] += 1
 
     def on_growth(self, before: int, now: int) -> None:
@@ -74,12 +77,12 @@ class LengthModel:
         self._invalidate()
 
     def decay(self) -> None:
-        """Start a training step: reduce the weight of all observations and drop all groups."""
+        """Start a training step: reduce the weight of all counted episodes and drop all groups."""
         self._ended = _decayed(self._ended, PRIOR_ENDED)
         self._passed = _decayed(self._passed, PRIOR_PASSED)
         self._groups.clear()
-        self._num_observations *= STEP_DECAY
-        self._new_observations = self._num_observations
+        self._num_episodes *= STEP_DECAY
+        self._num_changes = self._num_episodes
         self._invalidate()
 
     def mean_length_above(self, length: int) -> float:
@@ -118,9 +121,9 @@ class LengthModel:
         return self._mean_above
 
     def _invalidate(self) -> None:
-        self._new_observations += 1
-        if self._new_observations * REFRESH_DIVISOR >= self._num_observations:
-            self._new_observations = 0.0
+        self._num_changes += 1
+        if self._num_changes * REFRESH_DIVISOR >= self._num_episodes:
+            self._num_changes = 0.0
             self._mean_above = []
             self._quantiles = {}
 
@@ -130,7 +133,7 @@ class LengthModel:
 
 
 def _decayed(counts: list[float], prior: list[float]) -> list[float]:
-    """Decay the observations but not the prior."""
+    """Decay the counts of episodes but not the prior's."""
     return [base + (count - base) * STEP_DECAY for count, base in zip(counts, prior, strict=True)]
 
 

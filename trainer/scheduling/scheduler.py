@@ -51,7 +51,7 @@ from trainer.scheduling.state import (
 _FREE_TOKENS = attrgetter("free_tokens")
 
 TARGET_INCREASE, TARGET_DECREASE_FACTOR = 0.01, 0.95
-"""`TARGET_INCREASE` is added to the target utilization per observation without preemptions while episodes wait.
+"""`TARGET_INCREASE` is added to the target utilization per scrape without preemptions while episodes wait.
 `TARGET_DECREASE_FACTOR` multiplies it once per burst of preemptions. It is close to 1 because recomputing a few
 contexts costs less than leaving a fifth of the cache empty."""
 KV_USAGE_FULL = 0.9
@@ -62,7 +62,7 @@ engine's."""
 FORECAST_BUCKETS = 32
 """Number of forecast buckets in the longest context."""
 MAX_EXTRAPOLATIONS = 8
-"""Overdue episodes whose length one `observe` extrapolates, at most. It bounds the CPU time of `observe` when many
+"""Overdue episodes whose length one `update_stats` extrapolates, at most. It bounds the CPU time of the call when many
 episodes started together. With 2 instead of 8, `kv` over-reserved and preemptions doubled."""
 
 
@@ -227,8 +227,9 @@ class Scheduler:
         self.lengths.update_group(episode.group, episode.reported_length, length)
         self._queue.reprioritize(episode.group)
 
-    def observe(self, name: str, stats: EngineStats, now: float) -> None:
-        """Adjust an engine's target utilization: down after preemptions, up without them while episodes wait."""
+    def update_stats(self, name: str, stats: EngineStats, now: float) -> None:
+        """Adjust an engine's target utilization to its latest stats: down after preemptions, up without them while
+        episodes wait."""
         engine = self.engines[name]
         new_preemptions, engine.preemptions = stats.preemptions - engine.preemptions, stats.preemptions
         fits = engine.free_tokens >= 0
@@ -376,7 +377,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.drop_stale_predictions()  # `observe` does so too, but an engine without stats is never observed
+        engine.drop_stale_predictions()  # `update_stats` does so too, but it is not called for an engine without stats
         self._dirty[engine.name] = engine
 
     def _update_reservation(self, episode: ScheduledEpisode, engine: ScheduledEngine, step: float) -> None:

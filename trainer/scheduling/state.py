@@ -72,9 +72,9 @@ class ScheduledEngine:
     target_utilization: float = INITIAL_TARGET_UTILIZATION
     """Share of the KV capacity that may be reserved. Preemptions lower it."""
     preemptions: int = 0
-    """The engine's counter at the last observation."""
+    """The engine's counter at the last `update_stats`."""
     in_preemption_burst: bool = False
-    """True from a preemption until the reservations fit and an observation shows no new preemption."""
+    """True from a preemption until the reservations fit and a scrape shows no new preemption."""
     decode_steps: float = 0.0
     """Decode steps at the time `decode_steps_at`."""
     decode_steps_at: float = 0.0

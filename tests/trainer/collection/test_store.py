@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[3]
 SETTINGS = {"model": "tiny", "seed": 3}
 
 
-def sample_episode(task: str = "a", attempt: int = 0, seed: int = 1) -> Episode:
-    return episode(random.Random(f"{task}/{attempt}/{seed}"), task, attempt, skill=0.5)
+def sample_episode(problem: str = "a", sample: int = 0, seed: int = 1) -> Episode:
+    return episode(random.Random(f"{problem}/{sample}/{seed}"), problem, sample, skill=0.5)
 
 
 def assert_equal(left: Episode, right: Episode) -> None:
@@ -49,9 +49,11 @@ def prefix(whole: Episode, num_turns: int) -> Episode:
     )
 
 
-def long_episode(task: str = "a", attempt: int = 0) -> Episode:
+def long_episode(problem: str = "a", sample: int = 0) -> Episode:
     """An episode of at least three turns."""
-    return next(item for item in (sample_episode(task, attempt, seed) for seed in range(1000)) if len(item.turns) >= 3)
+    return next(
+        item for item in (sample_episode(problem, sample, seed) for seed in range(1000)) if len(item.turns) >= 3
+    )
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def open_store(path: Path) -> EpisodeStore:
 
 def stored_keys(path: Path) -> list[tuple[str, int]]:
     with StoreReader(path) as reader:
-        return list(reader.query("task, attempt"))
+        return list(reader.query("problem, sample"))
 
 
 def stored_episodes(path: Path) -> list[Episode]:
@@ -74,7 +76,7 @@ def stored_episodes(path: Path) -> list[Episode]:
 
 
 def test_an_episode_is_read_back_as_it_was_written(path: Path) -> None:
-    written = [sample_episode(task, attempt) for task in "ab" for attempt in range(3)]
+    written = [sample_episode(problem, sample) for problem in "ab" for sample in range(3)]
     with open_store(path) as store:
         assert store.write(written) == [True] * 6
     for left, right in zip(written, stored_episodes(path), strict=True):
@@ -113,7 +115,7 @@ def test_a_turn_that_does_not_follow_the_rows_before_it_is_an_error(path: Path) 
     whole = long_episode()
     with open_store(path) as store:
         store.write(growth=[Growth(0, prefix(whole, 1)), Growth(1, whole.tail(1, 1))])
-    with pytest.raises(RecordError, match=r"turns/000001\.jsonl, byte \d+: token 1 of Key\(task='a', attempt=0\)"):
+    with pytest.raises(RecordError, match=r"turns/000001\.jsonl, byte \d+: token 1 of Key\(problem='a', sample=0\)"):
         open_store(path)
 
 
@@ -129,7 +131,7 @@ def test_an_episode_that_begins_anew_replaces_its_turns_in_the_journal(path: Pat
 
 def test_journal_files_without_unfinished_episodes_are_deleted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "JOURNAL_BYTES", 1)  # a file per row
-    items = [long_episode("a", attempt) for attempt in range(4)]
+    items = [long_episode("a", sample) for sample in range(4)]
     with open_store(path) as store:
         store.write(growth=[Growth(0, prefix(item, 1)) for item in items])
         assert len(list(path.glob("turns/*"))) == 4
@@ -143,10 +145,12 @@ def test_journal_files_without_unfinished_episodes_are_deleted(path: Path, monke
 def test_failures_are_counted_by_kind_until_the_episode_is_stored(path: Path) -> None:
     key = Key("a", 0)
     with open_store(path) as store:
-        store.write(failures=[Failure(key, FailureKind.TASK, "x"), Failure(key, FailureKind.INFRASTRUCTURE, "y")])
+        store.write(
+            failures=[Failure(key, FailureKind.ENVIRONMENT, "x"), Failure(key, FailureKind.INFRASTRUCTURE, "y")]
+        )
         store.write(failures=[Failure(key, FailureKind.INFRASTRUCTURE, "z")])
     with open_store(path) as store:
-        assert store.failures == {(key, FailureKind.TASK): 1, (key, FailureKind.INFRASTRUCTURE): 2}
+        assert store.failures == {(key, FailureKind.ENVIRONMENT): 1, (key, FailureKind.INFRASTRUCTURE): 2}
         store.write([sample_episode()])
         assert not store.failures
     with open_store(path) as store:
@@ -158,23 +162,23 @@ def test_failures_are_counted_by_kind_until_the_episode_is_stored(path: Path) ->
 def test_a_torn_last_row_is_removed_and_the_others_are_kept(path: Path, file: str, torn_bytes: int) -> None:
     whole = long_episode("b")
     with open_store(path) as store:
-        store.write([sample_episode("a", attempt) for attempt in range(2)])
+        store.write([sample_episode("a", sample) for sample in range(2)])
         store.write(growth=[Growth(0, prefix(whole, 1))])
-        store.write(failures=[Failure(Key("b", 0), FailureKind.TASK, "x" * 300)])
+        store.write(failures=[Failure(Key("b", 0), FailureKind.ENVIRONMENT, "x" * 300)])
     content = (path / file).read_bytes()
     last_row = content.splitlines(keepends=True)[-1]
     (path / file).write_bytes(content + last_row[:torn_bytes])
     with open_store(path) as store:
         assert store.removed_rows == 1
         assert (path / file).read_bytes() == content
-        assert store.failures == {(Key("b", 0), FailureKind.TASK): 1}
+        assert store.failures == {(Key("b", 0), FailureKind.ENVIRONMENT): 1}
         assert store.take_unfinished(Key("b", 0)) is not None
     assert stored_keys(path) == [("a", 0), ("a", 1)]
 
 
 def test_a_damaged_row_before_others_is_an_error_that_names_its_place(path: Path) -> None:
     with open_store(path) as store:
-        store.write([sample_episode("a", attempt) for attempt in range(2)])
+        store.write([sample_episode("a", sample) for sample in range(2)])
     shard = path / "episodes/000001.jsonl"
     shard.write_bytes(b"?" + shard.read_bytes()[1:])
     (path / "index.sqlite3").unlink()
@@ -205,7 +209,7 @@ def test_the_index_is_rebuilt_from_the_shards(path: Path, damage: str) -> None:
 
 def test_a_full_shard_is_followed_by_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "SHARD_BYTES", 1)
-    written = [sample_episode("a", attempt) for attempt in range(3)]
+    written = [sample_episode("a", sample) for sample in range(3)]
     with open_store(path) as store:
         store.write(written[:2])
     with open_store(path) as store:
@@ -216,17 +220,17 @@ def test_a_full_shard_is_followed_by_another(path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_query_selects_by_the_columns_of_the_index(path: Path) -> None:
-    written = [sample_episode(task, attempt) for task in "ab" for attempt in range(20)]
+    written = [sample_episode(problem, sample) for problem in "ab" for sample in range(20)]
     with open_store(path) as store:
         store.write(written)
     expected = [Key.of(item) for item in written if item.reward == 1 and item.num_failed_tool_calls > 0]
     assert expected
     with StoreReader(path) as reader:
         assert reader.settings() == SETTINGS
-        assert list(reader.query("task, attempt", "reward = ? AND failed_tool_calls > 0", (1,))) == expected
+        assert list(reader.query("problem, sample", "reward = ? AND failed_tool_calls > 0", (1,))) == expected
         assert [Key.of(item) for item in reader.episodes("reward = 1 AND failed_tool_calls > 0")] == expected
         with pytest.raises(RecordError, match="'rewards = 1': no such column: rewards; expected a SQL condition on"):
-            list(reader.query("task", "rewards = 1"))
+            list(reader.query("problem", "rewards = 1"))
 
 
 def test_a_second_writer_is_refused(path: Path) -> None:
@@ -269,11 +273,11 @@ from tests.trainer.collection.test_store import open_store, sample_episode, pref
 from trainer.collection.store import Growth, Key
 
 with open_store(Path(sys.argv[1])) as store:
-    for attempt in range(10_000):
-        if Key("a", attempt) not in store:
-            store.write(growth=[Growth(0, prefix(long_episode("a", attempt), 1))])
-            assert store.write([sample_episode("a", attempt)]) == [True]
-            print(attempt, flush=True)
+    for sample in range(10_000):
+        if Key("a", sample) not in store:
+            store.write(growth=[Growth(0, prefix(long_episode("a", sample), 1))])
+            assert store.write([sample_episode("a", sample)]) == [True]
+            print(sample, flush=True)
 """
 
 
@@ -290,7 +294,7 @@ def test_a_killed_writer_loses_no_episode_that_it_has_reported(path: Path) -> No
         process.wait()
         process.stdout.close()
     open_store(path).close()
-    stored = [attempt for _, attempt in stored_keys(path)]
+    stored = [sample for _, sample in stored_keys(path)]
     assert stored == list(range(len(stored)))
     assert reported <= set(stored) and len(stored) <= len(reported) + 8
 

@@ -1,4 +1,4 @@
-"""LocalEngine: what it samples depends on weights, ids and seed alone, and its log-probabilities are the trainer's."""
+"""`LocalEngine`: its samples depend on weights, ids and seed alone, and its log-probabilities are the trainer's."""
 
 from __future__ import annotations
 
@@ -9,233 +9,212 @@ import warnings
 
 import pytest
 
+from tests.trainer.engines.qwen_model import VOCAB_SIZE, make_model, trainer_logprobs
+from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams
+from trainer.engines.local import LocalEngine
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-
-from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams  # noqa: E402
-from trainer.engines.local import LocalEngine  # noqa: E402
-
 pytestmark = pytest.mark.asyncio
-VOCABULARY = 96
 
 
-def model(seed=0, **changes):
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    vocab_size = {"vocab_size": VOCABULARY, "tie_word_embeddings": True}
-    network = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocab_size, **changes}))
-    with torch.no_grad():  # a random model is nearly uniform: sharper, so that what it says depends on what it read
-        network.model.embed_tokens.weight.mul_(3)
-    return network
+def random_prompts(count, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(3, 70))] for _ in range(count)]
 
 
-def prompts(count, seed=0):
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCABULARY) for _ in range(draw.randint(3, 70))] for _ in range(count)]
-
-
-async def engine_of(seed=0, **options):
-    return LocalEngine(model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
-
-
-def training_logprobs(trained, ids, temperature=1.0):
-    with torch.no_grad():
-        logits = trained(torch.tensor([ids])).logits[0, :-1].float() / temperature
-        return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+async def make_engine(seed=0, **options):
+    return LocalEngine(make_model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
 
 
 async def test_a_deprecation_warning_is_logged_and_fails_no_request(caplog):
-    deprecated, forward = model(), Qwen3ForCausalLM.forward
+    model = make_model()
+    forward = type(model).forward
 
     @functools.wraps(forward)
-    def warns(self, *args, **kwargs):
+    def warn_and_forward(self, *args, **kwargs):
         warnings.warn("an argument will be removed", FutureWarning, stacklevel=2)
         return forward(self, *args, **kwargs)
 
-    deprecated.forward = warns.__get__(deprecated)
-    engine, same = LocalEngine(deprecated, max_num_seqs=8, max_model_len=256), await engine_of()
-    sampling = SamplingParams(5, seed=1)
-    assert (await engine.generate([1, 2, 3], sampling)).ids == (await same.generate([1, 2, 3], sampling)).ids
+    model.forward = warn_and_forward.__get__(model)
+    engine, engine_without_warning = LocalEngine(model, max_num_seqs=8, max_model_len=256), await make_engine()
+    request = ([1, 2, 3], SamplingParams(5, seed=1))
+    assert (await engine.generate(*request)).ids == (await engine_without_warning.generate(*request)).ids
     assert caplog.text.count("an argument will be removed") == 1
-    await engine.close()
-    await same.close()
+    await asyncio.gather(engine.close(), engine_without_warning.close())
 
 
 async def test_an_aborted_request_continues_with_the_same_tokens():
-    engine, prompt = await engine_of(max_num_seqs=2), prompts(1)[0]
-    whole = await engine.generate(prompt, SamplingParams(150, seed=1))
-    ids, logprobs, pieces = (), (), 0
+    """Abort a generation of 150 tokens about every 60 positions, with another request running and one waiting."""
+    engine, prompt = await make_engine(max_num_seqs=2), random_prompts(1)[0]
+    expected = await engine.generate(prompt, SamplingParams(150, seed=1))
+    ids, logprobs, num_requests = (), (), 0
     while len(ids) < 150:
-        names = [f"{pieces}", "another", "waiting"]
-        first = SamplingParams(150 - len(ids), seed=1, request_id=names[0])
+        request_ids = [f"part {num_requests}", "other", "waiting"]
+        continuation = SamplingParams(150 - len(ids), seed=1, request_id=request_ids[0])
         requests = [
-            (prompt + list(ids), first),
-            *(([1, 2], SamplingParams(100, seed=2, request_id=name)) for name in names[1:]),
+            ([*prompt, *ids], continuation),
+            *(([1, 2], SamplingParams(100, seed=2, request_id=request_id)) for request_id in request_ids[1:]),
         ]
-        begun = engine.computed_positions
+        computed_before = engine.computed_positions
         tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
-        while engine.computed_positions < begun + 60 and not tasks[0].done():  # noqa: ASYNC110 (a thread counts them)
+        while engine.computed_positions < computed_before + 60 and not tasks[0].done():  # noqa: ASYNC110 (no event)
             await asyncio.sleep(0.001)
-        await engine.abort(names)
+        await engine.abort(request_ids)
         generation, _, waiting = await asyncio.gather(*tasks)
-        ids, logprobs, pieces = ids + generation.ids, logprobs + generation.logprobs, pieces + 1
+        ids, logprobs, num_requests = ids + generation.ids, logprobs + generation.logprobs, num_requests + 1
         assert generation.is_aborted == (len(ids) < 150)
         assert waiting.ids == () or not generation.is_aborted
     await engine.close()
-    assert pieces > 1
-    assert (ids, logprobs) == (whole.ids, whole.logprobs)
+    assert num_requests > 1
+    assert (ids, logprobs) == (expected.ids, expected.logprobs)
 
 
-async def test_bits_do_not_depend_on_batch_slot_or_time():
+async def test_samples_do_not_depend_on_the_batch_the_slot_or_the_order():
     requests = [
-        (ids, SamplingParams(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index))
-        for index, ids in enumerate(prompts(12))
+        (ids, SamplingParams(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index))  # mixed within a batch
+        for index, ids in enumerate(random_prompts(12))
     ]
-    engine = await engine_of()
+    engine = await make_engine()
     together = await asyncio.gather(*(engine.generate(*request) for request in requests))
-    backwards = await asyncio.gather(*(engine.generate(*request) for request in reversed(requests)))
+    in_reverse = await asyncio.gather(*(engine.generate(*request) for request in reversed(requests)))
     alone = [await engine.generate(*requests[index]) for index in range(3)]
     await engine.close()
     assert alone == together[:3]
-    assert backwards[::-1] == together
+    assert in_reverse[::-1] == together
     assert len({generation.ids for generation in together}) == len(requests)
 
 
 @pytest.mark.parametrize("slots", [5, 64])
 async def test_every_slot_computes_the_same_bits(slots):
     """The same ids give the same bits in every slot, alone or in a batch with longer contexts."""
-    engine, strangers = await engine_of(max_num_seqs=slots), await engine_of(max_num_seqs=slots)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, VOCABULARY, (80,), generator=draw)
-    for position, id in enumerate(ids.tolist()):
-        same = engine._forward(torch.full((slots,), id), torch.full((slots,), position))
-        others = torch.randint(0, VOCABULARY, (slots,), generator=draw)
-        positions = torch.randint(0, 250, (slots,), generator=draw)
-        others[-1], positions[-1] = id, position
-        last = strangers._forward(others, positions)[-1]
-        assert torch.equal(same, last.expand(slots, -1)), f"position {position}"
-    await asyncio.gather(engine.close(), strangers.close())
+    same_ids_engine, mixed_engine = await make_engine(max_num_seqs=slots), await make_engine(max_num_seqs=slots)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB_SIZE, (80,), generator=generator)
+    for position, token_id in enumerate(ids.tolist()):
+        logits_of_all_slots = same_ids_engine._forward(torch.full((slots,), token_id), torch.full((slots,), position))
+        mixed_ids = torch.randint(0, VOCAB_SIZE, (slots,), generator=generator)
+        positions = torch.randint(0, 250, (slots,), generator=generator)
+        mixed_ids[-1], positions[-1] = token_id, position
+        logits_of_last_slot = mixed_engine._forward(mixed_ids, positions)[-1]
+        assert torch.equal(logits_of_all_slots, logits_of_last_slot.expand(slots, -1)), f"position {position}"
+    await asyncio.gather(same_ids_engine.close(), mixed_engine.close())
 
 
 async def test_logprobs_equal_the_trainers():
-    trained, engine = model(), await engine_of()
-    prompt = prompts(1)[0]
+    model, engine = make_model(), await make_engine()
+    prompt = random_prompts(1)[0]
     for temperature in (1.0, 0.6):
-        got = await engine.generate(prompt, SamplingParams(24, temperature=temperature, seed=3))
-        expected = training_logprobs(trained, [*prompt, *got.ids], temperature)[len(prompt) - 1 :]
-        assert got.logprobs == pytest.approx(expected, abs=1e-4)
-    scores = await engine.logprobs([*prompt, *got.ids])
-    assert scores == pytest.approx(training_logprobs(trained, [*prompt, *got.ids]), abs=1e-4)
+        generation = await engine.generate(prompt, SamplingParams(24, temperature=temperature, seed=3))
+        ids = [*prompt, *generation.ids]
+        expected = trainer_logprobs(model, ids, temperature)[len(prompt) - 1 :]
+        assert generation.logprobs == pytest.approx(expected, abs=1e-4)
+    assert await engine.logprobs(ids) == pytest.approx(trainer_logprobs(model, ids), abs=1e-4)
     await engine.close()
 
 
 async def test_a_cached_prefix_changes_no_bit():
-    kept, fresh = await engine_of(max_num_seqs=2), await engine_of(max_num_seqs=2)
-    prompt = prompts(1)[0]
-    first = await kept.generate(prompt, SamplingParams(30, seed=1))
+    engine, engine_without_cache = await make_engine(max_num_seqs=2), await make_engine(max_num_seqs=2)
+    prompt = random_prompts(1)[0]
+    first = await engine.generate(prompt, SamplingParams(30, seed=1))
     context = [*prompt, *first.ids, 5, 6, 7]
-    computed = kept.computed_positions
-    second = await kept.generate(context, SamplingParams(30, seed=2))
-    assert (
-        kept.computed_positions - computed == 3 + 30
-    )  # the last id sampled and the three after it, not the prompt again
-    assert second == await fresh.generate(context, SamplingParams(30, seed=2))
-    await asyncio.gather(kept.close(), fresh.close())
+    computed_before = engine.computed_positions
+    second = await engine.generate(context, SamplingParams(30, seed=2))
+    # The last sampled id and two of the three new ones fill the cache; the third yields the first of 30 samples.
+    assert engine.computed_positions - computed_before == 3 + 30
+    assert second == await engine_without_cache.generate(context, SamplingParams(30, seed=2))
+    await asyncio.gather(engine.close(), engine_without_cache.close())
 
 
 async def test_sampling_follows_the_distribution():
-    trained, engine = model(), await engine_of(max_num_seqs=64)
-    prompt = prompts(1)[0]
-    drawn = await asyncio.gather(*(engine.generate(prompt, SamplingParams(1, seed=seed)) for seed in range(2000)))
+    model, engine = make_model(), await make_engine(max_num_seqs=64)
+    prompt = random_prompts(1)[0]
+    generations = await asyncio.gather(*(engine.generate(prompt, SamplingParams(1, seed=seed)) for seed in range(2000)))
     with torch.no_grad():
-        probabilities = trained(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-    counts = torch.bincount(torch.tensor([generation.ids[0] for generation in drawn]), minlength=VOCABULARY)
-    expected = probabilities * len(drawn)
-    likely = expected > 5
-    chi_squared = ((counts - expected) ** 2 / expected)[likely].sum().item()
-    assert likely.sum() > 5
-    assert chi_squared < 2 * likely.sum().item() + 20  # the seeds are fixed: this passes or fails for good
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor([generation.ids[0] for generation in generations]), minlength=VOCAB_SIZE)
+    expected = probabilities * len(generations)
+    is_frequent = expected > 5  # the usual condition for a chi-squared test
+    chi_squared = ((counts - expected) ** 2 / expected)[is_frequent].sum().item()
+    assert is_frequent.sum() > 5
+    assert chi_squared < 2 * is_frequent.sum().item() + 20  # loose, and the seeds are fixed, so the test is never flaky
     await engine.close()
 
 
 async def test_top_p_drops_the_tail_and_renormalizes():
-    trained, engine = model(), await engine_of()
-    prompt = prompts(1)[0]
-    drawn = await asyncio.gather(
+    model, engine = make_model(), await make_engine()
+    prompt = random_prompts(1)[0]
+    generations = await asyncio.gather(
         *(engine.generate(prompt, SamplingParams(1, top_p=0.5, seed=seed)) for seed in range(200))
     )
     with torch.no_grad():
-        probabilities = trained(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     ordered, order = probabilities.sort(descending=True)
-    kept = order[: int((ordered.cumsum(-1) < 0.5).sum()) + 1].tolist()
-    assert {generation.ids[0] for generation in drawn} <= set(kept)
-    mass = probabilities[kept].sum()
-    for generation in drawn:
-        assert generation.logprobs[0] == pytest.approx((probabilities[generation.ids[0]] / mass).log().item(), abs=1e-4)
+    top_ids = order[: int((ordered.cumsum(-1) < 0.5).sum()) + 1].tolist()
+    assert {generation.ids[0] for generation in generations} <= set(top_ids)
+    logprobs = (probabilities / probabilities[top_ids].sum()).log()
+    for generation in generations:
+        assert generation.logprobs[0] == pytest.approx(logprobs[generation.ids[0]].item(), abs=1e-4)
     await engine.close()
 
 
 async def test_generation_ends_after_a_stop_id():
-    engine, prompt = await engine_of(), prompts(1)[0]
-    got = await engine.generate(prompt, SamplingParams(12, seed=4))
-    assert (len(got.ids), got.has_stop_token) == (12, False)
-    stop = got.ids[4]
-    again = await engine.generate(prompt, SamplingParams(12, stop_ids=(stop,), seed=4))
-    end = got.ids.index(stop) + 1
-    assert again == Generation(got.ids[:end], got.logprobs[:end], True, "local", 0)
+    engine, prompt = await make_engine(), random_prompts(1)[0]
+    whole = await engine.generate(prompt, SamplingParams(12, seed=4))
+    assert (len(whole.ids), whole.has_stop_token) == (12, False)
+    stop_id = whole.ids[4]
+    stopped = await engine.generate(prompt, SamplingParams(12, stop_ids=(stop_id,), seed=4))
+    end = whole.ids.index(stop_id) + 1
+    assert stopped == Generation(whole.ids[:end], whole.logprobs[:end], True, "local", 0)
     await engine.close()
 
 
 async def test_new_weights_change_the_version_and_clear_the_prefix_cache(tmp_path):
-    engine, other = await engine_of(), model(seed=1)
-    prompt = prompts(1)[0]
+    engine, other = await make_engine(), make_model(seed=1)
+    prompt = random_prompts(1)[0]
     before = await engine.generate(prompt, SamplingParams(8, seed=0))
     await engine.load_weights(other.state_dict(), 7)
     after = await engine.generate(prompt, SamplingParams(8, seed=0))
     assert (before.weight_version, after.weight_version) == (0, 7)
-    assert await engine.logprobs(prompt) == pytest.approx(training_logprobs(other, prompt), abs=1e-4)
-    model(seed=2).save_pretrained(tmp_path)
+    assert await engine.logprobs(prompt) == pytest.approx(trainer_logprobs(other, prompt), abs=1e-4)
+    make_model(seed=2).save_pretrained(tmp_path)
     await engine.load_weights(tmp_path, 8)
-    assert await engine.logprobs(prompt) == pytest.approx(training_logprobs(model(seed=2), prompt), abs=1e-4)
+    assert await engine.logprobs(prompt) == pytest.approx(trainer_logprobs(make_model(seed=2), prompt), abs=1e-4)
     await engine.close()
 
 
 async def test_loading_weights_while_a_request_runs_is_an_error():
-    engine = await engine_of()
+    engine = await make_engine()
     running = asyncio.create_task(engine.generate([1], SamplingParams(40, seed=0)))
-    await engine.logprobs([1, 2])  # by now the other has begun
+    await engine.logprobs([1, 2])  # returns after the other request has started
     with pytest.raises(RuntimeError, match="await them"):
-        await engine.load_weights(model().state_dict(), 1)
+        await engine.load_weights(make_model().state_dict(), 1)
     assert len((await running).ids) == 40
     await engine.close()
 
 
-async def test_loading_weights_ignores_requests_cancelled_before():
-    engine, weights = await engine_of(max_num_seqs=2), model().state_dict()
+async def test_weights_can_be_loaded_right_after_all_requests_are_cancelled():
+    engine, weights = await make_engine(max_num_seqs=2), make_model().state_dict()
     for version in range(5):
-        endless = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(4)]
+        running = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(4)]
         await asyncio.sleep(0)
-        await engine.abort([])  # by now they have come
-        for task in endless:
+        await engine.abort([])  # returns after the engine has received the requests
+        for task in running:
             task.cancel()
-        await asyncio.wait(endless)
+        await asyncio.wait(running)
         await engine.load_weights(weights, version)
     await engine.close()
 
 
 async def test_cancelled_requests_free_their_slots():
-    engine = await engine_of(max_num_seqs=2)
-    endless = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(10)]
+    engine = await make_engine(max_num_seqs=2)
+    running = [asyncio.create_task(engine.generate([1], SamplingParams(255, seed=seed))) for seed in range(10)]
     await asyncio.sleep(0)
-    for task in endless:
+    for task in running:
         task.cancel()
-    await asyncio.gather(*endless, return_exceptions=True)
+    await asyncio.gather(*running, return_exceptions=True)
     before = engine.computed_positions
     await engine.generate([2], SamplingParams(1, seed=0))
-    assert engine.computed_positions - before <= 3
+    assert engine.computed_positions - before <= 3  # the new request, and one step of the two that ran
     await engine.close()
 
 
@@ -244,52 +223,54 @@ async def test_cancelled_requests_free_their_slots():
     [([], SamplingParams(1)), ([1] * 250, SamplingParams(7)), ([1], SamplingParams(0)), ([96], SamplingParams(1))],
 )
 async def test_an_invalid_request_is_a_value_error_at_once(ids, sampling):
-    engine = await engine_of()
+    engine = await make_engine()
     with pytest.raises(ValueError, match="expected"):
         await engine.generate(ids, sampling)
     assert (await engine.generate([1], SamplingParams(1, seed=0))).ids
     await engine.close()
 
 
-async def test_nan_weights_fail_every_turn_and_have_no_effect_after_valid_weights_are_loaded():
-    engine, fresh, broken = await engine_of(max_num_seqs=2), await engine_of(max_num_seqs=2), model()
+async def test_nan_weights_fail_every_request_and_have_no_effect_after_valid_weights_are_loaded():
+    engine, valid_engine = await make_engine(max_num_seqs=2), await make_engine(max_num_seqs=2)
+    broken_model = make_model()
     with torch.no_grad():
-        broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    await engine.load_weights(broken.state_dict(), 1)
+        broken_model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    await engine.load_weights(broken_model.state_dict(), 1)
     requests = [engine.generate([1, 2, 3], SamplingParams(5, seed=seed)) for seed in range(5)]
-    ends = await asyncio.gather(*requests, engine.logprobs([1, 2, 3]), return_exceptions=True)
-    assert [type(end) for end in ends] == [NonFiniteLogprobError] * 6
-    await engine.load_weights(model().state_dict(), 0)
-    for prompt in prompts(4):
-        expected = await fresh.generate(prompt, SamplingParams(20, seed=1))
+    results = await asyncio.gather(*requests, engine.logprobs([1, 2, 3]), return_exceptions=True)
+    assert [type(result) for result in results] == [NonFiniteLogprobError] * 6
+    await engine.load_weights(make_model().state_dict(), 0)
+    for prompt in random_prompts(4):
+        expected = await valid_engine.generate(prompt, SamplingParams(20, seed=1))
         assert await engine.generate(prompt, SamplingParams(20, seed=1)) == expected
-    await asyncio.gather(engine.close(), fresh.close())
+    await asyncio.gather(engine.close(), valid_engine.close())
 
 
-async def test_a_turn_with_nan_logits_fails_alone_and_does_not_affect_later_turns_in_its_slot():
-    """Only requests that contain the id with the NaN embedding fail, not others in the batch or later in the slot."""
-    fresh, broken = await engine_of(max_num_seqs=2), model(tie_word_embeddings=False)
-    broken.load_state_dict(model().state_dict())
-    requests = [prompt[:10] for prompt in prompts(3)]
-    expected = [await fresh.generate(ids, SamplingParams(20, seed=1)) for ids in requests]
-    read = {id for ids, generation in zip(requests, expected, strict=True) for id in (*ids, *generation.ids)}
-    poison = min(set(range(VOCABULARY)) - read)
+async def test_a_request_with_nan_logits_fails_alone_and_does_not_affect_later_requests_in_its_slot():
+    """One id has an embedding of NaN. Only the request with this id fails, not the other one in the batch."""
+    valid_engine, broken_model = await make_engine(max_num_seqs=2), make_model(tie_word_embeddings=False)
+    broken_model.load_state_dict(make_model().state_dict())
+    prompts = [prompt[:10] for prompt in random_prompts(3)]
+    sampling = SamplingParams(20, seed=1)
+    expected = [await valid_engine.generate(prompt, sampling) for prompt in prompts]
+    used_ids = {id for prompt, generation in zip(prompts, expected, strict=True) for id in (*prompt, *generation.ids)}
+    nan_id = min(set(range(VOCAB_SIZE)) - used_ids)
     with torch.no_grad():
-        broken.model.embed_tokens.weight[poison] = float("nan")
-    engine = LocalEngine(broken, max_num_seqs=2, max_model_len=256)
-    turn = engine.generate([*requests[1] * 4, poison, 7], SamplingParams(9, seed=1))
-    ends = await asyncio.gather(engine.generate(requests[0], SamplingParams(20, seed=1)), turn, return_exceptions=True)
-    assert ends[0] == expected[0]
-    assert isinstance(ends[1], NonFiniteLogprobError)
-    assert f"expected finite logits, got others at position {4 * len(requests[1])}" in str(ends[1])
-    # The first two take both slots, and of neither is a prefix kept that would overwrite what is there.
-    some = await asyncio.gather(*(engine.generate(ids, SamplingParams(20, seed=1)) for ids in reversed(requests)))
-    assert some == expected[::-1]
-    await asyncio.gather(engine.close(), fresh.close())
+        broken_model.model.embed_tokens.weight[nan_id] = float("nan")
+    engine = LocalEngine(broken_model, max_num_seqs=2, max_model_len=256)
+    failing = engine.generate([*prompts[1] * 4, nan_id, 7], SamplingParams(9, seed=1))
+    other, error = await asyncio.gather(engine.generate(prompts[0], sampling), failing, return_exceptions=True)
+    assert other == expected[0]
+    assert isinstance(error, NonFiniteLogprobError)
+    assert f"expected finite logits, got others at position {4 * len(prompts[1])}" in str(error)
+    # The first two requests use both slots. No cached prefix of theirs overwrites the slot's old keys and values.
+    later = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in reversed(prompts)))
+    assert later == expected[::-1]
+    await asyncio.gather(engine.close(), valid_engine.close())
 
 
 async def test_close_fails_waiting_requests():
-    engine = await engine_of()
+    engine = await make_engine()
     running = asyncio.create_task(engine.generate([1], SamplingParams(255, seed=0)))
     await asyncio.sleep(0)
     await engine.close()
@@ -299,4 +280,4 @@ async def test_close_fails_waiting_requests():
 
 async def test_unsupported_attention_is_a_value_error():
     with pytest.raises(ValueError, match="use vLLM"):
-        LocalEngine(model(layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=True))
+        LocalEngine(make_model(layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=True))

@@ -1,3 +1,5 @@
+"""The reward is 1 or 0 by the check of the answer, and None if the infrastructure failed."""
+
 from __future__ import annotations
 
 import asyncio
@@ -9,8 +11,8 @@ from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.reward import score_episodes
 
 
-def episode(answer: str | None, *, gold: str = "7", stop: StopReason = StopReason.FINISHED) -> Episode:
-    return Episode(Problem("p", "What is it?", gold), 0, stop_reason=stop, answer=answer)
+def episode(answer: str | None, *, correct_answer: str = "7", stop_reason: StopReason = StopReason.FINISHED) -> Episode:
+    return Episode(Problem("p", "What is it?", correct_answer), 0, stop_reason=stop_reason, answer=answer)
 
 
 def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[float | None]:
@@ -18,8 +20,8 @@ def rewards(*episodes: Episode, verifier: FakeVerifier | None = None) -> list[fl
 
 
 def test_the_reward_of_an_answer_follows_from_its_check() -> None:
-    asked = [episode(answer) for answer in ("7", "8", "unparsable", "unavailable")]
-    assert rewards(*asked) == [1.0, 0.0, 0.0, None]
+    episodes = [episode(answer) for answer in ("7", "8", "unparsable", "unavailable")]
+    assert rewards(*episodes) == [1.0, 0.0, 0.0, None]
 
 
 def test_an_episode_without_an_answer_has_reward_0_and_is_not_checked() -> None:
@@ -28,19 +30,19 @@ def test_an_episode_without_an_answer_has_reward_0_and_is_not_checked() -> None:
     assert verifier.requests == []
 
 
-@pytest.mark.parametrize("stop", [StopReason.UNAVAILABLE, StopReason.CANCELLED])
+@pytest.mark.parametrize("stop_reason", [StopReason.UNAVAILABLE, StopReason.CANCELLED])
 @pytest.mark.parametrize("answer", [None, "7"])
-def test_an_episode_that_we_ended_has_no_reward(stop: StopReason, answer: str | None) -> None:
-    assert rewards(episode(answer, stop=stop)) == [None]
+def test_an_unavailable_or_cancelled_episode_has_no_reward(stop_reason: StopReason, answer: str | None) -> None:
+    assert rewards(episode(answer, stop_reason=stop_reason)) == [None]
 
 
-@pytest.mark.parametrize("stop", [StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT])
-def test_limits_are_the_models_own_doing(stop: StopReason) -> None:
-    assert rewards(episode(None, stop=stop), episode("7", stop=stop)) == [0.0, 1.0]
+@pytest.mark.parametrize("stop_reason", [StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT])
+def test_an_episode_that_reached_a_limit_has_a_reward(stop_reason: StopReason) -> None:
+    assert rewards(episode(None, stop_reason=stop_reason), episode("7", stop_reason=stop_reason)) == [0.0, 1.0]
 
 
-def test_answers_that_episodes_share_are_checked_once_and_all_at_once() -> None:
+def test_equal_answers_are_checked_once_and_all_checks_are_one_request() -> None:
     verifier = FakeVerifier()
-    asked = [episode("7"), episode("8"), episode("7"), episode("7", gold="8"), episode("8")]
-    assert rewards(*asked, verifier=verifier) == [1.0, 0.0, 1.0, 0.0, 0.0]
+    episodes = [episode("7"), episode("8"), episode("7"), episode("7", correct_answer="8"), episode("8")]
+    assert rewards(*episodes, verifier=verifier) == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert verifier.requests == [[("7", "7"), ("7", "8"), ("8", "7")]]

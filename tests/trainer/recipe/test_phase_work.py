@@ -222,7 +222,7 @@ async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
 
     async with FakeVllm(behind, load=load_saved).serve() as url:
         sets = ["run_dir=run", "engines.kind=vllm", f"engines.endpoints={url}", "engines.max_down_s=77"]
-        async with rollout_session._open_engine_pool(RecipeRun(_config(tmp_path, *sets)), model) as pool:
+        async with rollout_session.open_engine_pool(_config(tmp_path, *sets), model, tmp_path) as pool:
             assert paths == [tmp_path / "run/weights/v000000"]
             assert paths[0].exists(), "one that is started anew gets them again"
             assert pool._all_down_timeout_s == 77

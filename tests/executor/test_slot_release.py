@@ -20,7 +20,7 @@ from tests.executor.calling import DEADLINE_S, OWN_PYTHON, is_gone
 from tests.jail.jails import all_users_can_reach, descendants, system_python
 
 PROCESSES = 24
-CODE = f"""
+FORKING_CODE = f"""
 import os, time
 for _ in range({PROCESSES} - 1):
     if os.fork() == 0: break
@@ -29,7 +29,8 @@ time.sleep(1000)
 """
 
 
-def guest_of(level: str) -> str:
+def python_for(level: str) -> str:
+    """Return a Python that calls can use at this level, or skip the test."""
     try:
         choose_level(level)
     except IsolationError as error:
@@ -44,6 +45,7 @@ def guest_of(level: str) -> str:
 
 
 def no_cgroups() -> CgroupTree:
+    """Replace `CgroupTree` on a machine without cgroups."""
     raise IsolationError("cgroups: none in this test")
 
 
@@ -54,7 +56,7 @@ def no_cgroups() -> CgroupTree:
 async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
     level: str, has_cgroups: bool, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = guest_of(level)
+    python = python_for(level)
     if has_cgroups:
         try:
             CgroupTree().close()
@@ -66,11 +68,11 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
     alive_when_freed: list[list[int]] = []
     mark_free = Slots._mark_free
 
-    def note(slots: Slots, slot: int) -> None:
+    def record_and_mark_free(slots: Slots, slot: int) -> None:
         alive_when_freed.append([pid for pid in call_pids if not is_gone(pid)])
         mark_free(slots, slot)
 
-    monkeypatch.setattr(Slots, "_mark_free", note)
+    monkeypatch.setattr(Slots, "_mark_free", record_and_mark_free)
     results: list[Result] = []
     settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2, "attempts": 1}
     executor = Executor(
@@ -83,7 +85,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
             await executor.wait_ready()
             (pool,) = executor.pools
             zygote = pool.zygotes[Profile.NUMERIC]
-            executor.submit(1, Call(CODE, profile=Profile.NUMERIC).encode(binary=True))
+            executor.submit(1, Call(FORKING_CODE, profile=Profile.NUMERIC).encode(binary=True))
             executor.start_queued_calls()
             while len(call_pids) < PROCESSES:
                 await trio.sleep(0.01)
@@ -92,15 +94,19 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
             if victim == "call":
                 executor.cancel(1)
             else:
-                first = pool.zygotes[Profile.BARE].stream.peer_pid
-                pids = {"zygote": zygote.stream.peer_pid, "first zygote": first, "launcher": zygote.jail_process.pid}
-                os.kill(pids[victim], signal.SIGKILL)
-            while not alive_when_freed:  # noqa: ASYNC110  there is no event for it
+                first_zygote = pool.zygotes[Profile.BARE]
+                pid_of = {
+                    "zygote": zygote.stream.peer_pid,
+                    "first zygote": first_zygote.stream.peer_pid,
+                    "launcher": zygote.jail_process.pid,
+                }
+                os.kill(pid_of[victim], signal.SIGKILL)
+            while not alive_when_freed:  # noqa: ASYNC110  no event is set when a slot is freed
                 await trio.sleep(0.001)
             assert alive_when_freed == [[]]
             await executor.wait_ready()
             executor.submit(2, Call("6 * 7").encode(binary=True))
             executor.start_queued_calls()
-            while not any(result.value == "42" for result in results):  # noqa: ASYNC110
+            while not any(result.value == "42" for result in results):  # noqa: ASYNC110  no event is set here either
                 await trio.sleep(0.01)
             nursery.cancel_scope.cancel()

@@ -1,7 +1,7 @@
 """Fake zygotes: real frames over real sockets under Trio, without processes. The code of a call selects the behaviour.
 
     "NAME"              the method NAME of `FakeZygote`, each time the call is started
-    "NAME TIMES ..."    that method the first TIMES times, later "ok"; the rest only makes codes different
+    "NAME TIMES ..."    that method the first TIMES times, later "ok"; further words only make codes different
 
 `Fleet.start_jail` replaces `ZygotePool._start_jail`.
 """
@@ -18,7 +18,7 @@ import socket
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -31,43 +31,41 @@ from sandbox.config import ExecutorConfig
 from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
-from sandbox.types import Call, EncodedResult, Limits, Result
+from sandbox.types import Call, EncodedResult, Result
 from tests.executor.calling import OWN_PYTHON
 
 _find = cache(Interpreter.find)
 
-__all__ = ["HOSTILE", "Driven", "FakeZygote", "Fleet", "Limits", "driven", "ended_binary", "ended_json", "frame"]
-
-HOSTILE = (
+HOSTILE_BEHAVIOURS = (
     *("die", "kill_jail", "garbage", "huge_head", "huge_body", "too_large", "truncated", "twice"),
     *("unknown_call", "other_call", "no_op", "ready_again", "wrong_types", "deep_json", "not_a_number"),
     *("invalid_wall_time", "no_pidfd", "fake_pidfd", "two_still_running", "too_many_fds"),
 )
-"""Everything wrong that a zygote may do with a call, as names of `FakeZygote`'s methods."""
+"""Names of the methods of `FakeZygote` that break the protocol."""
 
 
 def frame(header: dict[str, Any] | str, *blobs: bytes) -> bytes:
-    """One frame; a header given as text may be anything."""
+    """One frame. A header that is a text is sent as it is, valid or not."""
     if isinstance(header, dict):
         header = json.dumps({**header, "blobs": [len(blob) for blob in blobs]})
     return struct.pack("<II", len(header), sum(map(len, blobs))) + header.encode() + b"".join(blobs)
 
 
 def ended_json(run_id: int, stdout: bytes = b"", **fields: Any) -> bytes:
-    """An `ended` frame with a JSON header, which the executor accepts too."""
+    """An `ended` frame with a JSON header, which no real zygote sends but the executor accepts."""
     usage = {"wall_ms": 1.0, "cpu_ms": 1.0, "peak_kb": 1024, "stdout_truncated": False, "stderr_truncated": False}
     header = {"op": "ended", "run_id": run_id, "exit_code": 0, "signal": None, **usage, **fields}
     return frame(header, stdout, b"", b"", b"")
 
 
 def ended_binary(run_id: int, stdout: bytes = b"", exit_code: int = 0) -> bytes:
-    """An `ended` frame as real zygotes send it."""
+    """An `ended` frame as real zygotes send it: the fields of `zygote_frames._ENDED`, and the lengths of four blobs."""
     head = struct.pack("<BQiiQQQB4Q", 1, run_id, exit_code, -1, 1000, 1000, 1024, 0, len(stdout), 0, 0, 0)
     return struct.pack("<II", len(head), len(stdout)) + head + stdout
 
 
 class FakeJail:
-    """The part of a pool's jail process that the pool uses."""
+    """A fake of the jail's process, with the methods that the pool uses."""
 
     def __init__(self) -> None:
         self.zygotes: list[FakeZygote] = []
@@ -89,6 +87,7 @@ class FakeZygote:
         self.calls: dict[int, str] = {}
         """Code of the running calls, by run id."""
         self.fds: list[int] = []
+        """Received descriptors."""
         self.is_open = True
         jail.zygotes.append(self)
         fleet.zygotes.append(self)
@@ -103,7 +102,7 @@ class FakeZygote:
             self.fds.clear()
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send what the socket accepts. The rest is lost, as by a zygote that dies in the middle of a frame."""
+        """Send the bytes that the socket accepts. The rest is lost, as if the zygote died in the middle of a frame."""
         try:
             if self.is_open:
                 socket.send_fds(self.sock, [data], list(fds))
@@ -158,14 +157,14 @@ class FakeZygote:
             header = {"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": wall_ms}
             self.send(frame(header), (null.fileno(),))
 
-    # behaviours of calls
+    # The behaviours that a call can select
 
     def ok(self, run_id: int) -> None:
         """Echo the code to standard output."""
         self.send(ended_binary(run_id, self.calls.pop(run_id).encode()))
 
     async def slow(self, run_id: int) -> None:
-        await trio.sleep(0.01 * (run_id % 7))
+        await trio.sleep(0.01 * (run_id % 7))  # so that calls do not end in the order of their start
         self.ok(run_id)
 
     def hang(self, run_id: int) -> None: ...
@@ -176,7 +175,7 @@ class FakeZygote:
 
     def start_failed(self, run_id: int) -> None:
         del self.calls[run_id]
-        self.send(frame({"op": "start_failed", "run_id": run_id, "reason": "no\nroom" * 1000}))
+        self.send(frame({"op": "start_failed", "run_id": run_id, "reason": "no\nprocess" * 1000}))
 
     def die(self, _run_id: int) -> None:
         self.end()
@@ -257,7 +256,7 @@ class Fleet:
         self.started: Counter[str] = Counter()
         """How often each code was started."""
         self.on_start = FakeZygote.send_ready
-        """Called with the first zygote of each jail."""
+        """Called with the first zygote of each jail when the pool has configured it."""
         self._nursery = nursery
 
     def start_jail(self, _pool: zygote_pool.ZygotePool, sock: socket.socket) -> FakeJail:
@@ -273,7 +272,7 @@ class Fleet:
 
     def behave(self, zygote: FakeZygote, run_id: int, code: str) -> None:
         self.started[code] += 1
-        name, times, *_ = (*code.split(), "1000000")
+        name, times, *_ = (*code.split(), "1000000")  # without TIMES: each time
         behaviour = getattr(zygote, name if self.started[code] <= int(times) else "ok")
         if inspect.iscoroutinefunction(behaviour):
             self._nursery.start_soon(behaviour, run_id)
@@ -281,7 +280,7 @@ class Fleet:
             behaviour(run_id)
 
 
-class Driven:
+class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
@@ -289,7 +288,7 @@ class Driven:
         self.results: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
-        self._seqs = itertools.count(1000)
+        self._seqs = itertools.count(1000)  # tests that choose seqs themselves use smaller ones
 
     def _on_result(self, seq: int, result: EncodedResult) -> None:
         assert seq not in self.results, "a call got two results"
@@ -317,7 +316,7 @@ class Driven:
                 await self._changed.wait()
 
     def check_idle(self) -> None:
-        """Assert that no call runs and that every slot is free, once."""
+        """Assert that no call runs and that each slot is in the list of free slots exactly once."""
         assert self.executor.is_idle
         for pool in self.executor.pools:
             assert sorted(pool.slots.free) == list(range(pool.slots.count))
@@ -325,16 +324,17 @@ class Driven:
 
 
 @asynccontextmanager
-async def driven(
+async def driven_executor(
     monkeypatch: pytest.MonkeyPatch, *, is_replacement: bool = False, **settings: Any
-) -> AsyncIterator[Driven]:
-    """An executor with fake zygotes on Trio's clock, ready. Asserts at the end that no descriptor has leaked."""
+) -> AsyncIterator[ExecutorDriver]:
+    """Start an executor with fake zygotes and Trio's clock, and wait until it is ready. Asserts at the end that no
+    descriptor has leaked."""
     settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygote_pools": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)
-        driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings), is_replacement)
-        before = len(os.listdir("/proc/self/fd"))
+        driver = ExecutorDriver(ExecutorConfig(python=str(OWN_PYTHON), **settings), is_replacement)
+        fds_before = len(os.listdir("/proc/self/fd"))
         async with trio.open_nursery() as nursery:
             driver.fleet = Fleet(nursery)
             patch.setattr(zygote_pool.ZygotePool, "_start_jail", lambda pool, sock: driver.fleet.start_jail(pool, sock))
@@ -344,4 +344,11 @@ async def driven(
             nursery.cancel_scope.cancel()
         for zygote in driver.fleet.zygotes:
             zygote.end()
-        assert len(os.listdir("/proc/self/fd")) == before, "descriptors leaked"
+        assert len(os.listdir("/proc/self/fd")) == fds_before, "descriptors leaked"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true."""
+    with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
+        while not condition():  # noqa: ASYNC110  no event is set when the condition changes
+            await trio.sleep(1)

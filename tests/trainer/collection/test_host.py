@@ -1,0 +1,155 @@
+"""One episode in this process: it continues after its last turn, and each failure has the right kind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, count_to_answer, make_host
+from tests.trainer.fakes import END, ScriptedPool, call
+from trainer.collection.store import FailureKind, Growth
+from trainer.collection.work import TryError
+from trainer.engines.engine import EngineError
+from trainer.environments.environment import EnvironmentFailure
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.asyncio
+
+PROBLEM = Problem("p", "Count.", str(NUM_TURNS - 1))
+
+
+def merged(growth: list[Growth]) -> Episode:
+    """The episode that a driver has after these growths."""
+    episode = growth[0].tail
+    for item in growth[1:]:
+        assert item.start_token == episode.response_length
+        episode = episode.with_tail(item.tail)
+    return episode
+
+
+async def run(host, episode: Episode) -> tuple[float | None, list[Growth]]:
+    growth: list[Growth] = []
+    return await host.run(episode, growth.append), growth
+
+
+async def test_an_episode_is_sampled_scored_and_reported_turn_by_turn() -> None:
+    environments = [CountingEnvironment()]
+    episode = Episode(PROBLEM, 0)
+    reward, growth = await run(make_host(lambda _: environments[0]), episode)
+    assert reward == 1.0
+    assert episode.stop_reason is StopReason.FINISHED
+    assert [len(item.tail.turns) for item in growth] == [1] * NUM_TURNS
+    assert merged(growth).response_ids == episode.response_ids
+    assert merged(growth).stop_reason is StopReason.FINISHED
+    assert environments[0].num_closed == 1
+
+
+@pytest.mark.parametrize("num_turns", range(NUM_TURNS + 1))
+async def test_an_interrupted_episode_goes_on_after_its_last_turn_with_the_same_tokens(num_turns: int) -> None:
+    whole = Episode(PROBLEM, 0)
+    _, growth = await run(make_host(), whole)
+    interrupted = merged(growth[:num_turns]) if num_turns else Episode(PROBLEM, 0)
+    environment, pool = CountingEnvironment(), ScriptedPool(count_to_answer)
+    reward, _ = await run(make_host(lambda _: environment, pool=pool), interrupted)
+    assert (reward, interrupted.response_ids, interrupted.loss_mask) == (1.0, whole.response_ids, whole.loss_mask)
+    assert len(pool.requests) == NUM_TURNS - num_turns  # no finished turn is sampled again
+    assert environment.num_actions == NUM_TURNS - 1  # the recorded actions were repeated
+
+
+async def test_a_stateless_environment_repeats_no_action() -> None:
+    whole = Episode(PROBLEM, 0)
+    _, growth = await run(make_host(), whole)
+    environment = CountingEnvironment(is_stateful=False)
+    await run(make_host(lambda _: environment), merged(growth[:2]))
+    assert environment.num_actions == NUM_TURNS - 1 - 2
+
+
+async def test_a_response_that_differs_on_replay_fails_the_try() -> None:
+    _, growth = await run(make_host(), Episode(PROBLEM, 0))
+    environment = CountingEnvironment(num_actions=5)
+    with pytest.raises(TryError, match="expected the recorded response '1', got '6'") as error:
+        await run(make_host(lambda _: environment), merged(growth[:2]))
+    assert error.value.kind is FailureKind.ENVIRONMENT
+    assert environment.num_closed == 1
+
+
+def fail(error: Exception):
+    def before_step(count: int) -> None:
+        if count == 1:
+            raise error
+
+    return CountingEnvironment(before_step=before_step)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(EnvironmentFailure("the server ended"), "^the server ended$"), (TimeoutError("slow"), "^TimeoutError: slow$")],
+)
+async def test_an_exception_of_the_environment_is_a_failure_of_the_environment(error, message) -> None:
+    environment = fail(error)
+    with pytest.raises(TryError, match=message) as raised:
+        await run(make_host(lambda _: environment), Episode(PROBLEM, 0))
+    assert raised.value.kind is FailureKind.ENVIRONMENT
+    assert environment.num_closed == 1
+
+
+async def test_calls_of_one_turn_reach_a_stateful_environment_one_after_the_other() -> None:
+    async def later(count: int) -> None:
+        await asyncio.sleep(0.01 * (3 - count))  # if they ran at once, the first would be answered last
+
+    def script(context: str, sampling: object) -> str:
+        return END if "<tool_response>" in context else "".join(call(str(number)) for number in range(3)) + END
+
+    environment = CountingEnvironment(before_step=later)
+    await run(make_host(lambda _: environment, pool=ScriptedPool(script)), Episode(PROBLEM, 0))
+    assert [action.arguments["code"] for action in environment.actions] == ["0", "1", "2"]
+
+
+async def test_an_unavailable_tool_engine_or_score_is_an_infrastructure_failure() -> None:
+    async def unavailable(action) -> ToolCall:
+        return ToolCall(action.name, action.arguments, ToolCallStatus.UNAVAILABLE, "", error="sandbox is down")
+
+    def no_engine(context: str, sampling: object) -> str:
+        raise EngineError("all engines are down")
+
+    broken = CountingEnvironment()
+    broken.step = unavailable  # type: ignore[method-assign]
+    hosts = {
+        "tool: sandbox is down": make_host(lambda _: broken),
+        "engine: all engines are down": make_host(pool=ScriptedPool(no_engine)),
+        "the answer could not be checked": make_host(lambda _: CountingEnvironment(scores=lambda _: None)),
+    }
+    for message, host in hosts.items():
+        with pytest.raises(TryError) as error:
+            await run(host, Episode(PROBLEM, 0))
+        assert (error.value.kind, str(error.value)) == (FailureKind.INFRASTRUCTURE, message)
+
+
+async def test_an_episode_that_exceeds_its_deadline_ends_without_a_reward() -> None:
+    environment = CountingEnvironment(before_step=lambda count: asyncio.sleep(3600) if count == 1 else None)
+    episode = Episode(PROBLEM, 0)
+    reward, growth = await run(make_host(lambda _: environment, deadline_s=0.3), episode)
+    assert (reward, episode.stop_reason) == (None, StopReason.DEADLINE)
+    assert merged(growth).stop_reason is StopReason.DEADLINE
+    assert environment.num_closed == 1
+
+
+async def test_earlier_tries_count_towards_the_deadline() -> None:
+    _, growth = await run(make_host(), Episode(PROBLEM, 0))
+    late = replace(merged(growth[:1]), duration_s=61.0)
+    reward, _ = await run(make_host(deadline_s=60.0), late)
+    assert (reward, late.stop_reason) == (None, StopReason.DEADLINE)
+
+
+async def test_an_environment_that_ends_the_episode_is_obeyed() -> None:
+    async def last(action) -> ToolCall:
+        return ToolCall(action.name, action.arguments, ToolCallStatus.OK, "the game is over", ends_episode=True)
+
+    environment = CountingEnvironment(scores=lambda _: 0.5)
+    environment.step = last  # type: ignore[method-assign]
+    episode = Episode(PROBLEM, 0)
+    reward, _ = await run(make_host(lambda _: environment), episode)
+    assert (reward, episode.stop_reason, len(episode.turns)) == (0.5, StopReason.FINISHED, 1)

@@ -1,0 +1,34 @@
+"""A random Qwen3 model of two layers, and the log-probabilities that the trainer computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+VOCAB_SIZE = 96
+
+
+def make_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    """Return a model whose weights follow from `seed`. `changes` are fields of its configuration."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    vocabulary = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": True}
+    model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocabulary, **changes}))
+    with torch.no_grad():  # a random model samples almost uniformly; larger logits make the context matter
+        model.model.embed_tokens.weight.mul_(3)
+    return model
+
+
+def trainer_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Return the log-probability of each of `ids[1:]` from one forward pass over the whole sequence."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].float() / temperature
+        logprobs: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return logprobs

@@ -1,0 +1,259 @@
+"""Turns of an engine that fails, hangs or returns NaN continue on another engine, and the engine comes back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.trainer.engines.table_pool import (
+    compute_token_at_scrape,
+    fail_with,
+    hang,
+    has_no_load,
+    ids_without_failures,
+    loop_steps,
+    make_engines,
+    make_pool,
+    open_episode,
+    run_episode,
+    run_one_turn,
+    start_episodes,
+)
+from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.virtual_time import virtual_time
+from trainer.engines.engine import EngineError, NonFiniteLogprobError, SamplingParams
+from trainer.engines.episode_handle import MAX_FAILURES_PER_TURN, MAX_NON_FINITE_EPISODES
+from trainer.engines.pool import MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
+
+RETRY_AFTER_S = 30
+"""The pool's default."""
+SAMPLING = SamplingParams(4, seed=0)
+
+
+@virtual_time
+async def test_an_episode_continues_with_the_same_tokens_on_another_engine_when_its_engine_dies():
+    engines = make_engines(2)
+    async with make_pool(engines) as pool, open_episode(pool) as handle:
+        first = await handle.generate([1], SAMPLING)
+        home, other = sorted(engines, key=lambda engine: engine.name != first.engine)
+        home.before_generate = fail_with()
+        context = [1, *first.ids, 7]
+        second = await handle.generate(context, SAMPLING)
+        assert second.engine == other.name
+        assert other.requests[-1] == home.requests[-1]
+        assert second.ids == (await TableEngine().generate(context, SAMPLING)).ids
+
+
+@pytest.mark.parametrize("failure", [fail_with(), hang], ids=["dies", "hangs"])
+@virtual_time
+async def test_all_turns_of_a_lost_engine_continue_on_other_engines(failure):
+    engines = make_engines(3, before_generate=lambda: asyncio.sleep(1))
+    async with make_pool(engines) as pool:
+        running = start_episodes(pool, 30)
+        await asyncio.sleep(2.5)  # the third turns run
+        engines[1].before_generate = failure
+        if failure is hang:
+            engines[1].before_scrape = hang
+        assert await asyncio.gather(*running) == await ids_without_failures(range(30))
+        assert has_no_load(pool)
+
+
+@virtual_time
+async def test_an_engine_that_answers_scrapes_but_computes_no_token_is_marked_down():
+    engines = make_engines(2, before_generate=lambda: asyncio.sleep(1))
+    async with make_pool(engines) as pool:
+        started_at = pool.now()
+        running = start_episodes(pool, 8)
+        await asyncio.sleep(1.5)  # the second turns run
+        engines[0].before_generate = hang
+        assert await asyncio.gather(*running) == await ids_without_failures(range(8))
+        assert STALL_TIMEOUT_S < pool.now() - started_at < STALL_TIMEOUT_S + 60
+        assert "no token computed" in pool.engine_states["e0"].down_reason
+        assert has_no_load(pool)
+
+
+@pytest.mark.parametrize("num_failing_scrapes", [MAX_MISSED_SCRAPES - 1, MAX_MISSED_SCRAPES])
+@virtual_time
+async def test_an_engine_is_marked_down_only_after_several_missed_scrapes(num_failing_scrapes):
+    (engine,) = engines = make_engines(1)
+    async with make_pool(engines) as pool:
+        await run_one_turn(pool)
+        num_scrapes = 0
+
+        async def fail_first_scrapes():
+            nonlocal num_scrapes
+            num_scrapes += 1
+            if num_scrapes <= num_failing_scrapes:
+                raise EngineError("refused")
+
+        engine.before_scrape = fail_first_scrapes
+        await asyncio.sleep(10)
+        is_marked_down = num_failing_scrapes == MAX_MISSED_SCRAPES
+        assert pool.engine_states["e0"].is_up != is_marked_down
+        assert await run_one_turn(pool) == "e0"
+        assert (pool.now() > RETRY_AFTER_S) == is_marked_down
+
+
+@virtual_time
+async def test_the_turn_timeout_grows_with_the_engines_slowness():
+    """The first turn takes 50 s, so the timeout of the second is 500 s, although `turn_timeout_s` is only 60 s."""
+    (engine,) = engines = make_engines(1, before_generate=lambda: asyncio.sleep(50))
+    async with make_pool(engines, turn_timeout_s=60) as pool, open_episode(pool) as handle:
+        first = await handle.generate([1], SAMPLING)
+        engine.before_generate, engine.before_scrape = lambda: asyncio.sleep(450), compute_token_at_scrape(engine)
+        await handle.generate([1, *first.ids], SAMPLING)
+        assert pool.now() == 50 + 450
+
+
+@virtual_time
+async def test_a_turn_that_times_out_continues_on_another_engine():
+    engines = make_engines(2)
+    async with make_pool(engines, turn_timeout_s=60) as pool, open_episode(pool) as handle:
+        first = await handle.generate([1], SAMPLING)
+        home = next(engine for engine in engines if engine.name == first.engine)
+        home.before_generate, home.before_scrape = hang, compute_token_at_scrape(home)
+        second = await handle.generate([1, *first.ids], SAMPLING)
+        assert second.engine != first.engine
+        assert pool.engine_states[first.engine].down_reason == f"engine {first.engine}: no answer in 60 s"
+
+
+@virtual_time
+async def test_the_error_names_each_engines_failure_when_all_are_down_for_too_long():
+    engines = make_engines(2)
+    for engine in engines:
+        engine.before_generate = engine.before_scrape = fail_with(f"{engine.name} burnt")
+    async with make_pool(engines, all_down_timeout_s=100) as pool:
+        for expected_wait_s in (100, 0):  # the second episode comes when the time is already up
+            started_at = pool.now()
+            with pytest.raises(EngineError, match=r"all 2 engines are down: e0: e0 burnt; e1: e1 burnt"):
+                await run_one_turn(pool)
+            assert expected_wait_s <= pool.now() - started_at <= expected_wait_s + 1
+        assert has_no_load(pool)
+
+
+@virtual_time
+async def test_episodes_wait_for_the_first_engine_that_comes_back():
+    engines = make_engines(2, before_generate=lambda: asyncio.sleep(1))
+    async with make_pool(engines) as pool:
+        running = start_episodes(pool, 8)
+        await asyncio.sleep(2.5)  # the third turns run
+        for engine in engines:
+            engine.before_generate = engine.before_scrape = fail_with()
+        await asyncio.sleep(20)
+        assert pool.scheduler.num_running == 0
+        engines[1].before_generate = engines[1].before_scrape = loop_steps(3)
+        assert await asyncio.gather(*running) == await ids_without_failures(range(8))
+        assert has_no_load(pool)
+
+
+@virtual_time
+async def test_a_failed_engine_is_brought_up_again_without_any_request():
+    engines = make_engines(2)
+    async with make_pool(engines) as pool:
+        await pool.sync_weights({"salt": 5})
+        failed = await run_one_turn(pool)
+        engine = next(engine for engine in engines if engine.name == failed)
+        engine.before_generate = fail_with()
+        assert await run_one_turn(pool) != failed
+        engine.before_generate = loop_steps(1)
+        await asyncio.sleep(RETRY_AFTER_S - 1)
+        assert not pool.engine_states[failed].is_up
+        await asyncio.sleep(2)
+        assert pool.engine_states[failed].is_up
+
+
+@virtual_time
+async def test_any_exception_of_a_failed_engine_only_keeps_it_down():
+    async def reject():
+        raise ValueError("this server does not understand the request")
+
+    engines = make_engines(2)
+    async with make_pool(engines) as pool:
+        await pool.sync_weights({"salt": 5})
+        engines[0].before_scrape = fail_with()
+        await asyncio.sleep(10)
+        engines[0].before_scrape = reject
+        await asyncio.sleep(100)
+        assert await pool.sync_weights({"salt": 6}) == 2
+        assert [state.is_up for state in pool.engine_states.values()] == [False, True]
+
+
+@virtual_time
+async def test_a_turn_that_fails_on_several_engines_fails_its_episode():
+    engines = make_engines(MAX_FAILURES_PER_TURN + 2)
+    async with make_pool(engines) as pool, open_episode(pool) as handle:
+        for engine in engines:
+            engine.before_generate = fail_with("it cannot be served")
+        with pytest.raises(EngineError, match="the same turn failed on 3 engines, the last: it cannot be served"):
+            await handle.generate([1], SAMPLING)
+        assert sum(state.is_up for state in pool.engine_states.values()) == 2
+        assert has_no_load(pool)
+
+
+def fail_turns_with_nan(num_turns):
+    """Return a coroutine function for `before_generate` that makes the first turns fail with NaN."""
+    failing_turns = iter(range(num_turns))
+
+    async def fail():
+        await asyncio.sleep(0)
+        if next(failing_turns, None) is not None:
+            raise NonFiniteLogprobError("NaN")
+
+    return fail
+
+
+@virtual_time
+async def test_a_turn_with_nan_logprobs_runs_again_and_marks_no_engine_down():
+    (engine,) = engines = make_engines(1)
+    async with make_pool(engines) as pool:
+        engine.before_generate = fail_turns_with_nan(MAX_FAILURES_PER_TURN - 1)
+        assert [await run_episode(pool, 1)] == await ids_without_failures([1])
+        assert pool.nan_turns == MAX_FAILURES_PER_TURN - 1
+        assert pool.engine_states["e0"].is_up
+        assert pool.now() == 0, "the episode must not wait for a bring-up"
+        assert has_no_load(pool)
+
+
+@virtual_time
+async def test_a_turn_that_always_has_nan_logprobs_fails_its_episode_alone():
+    (engine,) = engines = make_engines(1)
+    async with make_pool(engines) as pool:
+        engine.before_generate = fail_turns_with_nan(MAX_FAILURES_PER_TURN)
+        with pytest.raises(EngineError, match="NaN"):
+            await run_episode(pool, 1)
+        assert pool.nan_turns == MAX_FAILURES_PER_TURN
+        assert pool.engine_states["e0"].is_up
+        assert has_no_load(pool)
+        assert [await run_episode(pool, 2)] == await ids_without_failures([2])
+
+
+@virtual_time
+async def test_an_engine_with_nan_logprobs_in_every_turn_is_marked_down_and_no_episode_is_lost():
+    engines = make_engines(2)
+    engines[0].before_generate = fail_turns_with_nan(1 << 30)
+    num_episodes = 2 * MAX_NON_FINITE_EPISODES
+    async with make_pool(engines) as pool:
+        ids = await asyncio.gather(*start_episodes(pool, num_episodes))
+        assert ids == await ids_without_failures(range(num_episodes))
+        assert [state.is_up for state in pool.engine_states.values()] == [False, True]
+        reason = pool.engine_states["e0"].down_reason
+        assert reason == f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: NaN"
+
+
+@virtual_time
+async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_nan_episodes():
+    (engine,) = engines = make_engines(1)
+    async with make_pool(engines) as pool:
+        for number in range(2 * MAX_NON_FINITE_EPISODES):  # in each episode, valid turns follow the one with NaN
+            engine.before_generate = fail_turns_with_nan(1)
+            await run_episode(pool, number)
+        assert pool.nan_turns == 2 * MAX_NON_FINITE_EPISODES
+        assert pool.now() == 0, "the engine must not have been marked down"
+        engine.before_generate = fail_turns_with_nan(MAX_NON_FINITE_EPISODES)
+        running = start_episodes(pool, MAX_NON_FINITE_EPISODES)
+        await asyncio.sleep(1)
+        assert not pool.engine_states["e0"].is_up
+        engine.before_generate = fail_turns_with_nan(1)
+        assert await asyncio.gather(*running) == await ids_without_failures(range(MAX_NON_FINITE_EPISODES))
+        assert RETRY_AFTER_S <= pool.now() < 2 * RETRY_AFTER_S, "the next NaN must not mark the engine down again"

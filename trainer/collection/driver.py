@@ -1,0 +1,302 @@
+"""Drives a collection: opens groups, gives episodes to an executor, stores what comes back, retries what failed.
+
+             open group        submit            Finished, stored
+    problem ------------> queued ------> running ----------------> done
+                            ^               | TryFailed
+                            +--- back-off --+-------> failed, if a budget is used up: another sample replaces it
+
+Invariants:
+- A turn and an episode count only once they are on disk. The events that arrive together share one fsync.
+- An episode that is stored is not run again. One that was interrupted continues after its last finished turn.
+- Failures of the infrastructure and of the environment are counted apart. Each episode has a budget of each. Those of
+  the environment are remembered over restarts; those of the infrastructure are not, because a restart may cure them.
+- A group that lacks an episode is refilled with further samples of its problem, up to `max_refills`.
+- Memory grows with the number of running episodes and open groups only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key
+from trainer.collection.work import CollectionError, EpisodeExecutor, Event, Finished, Progress, TryFailed
+from trainer.episodes.episode import Episode, Problem, StopReason
+
+logger = logging.getLogger(__name__)
+
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 30.0
+"""Seconds until a failed episode is tried again. The delay doubles with each failure of the episode."""
+MIN_UNAVAILABLE = 10
+"""Episodes that infrastructure failures may cost before `max_unavailable_share` applies."""
+STATUS_INTERVAL_S = 1.0
+"""Seconds between two writes of status.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionLimits:
+    samples_per_problem: int
+    max_infrastructure_failures: int = 8
+    """Failed tries that an episode may have because of the infrastructure."""
+    max_environment_failures: int = 1
+    """Failed tries that an episode may have because of its environment."""
+    max_refills: int = 2
+    """Further samples of a problem that may replace failed ones."""
+    max_unavailable_share: float = 0.2
+    """Share of the episodes that may fail because of the infrastructure. With more, the collection ends."""
+
+
+@dataclass(slots=True)
+class CollectionStatus:
+    """Numbers of episodes by state, and seconds summed over the episodes that this process has finished."""
+
+    total: int | None = None
+    """Episodes that the collection is meant to have; None if unknown."""
+    running: int = 0
+    retrying: int = 0
+    """Episodes that wait for their next try."""
+    stored_before: int = 0
+    """Episodes that an earlier process had stored."""
+    done: int = 0
+    timed_out: int = 0
+    """Episodes among `done` that exceeded their deadline."""
+    failed: int = 0
+    failed_tries: Counter[str] = field(default_factory=Counter)
+    """By kind of failure."""
+    resumed: int = 0
+    """Episodes that continued after a turn that an earlier try had finished."""
+    groups: int = 0
+    incomplete_groups: int = 0
+    refills: int = 0
+    sampled_tokens: int = 0
+    wait_s: float = 0.0
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    duration_s: float = 0.0
+
+    @property
+    def queued(self) -> int | None:
+        if self.total is None:
+            return None
+        open_or_done = self.stored_before + self.done + self.failed - self.refills + self.running + self.retrying
+        return max(0, self.total - open_or_done)
+
+    def count_episode(self, episode: Episode) -> None:
+        self.done += 1
+        self.timed_out += episode.stop_reason is StopReason.DEADLINE
+        self.sampled_tokens += episode.sampled_tokens
+        self.duration_s += episode.duration_s
+        for turn in episode.turns:
+            self.wait_s += turn.wait_s
+            self.generate_s += turn.generate_s
+            self.tool_s += turn.tool_s
+
+
+@dataclass(slots=True)
+class _Group:
+    problem: Problem
+    unused_samples: Iterator[int]
+    """Indices that may still be run."""
+    num_open: int = 0
+    """Episodes that are neither stored nor failed."""
+    num_missing: int = 0
+    """Episodes that failed and could not be replaced."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An episode that is neither stored nor failed."""
+
+    group: _Group
+    episode: Episode
+    """The episode up to its last turn on disk or in the events at hand."""
+    failures: Counter[FailureKind]
+
+
+class Collection:
+    """One run of a collection. `problems` are read as they are needed. `num_problems`: their number, if known.
+
+    `on_group` is called with a problem and the number of its missing episodes, once all others are stored.
+    `on_status` is called every `STATUS_INTERVAL_S` and at the end.
+    """
+
+    def __init__(
+        self,
+        store: EpisodeStore,
+        executor: EpisodeExecutor,
+        problems: Iterable[Problem],
+        limits: CollectionLimits,
+        *,
+        num_problems: int | None = None,
+        on_group: Callable[[Problem, int], None] = lambda _problem, _missing: None,
+        on_status: Callable[[CollectionStatus], None] = lambda _status: None,
+    ) -> None:
+        self.status = CollectionStatus(None if num_problems is None else num_problems * limits.samples_per_problem)
+        self._store, self._executor, self._limits = store, executor, limits
+        self._on_group, self._on_status = on_group, on_status
+        self._problems = iter(problems)
+        self._has_problems = True
+        """Whether `problems` may have more."""
+        self._pending: dict[Key, _Pending] = {}
+        self._ready: deque[Key] = deque()
+        """New episodes that no executor has."""
+        self._retries: list[tuple[float, Key]] = []
+        """A heap of the monotonic times at which episodes are tried again."""
+        self._num_unavailable = 0
+        """Episodes that have failed because of the infrastructure."""
+        self._reported_at = -math.inf
+
+    async def run(self) -> CollectionStatus:
+        """Collect until every group is complete or has failed. Raises `CollectionError`."""
+        self._submit()
+        while self._pending or self._has_problems:
+            self._report()
+            next_retry_s = self._retries[0][0] - time.monotonic() if self._retries else math.inf
+            events: list[Event] = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(STATUS_INTERVAL_S, next_retry_s))):
+                    events = await self._executor.next_events()
+            if events:
+                await self._handle(events)
+            self._submit()
+        self._report(is_last=True)
+        return self.status
+
+    def _submit(self) -> None:
+        """Submit episodes while the executor has free slots: first those to be tried again, then new ones."""
+        while self._executor.free_slots > 0 and (key := self._next_key()) is not None:
+            episode = self._pending[key].episode
+            self.status.resumed += bool(episode.turns)
+            self._executor.submit(episode.tail(0, 0))  # a copy, which the executor changes
+
+    def _next_key(self) -> Key | None:
+        if self._retries and self._retries[0][0] <= time.monotonic():
+            return heapq.heappop(self._retries)[1]
+        while not self._ready and self._has_problems:
+            if (problem := next(self._problems, None)) is None:
+                self._has_problems = False
+            else:
+                self._open_group(problem)
+        return self._ready.popleft() if self._ready else None
+
+    def _open_group(self, problem: Problem) -> None:
+        """Queue the episodes of a problem that are not stored."""
+        limits = self._limits
+        samples = range(limits.samples_per_problem + limits.max_refills)
+        unused = [sample for sample in samples if Key(problem.id, sample) not in self._store]
+        num_stored = len(samples) - len(unused)
+        group = _Group(problem, (sample for sample in unused if not self._is_given_up(Key(problem.id, sample))))
+        self.status.stored_before += num_stored
+        for _ in range(limits.samples_per_problem - num_stored):
+            self._open_sample(group)
+        self._close_group(group)
+
+    def _is_given_up(self, key: Key) -> bool:
+        return self._store.failures[key, FailureKind.ENVIRONMENT] > self._limits.max_environment_failures
+
+    def _open_sample(self, group: _Group) -> int | None:
+        """Queue a further sample of a problem and return its index; None if there is none left."""
+        if (sample := next(group.unused_samples, None)) is None:
+            group.num_missing += 1
+            return None
+        key = Key(group.problem.id, sample)
+        failures = Counter({FailureKind.ENVIRONMENT: self._store.failures[key, FailureKind.ENVIRONMENT]})
+        episode = self._store.take_unfinished(key) or Episode(group.problem, sample)
+        self._pending[key] = _Pending(group, episode, failures)
+        self._ready.append(key)
+        group.num_open += 1
+        return sample
+
+    def _close_group(self, group: _Group) -> None:
+        if not group.num_open:
+            self.status.groups += 1
+            self.status.incomplete_groups += bool(group.num_missing)
+            if group.num_missing:
+                logger.warning("problem %s lacks %d episodes that failed", group.problem.id, group.num_missing)
+            self._on_group(group.problem, group.num_missing)
+
+    async def _handle(self, events: Sequence[Event]) -> None:
+        """Make events durable, and then act on them."""
+        finished: list[Episode] = []
+        growth: list[Growth] = []
+        failed: list[TryFailed] = []
+        for event in events:
+            pending = self._pending[event.key]
+            match event:
+                case Progress(_, gained):
+                    is_restart = gained.start_token == 0
+                    pending.episode = gained.tail if is_restart else pending.episode.with_tail(gained.tail)
+                    growth.append(gained)
+                case Finished(_, reward):
+                    pending.episode.reward = reward
+                    finished.append(pending.episode)
+                case TryFailed():
+                    failed.append(event)
+        ended = {Key.of(episode) for episode in finished}
+        growth = [gained for gained in growth if Key.of(gained.tail) not in ended]
+        failures = [Failure(event.key, event.kind, event.error) for event in failed]
+        await self._write(finished, growth, failures)
+        for episode in finished:
+            self.status.count_episode(episode)
+            self._end(Key.of(episode))
+        for event in failed:
+            self._try_failed(event)
+
+    async def _write(self, episodes: list[Episode], growth: list[Growth], failures: list[Failure]) -> None:
+        """Write in a thread, since an fsync may take long. Only one write runs at a time, also after a cancellation."""
+        write = asyncio.ensure_future(asyncio.to_thread(self._store.write, episodes, growth, failures))
+        try:
+            await asyncio.shield(write)
+        except asyncio.CancelledError:
+            await asyncio.wait([write])
+            raise
+
+    def _end(self, key: Key) -> None:
+        group = self._pending.pop(key).group
+        group.num_open -= 1
+        self._close_group(group)
+
+    def _try_failed(self, event: TryFailed) -> None:
+        """Try an episode again after a delay, or give it up and open another sample of its problem."""
+        key, kind, limits = event.key, event.kind, self._limits
+        pending = self._pending[key]
+        pending.failures[kind] += 1
+        self.status.failed_tries[kind] += 1
+        failures = pending.failures[kind]
+        is_infrastructure = kind is FailureKind.INFRASTRUCTURE
+        if failures <= (limits.max_infrastructure_failures if is_infrastructure else limits.max_environment_failures):
+            delay_s = min(MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S * 2 ** (pending.failures.total() - 1))
+            heapq.heappush(self._retries, (time.monotonic() + delay_s, key))
+            return
+        self.status.failed += 1
+        refill = self._open_sample(pending.group)
+        self.status.refills += refill is not None
+        logger.warning(
+            "problem %s, sample %d failed %d times (%s): %s; %s",
+            *(*key, failures, kind, event.error),
+            f"sample {refill} replaces it" if refill is not None else "no sample is left to replace it",
+        )
+        self._end(key)
+        if is_infrastructure:
+            self._num_unavailable += 1
+            ended = self.status.done + self.status.failed
+            if self._num_unavailable > max(MIN_UNAVAILABLE, limits.max_unavailable_share * ended):
+                raise CollectionError(
+                    f"{self._num_unavailable} of {ended} episodes failed because of the infrastructure, at most "
+                    f"{limits.max_unavailable_share:.0%} may; the last failure: {event.error}. Mend it and run the "
+                    "same command again: it continues"
+                )
+
+    def _report(self, *, is_last: bool = False) -> None:
+        if is_last or time.monotonic() - self._reported_at >= STATUS_INTERVAL_S:
+            self._reported_at = time.monotonic()
+            self.status.retrying = len(self._retries)
+            self.status.running = len(self._pending) - len(self._ready) - len(self._retries)
+            self._on_status(self.status)

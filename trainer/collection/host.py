@@ -1,0 +1,188 @@
+"""Runs one episode in this process: environment, turns, score.
+
+Invariants:
+- An episode continues after its last finished turn. Its tokens are kept as they were sampled. A stateful environment is
+  rebuilt by repeating the recorded actions; a response that differs from the recorded one fails the try.
+- The environment is closed, whatever happens.
+- A failure of an engine or of the sandbox, and a score that could not be computed, is an infrastructure failure. An
+  exception of the environment is a failure of the environment. Neither gives an episode.
+- An episode that exceeds its deadline ends there, with `StopReason.DEADLINE` and without a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trainer.collection.store import FailureKind, Growth
+from trainer.collection.work import TryError
+from trainer.config import SamplingConfig
+from trainer.engines.pool import EnginePool
+from trainer.environments.environment import Environment, EnvironmentFailure
+from trainer.episodes.chat_format import ChatFormat, ToolSchema
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
+from trainer.episodes.reward import INFRASTRUCTURE_STOPS
+from trainer.episodes.turn_parser import ToolCallRequest
+from trainer.rollout.episode_runner import EpisodeRunner, truncate_response
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that an environment may take to close."""
+MAX_ERROR_CHARS = 500
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeHost:
+    """Runs episodes, any number at once. `run` is a `RunEpisode`.
+
+    `deadline_s`: seconds of wall-clock time for each episode, over all its tries.
+    """
+
+    pool: EnginePool
+    chat_format: Callable[[Sequence[ToolSchema]], ChatFormat]
+    open_environment: Callable[[Problem], Environment]
+    limits: SamplingConfig
+    seed: int
+    deadline_s: float
+
+    async def run(self, episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
+        """Complete an episode in place and return its reward. Raises `TryError`."""
+        try:
+            environment = self.open_environment(episode.problem)
+        except Exception as error:
+            raise _environment_failed(error) from error
+        try:
+            await self._run_turns(episode, environment, on_growth)
+            return await self._score(episode, environment)
+        finally:
+            await _close(environment)
+
+    async def _run_turns(self, episode: Episode, environment: Environment, on_growth: Callable[[Growth], None]) -> None:
+        if episode.stop_reason is not None and not environment.is_stateful:
+            return
+        journal = _Journal(episode, on_growth)
+        with suppress(TimeoutError):  # only the deadline raises it here
+            async with asyncio.timeout(self.deadline_s - episode.duration_s):
+                chat_format = await self._begin(episode, environment)
+                if episode.stop_reason is None:
+                    await self._sample(episode, environment, chat_format, journal)
+                return
+        episode.stop_reason, episode.duration_s = StopReason.DEADLINE, self.deadline_s
+        journal.write(episode)
+
+    async def _begin(self, episode: Episode, environment: Environment) -> ChatFormat:
+        """Reset the environment and bring it to the state after the episode's last turn."""
+        started_at = time.perf_counter()
+        state = await _act(environment.reset(episode.problem))
+        chat_format = self.chat_format(state.tools)
+        if not episode.prompt_ids:
+            episode.prompt_ids = tuple(chat_format.encode_prompt(state.text))
+        if environment.is_stateful:
+            for recorded in (call for turn in episode.turns for call in turn.tool_calls):
+                await self._repeat(recorded, environment)
+        episode.duration_s += time.perf_counter() - started_at
+        return chat_format
+
+    async def _repeat(self, recorded: ToolCall, environment: Environment) -> None:
+        """Repeat a recorded action. Its response has to be the recorded one, as far as the model has read it."""
+        if recorded.status is ToolCallStatus.MALFORMED:
+            return  # it has changed nothing
+        call = await _act(environment.step(ToolCallRequest(recorded.name, recorded.arguments)))
+        if call.status is ToolCallStatus.UNAVAILABLE:
+            raise TryError(FailureKind.INFRASTRUCTURE, f"replay: {call.error}"[:MAX_ERROR_CHARS])
+        call = truncate_response(call, self.limits.max_tool_response_chars)
+        if (call.status, call.response) != (recorded.status, recorded.response):
+            raise TryError(
+                FailureKind.ENVIRONMENT,
+                f"replay of {recorded.name}: expected the recorded response {recorded.response!r:.200}, "
+                f"got {call.response!r:.200}",
+            )
+
+    async def _sample(
+        self, episode: Episode, environment: Environment, chat_format: ChatFormat, journal: _Journal
+    ) -> None:
+        """Sample turns until the episode has a stop reason."""
+        pool, limits, tool = self.pool, self.limits, _EnvironmentTool(environment)
+        runner = EpisodeRunner(chat_format, tool, limits, self.seed, pool.busy_timer, on_turn=journal.write)
+        max_context_tokens = len(episode.prompt_ids) + limits.max_response_tokens
+        async with pool.open_episode(group=episode.problem.id, max_context_tokens=max_context_tokens) as handle:
+            try:
+                await runner.run(episode, handle)
+            except ValueError as error:  # no engine can serve the request, for example if the prompt is too long
+                raise TryError(FailureKind.ENVIRONMENT, f"engine: {error}"[:MAX_ERROR_CHARS]) from error
+            if episode.stop_reason is StopReason.UNAVAILABLE:
+                handle.close(None)  # its length says nothing about how long such episodes become
+                raise tool.error or TryError(FailureKind.INFRASTRUCTURE, episode.error[:MAX_ERROR_CHARS])
+        journal.write(episode)
+
+    async def _score(self, episode: Episode, environment: Environment) -> float | None:
+        if episode.stop_reason in INFRASTRUCTURE_STOPS:
+            return None
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                reward = await _act(environment.score(episode))
+        except TimeoutError:
+            raise TryError(FailureKind.ENVIRONMENT, f"no score after {self.deadline_s:g} s") from None
+        if reward is None:
+            raise TryError(FailureKind.INFRASTRUCTURE, "the answer could not be checked")
+        return reward
+
+
+class _EnvironmentTool:
+    """The tools of an environment, as `EpisodeRunner` calls them. Calls of one turn run one after the other, because
+    those of a stateful environment may depend on each other."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.error: TryError | None = None
+        """The failure of the environment, which ended the episode as `unavailable`."""
+        self._environment = environment
+        self._lock = asyncio.Lock()
+
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+        async with self._lock if self._environment.is_stateful else nullcontext():
+            try:
+                return await _act(self._environment.step(ToolCallRequest(name, arguments)))
+            except TryError as error:
+                self.error = error
+                return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=str(error))
+
+
+class _Journal:
+    """Reports what an episode has gained since the last report."""
+
+    def __init__(self, episode: Episode, on_growth: Callable[[Growth], None]) -> None:
+        self._on_growth = on_growth
+        self._tokens, self._turns = len(episode.response_ids), len(episode.turns)
+
+    def write(self, episode: Episode) -> None:
+        self._on_growth(Growth(self._tokens, episode.tail(self._tokens, self._turns)))
+        self._tokens, self._turns = len(episode.response_ids), len(episode.turns)
+
+
+async def _act(action: Awaitable[T]) -> T:
+    """Await an action of an environment. Any exception is a failure of the environment."""
+    try:
+        return await action
+    except Exception as error:
+        raise _environment_failed(error) from error
+
+
+def _environment_failed(error: Exception) -> TryError:
+    text = str(error) if isinstance(error, EnvironmentFailure) else f"{type(error).__name__}: {error}"
+    return TryError(FailureKind.ENVIRONMENT, text[:MAX_ERROR_CHARS])
+
+
+async def _close(environment: Environment) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await environment.close()
+    except Exception as error:  # the episode is complete without it
+        logger.warning("an environment did not close: %s: %s", type(error).__name__, error)

@@ -1,0 +1,310 @@
+"""The `ray` executor: one worker process per node of a Ray cluster, each with many episodes in its event loop.
+
+    driver: RayExecutor                       node: EpisodeWorker, an asynchronous actor
+      submit(episode) ------------------------> LocalExecutor -> EpisodeHost.run
+      <--- events, taken by a long poll --------
+
+Invariants:
+- Ray places and starts workers. It restarts none and repeats no call (at most once): what was lost is decided here.
+- A worker is lost at the first call to it that fails or does not answer for `SILENCE_TIMEOUT_S`. It is killed, its
+  episodes fail with an infrastructure failure, and no event of it is accepted from then on. A living node gets a new
+  worker.
+- Nodes may join and leave at any time.
+- Workers belong to the driver. Ray ends them with it, also if it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from typing import Any, Self
+
+from trainer.collection.local import LocalExecutor
+from trainer.collection.store import FailureKind, Key
+from trainer.collection.work import CollectionError, Event, EventQueue, Progress, RunEpisode, TryFailed
+from trainer.config import ConfigError
+from trainer.episodes.episode import Episode
+
+logger = logging.getLogger(__name__)
+
+NODE_POLL_S = 1.0
+"""Seconds between two looks at the list of nodes."""
+RAY_TIMEOUT_S = 10.0
+"""Seconds that a question to Ray's head may take."""
+LONG_POLL_S = 2.0
+"""Seconds after which a worker answers a poll if it has no events."""
+SILENCE_TIMEOUT_S = 20.0
+"""Seconds without an answer to a poll after which a worker is lost."""
+START_TIMEOUT_S = 300.0
+"""Seconds that a worker may take to start: import torch, connect to the engines and the sandbox."""
+MAX_START_FAILURES = 3
+"""Failed starts of workers in a row, on whatever node, that end a collection without a running worker."""
+NO_NODE_TIMEOUT_S = 300.0
+"""Seconds without any worker after which the collection ends."""
+NAMESPACE = "rstar-train"
+
+OpenHost = Callable[[], AbstractAsyncContextManager[RunEpisode]]
+"""Opens what a worker process needs. It is sent to the nodes, so it has to be importable there."""
+
+
+class EpisodeWorker:
+    """The actor. Everything is opened in the first call, in the actor's event loop."""
+
+    def __init__(self, open_host: OpenHost, max_episodes: int) -> None:
+        self._open_host, self._max_episodes = open_host, max_episodes
+        self._executor: LocalExecutor | None = None
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        run_episode = await self._stack.enter_async_context(self._open_host())
+        self._executor = await self._stack.enter_async_context(LocalExecutor(run_episode, self._max_episodes))
+
+    async def submit(self, episode: Episode) -> None:
+        assert self._executor is not None
+        self._executor.submit(episode)
+
+    async def cancel(self, key: Key) -> None:
+        assert self._executor is not None
+        self._executor.cancel(key)
+
+    async def next_events(self) -> list[Event]:
+        assert self._executor is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONG_POLL_S):
+                return await self._executor.next_events()
+        return []
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+class _Worker:
+    """The driver's side of one worker."""
+
+    def __init__(self, node_id: str, node_name: str, actor: Any) -> None:
+        self.node_id, self.node_name, self.actor = node_id, node_name, actor
+        self.is_ready = False
+        self.keys: set[Key] = set()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The reason of the loss. It is empty if the executor ends."""
+
+
+class RayExecutor:
+    """Runs episodes on all nodes of a Ray cluster, at most `episodes_per_worker` on each.
+
+    Use `connect` before. Raises `CollectionError` from `next_events` if no worker can be started.
+    """
+
+    def __init__(self, open_host: OpenHost, episodes_per_worker: int) -> None:
+        self.lost_workers = 0
+        self._open_host, self._episodes_per_worker = open_host, episodes_per_worker
+        self._workers: dict[str, _Worker] = {}
+        """By node id."""
+        self._start_failures = 0
+        self._events = EventQueue()
+        self._tasks = asyncio.TaskGroup()
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._watcher = self._tasks.create_task(self._watch_nodes())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        import ray
+
+        assert self._watcher is not None
+        self._watcher.cancel()
+        for worker in self._workers.values():
+            if not worker.lost.done():
+                worker.lost.set_result("")
+        await self._tasks.__aexit__(None, None, None)
+        ray.shutdown()
+
+    @property
+    def free_slots(self) -> int:
+        return sum(self._free_slots(worker) for worker in self._workers.values())
+
+    @property
+    def num_workers(self) -> int:
+        return sum(worker.is_ready for worker in self._workers.values())
+
+    def _free_slots(self, worker: _Worker) -> int:
+        return self._episodes_per_worker - len(worker.keys) if worker.is_ready else 0
+
+    def submit(self, episode: Episode) -> None:
+        """Give an episode to the worker with most free slots."""
+        worker = max(self._workers.values(), key=self._free_slots)
+        worker.keys.add(Key.of(episode))
+        self._tasks.create_task(self._call(worker, "submit", episode))
+
+    def cancel(self, key: Key) -> None:
+        for worker in self._workers.values():
+            if key in worker.keys:
+                worker.keys.remove(key)
+                self._tasks.create_task(self._call(worker, "cancel", key))
+
+    async def next_events(self) -> list[Event]:
+        return await self._events.next()
+
+    async def _watch_nodes(self) -> None:
+        """Start a worker on each node that has none, and notice nodes that have gone."""
+        loop = asyncio.get_running_loop()
+        had_worker_at = loop.time()
+        while True:
+            try:
+                async with asyncio.timeout(RAY_TIMEOUT_S):
+                    nodes = await asyncio.to_thread(_nodes_with_cpus)
+            except Exception as error:
+                self._events.fail(CollectionError(f"Ray's head does not answer: {type(error).__name__}: {error}"))
+                return
+            for node_id, name in nodes.items():
+                if node_id not in self._workers:
+                    self._tasks.create_task(self._run_worker(node_id, name))
+            for node_id, worker in self._workers.items():
+                if node_id not in nodes and not worker.lost.done():
+                    worker.lost.set_result("its node left the cluster")
+            if self.num_workers:
+                had_worker_at = loop.time()
+            elif loop.time() - had_worker_at > NO_NODE_TIMEOUT_S:
+                self._events.fail(CollectionError(f"no node had a worker for {NO_NODE_TIMEOUT_S:g} s"))
+                return
+            await asyncio.sleep(NODE_POLL_S)
+
+    async def _run_worker(self, node_id: str, node_name: str) -> None:
+        """Run one worker to its end, and report its episodes as failed."""
+        import ray
+
+        worker = self._workers[node_id] = _Worker(node_id, node_name, self._create_actor(node_id))
+        poll = self._tasks.create_task(self._start_and_poll(worker))
+        try:
+            reason = await worker.lost
+            if not reason:
+                with suppress(Exception):
+                    await asyncio.wait_for(worker.actor.stop.remote(), RAY_TIMEOUT_S)
+                return
+        finally:
+            poll.cancel()
+            with suppress(Exception):
+                ray.kill(worker.actor)
+        if worker.is_ready:
+            self.lost_workers += 1
+            self._start_failures = 0
+        else:
+            self._start_failures += 1
+        logger.warning("worker on node %s lost with %d episodes: %s", node_name, len(worker.keys), reason)
+        for key in worker.keys:
+            self._events.put(TryFailed(key, FailureKind.INFRASTRUCTURE, f"worker on node {node_name} lost: {reason}"))
+        if self._start_failures >= MAX_START_FAILURES and not self.num_workers:
+            self._events.fail(
+                CollectionError(f"no worker could be started; the last failure, on {node_name}: {reason}")
+            )
+        await asyncio.sleep(NODE_POLL_S * self._start_failures)
+        del self._workers[node_id]
+
+    def _create_actor(self, node_id: str) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor = ray.remote(EpisodeWorker).options(
+            num_cpus=0,  # an event loop that mostly waits; the cores are for the sandbox
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=10_000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        return actor.remote(self._open_host, self._episodes_per_worker)
+
+    async def _start_and_poll(self, worker: _Worker) -> None:
+        if not await self._call(worker, "start", timeout_s=START_TIMEOUT_S):
+            return
+        worker.is_ready = True
+        self._events.wake()
+        while await self._call(worker, "next_events"):
+            pass
+
+    async def _call(
+        self, worker: _Worker, method: str, *arguments: object, timeout_s: float = SILENCE_TIMEOUT_S
+    ) -> bool:
+        """Call a method of a worker. Returns False, and counts the worker as lost, if that fails."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await getattr(worker.actor, method).remote(*arguments)
+        except TimeoutError:
+            reason = f"no answer to {method} in {timeout_s:g} s"
+        except Exception as error:  # Ray raises the actor's exceptions and its own
+            reason = _reason(error)
+        else:
+            if not worker.lost.done() and result is not None:
+                self._accept(worker, result)
+            return not worker.lost.done()
+        if not worker.lost.done():
+            worker.lost.set_result(reason)
+        return False
+
+    def _accept(self, worker: _Worker, events: list[Event]) -> None:
+        """Take the events of episodes that the worker still has; others were cancelled."""
+        for event in events:
+            if event.key in worker.keys:
+                self._events.put(event)
+                if not isinstance(event, Progress):
+                    worker.keys.remove(event.key)
+
+
+def connect(address: str = "") -> None:
+    """Connect to the Ray cluster at HOST:PORT. Without an address, use RAY_ADDRESS, else a cluster that runs on this
+    machine, else start one here. Raises `ConfigError`."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # otherwise it would rebuild the environment on nodes
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("executor ray: needs Ray; run pip install 'rstar-sandbox[cluster]'") from None
+    if address:
+        _check_reachable(address)
+    try:
+        ray.init(
+            address or None,
+            namespace=NAMESPACE,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except Exception as error:  # a version mismatch is a RuntimeError, an absent head a ConnectionError
+        raise ConfigError(f"Ray at {address or 'this machine'}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """`ray.init` waits for minutes for a head that does not exist."""
+    host, colon, port = address.rpartition(":")
+    try:
+        if not colon or not port.isdecimal():
+            raise ConfigError(f"Ray's address {address!r}: expected HOST:PORT")
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+    except OSError as error:
+        raise ConfigError(f"Ray at {address}: nothing answers ({error}); start one with `ray start --head`") from None
+
+
+def num_nodes() -> int:
+    """Return the number of nodes that get a worker."""
+    return len(_nodes_with_cpus())
+
+
+def _nodes_with_cpus() -> dict[str, str]:
+    """Return the names of living nodes by id. A head without CPUs is left out, unless it is the only node."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    workers = [node for node in alive if node["Resources"].get("CPU")]
+    return {node["NodeID"]: f"{node['NodeManagerHostname']}:{node['NodeManagerPort']}" for node in workers or alive}
+
+
+def _reason(error: Exception) -> str:
+    """Return what the actor's own exception says, or the first line of Ray's."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

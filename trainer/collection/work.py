@@ -1,0 +1,117 @@
+"""What passes between the driver of a collection and its workers.
+
+    driver --- Episode: new, or up to its last finished turn --> worker
+    driver <-- Progress: one finished turn, several times ------ worker
+    driver <-- Finished | TryFailed: once ---------------------- worker
+
+A worker may end at any moment without a word. The driver then has all turns whose `Progress` arrived, and gives the
+episode to another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.collection.store import FailureKind, Growth, Key
+from trainer.episodes.episode import Episode
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """An episode has gained a turn, or is complete but for its score."""
+
+    key: Key
+    growth: Growth
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An episode is complete and scored. All its turns were sent before."""
+
+    key: Key
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TryFailed:
+    """A try of an episode ended without a result."""
+
+    key: Key
+    kind: FailureKind
+    error: str
+
+
+Event = Progress | Finished | TryFailed
+
+
+class TryError(Exception):
+    """A try of an episode failed."""
+
+    def __init__(self, kind: FailureKind, error: str) -> None:
+        super().__init__(error)
+        self.kind = kind
+
+
+RunEpisode = Callable[[Episode, Callable[[Growth], None]], Awaitable[float | None]]
+"""Completes an episode in place and returns its reward. Calls its second argument after each turn. Raises `TryError`.
+"""
+
+
+class EventQueue:
+    """Events in the order of their arrival. They are taken all at once, so that one fsync makes all durable."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._has_events = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._has_events.set()
+
+    def wake(self) -> None:
+        """Make `next` return, if need be without events."""
+        self._has_events.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Make `next` raise `error` once all events before it are taken."""
+        self._error = self._error or error
+        self._has_events.set()
+
+    async def next(self) -> list[Event]:
+        await self._has_events.wait()
+        events, self._events = self._events, []
+        if not events and self._error:
+            raise self._error
+        if not self._error:
+            self._has_events.clear()
+        return events
+
+
+class EpisodeExecutor(Protocol):
+    """Runs episodes at some place. It is a context manager, and belongs to one event loop."""
+
+    @property
+    def free_slots(self) -> int:
+        """The number of episodes that can be submitted now."""
+        ...
+
+    def submit(self, episode: Episode) -> None:
+        """Run an episode. Its events come from `next_events`, and end with `Finished` or `TryFailed`."""
+        ...
+
+    def cancel(self, key: Key) -> None:
+        """End an episode. No event of it comes from now on."""
+        ...
+
+    async def next_events(self) -> list[Event]:
+        """Wait for events, or for more free slots; then the list may be empty. Raises `CollectionError` if no episode
+        can run any more."""
+        ...
+
+
+class CollectionError(Exception):
+    """The collection cannot go on. What it has stored is kept."""

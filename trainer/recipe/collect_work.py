@@ -1,0 +1,279 @@
+"""The work of `rstar-train collect`: opens store, executor and problems, and runs the collection.
+
+Invariants:
+- Names of environments and their options are checked before anything starts.
+- The store belongs to one set of settings: those that decide what an episode contains. The executor, its size, budgets
+  and `samples_per_problem` may change from one run to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from trainer.collection.driver import Collection, CollectionLimits, CollectionStatus
+from trainer.collection.host import EpisodeHost
+from trainer.collection.local import LocalExecutor
+from trainer.collection.ray_executor import RayExecutor, connect, num_nodes
+from trainer.collection.store import EpisodeStore
+from trainer.collection.work import EpisodeExecutor, RunEpisode
+from trainer.config import ConfigError, RunConfig, SamplingConfig, expand_urls
+from trainer.data.rows import DataError
+from trainer.data.sources import iter_problems
+from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
+from trainer.engines.pool import EnginePool
+from trainer.environments.connection import open_sandbox
+from trainer.environments.registry import check_problem, needs_sandbox, open_environment
+from trainer.environments.services import open_services
+from trainer.episodes.chat_format import ChatFormat, ToolSchema
+from trainer.episodes.episode import Problem
+from trainer.json_files import read_json, write_json
+from trainer.progress_bar import progress_bar
+from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
+from trainer.recipe.rollout_session import load_chat_format, open_engine_pool, vllm_clients
+from trainer.scheduling.scheduler import POLICIES, Scheduler
+from trainer.training.context import model_errors_as_config_errors
+
+STATUS_FILE = "status.json"
+LIMIT_NAMES = tuple(field.name for field in fields(SamplingConfig))
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """What a process needs in order to run episodes. It is sent to the nodes of a cluster."""
+
+    config: RunConfig
+    model: Path
+    run_dir: Path
+    has_sandbox: bool
+    share: float | None = None
+    """The part of each vLLM server that this process may use. The driver has given them their weights. With None, this
+    process opens engines of its own."""
+
+
+def store_dir(run: RecipeRun) -> Path:
+    return Path(run.config.collect.store) if run.config.collect.store else run.dir / "collection"
+
+
+def collect(run: RecipeRun, stage: str = "") -> CollectionStatus:
+    """Collect episodes of a stage's model (default: the model in `[model] path`) into the store.
+
+    Raises `ConfigError`, `DataError`, `RecordError` or `CollectionError`.
+    """
+    config = run.config.collect
+    run.config.check_model_len("collect", config)
+    counted = _count_problems(run.config)
+    model = _model(run, stage)
+    spec = HostSpec(run.config, model, run.dir.resolve(), counted.has_sandbox)
+    with (
+        EpisodeStore(store_dir(run), _store_settings(run.config, model)) as store,
+        progress_bar("episodes", counted.num_problems * config.samples_per_problem) as advance,
+    ):
+        report = _StatusReport(store.path / STATUS_FILE, advance)
+        with report:
+            return asyncio.run(_collect(store, spec, counted.num_problems, report.update))
+
+
+async def _collect(
+    store: EpisodeStore, spec: HostSpec, num_problems: int, on_status: Callable[[CollectionStatus], None]
+) -> CollectionStatus:
+    config = spec.config.collect
+    async with _open_executor(spec) as executor:
+        limits = CollectionLimits(
+            config.samples_per_problem,
+            max_infrastructure_failures=config.max_infrastructure_failures,
+            max_environment_failures=config.max_environment_failures,
+            max_refills=config.max_refills,
+            max_unavailable_share=config.max_unavailable_share,
+        )
+        problems = _problems(spec.config)
+        return await Collection(store, executor, problems, limits, num_problems=num_problems, on_status=on_status).run()
+
+
+@asynccontextmanager
+async def _open_executor(spec: HostSpec) -> AsyncIterator[EpisodeExecutor]:
+    config = spec.config.collect
+    async with AsyncExitStack() as stack:
+        if config.executor == "ray":
+            connect(config.ray_address)
+            if spec.config.engines.kind == "vllm":
+                spec = await _share_vllm_servers(spec)
+            open_worker = partial(open_host, spec)
+            yield await stack.enter_async_context(RayExecutor(open_worker, config.episodes_per_worker))
+        else:
+            run_episode = await stack.enter_async_context(open_host(spec))
+            max_episodes = 1 if config.executor == "sequential" else config.episodes_per_worker
+            yield await stack.enter_async_context(LocalExecutor(run_episode, max_episodes))
+
+
+async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
+    """Give the servers their weights, once for all workers."""
+    if not spec.config.engines.endpoints:
+        raise ConfigError("engines.endpoints: expected the URLs of vLLM servers that all nodes can reach, got none")
+    async with open_engine_pool(spec.config, spec.model, spec.run_dir):
+        pass
+    return HostSpec(spec.config, spec.model, spec.run_dir, spec.has_sandbox, share=1 / num_nodes())
+
+
+@asynccontextmanager
+async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
+    """Open engines, sandbox and environments, and yield the function that runs an episode with them."""
+    config, limits = spec.config, spec.config.collect
+    async with AsyncExitStack() as stack:
+        sandbox = None
+        if spec.has_sandbox:
+            endpoints = expand_urls(config.sandbox.endpoints) or "local"
+            sandbox = await stack.enter_async_context(
+                open_sandbox(endpoints, timeout_s=config.sandbox.timeout_s, memory_mb=config.sandbox.memory_mb)
+            )
+        services = await stack.enter_async_context(open_services(sandbox))
+        pool = await stack.enter_async_context(_open_pool(spec))
+        yield EpisodeHost(
+            pool,
+            _ChatFormats(config, spec.model),
+            partial(open_environment, services=services),
+            limits,
+            config.seed,
+            limits.deadline_s,
+        ).run
+
+
+@asynccontextmanager
+async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
+    if spec.share is None:
+        async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
+            yield pool
+        return
+    engines = spec.config.engines
+    with model_errors_as_config_errors(spec.model):
+        vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
+    pool = EnginePool(
+        vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share),
+        scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
+        turn_timeout_s=engines.turn_timeout_s,
+        all_down_timeout_s=engines.max_down_s or ALL_DOWN_TIMEOUT_S,
+    )
+    async with pool:
+        yield pool
+
+
+class _ChatFormats:
+    """The chat format of a model for each set of tools."""
+
+    def __init__(self, config: RunConfig, model: Path) -> None:
+        self._config, self._model = config, model
+        self._by_tools: dict[str, ChatFormat] = {}
+
+    def __call__(self, tools: Sequence[ToolSchema]) -> ChatFormat:
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._by_tools:
+            self._by_tools[key] = load_chat_format(self._config, self._model, tools)
+        return self._by_tools[key]
+
+
+@dataclass(slots=True)
+class _CountedProblems:
+    num_problems: int = 0
+    has_sandbox: bool = False
+
+
+def _count_problems(config: RunConfig) -> _CountedProblems:
+    """Read and check all problems. Raises `DataError` for a bad row or an id that occurs twice, and `ConfigError` for
+    an unknown environment."""
+    counted, ids = _CountedProblems(), set[str]()
+    for problem in _problems(config):
+        if problem.id in ids:
+            raise DataError(f"problem {problem.id}: expected ids that occur once; rename it in its source")
+        ids.add(problem.id)
+        check_problem(problem)
+        counted.num_problems += 1
+        counted.has_sandbox = counted.has_sandbox or needs_sandbox(problem)
+    if not counted.num_problems:
+        raise DataError("collect.data: expected problems, got none")
+    return counted
+
+
+def _problems(config: RunConfig) -> Iterator[Problem]:
+    def refuse(source: str, number: int, error: Exception) -> None:
+        raise DataError(f"{source}, row {number}: {error}") from error
+
+    for source in config.collect.data or config.data.train:
+        yield from iter_problems(source, refuse, seed=config.seed)
+
+
+def _model(run: RecipeRun, stage: str) -> Path:
+    if not stage and run.config.model.path != TINY_MODEL:
+        return Path(run.config.model.path)
+    return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)
+
+
+def _store_settings(config: RunConfig, model: Path) -> dict[str, Any]:
+    """Return the settings that all episodes of a store share."""
+    limits = {name: getattr(config.collect, name) for name in LIMIT_NAMES}
+    return {
+        "model": str(model),
+        "chat_format": config.model.chat_format,
+        "system_prompt": config.model.system_prompt,
+        "seed": config.seed,
+        "data": list(config.collect.data or config.data.train),
+        **limits,
+    }
+
+
+class _StatusReport:
+    """Shows the status of a collection on stderr, and writes it to a file for `--status`."""
+
+    def __init__(self, path: Path, advance: Callable[..., None]) -> None:
+        self._path, self._advance = path, advance
+        self._status = CollectionStatus()
+
+    def __enter__(self) -> None:
+        self._write("starting")
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._write("complete" if error is None else "interrupted" if not isinstance(error, Exception) else "failed")
+
+    def update(self, status: CollectionStatus) -> None:
+        self._status = status
+        self._write("running")
+        text = f"running {status.running}, failed {status.failed}, timed out {status.timed_out}"
+        if status.done:
+            seconds = {"engine wait": status.wait_s, "model": status.generate_s, "tools": status.tool_s}
+            text += "; seconds per episode: " + ", ".join(
+                f"{name} {value / status.done:.1f}" for name, value in seconds.items()
+            )
+        self._advance(status.stored_before + status.done, text)
+
+    def _write(self, state: str) -> None:
+        status = asdict(self._status) | {"queued": self._status.queued}
+        write_json(self._path, {"state": state, "pid": os.getpid(), "updated_at": time.time(), **status})
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Return the last status of the collection in the store `path`. Raises `ConfigError` if there is none."""
+    status = read_json(path / STATUS_FILE)
+    if status is None:
+        raise ConfigError(f"{path}: expected a store of episodes with a {STATUS_FILE}, got none; run `collect` first")
+    if status["state"] in ("starting", "running") and not Path(f"/proc/{status['pid']}").exists():
+        status["state"] = "killed"  # its last act was not to write this file
+    return status
+
+
+def status_rows(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a table of a status. Seconds are means over the episodes that this process has finished."""
+    names = ("total", "stored_before", "queued", "running", "retrying", "done", "timed_out", "failed", "refills")
+    rows = {name: status[name] for name in names if name in status}
+    rows |= {f"failed tries, {kind}": number for kind, number in status["failed_tries"].items()}
+    times = {"engine wait": "wait_s", "model": "generate_s", "tools": "tool_s", "all": "duration_s"}
+    done = status["done"]
+    return rows | {f"seconds per episode, {label}": status[name] / done for label, name in times.items() if done}
