@@ -24,7 +24,7 @@ from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.chaos.test_kills import FLAGS, run_calls
 from tests.executor.calling import OWN_PYTHON
-from tests.executor.zygotes import driven
+from tests.executor.fake_zygotes import driven_executor
 from tests.gateway.serving import serving, until
 
 JUMP_S = 1e8
@@ -100,7 +100,7 @@ async def test_an_executor_whose_monotonic_clock_jumps_answers_each_call_once(
     jump_s: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     offset = 0.0
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: trio.current_time() + offset))
         seqs = driver.submit(*(f"slow 99 {n}" for n in range(30)))
         offset = jump_s

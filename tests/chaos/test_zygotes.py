@@ -8,9 +8,9 @@ import pytest
 from trio.testing import MockClock
 
 from sandbox.types import Profile, Status
-from tests.executor.zygotes import HOSTILE, driven
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, driven_executor
 
-FAULTS = (*HOSTILE, "hang")
+FAULTS = (*HOSTILE_BEHAVIOURS, "hang")
 
 
 @pytest.mark.parametrize("fault", ["hang", "garbage", "twice", "other_call"])
@@ -18,7 +18,7 @@ FAULTS = (*HOSTILE, "hang")
 async def test_one_fault_of_a_zygote_changes_no_other_result(
     fault: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, slots=8) as driver:
+    async with driven_executor(monkeypatch, slots=8) as driver:
         seqs = driver.submit(*(f"{fault} 1 {n}" if n == 3 else f"slow 99 {n}" for n in range(16)))
         await driver.wait_for(seqs)
         results = [driver.results[seq] for seq in seqs]
@@ -31,7 +31,7 @@ async def test_one_fault_of_a_zygote_changes_no_other_result(
 async def test_a_call_whose_zygote_never_reports_its_end_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, attempts=2) as driver:
+    async with driven_executor(monkeypatch, attempts=2) as driver:
         stuck, fine = driver.submit("hang", "ok")
         await driver.wait_for([stuck, fine])
         assert (driver.results[stuck].status, driver.results[stuck].attempts) == (Status.UNAVAILABLE, 2)
@@ -45,7 +45,7 @@ async def test_hundreds_of_calls_among_all_faults_get_their_own_results(
     seed: int, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     rng = random.Random(seed)
-    async with driven(monkeypatch, slots=8, attempts=5) as driver:
+    async with driven_executor(monkeypatch, slots=8, attempts=5) as driver:
         seqs = []
         for number in range(300):
             behaviour = rng.choice(FAULTS) if rng.random() < 0.1 else "slow"

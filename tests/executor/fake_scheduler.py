@@ -13,7 +13,7 @@ from sandbox.executor import monitor
 from sandbox.executor.process_tree import CpuPriority, ProcessTree
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.types import Limits, Result
-from tests.executor.zygotes import FakeZygote, driven, ended_json
+from tests.executor.fake_zygotes import FakeZygote, driven_executor, ended_json
 
 FIRST_PID = 77
 """The pid of every call's first process on a `FakeScheduler`."""
@@ -60,7 +60,7 @@ class FakeScheduler:
     async def run(self, timeout_s: float, **settings: Any) -> Result:
         """Run a call that never ends by itself, on an executor with one slot and these `settings`."""
         settings = {"zygote_pools": 1, "slots": 1, "profiles": ("bare",), **settings}
-        async with driven(self._patch, **settings) as driver:
+        async with driven_executor(self._patch, **settings) as driver:
             self.started = trio.current_time()
             (result,) = await driver.run("outlast", limits=Limits(timeout_s=timeout_s))
             assert driver.executor.running_long == 0
@@ -89,7 +89,7 @@ class FakeScheduler:
         """
         slots = calls + (short_call is not None)
         settings: dict[str, Any] = {"zygote_pools": 1, "slots": slots, "profiles": ("bare",)}
-        async with driven(self._patch, cores=1, **settings) as driver:
+        async with driven_executor(self._patch, cores=1, **settings) as driver:
             self.started = trio.current_time()
             driver.submit(*["outlast"] * calls, limits=Limits(timeout_s=60.0))
             if short_call is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,26 +21,26 @@ from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
 from sandbox.types import Profile, Status
 from tests.executor.calling import OWN_PYTHON
-from tests.executor.zygotes import HOSTILE, Driven, driven
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until
 
 
 @pytest.mark.trio
 async def test_each_call_gets_the_output_of_its_own_code(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         results = await driver.run(*(f"slow 99 {n}" for n in range(50)), id="name")
         assert [result.stdout for result in results] == [f"slow 99 {n}" for n in range(50)]
         assert {(result.id, result.status, result.attempts) for result in results} == {("name", Status.OK, 1)}
         driver.check_idle()
 
 
-@pytest.mark.parametrize("behaviour", HOSTILE)
+@pytest.mark.parametrize("behaviour", HOSTILE_BEHAVIOURS)
 @pytest.mark.trio
 async def test_a_hostile_zygote_costs_a_retry(
     behaviour: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run(f"{behaviour} 1")
         is_hostile_after_result = behaviour == "twice"
         assert (result.status, result.attempts) == (Status.OK, 1 if is_hostile_after_result else 2)
@@ -49,12 +48,12 @@ async def test_a_hostile_zygote_costs_a_retry(
         driver.check_idle()
 
 
-@pytest.mark.parametrize("behaviour", HOSTILE)
+@pytest.mark.parametrize("behaviour", HOSTILE_BEHAVIOURS)
 @pytest.mark.trio
 async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
     behaviour: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run(behaviour)
         if behaviour != "twice":  # which sends a valid result first
             assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
@@ -70,7 +69,7 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
 async def test_a_call_that_cannot_be_started_is_retried_with_bounded_delay(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, attempts=100) as driver:
+    async with driven_executor(monkeypatch, attempts=100) as driver:
         before = trio.current_time()
         (result,) = await driver.run("start_failed 50")
         # The call was started 51 times.
@@ -83,7 +82,7 @@ async def test_a_call_that_cannot_be_started_is_retried_with_bounded_delay(
 async def test_only_failed_starts_for_more_than_some_seconds_cost_attempts(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         before = trio.current_time()
         (result,) = await driver.run(f"start_failed {executor_module.MAX_FREE_START_FAILURES}")
         assert (result.status, result.attempts) == (Status.OK, 1)
@@ -110,7 +109,7 @@ async def test_cgroup_usage_decides_the_status_of_a_killed_call(
     autojump_clock: MockClock,
 ) -> None:
     monkeypatch.setattr(Slots, "read_usage", lambda _slots, _slot: usage)
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run("killed")
         assert (result.status, result.attempts) == (status, attempts)
         driver.check_idle()
@@ -134,7 +133,7 @@ async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_ag
 
     monkeypatch.setattr(Slots, "set_limits", set_limits)
     monkeypatch.setattr(Slots, "release_when_empty", release_when_empty)
-    async with driven(monkeypatch, attempts=10) as driver:
+    async with driven_executor(monkeypatch, attempts=10) as driver:
         results = await driver.run(*["ok"] * 50)
         assert {result.status for result in results} == {Status.OK}
         assert sum(result.attempts for result in results) == 50
@@ -146,7 +145,7 @@ async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_ag
 async def test_a_cancelled_call_gets_no_result_and_frees_its_slot(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         running = driver.submit("hang", "hang")
         queued = driver.submit("ok 1 queued", "ok 1 queued")
         for seq in (*queued, *running):
@@ -161,7 +160,7 @@ async def test_a_cancelled_call_gets_no_result_and_frees_its_slot(
 async def test_cancelled_calls_in_the_queue_hold_no_code(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (blocking,) = driver.submit("hang")
         for seq in driver.submit(*["ok" * 100_000] * 100):
             driver.executor.cancel(seq)
@@ -174,7 +173,7 @@ async def test_cancelled_calls_in_the_queue_hold_no_code(
 async def test_a_cancelled_call_that_does_not_end_costs_the_jail(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         (seq,) = driver.submit("hang")
         await trio.testing.wait_all_tasks_blocked()
         for zygote in driver.fleet.zygotes:
@@ -189,7 +188,7 @@ async def test_a_cancelled_call_that_does_not_end_costs_the_jail(
 async def test_cancelling_an_unknown_call_is_ignored(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         (seq,) = driver.submit("ok")
         await driver.wait_for([seq])
         for number in (seq, seq, -1, 10**30):
@@ -219,14 +218,7 @@ def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch
     assert max(max(pool.slots.free) for pool in pools) < zygote_pool.MAX_SLOTS_PER_POOL
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true."""
-    with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
-        while not condition():  # noqa: ASYNC110  no event is set when the condition changes
-            await trio.sleep(1)
-
-
-BEHAVIOURS = st.sampled_from(["ok", "slow", "start_failed", *HOSTILE])
+BEHAVIOURS = st.sampled_from(["ok", "slow", "start_failed", *HOSTILE_BEHAVIOURS])
 PROFILES = st.sampled_from([Profile.BARE, Profile.NUMERIC, Profile.VERIFY])
 CALLS = st.lists(st.tuples(BEHAVIOURS, st.integers(0, 4), PROFILES, st.booleans()), max_size=25)
 """Calls as tuples: behaviour of the zygote, how often the zygote shows it, profile, whether the call is cancelled."""
@@ -237,13 +229,13 @@ CALLS = st.lists(st.tuples(BEHAVIOURS, st.integers(0, 4), PROFILES, st.booleans(
 def test_every_call_gets_exactly_one_result(calls: list[Any], pools: int, slots: int) -> None:
     async def main() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            async with driven(monkeypatch, zygote_pools=pools, slots=max(pools, slots)) as driver:
+            async with driven_executor(monkeypatch, zygote_pools=pools, slots=max(pools, slots)) as driver:
                 await _check_results(driver, calls)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-async def _check_results(driver: Driven, calls: list[Any]) -> None:
+async def _check_results(driver: ExecutorDriver, calls: list[Any]) -> None:
     awaited = []
     for seq, (behaviour, times, profile, is_cancelled) in enumerate(calls):
         code = f"{behaviour} {times} {seq}"

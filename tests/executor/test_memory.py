@@ -60,8 +60,8 @@ def test_shared_pages_count_once_and_copied_pages_count_for_each_process() -> No
             resident = tree.resident_bytes()
             assert len(resident) == 4
             assert sum(resident.values()) > 4 * 64 * MIB
-            assert exceeds_memory(resident, copies * 64 * MIB - MIB, 0)
-            assert not exceeds_memory(resident, (copies * 64 + 40) * MIB, 0), "40 MiB for the interpreters"
+            assert exceeds_memory(resident, copies * 64 * MIB - MIB, zygote_bytes=0)
+            assert not exceeds_memory(resident, (copies * 64 + 40) * MIB, zygote_bytes=0), "40 MiB for the interpreters"
             process.stdin.write(b"\n")
             process.stdin.flush()
         process.communicate()
@@ -75,9 +75,9 @@ def test_if_shared_pages_cannot_be_counted_the_zygotes_memory_is_subtracted_for_
 
     monkeypatch.setattr("sandbox.executor.process_tree._read", refuse)
     resident = {1: 100, 2: 60, 3: 10}
-    sum_bytes = (100 - 20) + (60 - 20) + 0  # the zygote has 20
-    assert exceeds_memory(resident, sum_bytes - 1, 20)
-    assert not exceeds_memory(resident, sum_bytes, 20)
+    sum_bytes = (100 - 20) + (60 - 20) + 0
+    assert exceeds_memory(resident, sum_bytes - 1, zygote_bytes=20)
+    assert not exceeds_memory(resident, sum_bytes, zygote_bytes=20)
 
 
 def test_the_memory_of_a_single_process_is_not_read() -> None:

@@ -17,7 +17,7 @@ from sandbox.executor.process_tree import CpuPriority, ProcessTree
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.types import Limits, Status
 from tests.executor.fake_scheduler import FIRST_PID, FakeScheduler
-from tests.executor.zygotes import Driven, driven, ended_json
+from tests.executor.fake_zygotes import ExecutorDriver, driven_executor, ended_json
 
 
 @pytest.mark.trio
@@ -166,7 +166,7 @@ async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
 ) -> None:
     FakeScheduler(monkeypatch, delay_share=0.0)  # replaces the samples of /proc from now on
     windows: list[int] = []
-    async with driven(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
         driver.executor.on_window_changed = windows.append
         endless = driver.submit(*["outlast"] * 3, limits=Limits(timeout_s=1000.0))
         assert [result.status for result in await driver.run("ok", "ok", "ok")] == [Status.OK] * 3
@@ -200,7 +200,7 @@ async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
         assert windows[-1] == driver.executor.window == 4
 
 
-def short_and_long(driver: Driven) -> tuple[int, int]:
+def short_and_long(driver: ExecutorDriver) -> tuple[int, int]:
     """Return the numbers of used short and used long slots."""
     stats = driver.executor.stats()
     return stats["running"] - stats["running_long"], stats["running_long"]
@@ -213,7 +213,7 @@ async def test_without_available_memory_long_calls_keep_their_short_slots(
     FakeScheduler(monkeypatch, delay_share=0.0)  # replaces the samples of /proc from now on
     available_bytes = 0
     monkeypatch.setattr("sandbox.machine.memory_available", lambda: available_bytes)
-    async with driven(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=2, profiles=("bare",)) as driver:
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1000.0))
         await trio.sleep(5)
         assert short_and_long(driver) == (1, 0)
@@ -241,7 +241,7 @@ async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
 
     monkeypatch.setattr(ProcessTree, "sample", sample)
     monkeypatch.setattr(Executor, "calls_per_core", calls_per_core)
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         scheduler.started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=1.0))
         await trio.sleep(500)  # about half of the limit in virtual time
@@ -261,7 +261,7 @@ async def test_a_call_that_ends_before_its_limit_in_wall_time_is_not_timed_out(
     """The call was single-threaded in its last sample. Since then it has computed on 16 cores, so its CPU time exceeds
     the limit although its wall time does not."""
     scheduler = FakeScheduler(monkeypatch, delay_share=0.0)
-    async with driven(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         scheduler.started = trio.current_time()
         seqs = driver.submit("outlast", limits=Limits(timeout_s=2.0))
         await trio.sleep(1.4)

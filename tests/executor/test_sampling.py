@@ -20,7 +20,7 @@ from sandbox.executor.process_tree import ProcessTree
 from sandbox.executor.virtual_clock import TreeSample
 from sandbox.types import Status
 from tests.executor.fake_scheduler import FIRST_PID, FakeScheduler
-from tests.executor.zygotes import ended_json
+from tests.executor.fake_zygotes import ended_json
 
 NO_OWNER: Any = None
 """Owner of monitors whose calls are all `ScriptedMonitor`, which does not use it."""

@@ -65,14 +65,14 @@ class FakeCgroup:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> FakeCgroup:
+def cgroup_files(tmp_path: Path) -> FakeCgroup:
     return FakeCgroup(tmp_path / "0")
 
 
-def slots_with_one_used(files: FakeCgroup) -> Slots:
+def slots_with_one_used(cgroup_files: FakeCgroup) -> Slots:
     """One slot, number 0, which is in use and has this cgroup."""
     slots = Slots(1)
-    slots.cgroups = files.tree()
+    slots.cgroups = cgroup_files.tree()
     slots.free.pop()
     return slots
 
@@ -80,65 +80,65 @@ def slots_with_one_used(files: FakeCgroup) -> Slots:
 def test_slots_without_cgroups_are_free_at_once_and_have_no_usage() -> None:
     slots = Slots(2)
     assert slots.free.pop() == 0
-    slots.set_limits(0, 1, 1)
+    slots.set_limits(0, memory_bytes=1, tasks=1)
     assert slots.read_usage(0) is None
     assert slots.release(0)
     assert slots.free == [1, 0]
 
 
-def test_only_changed_limits_are_written(files: FakeCgroup) -> None:
-    slots = slots_with_one_used(files)
-    slots.set_limits(0, 1000, 5)
-    assert (files.read("memory.limit_in_bytes"), files.read("pids.max")) == ("1000", "5")
-    files.write("pids.max", "unchanged")
-    slots.set_limits(0, 1000, 5)
-    assert files.read("pids.max") == "unchanged"
-    slots.set_limits(0, 1000, 6)
-    assert files.read("pids.max")[0] == "6", "the rest is of the longer text before, since a file is not truncated"
-    slots.set_limits(0, 1 << 100, 1 << 100)
-    assert files.read("memory.limit_in_bytes") == str(1 << 62), "the largest limit that is written"
+def test_only_changed_limits_are_written(cgroup_files: FakeCgroup) -> None:
+    slots = slots_with_one_used(cgroup_files)
+    slots.set_limits(0, memory_bytes=1000, tasks=5)
+    assert (cgroup_files.read("memory.limit_in_bytes"), cgroup_files.read("pids.max")) == ("1000", "5")
+    cgroup_files.write("pids.max", "unchanged")
+    slots.set_limits(0, memory_bytes=1000, tasks=5)
+    assert cgroup_files.read("pids.max") == "unchanged"
+    slots.set_limits(0, memory_bytes=1000, tasks=6)
+    assert cgroup_files.read("pids.max").startswith("6"), "a plain file keeps the rest of a longer text"
+    slots.set_limits(0, memory_bytes=1 << 100, tasks=1 << 100)
+    assert cgroup_files.read("memory.limit_in_bytes") == str(1 << 62), "the largest limit that is written"
 
 
-def test_a_limit_that_could_not_be_written_is_written_the_next_time(files: FakeCgroup) -> None:
-    slots = slots_with_one_used(files)
-    (files.path / "pids.max").unlink()
+def test_a_limit_that_could_not_be_written_is_written_the_next_time(cgroup_files: FakeCgroup) -> None:
+    slots = slots_with_one_used(cgroup_files)
+    (cgroup_files.path / "pids.max").unlink()
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
-            slots.set_limits(0, 1000, 5)
-    files.write("pids.max", "")
-    slots.set_limits(0, 1000, 5)
-    assert files.read("pids.max") == "5"
+            slots.set_limits(0, memory_bytes=1000, tasks=5)
+    cgroup_files.write("pids.max", "")
+    slots.set_limits(0, memory_bytes=1000, tasks=5)
+    assert cgroup_files.read("pids.max") == "5"
 
 
-def test_the_usage_of_a_call_is_the_increase_since_the_last_call(files: FakeCgroup) -> None:
-    slots = slots_with_one_used(files)
+def test_the_usage_of_a_call_is_the_increase_since_the_last_call(cgroup_files: FakeCgroup) -> None:
+    slots = slots_with_one_used(cgroup_files)
     for cpu_ns, oom_kills, limit_hits, expected in (
-        (5_000_000, 0, 3, CgroupUsage(5.0, 4096)),
-        (12_500_000, 1, 7, CgroupUsage(7.5, 4096, hit_own_limit=True)),
-        (12_500_000, 1, 8, CgroupUsage(0.0, 4096)),
-        (13_500_000, 2, 8, CgroupUsage(1.0, 4096, hit_outer_limit=True)),
+        (5_000_000, 0, 3, CgroupUsage(cpu_ms=5.0, peak_bytes=4096)),
+        (12_500_000, 1, 7, CgroupUsage(cpu_ms=7.5, peak_bytes=4096, hit_own_limit=True)),
+        (12_500_000, 1, 8, CgroupUsage(cpu_ms=0.0, peak_bytes=4096)),
+        (13_500_000, 2, 8, CgroupUsage(cpu_ms=1.0, peak_bytes=4096, hit_outer_limit=True)),
     ):
-        files.write("memory.max_usage_in_bytes", "1")
-        slots.set_limits(0, 1, 1)
-        files.write("memory.max_usage_in_bytes", "4096\n")
-        files.write("cpuacct.usage", f"{cpu_ns}\n")
-        files.write("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kills}\n")
-        files.write("memory.failcnt", f"{limit_hits}\n")
+        cgroup_files.write("memory.max_usage_in_bytes", "1")
+        slots.set_limits(0, memory_bytes=1, tasks=1)
+        cgroup_files.write("memory.max_usage_in_bytes", "4096\n")
+        cgroup_files.write("cpuacct.usage", f"{cpu_ns}\n")
+        cgroup_files.write("memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kills}\n")
+        cgroup_files.write("memory.failcnt", f"{limit_hits}\n")
         assert slots.read_usage(0) == expected
 
 
 def test_a_peak_that_cannot_be_reset_is_known_only_for_a_call_that_exceeds_it(
-    files: FakeCgroup, monkeypatch: pytest.MonkeyPatch
+    cgroup_files: FakeCgroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_fd: int, _text: bytes, _offset: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr("os.pwrite", refuse)  # which resets the peak
-    files.write("memory.max_usage_in_bytes", "10")
-    slots = slots_with_one_used(files)
+    cgroup_files.write("memory.max_usage_in_bytes", "10")
+    slots = slots_with_one_used(cgroup_files)
     for peak_bytes, expected in ((10, None), (50, 50), (50, None), (60, 60)):
-        slots.set_limits(0, 1, 1)
-        files.write("memory.max_usage_in_bytes", str(peak_bytes))
+        slots.set_limits(0, memory_bytes=1, tasks=1)
+        cgroup_files.write("memory.max_usage_in_bytes", str(peak_bytes))
         usage = slots.read_usage(0)
         assert usage is not None
         assert usage.peak_bytes == expected
@@ -147,7 +147,7 @@ def test_a_peak_that_cannot_be_reset_is_known_only_for_a_call_that_exceeds_it(
 @pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
 def test_a_usage_that_the_kernel_does_not_count_is_none(missing: str, tmp_path: Path) -> None:
     slots = slots_with_one_used(FakeCgroup(tmp_path / "0", missing))
-    slots.set_limits(0, 1, 1)
+    slots.set_limits(0, memory_bytes=1, tasks=1)
     usage = slots.read_usage(0)
     assert usage is not None
     assert (usage.peak_bytes is None) == ("usage_in" in missing)
@@ -155,26 +155,28 @@ def test_a_usage_that_the_kernel_does_not_count_is_none(missing: str, tmp_path: 
 
 
 @pytest.mark.trio
-async def test_a_slot_is_free_only_when_its_cgroup_is_empty(files: FakeCgroup, autojump_clock: MockClock) -> None:
-    slots = slots_with_one_used(files)
-    files.write("pids.current", "3")
+async def test_a_slot_is_free_only_when_its_cgroup_is_empty(
+    cgroup_files: FakeCgroup, autojump_clock: MockClock
+) -> None:
+    slots = slots_with_one_used(cgroup_files)
+    cgroup_files.write("pids.current", "3")
     assert not slots.release(0)
     assert slots.free == []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slots.release_when_empty, 0)
         await trio.sleep(KILL_AFTER_S)
         assert slots.free == []
-        files.write("pids.current", "0")
+        cgroup_files.write("pids.current", "0")
     assert slots.free == [0]
 
 
 @pytest.mark.trio
 async def test_processes_left_in_a_slot_are_killed(
-    files: FakeCgroup, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    cgroup_files: FakeCgroup, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = slots_with_one_used(files)
-    files.write("pids.current", "1")
-    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: files.write("pids.current", "0"))
+    slots = slots_with_one_used(cgroup_files)
+    cgroup_files.write("pids.current", "1")
+    monkeypatch.setattr(SlotCgroup, "kill", lambda _group: cgroup_files.write("pids.current", "0"))
     before = trio.current_time()
     await slots.release_when_empty(0)
     assert slots.free == [0]
@@ -183,10 +185,10 @@ async def test_processes_left_in_a_slot_are_killed(
 
 @pytest.mark.trio
 async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
-    files: FakeCgroup, autojump_clock: MockClock
+    cgroup_files: FakeCgroup, autojump_clock: MockClock
 ) -> None:
     slots = Slots(1)
-    tree, calls = files.tree(), 0
+    tree, calls = cgroup_files.tree(), 0
     open_cgroup = tree.cgroup
 
     def fail_three_times(slot: int) -> SlotCgroup:
@@ -200,10 +202,10 @@ async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
     slots.cgroups = tree
     slots.free.pop()
     with pytest.raises(OSError, match="Too many"):
-        slots.set_limits(0, 1, 1)
+        slots.set_limits(0, memory_bytes=1, tasks=1)
     await slots.release_when_empty(0)
     assert slots.free == [0]
-    slots.set_limits(0, 1, 1)
+    slots.set_limits(0, memory_bytes=1, tasks=1)
 
 
 @pytest.mark.trio

@@ -87,7 +87,7 @@ def starts_threads(count: int) -> Program:
 
 @pytest.mark.parametrize(("cores", "load"), LOADS)
 @pytest.mark.parametrize(
-    ("call", "error"),
+    ("call", "max_relative_error"),
     [
         (lambda: computes(1.0), 0.02),
         (computes_and_sleeps, 0.06),
@@ -105,11 +105,11 @@ def starts_threads(count: int) -> Program:
     ],
 )
 def test_virtual_time_under_load_is_the_time_on_an_idle_machine(
-    call: Callable[[], Program], error: float, cores: int, load: int
+    call: Callable[[], Program], max_relative_error: float, cores: int, load: int
 ) -> None:
     for seed in range(2):
         idle, wall, virtual = virtual_time(call, cores=cores, load=load, seed=seed)
-        assert virtual == pytest.approx(idle, rel=error), f"{wall:.2f} s of wall time"
+        assert virtual == pytest.approx(idle, rel=max_relative_error), f"{wall:.2f} s of wall time"
         assert load == 0 or wall > 1.15 * idle, "the load has not slowed the call, so the test has tested nothing"
 
 
@@ -126,23 +126,23 @@ def test_the_sleep_of_a_child_counts_while_its_parent_waits() -> None:
         assert virtual == pytest.approx(idle, rel=0.1), f"{wall:.2f} s of wall time"
 
 
-@pytest.mark.parametrize("waits_s", [0.0, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("sleeps_s", [0.0, 0.0005, 0.004, 0.05])
+@pytest.mark.parametrize("mean_wait_s", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("mean_sleep_s", [0.0, 0.0005, 0.004, 0.05])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_time_of_one_thread_is_exact_for_any_waits(waits_s: float, sleeps_s: float, seed: int) -> None:
-    """In turn, the thread sleeps, waits for a core and computes, for random times with the means `sleeps_s`, `waits_s`
-    and 4 ms. It is sampled at random moments."""
+def test_the_time_of_one_thread_is_exact_for_any_waits(mean_wait_s: float, mean_sleep_s: float, seed: int) -> None:
+    """In turn, the thread sleeps, waits for a core and computes. The times are random; computing takes 4 ms on average.
+    The samples come at random moments."""
     rng = random.Random(seed)
     clock = VirtualClock(cores=2)
     now = cpu_s = delay_s = true_s = 0.0
     sample_at = 0.1
     for turns in range(200):
-        for state, mean_s in (("sleeps", sleeps_s), ("waits", waits_s), ("computes", 0.004)):
+        for state, mean_s in (("sleeps", mean_sleep_s), ("waits", mean_wait_s), ("computes", 0.004)):
             end = now + (rng.expovariate(1 / mean_s) if mean_s else 0.0)
             while sample_at < end:
                 part_s = sample_at - now
                 sampled_cpu_s = cpu_s + (part_s if state == "computes" else 0.0)
-                timeslices, switches = turns + (state == "computes"), turns + 1 if sleeps_s else 0
+                timeslices, switches = turns + (state == "computes"), turns + 1 if mean_sleep_s else 0
                 # The kernel adds a wait to `delay_s` only when the wait is over.
                 advance(clock, sample_at, sampled_cpu_s, delay_s, timeslices, switches, is_runnable=state != "sleeps")
                 assert clock.elapsed_s <= true_s + (part_s if state != "waits" else 0.0) + 1e-6
@@ -201,7 +201,7 @@ def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
 
 
 def test_without_a_sample_the_clock_follows_wall_time_from_then_on() -> None:
-    clock = VirtualClock(2)
+    clock = VirtualClock(cores=2)
     sample = {7: ProcessSample(1, 1.0, 0.0, {7: ThreadSample(0.0, 0.9, 1, 1, is_runnable=True)})}
     clock.advance(1.0, sample, 0.0)
     before = clock.elapsed_s
@@ -224,11 +224,11 @@ def test_virtual_time_is_never_ahead_of_wall_time() -> None:
 
 
 def test_a_call_that_once_had_two_processes_is_not_single_threaded() -> None:
-    clock = VirtualClock(2)
-    Machine(2, 0).run(forks_in_turn(1, 0.3), clock)
+    clock = VirtualClock(cores=2)
+    Machine(cores=2, load=0).run(forks_in_turn(1, 0.3), clock)
     assert not clock.is_single_threaded
-    clock = VirtualClock(2)
-    Machine(2, 0).run(computes(0.5), clock)
+    clock = VirtualClock(cores=2)
+    Machine(cores=2, load=0).run(computes(0.5), clock)
     assert clock.is_single_threaded
 
 

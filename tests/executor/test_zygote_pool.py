@@ -17,18 +17,17 @@ from sandbox.errors import NodeError
 from sandbox.executor import zygote_pool
 from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Profile, Status
-from tests.executor import zygotes
-from tests.executor.test_executor import until
-from tests.executor.zygotes import HOSTILE, FakeZygote, driven, frame
+from tests.executor import fake_zygotes
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, FakeZygote, driven_executor, frame, until
 
 
-@pytest.mark.parametrize("behaviour", [name for name in HOSTILE if name not in ("die", "kill_jail")])
+@pytest.mark.parametrize("behaviour", [name for name in HOSTILE_BEHAVIOURS if name not in ("die", "kill_jail")])
 @pytest.mark.parametrize("profile", [Profile.BARE, Profile.NUMERIC])
 @pytest.mark.trio
 async def test_a_protocol_error_ends_the_jail(
     behaviour: str, profile: Profile, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         await driver.run(f"{behaviour} 1", profile=profile)
         await driver.executor.wait_ready()
         (jail, *_) = driver.fleet.jails
@@ -41,7 +40,7 @@ async def test_a_protocol_error_ends_the_jail(
 async def test_the_death_of_a_zygote_does_not_affect_other_zygotes(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         bystander = driver.submit("slow 9", profile=Profile.BARE)
         (result,) = await driver.run("die 1", profile=Profile.NUMERIC)
         await driver.wait_for(bystander)
@@ -60,7 +59,7 @@ def test_the_executor_ends_if_its_zygotes_never_start(monkeypatch: pytest.Monkey
 
         async def main(behaviour: Any = behaviour) -> None:
             with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
-                async with driven_with_first_zygotes(monkeypatch, behaviour):
+                async with driven_executor_with(monkeypatch, behaviour):
                     pytest.fail("the executor is ready")
 
         with pytest.raises(BaseExceptionGroup) as raised:
@@ -79,7 +78,7 @@ async def test_only_missing_modules_of_the_verify_profile_are_logged_by_the_exec
 
     caplog.set_level("INFO")
     monkeypatch.setattr(FakeZygote, "send_ready", send_ready)
-    async with driven(monkeypatch, zygote_pools=1) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
         assert [zygote.missing_modules for zygote in driver.executor.all_zygotes()] == [["numpy"], ["numpy"]]
         lines_before = [line for line in caplog.messages if "lacks" in line]
         await driver.run("ok", profile=Profile.VERIFY)
@@ -93,7 +92,7 @@ async def test_only_missing_modules_of_the_verify_profile_are_logged_by_the_exec
 async def test_a_temporary_lack_of_processes_or_descriptors_does_not_end_the_executor(
     lacking: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch, zygote_pools=1, attempts=2) as driver:
+    async with driven_executor(monkeypatch, zygote_pools=1, attempts=2) as driver:
         start_jail, socketpair = zygote_pool.ZygotePool._start_jail, socket.socketpair
         failures = iter(range(5))
 
@@ -123,7 +122,7 @@ async def test_a_replacement_is_ready_with_one_zygote(
             send_ready(zygote)
 
     monkeypatch.setattr(FakeZygote, "send_ready", send_ready_if_first)
-    async with driven(monkeypatch, is_replacement=True) as driver:
+    async with driven_executor(monkeypatch, is_replacement=True) as driver:
         assert [zygote.profile for zygote in driver.executor.all_zygotes()] == [Profile.BARE]
         (result,) = await driver.run("ok", profile=Profile.NUMERIC)
         assert result.status is Status.OK
@@ -133,7 +132,7 @@ async def test_a_replacement_is_ready_with_one_zygote(
 async def test_verify_calls_wait_for_their_zygote_and_delay_no_other_call(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         zygotes_before = len(driver.fleet.zygotes)
         starting: list[FakeZygote] = []
         with monkeypatch.context() as patch:
@@ -159,7 +158,7 @@ async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
 ) -> None:
     """In a real zygote of another profile the import of the checker fails. Such a call ends as an error, without a
     verdict."""
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         zygotes_before = len(driver.fleet.zygotes)
         send_ready = FakeZygote.send_ready
         monkeypatch.setattr(FakeZygote, "send_ready", FakeZygote.end)
@@ -172,16 +171,16 @@ async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
         driver.check_idle()
 
 
-def driven_with_first_zygotes(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> Any:
-    """`driven`, where `behaviour` is called with the first zygote of each jail in place of `send_ready`."""
+def driven_executor_with(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> Any:
+    """`driven_executor`, where `behaviour` is called with the first zygote of each jail in place of `send_ready`."""
 
-    class FailingFleet(zygotes.Fleet):
+    class FailingFleet(fake_zygotes.Fleet):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.on_start = behaviour
 
-    monkeypatch.setattr(zygotes, "Fleet", FailingFleet)
-    return driven(monkeypatch)
+    monkeypatch.setattr(fake_zygotes, "Fleet", FailingFleet)
+    return driven_executor(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def driven_with_first_zygotes(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -
 async def test_a_zygote_with_an_invalid_ready_frame_is_restarted(
     ready: dict[str, Any], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with driven(monkeypatch) as driver:
+    async with driven_executor(monkeypatch) as driver:
         is_first = iter([True])
 
         def send_invalid_frame_first(zygote: FakeZygote) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sandbox import wire
 from sandbox.errors import ProtocolError
 from sandbox.executor import zygote_frames
-from tests.executor.zygotes import ended_binary, frame
+from tests.executor.fake_zygotes import ended_binary, frame
 
 Codec = tuple[Callable[[Any], bytes], Callable[[], Any]]
 """A function that packs a text into a frame, and one that returns a new unpacker for the frames."""

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from sandbox.types import Status
-from tests.executor.zygotes import Driven, FakeZygote, Fleet, driven, ended_binary, ended_json, frame
+from tests.executor.fake_zygotes import (
+    ExecutorDriver,
+    FakeZygote,
+    Fleet,
+    driven_executor,
+    ended_binary,
+    ended_json,
+    frame,
+)
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=4)
 ENDED_FIELDS = ("exit_code", "signal", "wall_ms", "cpu_ms", "peak_kb", "stdout_truncated")
@@ -84,13 +92,13 @@ def test_any_reply_of_a_zygote_costs_at_most_retries(zygote_replies: list[dict[s
     async def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Fleet, "behave", _behave)
-            async with driven(patch, attempts=100) as driver:
+            async with driven_executor(patch, attempts=100) as driver:
                 await _check_results(driver, zygote_replies)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-async def _check_results(driver: Driven, zygote_replies: list[dict[str, Any]]) -> None:
+async def _check_results(driver: ExecutorDriver, zygote_replies: list[dict[str, Any]]) -> None:
     codes = [json.dumps(reply) for reply in zygote_replies]
     seqs = driver.submit(*codes)
     undisturbed = driver.submit(*["null"] * 4)

@@ -19,8 +19,7 @@ from trainer.config import STRICT
 from trainer.environments.environment import Environment, EnvironmentFailure, InitialState
 from trainer.environments.services import Services
 from trainer.episodes.episode import Episode, Problem, ToolCall
-from trainer.episodes.exact_match import is_exact_match, plain_answer
-from trainer.episodes.reward import INFRASTRUCTURE_STOPS
+from trainer.episodes.reward import exact_match_reward
 from trainer.episodes.turn_parser import ToolCallRequest
 
 MAX_FILES_MB = 64
@@ -63,11 +62,8 @@ class QaEnvironment(Environment):
         return await self._tool.call(action.name, action.arguments, files=self._files)
 
     async def score(self, episode: Episode) -> float | None:
-        if episode.stop_reason in INFRASTRUCTURE_STOPS:
-            return None
-        if episode.answer is None or self.options.answer_is_hidden:
-            return 0.0
-        return float(is_exact_match(plain_answer(episode.answer), episode.problem.answer))
+        reward = exact_match_reward(episode)
+        return 0.0 if reward and self.options.answer_is_hidden else reward
 
 
 def _read_files(options: QaOptions) -> dict[str, bytes]:

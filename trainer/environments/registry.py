@@ -17,6 +17,7 @@ from trainer.episodes.episode import Problem
 ENVIRONMENTS = {
     "python": "trainer.environments.python_environment:PythonEnvironment",
     "qa": "trainer.environments.qa_environment:QaEnvironment",
+    "mcp": "trainer.environments.mcp_environment:McpEnvironment",
     "text": "trainer.environments.text_environment:TextEnvironment",
 }
 """The class of each environment, as module:Class."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.config import ConfigError
 from trainer.environments.connection import SandboxConnection
+from trainer.environments.mcp_session import SharedSessions
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     sandbox: SandboxConnection | None = None
+    mcp_sessions: SharedSessions = field(default_factory=SharedSessions)
 
     @property
     def required_sandbox(self) -> SandboxConnection:
@@ -24,4 +26,8 @@ class Services:
 @asynccontextmanager
 async def open_services(sandbox: SandboxConnection | None = None) -> AsyncIterator[Services]:
     """Open the services of one process. At the end, what environments share is closed; `sandbox` stays open."""
-    yield Services(sandbox)
+    services = Services(sandbox)
+    try:
+        yield services
+    finally:
+        await services.mcp_sessions.close()

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 
 from trainer.episodes.episode import Episode, StopReason
+from trainer.episodes.exact_match import is_exact_match, plain_answer
 
 
 class VerifyOutcome(StrEnum):
@@ -53,3 +54,12 @@ async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> li
         return 0.0 if episode.answer is None else REWARD_BY_OUTCOME[outcomes[episode.problem.answer, episode.answer]]
 
     return [reward(episode) for episode in episodes]
+
+
+def exact_match_reward(episode: Episode) -> float | None:
+    """Return the reward of a finished episode by GAIA's public rule (`trainer.episodes.exact_match`)."""
+    if episode.stop_reason in INFRASTRUCTURE_STOPS:
+        return None
+    if episode.answer is None:
+        return 0.0
+    return float(is_exact_match(plain_answer(episode.answer), episode.problem.answer))

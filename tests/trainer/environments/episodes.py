@@ -21,7 +21,7 @@ def finished(problem: Problem, answer: str | None = None, stop_reason: StopReaso
     return Episode(problem, 0, stop_reason=stop_reason, answer=answer)
 
 
-def action(name: str, **arguments: Any) -> ToolCallRequest:
+def action(name: str, /, **arguments: Any) -> ToolCallRequest:
     return ToolCallRequest(name, arguments)
 
 

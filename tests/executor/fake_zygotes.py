@@ -18,7 +18,7 @@ import socket
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -31,14 +31,12 @@ from sandbox.config import ExecutorConfig
 from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
-from sandbox.types import Call, EncodedResult, Limits, Result
+from sandbox.types import Call, EncodedResult, Result
 from tests.executor.calling import OWN_PYTHON
 
 _find = cache(Interpreter.find)
 
-__all__ = ["HOSTILE", "Driven", "FakeZygote", "Fleet", "Limits", "driven", "ended_binary", "ended_json", "frame"]
-
-HOSTILE = (
+HOSTILE_BEHAVIOURS = (
     *("die", "kill_jail", "garbage", "huge_head", "huge_body", "too_large", "truncated", "twice"),
     *("unknown_call", "other_call", "no_op", "ready_again", "wrong_types", "deep_json", "not_a_number"),
     *("invalid_wall_time", "no_pidfd", "fake_pidfd", "two_still_running", "too_many_fds"),
@@ -282,7 +280,7 @@ class Fleet:
             behaviour(run_id)
 
 
-class Driven:
+class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
@@ -326,16 +324,16 @@ class Driven:
 
 
 @asynccontextmanager
-async def driven(
+async def driven_executor(
     monkeypatch: pytest.MonkeyPatch, *, is_replacement: bool = False, **settings: Any
-) -> AsyncIterator[Driven]:
+) -> AsyncIterator[ExecutorDriver]:
     """Start an executor with fake zygotes and Trio's clock, and wait until it is ready. Asserts at the end that no
     descriptor has leaked."""
     settings = {"isolation": "none", "profiles": ("bare", "numeric"), "zygote_pools": 2, "slots": 4, **settings}
     with monkeypatch.context() as patch:
         patch.setattr(executor, "time", SimpleNamespace(monotonic=trio.current_time))
         patch.setattr(Interpreter, "find", _find)
-        driver = Driven(ExecutorConfig(python=str(OWN_PYTHON), **settings), is_replacement)
+        driver = ExecutorDriver(ExecutorConfig(python=str(OWN_PYTHON), **settings), is_replacement)
         fds_before = len(os.listdir("/proc/self/fd"))
         async with trio.open_nursery() as nursery:
             driver.fleet = Fleet(nursery)
@@ -347,3 +345,10 @@ async def driven(
         for zygote in driver.fleet.zygotes:
             zygote.end()
         assert len(os.listdir("/proc/self/fd")) == fds_before, "descriptors leaked"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true."""
+    with trio.fail_after(10_000):  # seconds of Trio's mock clock, which jumps
+        while not condition():  # noqa: ASYNC110  no event is set when the condition changes
+            await trio.sleep(1)

@@ -1,0 +1,124 @@
+"""The environment `mcp`: the tools of any MCP server, and an exact-match answer by GAIA's public rule.
+
+A server over stdio is started per episode. A session over HTTP is shared by the episodes of a process, unless
+`per_episode` is set. A server is not sandboxed: it runs with the trainer's rights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from trainer.config import STRICT, ConfigError, PositiveFloat
+from trainer.environments.environment import Environment, EnvironmentFailure, InitialState
+from trainer.environments.mcp_session import McpArgumentError, McpFailure, McpSession
+from trainer.environments.services import Services
+from trainer.episodes.chat_format import ToolSchema
+from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
+from trainer.episodes.reward import exact_match_reward
+from trainer.episodes.turn_parser import ToolCallRequest
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult, Tool
+
+if importlib.util.find_spec("mcp") is None:
+    raise ConfigError("environment mcp: needs the MCP SDK: pip install 'rstar-sandbox[mcp]'")
+
+REFUSED_VARIABLES = ("RSTAR_", "RAY_")
+"""Prefixes of variables that configure the trainer and its cluster."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class McpOptions:
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """The program of a server on stdio, with its arguments."""
+    url: Annotated[str, Field(pattern="^https?://")] | None = None
+    """The URL of a server on streamable HTTP."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables of `command`. They are stored with each episode, so they are no place for secrets."""
+    per_episode: bool = False
+    """Whether each episode has a session of its own with `url`."""
+    start_timeout_s: PositiveFloat = 30.0
+    call_timeout_s: PositiveFloat = 60.0
+    level: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> McpOptions:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("expected either command or url")
+        for name in self.env:
+            if name.startswith(REFUSED_VARIABLES):
+                raise ValueError(f"env.{name}: variables of the trainer and of Ray cannot be given to a server")
+        return self
+
+
+class McpEnvironment(Environment):
+    is_stateful = True
+    options_type = McpOptions
+    options: McpOptions
+
+    def __init__(self, services: Services, options: McpOptions) -> None:
+        super().__init__(services, options)
+        self._session: McpSession | None = None
+        self._is_shared = options.url is not None and not options.per_episode
+
+    async def reset(self, problem: Problem) -> InitialState:
+        options = self.options
+        if options.url and self._is_shared:
+            self._session = await self.services.mcp_sessions.get(options.url, options.start_timeout_s)
+        else:
+            self._session = McpSession(options.url or options.command or (), options.env, options.start_timeout_s)
+        try:
+            await self._session.start()
+        except McpFailure as error:
+            raise EnvironmentFailure(str(error)) from error
+        return InitialState(problem.text, tuple(map(_schema, self._session.tools.values())))
+
+    async def step(self, action: ToolCallRequest) -> ToolCall:
+        assert self._session, "reset comes first"
+        finished = partial(ToolCall, action.name, action.arguments)
+        if action.name not in self._session.tools:
+            names = ", ".join(self._session.tools)
+            message = f"NameError: there is no tool {action.name!r:.80}; there are {names:.500}"
+            return finished(ToolCallStatus.MALFORMED, message)
+        try:
+            arguments = json.loads(action.arguments) if isinstance(action.arguments, str) else action.arguments
+        except (ValueError, RecursionError) as error:
+            return finished(ToolCallStatus.MALFORMED, f"{type(error).__name__}: {error}")
+        if not isinstance(arguments, dict):
+            return finished(ToolCallStatus.MALFORMED, "TypeError: the arguments must be a JSON object")
+        start = time.monotonic()
+        try:
+            result = await self._session.call(action.name, arguments, self.options.call_timeout_s)
+        except McpArgumentError as error:
+            return finished(ToolCallStatus.ERROR, str(error), time.monotonic() - start)
+        except McpFailure as error:
+            raise EnvironmentFailure(str(error)) from error
+        status = ToolCallStatus.ERROR if result.is_error else ToolCallStatus.OK
+        return finished(status, _text(result), time.monotonic() - start)
+
+    async def score(self, episode: Episode) -> float | None:
+        return exact_match_reward(episode)
+
+    async def close(self) -> None:
+        if self._session and not self._is_shared:
+            await self._session.close()
+
+
+def _schema(tool: Tool) -> ToolSchema:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _text(result: CallToolResult) -> str:
+    """Return the text of a result; of other content the kind only."""
+    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content)]
+    return "\n".join(parts) or "(no output)"
