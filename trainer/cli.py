@@ -177,6 +177,66 @@ def collect(args: argparse.Namespace) -> None:
         _print_columns("episodes", {"": collect_work.status_rows(status)})
 
 
+def episodes(args: argparse.Namespace) -> None:
+    """List the episodes of a store, and what share of the problems they solve."""
+    from itertools import islice
+
+    from rich.console import Console
+
+    from trainer.collection.store import COLUMNS, StoreReader
+    from trainer.recipe.pass_at_k import Attempt, pass_reports, pass_table
+    from trainer.runs.text_tables import format_number, table
+
+    names = [name for name in COLUMNS if name not in ("shard", "offset", "length")]
+    with StoreReader(args.store) as reader:
+        listed = list(islice(reader.query(", ".join(names), args.where), args.limit))
+        reports = pass_reports(map(Attempt.of, reader.episodes(args.where)))
+    if args.json:
+        rows = [dict(zip(names, row, strict=True)) for row in listed]
+        print(json.dumps({"episodes": rows, "reports": {name: asdict(report) for name, report in reports.items()}}))
+        return
+    shown = table(*(f"{name}…" for name in names))
+    for row in listed:
+        shown.add_row(*(value if isinstance(value, str) else format_number(value) for value in row))
+    Console().print(shown, pass_table(reports, title="solved"))
+
+
+def replay(args: argparse.Namespace) -> None:
+    """Run a stored episode again from its recorded tool responses, and compare every token."""
+    from trainer.collection.store import Key, StoreReader
+    from trainer.recipe.stored_episodes import replay
+
+    with StoreReader(args.store) as reader:
+        episode = replay(reader, Key(args.problem, args.sample))
+    for turn in episode.turns:
+        print(turn.text, *(f"[{call.status}] {call.response}" for call in turn.tool_calls), sep="\n")
+    print(
+        f"replay: {len(episode.turns)} turns and {episode.response_length} tokens are equal; "
+        f"stop_reason={episode.stop_reason} answer={episode.answer!r} reward={episode.reward}",
+        file=sys.stderr,
+    )
+
+
+def rescore(args: argparse.Namespace) -> None:
+    """Score stored episodes again, by their own or another environment, without sampling."""
+    from trainer.collection.store import StoreReader
+    from trainer.recipe.stored_episodes import rescore
+
+    with StoreReader(args.store) as reader:
+        changes = rescore(reader, args.environment, args.out, where=args.where, sandbox=args.sandbox)
+    print(json.dumps(changes) if args.json else "\n".join(f"{change}: {n}" for change, n in sorted(changes.items())))
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write stored episodes as JSONL: token ids as they were generated, or chat messages."""
+    from trainer.collection.store import StoreReader
+    from trainer.recipe.stored_episodes import export
+
+    with StoreReader(args.store) as reader:
+        count = export(reader, args.format, args.out, where=args.where, rewards=args.rewards)
+    print(f"{args.out}: {count} episodes", file=sys.stderr)
+
+
 def data(args: argparse.Namespace) -> None:
     """Convert problems from files and hub names to one format, filtered and decontaminated."""
     from trainer.data.problems import prepare_problems, write_problems
@@ -225,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
         return subparser
 
     # Options that several commands share.
-    run, skip, stage, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    run, skip, stage, store, where, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(6))
     run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or a run folder")
     run.add_argument("--run-dir", metavar="DIR", help="the run folder (default: run_dir in CONFIG)")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for example stages.rl1.steps=3")
@@ -284,6 +344,24 @@ def _parser() -> argparse.ArgumentParser:
     subparser = add("collect", collect, run, as_json)
     subparser.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
     subparser.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
+
+    where.add_argument(
+        "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'reward = 1 AND turns > 2'"
+    )
+    store.add_argument("store", type=Path, metavar="STORE", help="the directory of a store of episodes")
+    subparser = add("episodes", episodes, store, where, as_json)
+    subparser.add_argument("--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)")
+    subparser = add("replay", replay, store)
+    subparser.add_argument("problem", metavar="PROBLEM", help="the id of a problem")
+    subparser.add_argument("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
+    subparser = add("rescore", rescore, store, where, as_json)
+    subparser.add_argument("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
+    subparser.add_argument("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
+    subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+    subparser = add("export", export, store, where)
+    subparser.add_argument("--format", required=True, choices=("tokens", "chat"), help="what each row has")
+    subparser.add_argument("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
+    subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
 
     subparser = add("data", data, as_json)
     subparser.add_argument(

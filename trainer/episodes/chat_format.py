@@ -128,6 +128,23 @@ class ChatFormat:
         """Return the token ids between the end token of a turn and the next turn, for its tool responses in order."""
         return self._interleave(self._response_segments(len(texts)), texts)
 
+    def messages(self, prompt_ids: Sequence[int], turns: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
+        """Return an episode as messages. `turns` are texts, each with the texts of its tool responses.
+
+        If the last turn has an end token, `encode_conversation` gives the episode's ids again. Raises `ValueError` for
+        the prompt of another format, for example with other tools.
+        """
+        prompt = self.decode(prompt_ids)
+        if not (prompt.startswith(self.prompt_prefix) and prompt.endswith(self._generation_prompt)):
+            raise ValueError(f"expected a prompt that begins with {self.prompt_prefix[-80:]!r}, got {prompt[:200]!r}")
+        problem = prompt.removeprefix(self.prompt_prefix).removesuffix(self._generation_prompt)
+        found = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        found.append({"role": "user", "content": self._answer_instructions + problem})
+        for text, responses in turns:
+            found.append({"role": "assistant", "content": self._turn_opening + text})
+            found += [{"role": "tool", "content": response} for response in responses]
+        return found[: len(found) - len(turns[-1][1])] if turns else found
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
