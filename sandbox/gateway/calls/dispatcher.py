@@ -38,12 +38,13 @@ from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 log = logging.getLogger(__name__)
 
 TIMER_SLACK_S = 0.002
-"""Seconds added to each timer. The event loop's clock has milliseconds, so a timer may fire that early."""
-STOPPED = "the server stopped before this call was done; send it again"
+"""Seconds added to each timer, because the event loop's clock has whole milliseconds and a timer may fire too early."""
+STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
 MAX_STOPPED_AT_ONCE = 512
 """Waiting calls that get `Stopped` in one iteration of the event loop, which takes some milliseconds."""
 UNHEALTHY_AFTER_S = 150.0
-"""Seconds without any ready executor after which `/health` fails. Longer than one start may take."""
+"""Seconds without any ready executor after which `/health` fails: more than one start may take
+(`executor_handle.START_S`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,11 @@ class Dispatcher:
         self._expiry_timers: dict[Batch, asyncio.TimerHandle] = {}
         self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
-        self._last_alive = 0.0
+        self._last_ready_at = 0.0
 
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
-        self._last_alive = monotonic()
+        self._last_ready_at = monotonic()
         await self._tasks.__aenter__()
         trimming = trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)
         self._other_tasks.append(self._tasks.create_task(trimming))
@@ -143,7 +144,7 @@ class Dispatcher:
             await asyncio.wait(tasks)  # before the membership ends, since that kills what still runs on the nodes
         for task in self._other_tasks:
             task.cancel()
-        await self._tasks.__aexit__(None, None, None)  # not given `error`, which the task group would wrap
+        await self._tasks.__aexit__(None, None, None)  # the task group would wrap `error`
 
     def add_executor(
         self, launch: Launch, settings: Mapping[str, object], silence_timeout_s: float | None = None
@@ -186,7 +187,7 @@ class Dispatcher:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            failed = self.call_table.fail_all("Stopped", STOPPED)
+            failed = self.call_table.fail_all("Stopped", STOPPED_MESSAGE)
             self._count_unavailable(failed)
             log.warning("stopped with %d calls unfinished after %g s", len(failed), timeout_s)
 
@@ -211,11 +212,11 @@ class Dispatcher:
         """False if no executor has been ready for `UNHEALTHY_AFTER_S`."""
         if any(executor.is_ready for executor in self.executors):
             return True
-        return monotonic() - self._last_alive < UNHEALTHY_AFTER_S
+        return monotonic() - self._last_ready_at < UNHEALTHY_AFTER_S
 
     @property
     def dispatched(self) -> int:
-        """Calls sent to executors and not finished, those that wait in an executor included."""
+        """Number of calls sent to executors and not finished, including those that wait in an executor."""
         return sum(self.call_table.running(executor.number) for executor in self.executors)
 
     @property
@@ -290,7 +291,7 @@ class Dispatcher:
         self._check_idle()
 
     def on_executor_lost(self, executor: ExecutorHandle) -> None:
-        self._last_alive = monotonic()
+        self._last_ready_at = monotonic()
         requeued, failed = self.call_table.executor_lost(executor.number, monotonic())
         self.counters.retried += len(requeued)
         self._count_unavailable(failed)
@@ -320,6 +321,7 @@ class Dispatcher:
         if self.is_draining:
             self._stop_waiting_calls()
             return
+        # `any` stops at the first executor that accepted a frame; the next iteration compares the windows again.
         while self.call_table.waiting and any(
             map(self._send_frame, sorted(self.executors, key=self._free_window, reverse=True))
         ):
@@ -327,7 +329,7 @@ class Dispatcher:
 
     def _stop_waiting_calls(self) -> None:
         """Answer some of the waiting calls with `Stopped`, and the rest in later iterations of the event loop."""
-        self._count_unavailable(self.call_table.fail_waiting("Stopped", STOPPED, MAX_STOPPED_AT_ONCE))
+        self._count_unavailable(self.call_table.fail_waiting("Stopped", STOPPED_MESSAGE, MAX_STOPPED_AT_ONCE))
         if self.call_table.waiting:
             self._schedule_dispatch()
         self._check_idle()
