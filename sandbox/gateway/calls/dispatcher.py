@@ -141,7 +141,7 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # the end of the membership kills executors that still run
+            await asyncio.wait(tasks)  # the end of the membership would kill them
         for task in self._other_tasks:
             task.cancel()
         await self._tasks.__aexit__(None, None, None)  # the task group would wrap `error`
@@ -168,8 +168,8 @@ class Dispatcher:
         self.config = replace(self.config, max_limits=within_memory(self.config.max_limits, memory_mb))
 
     async def started(self) -> None:
-        """Wait until every executor is ready; in a cluster, until the first node is. Raises `ConfigError` if an executor
-        or the cluster cannot start."""
+        """Wait until every executor is ready; in a cluster, until the first node is. Raises `ConfigError` if an
+        executor or the cluster cannot start."""
         if self.membership is not None:
             return await self.membership.started()
         try:
