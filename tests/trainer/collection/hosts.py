@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.fakes import END, ScriptedPool, answer, call, qwen_tokenizer
+from tests.trainer.fakes import END, ScriptedPool, answer_text, call_text, qwen_tokenizer
 from trainer.collection.host import EpisodeHost
 from trainer.collection.work import RunEpisode
 from trainer.config import SamplingConfig
@@ -30,8 +30,8 @@ def count_to_answer(context: str, sampling: SamplingParams) -> str:
     """A model that calls the tool in each turn with the count so far, and then answers with the last response."""
     turn = context.count("<tool_response>")
     if turn < NUM_TURNS - 1:
-        return call(str(turn)) + END
-    return answer(context.rpartition("<tool_response>\n")[2].partition("\n")[0]) + END
+        return call_text(str(turn)) + END
+    return answer_text(context.rpartition("<tool_response>\n")[2].partition("\n")[0]) + END
 
 
 @dataclass
