@@ -365,7 +365,10 @@ def _parser() -> argparse.ArgumentParser:
 
     subparser = add("data", data, as_json)
     subparser.add_argument(
-        "source", nargs="+", metavar="SOURCE", help="generated:N, a file, or owner/name[@config][:split]"
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]",
     )
     subparser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
     subparser.add_argument(
