@@ -243,13 +243,12 @@ class ServeConfig(ExecutorConfig):
                 f"host={self.host} can be reached from other machines and needs a token; "
                 f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
             )
-
         if self.cluster is not None and not re.fullmatch(r"ray(=(auto|\S+:\d+))?", self.cluster):
             raise ConfigError(f"cluster={self.cluster}: expected ray or ray=HOST:PORT")
 
     @property
     def ray_address(self) -> str:
-        """HOST:PORT, or "auto"."""
+        """Address of the Ray cluster: HOST:PORT, or "auto" for the cluster of this machine."""
         return (self.cluster or "").partition("=")[2] or "auto"
 
     def executor_config(self) -> ExecutorConfig:

@@ -82,9 +82,13 @@ def own_cgroups(root: str = "/") -> Iterator[tuple[str, Path, Path]]:
     for mount_root, mount_point, fs_type, options in mounts(root):
         names = [""] if fs_type == "cgroup2" else options.split(",") if fs_type == "cgroup" else []
         for name in paths.keys() & names:
-            below = os.path.relpath(paths[name], mount_root)
-            top = Path(root, mount_point.lstrip("/"))
-            yield name, top, top if below.startswith("..") else top / below  # "..": the mount shows another part
+            relative = os.path.relpath(paths[name], mount_root)
+            mount_dir = Path(root, mount_point.lstrip("/"))
+            yield (
+                name,
+                mount_dir,
+                mount_dir if relative.startswith("..") else mount_dir / relative,
+            )  # "..": the mount shows another part
 
 
 def cgroup_paths(root: str = "/") -> dict[str, str]:

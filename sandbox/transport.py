@@ -76,21 +76,21 @@ class PendingResult:
     def detach(self) -> None:
         """Remove the call from its request, so that another request can send it."""
         assert self.request is not None
-        self.request.awaited -= 1
+        self.request.num_awaited -= 1
         self.request = None
 
     def set_result(self, encoded: dict[str, Any]) -> None:
         assert self.request is not None
         encoded["id"] = self.id
         self.future.set_result(Result.decode(encoded))
-        self.request.awaited -= 1
+        self.request.num_awaited -= 1
         self.request.num_results += 1
 
     def set_error(self, error: ServiceError) -> None:
         if not self.future.done():
             self.future.set_exception(error)
             if self.request is not None:
-                self.request.awaited -= 1
+                self.request.num_awaited -= 1
 
 
 class _BatchRequest:
@@ -98,7 +98,7 @@ class _BatchRequest:
 
     def __init__(self, calls: list[PendingResult]) -> None:
         self.calls = calls
-        self.awaited = len(calls)
+        self.num_awaited = len(calls)
         """Number of calls that are unfinished and not abandoned."""
         self.num_results = 0
         self.has_abandoned_calls = False
@@ -114,13 +114,13 @@ class _BatchRequest:
 
     @property
     def is_abandoned(self) -> bool:
-        return self.has_abandoned_calls and not self.awaited
+        return self.has_abandoned_calls and not self.num_awaited
 
     def abandon_one(self) -> None:
         """Count one abandoned call, and cancel the request if no other call in it is awaited."""
         self.has_abandoned_calls = True
-        self.awaited -= 1
-        if not self.awaited:
+        self.num_awaited -= 1
+        if not self.num_awaited:
             self.task.cancel()
 
 

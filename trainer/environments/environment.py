@@ -35,7 +35,7 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """What an episode begins with."""
+    """The beginning of an episode."""
 
     text: str
     """The problem as the model reads it."""

@@ -14,8 +14,6 @@ from sandbox.types import Call, EncodedResult
 
 ExecutorId = int
 """Number of an executor, from 0."""
-_RESULT_OVERHEAD_BYTES = 1024
-"""Approximate memory of a result without text and files."""
 
 
 class PendingCall:
@@ -124,7 +122,8 @@ class Batch:
 def result_bytes(result: EncodedResult) -> int:
     """Return the approximate memory of a result in bytes. Raises `TypeError` or `KeyError` if it is no result."""
     error, files = result["error"], result["files"]
-    size = _RESULT_OVERHEAD_BYTES + len(result["stdout"]) + len(result["stderr"]) + len(result["value"] or "")
+    # 1024: the mapping without its texts and files
+    size = 1024 + len(result["stdout"]) + len(result["stderr"]) + len(result["value"] or "")
     if error is not None:
         size += len(error["traceback"]) + len(error["message"])
     if files:

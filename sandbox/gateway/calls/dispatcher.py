@@ -60,7 +60,7 @@ class NodeRow:
     isolation: str
     executors: tuple[ExecutorHandle, ...]
     restarts: int
-    """How often the node had to start its executors again."""
+    """Number of times that the executors of the node were started again."""
 
 
 NODE_STATES = ("starting", "ready", "lost", "refused")
@@ -83,7 +83,7 @@ class Membership(Protocol):
 class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`.
 
-    With a `membership` there are no executors on this machine, and `launch` is not used.
+    With a `membership`, no executor runs on this machine, and `launch` is not used.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Dispatcher:
         self._loop: asyncio.AbstractEventLoop
         self._tasks = asyncio.TaskGroup()
         self._executor_tasks: dict[int, asyncio.Task[None]] = {}
-        """By number of the executor."""
+        """The tasks of the executors, by number of the executor."""
         self._other_tasks: list[asyncio.Task[None]] = []
-        self._numbers = itertools.count()
+        self._executor_numbers = itertools.count()
         self._restarts_of_removed = 0
         self._expiry_timers: dict[Batch, asyncio.TimerHandle] = {}
         self._is_dispatch_scheduled = False
@@ -141,7 +141,7 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # before the membership ends, since that kills what still runs on the nodes
+            await asyncio.wait(tasks)  # the end of the membership would kill them
         for task in self._other_tasks:
             task.cancel()
         await self._tasks.__aexit__(None, None, None)  # the task group would wrap `error`
@@ -150,7 +150,7 @@ class Dispatcher:
         self, launch: Launch, settings: Mapping[str, object], silence_timeout_s: float | None = None
     ) -> ExecutorHandle:
         """Start an executor. It gets calls once it is ready."""
-        executor = ExecutorHandle(next(self._numbers), launch, settings, self, silence_timeout_s)
+        executor = ExecutorHandle(next(self._executor_numbers), launch, settings, self, silence_timeout_s)
         self.executors.append(executor)
         self._executor_tasks[executor.number] = self._tasks.create_task(executor.run())
         return executor
@@ -168,7 +168,8 @@ class Dispatcher:
         self.config = replace(self.config, max_limits=within_memory(self.config.max_limits, memory_mb))
 
     async def started(self) -> None:
-        """Wait until every executor is ready, or the first node. Raises `ConfigError` if one cannot start."""
+        """Wait until every executor is ready; in a cluster, until the first node is. Raises `ConfigError` if an
+        executor or the cluster cannot start."""
         if self.membership is not None:
             return await self.membership.started()
         try:
@@ -221,7 +222,7 @@ class Dispatcher:
 
     @property
     def executor_restarts(self) -> int:
-        """Restarts of executors, those included that have been removed."""
+        """Number of restarts of all executors, including those of executors that have been removed."""
         return self._restarts_of_removed + sum(executor.restarts for executor in self.executors)
 
     def check_accepting(self) -> None:
@@ -252,7 +253,7 @@ class Dispatcher:
             return
         before = self.call_table.outstanding.calls
         cancelled = self.call_table.cancel(batch)
-        for executor in self.executors if cancelled else ():
+        for executor in self.executors if cancelled else ():  # a removed executor gets no frame
             if executor.number in cancelled:
                 executor.send(["cancel", cancelled[executor.number]])
         self.counters.cancelled += before - self.call_table.outstanding.calls

@@ -87,7 +87,7 @@ class HandleOwner(Protocol):
 
 
 class ExecutorHandle:
-    """One executor, which `run` starts and restarts. `silence_timeout_s` is `SILENCE_TIMEOUT_S` by default."""
+    """One executor, which `run` starts and restarts. The default of `silence_timeout_s` is `SILENCE_TIMEOUT_S`."""
 
     def __init__(
         self,

@@ -208,7 +208,7 @@ async def test_calls_unfinished_after_the_drain_are_unavailable() -> None:
 
 
 @pytest.mark.parametrize("max_at_once", [1, 512])
-async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
+async def test_waiting_calls_are_unavailable_at_once_when_the_server_drains(
     max_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The waiting calls are in a stream, a batch and a verify request. The two running calls continue."""
@@ -240,7 +240,7 @@ async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
         assert served.fleet.last_executor.frame_sizes == [2]
 
 
-async def test_calls_of_an_executor_lost_during_the_drain_get_stopped_at_once() -> None:
+async def test_calls_of_an_executor_lost_during_the_drain_are_unavailable_at_once() -> None:
     async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: len(served.fleet.last_executor.calls) == 2)

@@ -126,7 +126,7 @@ def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
     assert [item.tenant for item in (queue.pop(), queue.pop()) if item] == ["many", "few"]
 
 
-def test_the_lower_priority_number_goes_first() -> None:
+def test_calls_with_a_lower_priority_number_go_first() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(Item(priority=1))
     queue.push(Item(priority=-1))
