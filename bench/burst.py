@@ -48,8 +48,10 @@ from bench.workloads.checked_calls import CheckedCall, numbered_calls
 from bench.workloads.code_kinds import CODES
 
 CALLS = 45_000
-STEADY_BATCH, STEADY_REQUESTS = 64, 4
-"""Calls in a request of the steady load, and its requests in flight."""
+STEADY_BATCH = 64
+"""Calls in a request of the steady load."""
+STEADY_REQUESTS = 4
+"""Requests in flight of the steady load."""
 ACCEPTS: dict[str, tuple[str, ...]] = {"stream": (MSGPACK_STREAM,), "whole": ("application/msgpack",)}
 """Content types that requests accept, by the value of `--answers`."""
 ACCEPTS["both"] = (*ACCEPTS["stream"], *ACCEPTS["whole"])

@@ -55,8 +55,10 @@ ANSWER_TIMEOUT_S = 20.0
 """Seconds that one short call beside endless loops may take."""
 MAX_TIMEOUTS = 3
 """The measurement ends after this many short calls have timed out."""
-START_TIMEOUT_S, START_TIMEOUT_PER_LOOP_S = 10.0, 0.5
-"""Seconds until all loops must run: each has to be demoted before another one gets its slot."""
+START_TIMEOUT_S = 10.0
+"""Seconds until all loops must run, in addition to those per loop."""
+START_TIMEOUT_PER_LOOP_S = 0.5
+"""Further seconds for each loop, since a loop is demoted before another one gets its slot."""
 ARRIVAL_S = 1.0
 """Length of the first phase, which begins when the loops are sent."""
 MAX_P90_RATIO = {"arriving": 5.0, "under_loops": 2.0}

@@ -41,12 +41,16 @@ SOURCES = {
 BURST_OF_MIX = "burst-mix"
 MEMORY = {"print": "burst", "mix": BURST_OF_MIX}
 """The result that has the memory of a kind of call."""
-WAVES, WAVES_S = 10, 60.0
-"""Number of the waves in which calls arrive, and the seconds over which the waves are spread."""
+WAVES = 10
+"""Number of the waves in which calls arrive."""
+WAVES_S = 60.0
+"""Seconds over which the waves are spread."""
 SPANS_S = (10.0, 60.0, 300.0)
 """Seconds over which calls arrive at random."""
-ENDLESS_SHARE, ENDLESS_S = 0.01, 10.0
-"""Assumed share of endless loops, and their time-out."""
+ENDLESS_SHARE = 0.01
+"""Assumed share of endless loops."""
+ENDLESS_S = 10.0
+"""Assumed time-out of endless loops."""
 
 Arrivals = list[float]
 """Seconds after the start of the step, in order."""

@@ -51,7 +51,12 @@ class Kind:
     min_ratio: float | None = None
 
 
-KINDS = {"print": Kind(1024, 128, 8), "numpy": Kind(768, 32, 32), "sympy": Kind(256, 12, 28), "mix": Kind(384, 96)}
+KINDS = {
+    "print": Kind(calls=1024, fresh_calls=128, min_ratio=8),
+    "numpy": Kind(calls=768, fresh_calls=32, min_ratio=32),
+    "sympy": Kind(calls=256, fresh_calls=12, min_ratio=28),
+    "mix": Kind(calls=384, fresh_calls=96),
+}
 
 
 @dataclass(frozen=True, slots=True)

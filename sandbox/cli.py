@@ -1,7 +1,6 @@
 """The commands of `rstar-sandbox`. Each reads its arguments, calls one package and returns an exit code.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. `run` returns the exit code that a shell would report
-for the code itself.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. `run` returns the exit code of the code that it ran.
 
 A command imports the packages that it needs when it runs, so that `--help` stays fast.
 """
@@ -21,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import ENV_PREFIX, LOG_FORMAT, RENAMED_SETTINGS, SETTINGS, ServeConfig, flag_name, load
+from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, LOG_FORMAT, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
@@ -35,6 +34,7 @@ EXIT_SIGNAL_BASE = 128
 """A shell reports a process that signal n ended as 128 + n."""
 
 _RUN_SETTINGS = ("isolation", "python")
+"""Settings of the server that also apply to `run` and `doctor`."""
 _GROUPS = {
     "listen": "the HTTP side",
     "queue": "waiting calls and results",
@@ -43,16 +43,16 @@ _GROUPS = {
     "cluster": "calls on other machines",
     "tuning": "the defaults suit the machine",
 }
-"""Argument groups of `--help`, in order."""
+"""Headings of the argument groups in `--help`, in order, with their descriptions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parse(argv)
     try:
-        code: int = args.command(args)
+        exit_status: int = args.command(args)
         sys.stdout.flush()
-        return code
+        return exit_status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -68,7 +68,7 @@ def serve(args: argparse.Namespace) -> int:
     """Run calls that come over HTTP, until stopped."""
     import logging
 
-    config = _config(args, (*SETTINGS, *RENAMED_SETTINGS))
+    config = _config(args, (*SETTINGS, *FORMER_SETTINGS))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     if config.cluster is not None:  # the nodes have Pythons and isolation levels of their own
         from sandbox.cluster.command import serve_cluster
@@ -78,22 +78,22 @@ def serve(args: argparse.Namespace) -> int:
     from sandbox.gateway import serve as serve_http
     from sandbox.jail import choose_level
 
-    choice = choose_level(config.isolation)  # once, so that executors started later get the same level
+    choice = choose_level(config.isolation)  # chosen once: restarted executors get the same level
     return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one piece of code as the server would, with the exit code of that code."""
-    call = _call(args)
+    call = _call_of(args)
     for path in call.return_files:
-        _destination(path, overwrite=args.force)  # raises before anything runs
+        _return_target(path, overwrite=args.force)  # raises before anything runs
     config = _with_python(_config(args, _RUN_SETTINGS), args)
     from sandbox.executor import run_once
 
     result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
     for path, data in result.files.items():
         if path in call.return_files:
-            _write_file(_destination(path, overwrite=args.force), data)
+            _write_file(_return_target(path, overwrite=args.force), data)
     if args.json:
         print(json.dumps(result.encode()))
     else:
@@ -163,6 +163,7 @@ def bench(args: argparse.Namespace) -> int:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("the benchmarks are part of the project's checkout and are not installed; run this there")
     files = [file for directory in spec.submodule_search_locations for file in Path(directory).glob("*.py")]
+    # A benchmark is a module with a function `main`.
     names = sorted(file.stem for file in files if "\ndef main(" in file.read_text(encoding="utf-8"))
     if args.name not in names:
         raise ConfigError(f"bench {args.name or 'NAME'}: expected one of {', '.join(names)}")
@@ -172,7 +173,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def exit_code(result: Result) -> int:
-    """Return the exit code that a shell would report for the code of this call."""
+    """Return the exit code of `run` for this result: that of the code, as a shell would report it, `EXIT_TIMEOUT` after
+    a time-out, and 1 for every other failure."""
     if result.status is Status.TIMEOUT:
         return EXIT_TIMEOUT
     if result.status is Status.OK:
@@ -198,11 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, add_arguments, command in (
-        ("serve", _serve_arguments, serve),
-        ("run", _run_arguments, run),
-        ("doctor", _doctor_arguments, doctor),
-        ("runtime", _runtime_arguments, runtime),
-        ("bench", _bench_arguments, bench),
+        ("serve", _add_serve_arguments, serve),
+        ("run", _add_run_arguments, run),
+        ("doctor", _add_doctor_arguments, doctor),
+        ("runtime", _add_runtime_arguments, runtime),
+        ("bench", _add_bench_arguments, bench),
     ):
         doc = (command.__doc__ or "").rstrip(".")
         sub = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=doc + ".", allow_abbrev=False)
@@ -221,32 +223,32 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Each setting is also a key of the TOML file and an environment variable: --queue-mb is queue_mb and "
         "RSTAR_SANDBOX_QUEUE_MB. The token has no flag, because other users can read command lines: use "
         "RSTAR_SANDBOX_TOKEN or --token-file."
     )
-    _no_install_argument(parser)
-    _settings_arguments(parser, tuple(SETTINGS))
-    for name in RENAMED_SETTINGS:  # accepted here, so that `load` can report the new name
+    _add_no_install_argument(parser)
+    _add_settings_arguments(parser, tuple(SETTINGS))
+    for name in FORMER_SETTINGS:  # accepted here, so that `load` can report the new name
         parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
-def _no_install_argument(parser: argparse.ArgumentParser) -> None:
+def _add_no_install_argument(parser: argparse.ArgumentParser) -> None:
     text = "fail if the guest runtime is missing, instead of building it"
     parser.add_argument("--no-install", action="store_true", help=text)
 
 
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="file with the code; -: standard input")
     parser.add_argument("-c", dest="code", metavar="CODE", help="the code itself")
     parser.add_argument(
         "--stdin", metavar="FILE", help="standard input of the code (default: that of this command, if it is piped)"
     )
-    many: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATH"}
-    parser.add_argument("--file", dest="files", help="file to copy into the scratch directory", **many)
-    parser.add_argument("--return", dest="returns", help="file to copy back after the run", **many)
+    repeatable: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATH"}
+    parser.add_argument("--file", dest="files", help="file to copy into the scratch directory", **repeatable)
+    parser.add_argument("--return", dest="returns", help="file to copy back after the run", **repeatable)
     parser.add_argument("--force", action="store_true", help="let --return overwrite files")
     echo = parser.add_mutually_exclusive_group()
     echo.add_argument("--echo", action="store_true", help="print the value of the last expression, as a notebook does")
@@ -257,32 +259,32 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     for name, rule in LIMIT_FIELDS.items():
         text = f"{rule.doc} (default: {rule.default:g})"
         parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)
-    _no_install_argument(parser)
-    _settings_arguments(parser, _RUN_SETTINGS)
+    _add_no_install_argument(parser)
+    _add_settings_arguments(parser, _RUN_SETTINGS)
 
 
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _settings_arguments(parser, ("python",))
+    _add_settings_arguments(parser, ("python",))
 
 
-def _runtime_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--python",
         metavar="PY",
-        help="Python to build it with (default: that of an existing runtime, else 3.13 or 3.12, else this one)",
+        help="Python to build it with (default: that of an existing runtime, else 3.13 or 3.12, else this Python)",
     )
     parser.add_argument("--path", metavar="DIR", help="directory (default: $RSTAR_RUNTIME, or under ~/.local/share)")
     parser.add_argument("--force", action="store_true", help="build it again, with the newest Python found")
     parser.add_argument("--check", action="store_true", help="build nothing; fail if it does not exist")
 
 
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the benchmark; without it, all are listed")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the benchmark")
 
 
-def _settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def _add_settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     for title, description in _GROUPS.items():
         shown = [name for name in names if SETTINGS[name].group == title and SETTINGS[name].is_flag]
@@ -326,15 +328,16 @@ def _sigterm_as_exit() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _call(args: argparse.Namespace) -> Call:
+def _call_of(args: argparse.Namespace) -> Call:
     if (args.file is None) == (args.code is None):
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
-    files = [Path(name) for name in args.files]
+    paths = [Path(name) for name in args.files]
     limits = {name: text for name in LIMIT_FIELDS if (text := getattr(args, name)) is not None}
     fields = {
-        "code": args.code if args.code is not None else _source(args.file),
-        "stdin": _stdin(args),
-        "files": {path.name if path.is_absolute() else path.as_posix(): _read_file(path) for path in files},
+        "code": args.code if args.code is not None else _read_code(args.file),
+        "stdin": _read_stdin(args),
+        # Names in the scratch directory are relative, so an absolute path is reduced to its last part.
+        "files": {path.name if path.is_absolute() else path.as_posix(): _read_file(path) for path in paths},
         "return_files": args.returns,
         "limits": {name: LIMIT_FIELDS[name].parse(text) for name, text in limits.items()},
         "echo": args.echo,
@@ -343,12 +346,12 @@ def _call(args: argparse.Namespace) -> Call:
     return Call.decode(fields, where="run")
 
 
-def _source(file: str) -> str:
+def _read_code(file: str) -> str:
     data = sys.stdin.buffer.read() if file == "-" else _read_file(Path(file))
-    return data.decode("utf-8-sig", "surrogateescape")  # other bytes than UTF-8 become a SyntaxError of the code
+    return data.decode("utf-8-sig", "surrogateescape")  # bytes that are not UTF-8 cause a SyntaxError in the call
 
 
-def _stdin(args: argparse.Namespace) -> str:
+def _read_stdin(args: argparse.Namespace) -> str:
     if args.stdin is not None:
         return _read_file(Path(args.stdin)).decode("utf-8", "surrogateescape")
     if args.file == "-" or sys.stdin is None or sys.stdin.isatty():
@@ -363,7 +366,7 @@ def _read_file(path: Path) -> bytes:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _destination(path: str, *, overwrite: bool) -> Path:
+def _return_target(path: str, *, overwrite: bool) -> Path:
     """Return the target of a returned file. Raises `ConfigError` if a symbolic link leads it out of the current
     directory, or if it exists and must not be overwritten."""
     target = Path(path)
@@ -409,14 +412,14 @@ def _status_lines(result: Result) -> list[str]:
 
 
 def _write(stream: Any, text: str) -> None:
-    """Write the text's original bytes, whatever the locale's encoding is."""
+    """Write `text` as UTF-8, whatever the locale's encoding is. Lone surrogates become escapes."""
     stream.flush()
     stream.buffer.write(text.encode("utf-8", "backslashreplace"))
     stream.buffer.flush()
 
 
 def _guest_python(config: ServeConfig) -> tuple[str, str]:
-    """Return the Python that runs the calls, or an empty string and the reason."""
+    """Return the Python that runs the calls and no error, or an empty string and the reason why there is none."""
     if config.python is not None:
         return config.python, ""
     from sandbox.runtime import default_python

@@ -28,24 +28,27 @@ from sandbox.verify import check_call, decode_pair, shared_fields, verdict_of
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
-"""Eight heartbeats of the server, of which some may be late on an overloaded machine."""
+"""Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and
+on an overloaded machine some may be late."""
 RETRIES = 8
-"""About 15 s of back-off, enough for a restart of the server."""
+"""Further attempts of a call in a row. Their back-off takes at least 16 s, enough for a restart of the server."""
 BATCH_CALLS = 64
+"""Calls per request."""
 MAX_CONNECTIONS = 256
+"""Requests at once; each needs a connection."""
 
 AnyCall = str | Call | Mapping[str, Any]
 """Source, a `Call`, or a mapping as in `calls` of POST /v1/batch."""
 Pair = tuple[str, str] | Mapping[str, str]
-"""The right answer and a given answer, or a mapping as in `pairs` of POST /v1/verify."""
+"""`(gold, answer)`: the right answer and the answer to check; or a mapping as in `pairs` of POST /v1/verify."""
 T = TypeVar("T")
 
-_NOT_OPEN = """this {name} is not open, or closed again. Open it around its use:
+_NOT_OPEN = """this {name} is not open: it was never opened, or was closed. Open it around its use:
     {keyword} {name}("http://127.0.0.1:8642") as client:
         result = {wait}client.execute("print(1)")
 or call its open() before and its close() afterwards."""
-_A_CALL = "Python source (str), a Call, or a mapping as in calls of POST /v1/batch"
-_A_PAIR = "a pair (gold, answer), or a mapping as in pairs of POST /v1/verify"
+_EXPECTED_CALL = "Python source (str), a Call, or a mapping as in calls of POST /v1/batch"
+_EXPECTED_PAIR = "a pair (gold, answer), or a mapping as in pairs of POST /v1/verify"
 
 
 class AsyncClient:
@@ -58,11 +61,12 @@ class AsyncClient:
       longer.
     - `queue_timeout_s`: seconds that a call may wait for a slot before it gets `unavailable`. The maximum and default
       is the server's `--queue-timeout-s`.
-    - `retries`: how often in a row a call is sent again. Results of other calls in its request start the count anew.
+    - `retries`: how many times in a row a call is sent again after a failure. If the failed request has returned
+      results of other calls, the count starts again.
     - `batch_size`: calls per request. Requests are larger only if more than `max_connections` of this size would be
       needed.
-    - `gather_s`: seconds that a call waits for other calls to share its request while a request is running. A request
-      costs as much CPU time as some calls. A call that is alone does not wait.
+    - `gather_s`: seconds that a call waits for other calls to share its request, if another request is running when it
+      is submitted. Larger requests save CPU time, because a request costs as much as several calls.
     """
 
     def __init__(
@@ -130,11 +134,11 @@ class AsyncClient:
 
         Raises as `execute` does; the message contains the index of the call.
         """
-        pending = self._submit_all(_decode_calls(calls, defaults))
+        submitted = self._submit_all(_decode_calls(calls, defaults))
         try:
-            return await asyncio.gather(*(one.future for one in pending))
+            return await asyncio.gather(*(pending.future for pending in submitted))
         finally:
-            self._transport.abandon(pending)
+            self._transport.abandon(submitted)
 
     def stream(
         self, calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None = None
@@ -143,20 +147,20 @@ class AsyncClient:
         return self._stream(_decode_calls(calls, defaults))
 
     async def _stream(self, calls: list[Call]) -> AsyncGenerator[tuple[int, Result], None]:
-        pending = self._submit_all(calls)
-        ended: asyncio.Queue[int] = asyncio.Queue()
+        submitted = self._submit_all(calls)
+        ended_indexes: asyncio.Queue[int] = asyncio.Queue()
 
         def on_end(index: int, _: object) -> None:
-            ended.put_nowait(index)
+            ended_indexes.put_nowait(index)
 
-        for index, one in enumerate(pending):
-            one.future.add_done_callback(partial(on_end, index))
+        for index, pending in enumerate(submitted):
+            pending.future.add_done_callback(partial(on_end, index))
         try:
-            for _ in pending:
-                index = await ended.get()
-                yield index, pending[index].future.result()
+            for _ in submitted:
+                index = await ended_indexes.get()
+                yield index, submitted[index].future.result()
         finally:
-            self._transport.abandon(pending)
+            self._transport.abandon(submitted)
 
     async def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order.
@@ -165,7 +169,9 @@ class AsyncClient:
         `run_batch` does.
         """
         shared = shared_fields(fields)
-        decoded = [_decode_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_listed(pairs, "pairs", _A_PAIR))]
+        decoded = [
+            _decode_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_as_list(pairs, "pairs", _EXPECTED_PAIR))
+        ]
         return [verdict_of(result) for result in await self.run_batch([check_call(*pair, shared) for pair in decoded])]
 
     async def ready(self) -> bool:
@@ -306,7 +312,7 @@ def _urls(endpoints: str | Sequence[str]) -> list[str]:
     """Return the URLs without a slash at the end. Raises `TypeError` or `ValueError`."""
     if isinstance(endpoints, str):
         return [_url(endpoints, "endpoints")]
-    return [_url(url, f"endpoints[{index}]") for index, url in enumerate(_listed(endpoints, "endpoints", "a URL"))]
+    return [_url(url, f"endpoints[{index}]") for index, url in enumerate(_as_list(endpoints, "endpoints", "a URL"))]
 
 
 def _url(url: Any, where: str) -> str:
@@ -325,7 +331,7 @@ def _decode_calls(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) 
     """Return valid calls. Raises `TypeError` or `InvalidCall`."""
     base = None if defaults is None else Call.decode_defaults(defaults)
     decoded: list[Call] = []
-    for index, call in enumerate(_listed(calls, "calls", _A_CALL)):
+    for index, call in enumerate(_as_list(calls, "calls", _EXPECTED_CALL)):
         if isinstance(call, Call) and base is None:
             decoded.append(call)
         else:
@@ -342,7 +348,7 @@ def _wire_fields(call: Any, where: str) -> Mapping[str, Any]:
         return call.encode(binary=True)
     if isinstance(call, Mapping):
         return call
-    raise TypeError(f"{where}: expected {_A_CALL}, got {type(call).__name__}")
+    raise TypeError(f"{where}: expected {_EXPECTED_CALL}, got {type(call).__name__}")
 
 
 def _decode_pair(pair: Any, where: str) -> tuple[str, str]:
@@ -351,12 +357,12 @@ def _decode_pair(pair: Any, where: str) -> tuple[str, str]:
         pair = {"gold": pair[0], "answer": pair[1]}
     elif not isinstance(pair, Mapping):
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise TypeError(f"{where}: expected {_A_PAIR}, got {type(pair).__name__}{size}")
+        raise TypeError(f"{where}: expected {_EXPECTED_PAIR}, got {type(pair).__name__}{size}")
     return decode_pair(pair, where)
 
 
-def _listed(items: Any, where: str, item: str) -> list[Any]:
+def _as_list(items: Any, where: str, expected_item: str) -> list[Any]:
     """Return `items` as a list. Raises `TypeError` if it is a single item."""
     if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
-        raise TypeError(f"{where}: expected a list, each item {item}; got {type(items).__name__}")
+        raise TypeError(f"{where}: expected a list, each item {expected_item}; got {type(items).__name__}")
     return list(items)

@@ -3,15 +3,16 @@
 - A setting has the same name in every source: `queue_mb` in TOML, `RSTAR_SANDBOX_QUEUE_MB` in the environment,
   `--queue-mb`.
 - A setting is declared once, at its field. Flags, checks, help and error messages use that declaration.
-- An unknown name or a wrong value is a `ConfigError` with the source's spelling of the name, the expectation and the
-  value.
-- The token has no flag, because command lines are visible in `ps`, and no `repr`.
+- An unknown name or a wrong value is a `ConfigError` with the name as its source spells it, the expected value and the
+  received one.
+- The token has no flag, because command lines are visible in `ps`, and `repr` omits it.
 """
 
 from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -27,15 +28,18 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 SLOTS_PER_CORE = 16
 """Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and frames carry
-several small calls (with 8, each call costs a tenth more CPU)."""
+several small calls (with 8, each call costs 10 % more CPU time)."""
 CORES_PER_ZYGOTE_POOL = 2
-"""A zygote forks one call at a time, which takes a third of what a small call costs. More pools share less memory."""
-LONG_SLOTS_PER_CORE, MIN_LONG_SLOTS = 32, 512
-"""Long calls that run in addition, per core and at least: 1 % of a burst of 50,000 calls. They use the CPU time that
-short calls leave, so memory and descriptors bound their number (`jail.max_slots_for_fds`)."""
+"""Cores for which one zygote pool is started. A zygote forks one call at a time, and a fork takes a third of the CPU
+time of a small call, so a zygote can keep about three cores busy. Each further pool costs memory."""
+LONG_SLOTS_PER_CORE = 32
+"""Long calls per core that run in addition to short ones. They use the CPU time that short calls leave, so only memory
+and descriptors bound their number (`jail.max_slots_for_fds`)."""
+MIN_LONG_SLOTS = 512
+"""Minimum of long slots on a small machine: 1 % of a burst of 50,000 calls."""
 CORES_PER_EXECUTOR = 8
-"""An executor is one thread and spends a fraction of a millisecond on a call, which costs a core several
-milliseconds."""
+"""Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
+call; the call itself takes several milliseconds of a core."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 """All levels, the strongest first."""
@@ -44,7 +48,7 @@ ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Prof
 
 @dataclass(frozen=True, slots=True)
 class TextRule:
-    """A setting that is text: any, or one of `choices`."""
+    """A setting that is text: one of `choices`, or any text if there are no choices."""
 
     choices: tuple[str, ...] = ()
 
@@ -93,7 +97,7 @@ SettingRule = TextRule | NameListRule | NumberRule
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting. `group` is its heading in `serve --help`."""
+    """The declaration of one setting. `group` is its heading in `serve --help`; a secret setting has no flag."""
 
     group: str
     default: Any
@@ -105,8 +109,8 @@ class Setting:
         """Return the value in its final type. Raises `ConfigError`; `where` names the setting as its source does."""
         if self.rule.accepts(value):
             return self.rule.convert(value)
-        came = f"got {value!r:.80}" if self.is_flag else "got something else"
-        raise ConfigError(f"{where}: expected {self.rule.expected}, {came}")
+        received = f"{value!r:.80}" if self.is_flag else "something else"  # a secret must not reach the log
+        raise ConfigError(f"{where}: expected {self.rule.expected}, got {received}")
 
 
 def _setting(group: str, default: Any, rule: SettingRule, doc: str, *, secret: bool = False) -> Any:
@@ -115,14 +119,17 @@ def _setting(group: str, default: Any, rule: SettingRule, doc: str, *, secret: b
 
 
 def _text(group: str, default: str | None, doc: str, *choices: str, secret: bool = False) -> Any:
+    """Declare a text: one of `choices`, or any text if there are none."""
     return _setting(group, default, TextRule(choices), doc, secret=secret)
 
 
 def _count(group: str, default: int, low: int, high: int, doc: str) -> Any:
+    """Declare a whole number from `low` to `high`."""
     return _setting(group, default, NumberRule(low, high), doc)
 
 
 def _number(group: str, default: float, low: float, high: float, doc: str) -> Any:
+    """Declare a number from `low` to `high`."""
     return _setting(group, default, NumberRule(low, high, whole=False), doc)
 
 
@@ -181,10 +188,10 @@ class ExecutorConfig:
     @staticmethod
     def decode(raw: Mapping[str, Any]) -> ExecutorConfig:
         """Invert `encode`. Raises `ConfigError`."""
-        given = {name: value for name, value in raw.items() if value is not None or name != "python"}
+        values = {name: value for name, value in raw.items() if (name, value) != ("python", None)}  # None: the default
         settings = _settings_of(ExecutorConfig)
         return ExecutorConfig(
-            **{name: _find(name, settings, name).checked(value, name) for name, value in given.items()}
+            **{name: _find(name, settings, name).checked(value, name) for name, value in values.items()}
         )
 
 
@@ -236,13 +243,12 @@ class ServeConfig(ExecutorConfig):
                 f"host={self.host} can be reached from other machines and needs a token; "
                 f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
             )
-
         if self.cluster is not None and not re.fullmatch(r"ray(=(auto|\S+:\d+))?", self.cluster):
             raise ConfigError(f"cluster={self.cluster}: expected ray or ray=HOST:PORT")
 
     @property
     def ray_address(self) -> str:
-        """HOST:PORT, or "auto"."""
+        """Address of the Ray cluster: HOST:PORT, or "auto" for the cluster of this machine."""
         return (self.cluster or "").partition("=")[2] or "auto"
 
     def executor_config(self) -> ExecutorConfig:
@@ -250,11 +256,11 @@ class ServeConfig(ExecutorConfig):
         return ExecutorConfig(**self.encode())
 
     def resolved(self, cores: int, memory_mb: int | None = None) -> ServeConfig:
-        """Replace zeros by numbers for a machine that grants `cores`, and lower the memory limit of a call to
-        `memory_mb`. Raises `ConfigError`."""
+        """Return settings with zeros replaced by the numbers for a machine that grants `cores`, and with the memory
+        limit of a call lowered to `memory_mb`. Raises `ConfigError`."""
         capacity: dict[str, Any] = resolve_capacity(self, cores)
         slots = capacity["slots"]
-        executors = self.executors or min(slots, -(-capacity["cores"] // CORES_PER_EXECUTOR))
+        executors = self.executors or min(slots, math.ceil(capacity["cores"] / CORES_PER_EXECUTOR))
         if slots < executors:
             raise ConfigError(f"slots={slots} for executors={executors}: expected a slot each; lower executors")
         max_limits = self.max_limits if memory_mb is None else within_memory(self.max_limits, memory_mb)
@@ -267,12 +273,12 @@ class ServeConfig(ExecutorConfig):
 
 
 SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "zygote_pools")
-"""Settings that count for all executors together."""
-RENAMED_SETTINGS = {
+"""Settings that are given for all executors together and are divided among them."""
+FORMER_SETTINGS = {
     "gateways": "was removed: one server has one gateway; run several servers behind a TCP load balancer",
     "zygotes": "was renamed to zygote_pools",
 }
-"""Names of former settings, with the rest of their error message."""
+"""Error messages for settings that no longer exist, by name."""
 
 
 def resolve_capacity(config: ExecutorConfig, cores: int) -> dict[str, int]:
@@ -282,7 +288,7 @@ def resolve_capacity(config: ExecutorConfig, cores: int) -> dict[str, int]:
         "cores": cores,
         "slots": config.slots or SLOTS_PER_CORE * cores,
         "long_slots": config.long_slots or max(LONG_SLOTS_PER_CORE * cores, MIN_LONG_SLOTS),
-        "zygote_pools": config.zygote_pools or -(-cores // CORES_PER_ZYGOTE_POOL),
+        "zygote_pools": config.zygote_pools or math.ceil(cores / CORES_PER_ZYGOTE_POOL),
     }
 
 
@@ -300,10 +306,10 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
     """Read the settings from all sources. `flags` maps names of settings to text. Raises `ConfigError`."""
     values: dict[str, Any] = {}
     for source in (_from_toml(file) if file else (), _from_environment(environ), _from_flags(flags)):
-        layer = {name: (_find(name, SETTINGS, where).checked(value, where), where) for name, value, where in source}
-        values |= {name: value for name, (value, _) in layer.items()}
-        if "token_file" in layer:  # read here, so that the token of a higher source replaces the file's
-            values["token"] = _read_token(*layer["token_file"])
+        checked = {name: (_find(name, SETTINGS, where).checked(value, where), where) for name, value, where in source}
+        values |= {name: value for name, (value, _) in checked.items()}
+        if "token_file" in checked:  # read here, so that a token from a later source replaces the file's
+            values["token"] = _read_token(*checked["token_file"])
     max_limits = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
     return ServeConfig(**values, max_limits=replace(DEFAULT_MAX_LIMITS, **max_limits))
 
@@ -314,7 +320,7 @@ def weakness(isolation: str) -> int:
 
 
 def flag_name(name: str) -> str:
-    """Return `queue_mb` as it is written in a flag."""
+    """Return the name of a setting as its flag spells it: `queue-mb` for `queue_mb`."""
     return name.replace("_", "-")
 
 
@@ -356,7 +362,8 @@ def _from_flags(flags: Mapping[str, str]) -> _Values:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    """Kubernetes sets such variables in every pod for a service named rstar-sandbox."""
+    """Return whether this is one of the variables that Kubernetes sets in every pod for a service named
+    rstar-sandbox."""
     return name.startswith(("SERVICE_", "PORT_")) or (name == "PORT" and "://" in text)
 
 
@@ -377,8 +384,8 @@ def _read_token(file: str, where: str) -> str:
 def _find(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
     if name in settings:
         return settings[name]
-    if name in RENAMED_SETTINGS:
-        raise ConfigError(f"{where}: {RENAMED_SETTINGS[name]}")
+    if name in FORMER_SETTINGS:
+        raise ConfigError(f"{where}: {FORMER_SETTINGS[name]}")
     near = difflib.get_close_matches(name, settings, n=1)
     advice = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(settings)}"
     raise ConfigError(f"{where}: unknown setting; {advice}")

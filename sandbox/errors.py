@@ -8,7 +8,7 @@ SandboxError
 ├── RuntimeBuildError      the guest runtime could not be built (in `sandbox.runtime`)
 ├── ProtocolError          a peer sent bytes that are no valid frame: close the connection
 ├── NodeError              an executor or zygote failed: its calls are retried elsewhere
-└── ServiceError           a client got no result; `retry_after_s` is the server's Retry-After, if any
+└── ServiceError           a client got no result; `retry_after_s` is the Retry-After of the response, if any
     ├── Overloaded         HTTP 429 or 503: retry later
     ├── RequestRefused     another HTTP 4xx: the request is wrong, do not retry
     └── Unreachable        no endpoint responded within the retries
@@ -22,11 +22,11 @@ class SandboxError(Exception):
 
 
 class InvalidCall(SandboxError, ValueError):
-    """A malformed call. The message names the field, what was expected and what came."""
+    """A malformed call. The message names the field, the expected value and the received one."""
 
 
 class ConfigError(SandboxError):
-    """A wrong setting. The message names the setting, what was expected and what came."""
+    """A wrong setting. The message names the setting, the expected value and the received one."""
 
 
 class ClusterError(ConfigError):
@@ -46,7 +46,7 @@ class NodeError(SandboxError):
 
 
 class ServiceError(SandboxError):
-    """The client got no result. It says nothing about the code."""
+    """The client got no result. This error says nothing about the code of the call."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
-"""Checks of single input fields. Each raises `InvalidCall` with the field's name, the expectation and what came.
+"""Checks of single input fields. Each raises `InvalidCall` with the field's name, the expected and the received value.
 
-- A hostile value may be of any type, size and nesting: nothing but `InvalidCall` is raised, and its text is short.
+- A hostile value may have any type, size and nesting. A check raises nothing but `InvalidCall`, with a short text.
 - Bytes are base64 text in JSON and raw `bin` in msgpack; `decode_bytes` takes both.
 """
 
@@ -17,6 +17,12 @@ from sandbox.errors import InvalidCall
 
 MAX_FILES = 256
 MAX_PATH_BYTES = 1024
+MAX_NAME_BYTES = 255
+"""Bytes of one part of a path (NAME_MAX of Linux file systems)."""
+MAX_LABEL_CHARS = 256
+"""Characters of an id or a tenant."""
+_MAX_SHOWN_CHARS = 60
+"""Characters of a hostile text that an error message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,8 @@ def check_names(
     where: str,
     nested: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Refuse a mapping with a field that is not in `known`. The message suggests a field with a similar name, also one
-    of the `nested` objects, by the name of their field."""
+    """Refuse a mapping with a field that is not in `known`. The message suggests a field with a similar name, also from
+    the objects in `nested`, which maps the name of an object's field to its own fields."""
     if mapping.keys() <= known.keys():
         return
     unknown = next(name for name in mapping if name not in known)
@@ -71,7 +77,7 @@ def check_names(
     paths = {name: parent + name for name in known}
     for outer, names in (nested or {}).items():
         paths = {name: f"{outer}.{name}" for name in names} | paths
-    similar = difflib.get_close_matches(unknown[:60], paths, n=1) if isinstance(unknown, str) else []
+    similar = difflib.get_close_matches(unknown[:_MAX_SHOWN_CHARS], paths, n=1) if isinstance(unknown, str) else []
     suggestion = f"; did you mean {paths[similar[0]]}?" if similar else ""
     raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}{suggestion}")
 
@@ -93,8 +99,10 @@ def check_text(value: Any, max_chars: int, where: str) -> str:
 
 
 def check_label(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
-        raise InvalidCall(f"{where}: expected printable text of at most 256 characters, got {shown(value)}")
+    if not isinstance(value, str) or len(value) > MAX_LABEL_CHARS or not value.isprintable():
+        raise InvalidCall(
+            f"{where}: expected printable text of at most {MAX_LABEL_CHARS} characters, got {shown(value)}"
+        )
     return value
 
 
@@ -104,14 +112,14 @@ def check_files(value: Any, where: str) -> Mapping[str, bytes]:
         raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
     files = {_path(path, where): decode_bytes(data, f"{where}[{shown(path)}]") for path, data in mapping.items()}
     for path in files:
-        end = path.find("/")
-        while end >= 0:
-            if path[:end] in files:
+        slash = path.find("/")
+        while slash >= 0:
+            if path[:slash] in files:
                 raise InvalidCall(
-                    f"{where}: expected each path to be a file or a directory, but {shown(path[:end])} is a file "
+                    f"{where}: expected each path to be a file or a directory, but {shown(path[:slash])} is a file "
                     f"and a directory in {shown(path)}; rename one"
                 )
-            end = path.find("/", end + 1)
+            slash = path.find("/", slash + 1)
     return files
 
 
@@ -124,7 +132,7 @@ def check_paths(value: Any, where: str) -> tuple[str, ...]:
 def _path(path: Any, where: str) -> str:
     parts = path.split("/") if isinstance(path, str) else []
     is_clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
-    if not is_clean or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
+    if not is_clean or any(part in ("", ".", "..") or len(part.encode()) > MAX_NAME_BYTES for part in parts):
         expected = "a relative path without empty, '.' or '..' parts, such as 'data/in.csv'"
         raise InvalidCall(f"{where}: expected {expected}, got {shown(path)}")
     return str(path)
@@ -152,5 +160,5 @@ def shown(value: Any) -> str:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"  # repr() refuses integers of over 4,300 digits
-    text = repr(value[:60] if isinstance(value, (str, bytes)) else value)
-    return ascii(text)[1:-1] if not text.isascii() else text[:80]
+    text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, (str, bytes)) else value)
+    return text[:80] if text.isascii() else ascii(text)[1:-1]  # `ascii` escapes, and adds quotes

@@ -22,17 +22,17 @@ from sandbox.errors import ServiceError
 
 START_S = 1800.0
 """Seconds until the server must be ready. The first start builds the guest runtime, which takes minutes over a slow
-link. For everything after that, the server has shorter limits of its own."""
+link. The server itself limits the time of its later steps."""
 STOP_S = 30.0
 """Seconds from SIGTERM to SIGKILL."""
 POLL_INTERVAL_S = 0.05
 MAX_LOG_BYTES = 8192
 """Bytes kept from the end of the server's log, for the ready line and for error messages."""
 
-_CHILD = """
+_CHILD_CODE = """
 import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv.pop(1)):
+if os.getppid() != int(sys.argv.pop(1)):  # the parent has died before prctl
     sys.exit("the parent process has ended")
 runpy.run_module("sandbox", run_name="__main__", alter_sys=True)
 """
@@ -46,7 +46,7 @@ async def local_service(arguments: Sequence[str] = ()) -> AsyncIterator[str]:
     `arguments` are further arguments of `rstar-sandbox serve`. The server also ends when the calling thread ends.
     Raises `ServiceError` with the end of the server's log if it does not start.
     """
-    command = [sys.executable, "-c", _CHILD, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-c", _CHILD_CODE, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0"]
     with tempfile.TemporaryFile() as output:  # a pipe without a reader would block the server once it is full
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -66,7 +66,8 @@ async def _wait_for_address(process: asyncio.subprocess.Process, output: BinaryI
     deadline = time.monotonic() + START_S
     position, log = 0, b""
     while True:
-        has_ended, is_late = process.returncode is not None, time.monotonic() > deadline
+        has_ended = process.returncode is not None  # read before the log, so that the log is complete
+        is_late = time.monotonic() > deadline
         while data := os.pread(output.fileno(), 1 << 16, position):
             position += len(data)
             log += data

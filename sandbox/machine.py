@@ -15,8 +15,8 @@ from pathlib import Path
 
 
 def granted_cores(root: str = "/") -> int:
-    """Return the number of cores in the affinity mask, or the cgroups' CPU quota, rounded up, if that is lower. At
-    least 1."""
+    """Return the number of cores: those in the affinity mask, or the CPU quota of the cgroups, rounded up, if that is
+    lower. At least 1."""
     granted = float(len(os.sched_getaffinity(0)))
     for group in _limiting_cgroups("cpu", root):
         quota, period = _cpu_quota(group)
@@ -26,13 +26,13 @@ def granted_cores(root: str = "/") -> int:
 
 
 def memory_limit(root: str = "/") -> int:
-    """Return the bytes of the machine's memory, or the lowest limit of the cgroups."""
+    """Return the bytes of the machine's memory, or the lowest limit of the cgroups if that is lower."""
     limits = [limit for group in _limiting_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
     return min([_meminfo(root)["MemTotal"], *limits])
 
 
 def memory_available(root: str = "/") -> int:
-    """Return the bytes of memory that are free now, with page cache that can be dropped. At least 0."""
+    """Return the bytes of memory that are free now, including page cache that the kernel can drop. At least 0."""
     available = _meminfo(root)["MemAvailable"]
     for group in _limiting_cgroups("memory", root):
         limit, used = _cgroup_memory(group)
@@ -60,7 +60,7 @@ def _cpu_quota(group: Path) -> tuple[float, float]:
 
 
 def _cgroup_memory(group: Path) -> tuple[int, int]:
-    """Return the limit in bytes (0: none) and the bytes in use without page cache that can be dropped."""
+    """Return the limit in bytes (0: none) and the bytes in use, without page cache that the kernel can drop."""
     limit = _number(_read(group / "memory.max") or _read(group / "memory.limit_in_bytes"))
     used = _number(_read(group / "memory.current") or _read(group / "memory.usage_in_bytes"))
     counted = dict(line.split() for line in _read(group / "memory.stat").splitlines())
@@ -82,9 +82,13 @@ def own_cgroups(root: str = "/") -> Iterator[tuple[str, Path, Path]]:
     for mount_root, mount_point, fs_type, options in mounts(root):
         names = [""] if fs_type == "cgroup2" else options.split(",") if fs_type == "cgroup" else []
         for name in paths.keys() & names:
-            below = os.path.relpath(paths[name], mount_root)
-            top = Path(root, mount_point.lstrip("/"))
-            yield name, top, top if below.startswith("..") else top / below  # "..": another part is mounted here
+            relative = os.path.relpath(paths[name], mount_root)
+            mount_dir = Path(root, mount_point.lstrip("/"))
+            yield (
+                name,
+                mount_dir,
+                mount_dir if relative.startswith("..") else mount_dir / relative,
+            )  # "..": the mount shows another part
 
 
 def cgroup_paths(root: str = "/") -> dict[str, str]:

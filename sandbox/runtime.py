@@ -4,8 +4,8 @@
 - The name contains a hash of the pins, so changed pins make a new runtime beside the old one.
 - Only `bin/python` is used. The other scripts contain the path of the build directory.
 - The runtime has no pip and no setuptools, because calls can import everything in it.
-- All commands use the runtime that `find` returns. If there is none, `best_python` selects the Python to build one
-  with.
+- All commands use the runtime that `find` returns. If there is none, a runtime is built with the Python that
+  `best_python` returns.
 
 `$RSTAR_RUNTIME` names the directory; the default is under `$XDG_DATA_HOME/rstar-sandbox`.
 """
@@ -68,12 +68,12 @@ def log_to_stderr(line: str) -> None:
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the directory of the runtime that all commands use: the complete one with the newest Python, if any."""
-    own = default_dir(sys.version_info[:2], environ)
+    directory = default_dir(sys.version_info[:2], environ)
     if "RSTAR_RUNTIME" in environ:
-        candidates = [own]
+        candidates = [directory]
     else:
-        names = glob.glob(f"runtime-*-{_pins_hash()}", root_dir=own.parent)
-        candidates = sorted((own.parent / name for name in names), key=_version_in_name, reverse=True)
+        names = glob.glob(f"runtime-*-{_pins_hash()}", root_dir=directory.parent)
+        candidates = sorted((directory.parent / name for name in names), key=_version_in_name, reverse=True)
     return next(filter(is_complete, candidates), None)
 
 
@@ -153,10 +153,11 @@ def build(python: Path, directory: Path, *, force: bool = False, log: Log = log_
 
 
 def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[int, int]]:
-    """Return the Python to build a runtime with, and its version: a preferred one on PATH or of pyenv, else this one.
+    """Return the Python to build a runtime with, and its version: a preferred version on PATH or of pyenv, else the
+    Python of this process.
 
-    From 3.12 on, objects can be immortal, so that a call copies fewer memory pages (`guest/fork_refcounts.py`): `print`
-    takes 20 % less time, `sympy.solve` 50 %.
+    From 3.12 on, objects can be immortal, so that a call copies fewer memory pages (`guest/fork_refcounts.py`): a call
+    of `print` takes 20 % less time, a call of `sympy.solve` 50 % less.
     """
     pyenv = environ.get("PYENV_ROOT") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".pyenv")
     for version in PREFERRED_PYTHONS:
@@ -172,22 +173,23 @@ def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[in
 
 
 def _has_venv(python: Path, version: tuple[int, int]) -> bool:
-    """Return whether `python` is CPython of that version, not free-threaded, and has venv. A pyenv shim may fail."""
+    """Return whether `python` is CPython of that version, not free-threaded, and has venv. It may be a shim of
+    pyenv for a version that is not selected; such a shim fails."""
     query = "import ensurepip, sys, venv; print(sys.implementation.name, *sys.version_info[:2], sys.abiflags)"
     try:
-        done = subprocess.run([python, "-I", "-c", query], capture_output=True, text=True, timeout=30, check=True)
+        completed = subprocess.run([python, "-I", "-c", query], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return False
-    return done.stdout.split() == ["cpython", str(version[0]), str(version[1])]
+    return completed.stdout.split() == ["cpython", str(version[0]), str(version[1])]
 
 
 def version_of(python: Path) -> tuple[int, int]:
     """Return the version of an interpreter. Raises `ConfigError` if it is no Python, or older than `MIN_PYTHON`."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [python, "-I", "-c", _VERSION_QUERY], capture_output=True, text=True, check=True, timeout=30
         )
-        major, minor = map(int, done.stdout.split())
+        major, minor = map(int, completed.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(f"--python {python}: expected a Python interpreter ({error})") from None
     if (major, minor) < MIN_PYTHON:
@@ -262,6 +264,7 @@ def _build_venv(python: Path, new: Path, directory: Path) -> None:
     venv = new / "venv"
     venv_python = str(venv / "bin" / "python")
     pip = [venv_python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    # Compile all but the libraries' tests; bytecode contains the final path in place of the build path.
     compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(directory)]
     steps = {
         "creating the environment": [str(python), "-m", "venv", str(venv)],
@@ -299,7 +302,7 @@ def _run_step(title: str, command: Sequence[str]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         output = (err.strip() or out.strip())[-2000:]
-        errors = [line for line in output.splitlines() if line.startswith("ERROR")]  # without pip's warnings of retries
+        errors = [line for line in output.splitlines() if line.startswith("ERROR")]  # leaves out warnings about retries
         details = "\n".join(errors) or output
         raise RuntimeBuildError(f"{title} failed (exit {process.returncode}){_advice(output)}\n{details}")
 

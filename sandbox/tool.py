@@ -1,8 +1,8 @@
 """The sandbox as a tool of a model: the tool's schema, its arguments, and the text that a model reads for a `Result`.
 
 The texts follow rStar2-Agent (arXiv 2508.20722, section 2.1): stdout, or the value of the last expression if nothing
-was printed; a traceback; a time-out. Limits and crashes have the same form. `unavailable` and `invalid` are never
-rendered: a model must not learn from failures of the service.
+was printed; a traceback; a time-out. The texts for limits and crashes have the same form. `unavailable` and `invalid`
+are never rendered: a model must not learn from failures of the service.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandbox.errors import InvalidCall, ServiceError
-from sandbox.types import MAX_CODE_BYTES, MAX_STDIN_BYTES, Call, Result, Status, signal_name
+from sandbox.types import MAX_CODE_CHARS, MAX_STDIN_CHARS, Call, Result, Status, signal_name
 
 TOOL_NAMES = ("execute_python_code_with_standard_io", "python_code_with_standard_io")
 """The tool's name in the paper, and its name in the released code."""
 MAX_RESPONSE_CHARS = 4096
+"""Default maximum of characters that a model reads for one call."""
 _EXAMPLE = '{"code": "print(input())", "input": "hello"}'
 
 
@@ -56,12 +57,12 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Call:
         raise InvalidCall(f"TypeError: the arguments must be a JSON object, such as {_EXAMPLE}")
     unknown = [name for name in arguments if name not in ("code", "input")]
     if unknown:
-        raise InvalidCall(f"TypeError: unexpected argument {unknown[0]!r:.80}; there are code and input")
+        raise InvalidCall(f"TypeError: unexpected argument {unknown[0]!r:.80}; the arguments are code and input")
     if "code" not in arguments:
         raise InvalidCall("TypeError: missing argument 'code'")
     stdin = arguments.get("input")
-    code = _text("code", arguments["code"], MAX_CODE_BYTES)
-    return Call(code=code, stdin=_text("input", "" if stdin is None else stdin, MAX_STDIN_BYTES))
+    code = _text("code", arguments["code"], MAX_CODE_CHARS)
+    return Call(code=code, stdin=_text("input", "" if stdin is None else stdin, MAX_STDIN_CHARS))
 
 
 def render(result: Result, *, max_chars: int = MAX_RESPONSE_CHARS) -> str:
@@ -122,9 +123,11 @@ def _join_lines(first: str, last: str) -> str:
 
 
 def _truncate(text: str, max_chars: int) -> str:
-    """Return the first and the last half of `max_chars`: the last line of a traceback is its most important one."""
+    """Cut the middle out of a text longer than `max_chars`. The end stays, because the last line of a traceback matters
+    most."""
     if len(text) <= max_chars:
         return text
-    tail = max_chars // 2
-    head = max_chars - tail
-    return f"{text[:head]}\n... {len(text) - max_chars} characters cut ...\n{text[len(text) - tail :]}"
+    tail_chars = max_chars // 2
+    head_chars = max_chars - tail_chars
+    tail = text[len(text) - tail_chars :]
+    return f"{text[:head_chars]}\n... {len(text) - max_chars} characters cut ...\n{tail}"

@@ -8,10 +8,10 @@
   result.
 - A failed request is sent again with its unfinished calls, to another endpoint if one is not backing off, else after a
   pause.
-- Retries are counted per call, in a row: `retries` further attempts, then the call gets the last failure.
+- Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
 - Calls have no effects outside their sandbox, so sending a call twice is safe.
-- An idle transport sends at once; a busy one sends when a connection is free. With `gather_s`, a call that is submitted
-  while a request is running waits that long for more calls, at most until that request ends.
+- An idle transport sends a call at once. A busy transport sends it when a connection is free. With `gather_s`, a call
+  that is submitted while a request is running waits up to `gather_s` for more calls, at most until that request ends.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ from sandbox.backoff import backoff_s
 from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.types import Call, Result, Status
 
-log = logging.getLogger("sandbox.client")  # the documented name
+log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
 MAX_BATCH_BYTES = 32 << 20
+"""Bytes of calls in one request. A larger call is sent alone."""
 CONNECT_TIMEOUT_S = 10.0
-MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
+MIN_RETRY_DELAY_S = 0.1
+MAX_RETRY_DELAY_S = 5.0
 MAX_RESULT_BYTES = 1 << 30
+"""Bytes of one encoded result. A longer one is a malformed response."""
 STREAM = "application/x-msgpack-stream"
-RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError", "Overloaded"})
-"""Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, its executor
-failed, or its queue was full."""
+"""Content type of a streamed response."""
+RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
+"""Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, or an executor or
+zygote failed."""
 
 _CLOSED = "the client was closed before the result was there"
 
@@ -64,7 +68,7 @@ class PendingResult:
         """The request that contains the call; None while the call waits."""
 
     def count_failure(self, sent_at: float, *, is_first: bool = False) -> None:
-        """Count a failed attempt that was sent at `sent_at`. `is_first` starts a new row of failures."""
+        """Count a failed attempt that was sent at `sent_at`. `is_first` means that earlier failures no longer count."""
         if is_first or not self.failures:
             self.failures, self.failing_since = 0, sent_at
         self.failures += 1
@@ -72,31 +76,32 @@ class PendingResult:
     def detach(self) -> None:
         """Remove the call from its request, so that another request can send it."""
         assert self.request is not None
-        self.request.awaited -= 1
+        self.request.num_awaited -= 1
         self.request = None
 
     def set_result(self, encoded: dict[str, Any]) -> None:
         assert self.request is not None
         encoded["id"] = self.id
         self.future.set_result(Result.decode(encoded))
-        self.request.awaited -= 1
-        self.request.results += 1
+        self.request.num_awaited -= 1
+        self.request.num_results += 1
 
     def set_error(self, error: ServiceError) -> None:
         if not self.future.done():
             self.future.set_exception(error)
             if self.request is not None:
-                self.request.awaited -= 1
+                self.request.num_awaited -= 1
 
 
 class _BatchRequest:
-    """Calls that are sent together. `awaited` counts those that are unfinished and not abandoned."""
+    """Calls that are sent together, and the task that sends them."""
 
     def __init__(self, calls: list[PendingResult]) -> None:
         self.calls = calls
-        self.awaited = len(calls)
-        self.results = 0
-        self.has_abandoned = False
+        self.num_awaited = len(calls)
+        """Number of calls that are unfinished and not abandoned."""
+        self.num_results = 0
+        self.has_abandoned_calls = False
         self.task: asyncio.Task[None]
         for pending in calls:
             pending.request = self
@@ -109,23 +114,25 @@ class _BatchRequest:
 
     @property
     def is_abandoned(self) -> bool:
-        return self.has_abandoned and not self.awaited
+        return self.has_abandoned_calls and not self.num_awaited
 
     def abandon_one(self) -> None:
         """Count one abandoned call, and cancel the request if no other call in it is awaited."""
-        self.has_abandoned = True
-        self.awaited -= 1
-        if not self.awaited:
+        self.has_abandoned_calls = True
+        self.num_awaited -= 1
+        if not self.num_awaited:
             self.task.cancel()
 
 
 class _Endpoint:
-    """One URL, its current load in calls, and the time until which no request is sent to it."""
+    """One URL, its current load, and the time until which no request is sent to it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.calls = 0
-        self.requests = 0
+        self.num_calls = 0
+        """Number of calls in requests that are not finished."""
+        self.num_requests = 0
+        """Number of requests so far. Of endpoints with equally many calls, the one with the fewest requests is next."""
         self.backoff_until = 0.0
 
     def is_backing_off(self, now: float) -> bool:
@@ -190,9 +197,9 @@ class Transport:
         self._waiting.clear()
         self._pausing.clear()
         try:
-            await self._tasks.__aexit__(None, None, None)  # the task group would wrap an exception of the caller
+            await self._tasks.__aexit__(None, None, None)  # `None`: an exception would be wrapped
         finally:
-            for request in list(self._requests):  # these tasks were cancelled before their first step
+            for request in list(self._requests):  # tasks that were cancelled before their first step, so never ran
                 self._finish(request, ServiceError(_CLOSED))
             await session.close()
 
@@ -285,19 +292,19 @@ class Transport:
     async def _send_with_retries(self, request: _BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
-            endpoint = min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.calls, e.requests))
-            results, sent_at = request.results, _now()
+            endpoint = min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
+            previous_results, sent_at = request.num_results, _now()
             try:
                 await self._send(endpoint, request)
             except RequestRefused:
                 raise
             except ServiceError as error:
                 for pending in request.unfinished():
-                    pending.count_failure(sent_at, is_first=request.results > results)
+                    pending.count_failure(sent_at, is_first=request.num_results > previous_results)
                     if pending.failures > self._retries:
                         pending.set_error(self._final_error(error, pending))
-                if left := request.unfinished():
-                    await asyncio.sleep(self._back_off(endpoint, left, str(error), error.retry_after_s))
+                if retried := request.unfinished():
+                    await asyncio.sleep(self._back_off(endpoint, retried, str(error), error.retry_after_s))
 
     async def _send(self, endpoint: _Endpoint, request: _BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
@@ -305,8 +312,8 @@ class Transport:
         batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self._batch_fields}
         body = io.BytesIO(msgpack.packb(batch, unicode_errors="surrogatepass"))
         headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
-        endpoint.calls += len(calls)
-        endpoint.requests += 1
+        endpoint.num_calls += len(calls)
+        endpoint.num_requests += 1
         try:
             async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
                 if response.status != 200 and not _is_stream_of_invalid(response):
@@ -322,9 +329,9 @@ class Transport:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
         finally:
-            endpoint.calls -= len(calls)
-        if left := request.unfinished():
-            raise Unreachable(f"{endpoint.url} closed the connection with {len(left)} of {len(calls)} results missing")
+            endpoint.num_calls -= len(calls)
+        if missing := len(request.unfinished()):
+            raise Unreachable(f"{endpoint.url} closed the connection with {missing} of {len(calls)} results missing")
 
     def _set_results(
         self,
@@ -348,7 +355,7 @@ class Transport:
 
     def _retry(self, endpoint: _Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
         """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
-        again: list[PendingResult] = []
+        retried: list[PendingResult] = []
         types: Counter[str] = Counter()
         for pending, encoded in results.items():
             pending.count_failure(sent_at)
@@ -356,12 +363,13 @@ class Transport:
                 pending.set_result(encoded)
             else:
                 pending.detach()
-                again.append(pending)
+                retried.append(pending)
                 types[encoded["error"]["type"]] += 1
-        if again:
+        if retried:
             counts = ", ".join(f"{error_type} for {count} calls" for error_type, count in types.items())
-            delay_s = self._back_off(endpoint, again, f"{endpoint.url} returned {counts}")
-            self._pausing.add(group := tuple(again))
+            delay_s = self._back_off(endpoint, retried, f"{endpoint.url} returned {counts}")
+            group = tuple(retried)
+            self._pausing.add(group)
             asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
 
     def _requeue(self, calls: tuple[PendingResult, ...]) -> None:
@@ -394,14 +402,14 @@ class Transport:
 
 
 def retry_delay_s(failures: int, retry_after_s: float | None, rng: random.Random) -> float:
-    """Return the pause after `failures` in a row: exponential, at least the server's Retry-After, with up to 50 %
-    jitter."""
+    """Return the pause after `failures` in a row: an exponential back-off, or the server's Retry-After if that is
+    longer, plus up to 50 % of it at random."""
     return max(backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S), retry_after_s or 0.0) * rng.uniform(1.0, 1.5)
 
 
 def _is_stream_of_invalid(response: aiohttp.ClientResponse) -> bool:
-    """Return whether all calls of the request are malformed. Their results are then read like any other stream, so
-    that a call's result does not depend on the other calls of its request."""
+    """Return whether the server found all calls of the request malformed. It then streams their results with status
+    400. They are read like any other stream, so that the result of a call does not depend on the other calls."""
     return response.status == 400 and response.content_type == STREAM
 
 

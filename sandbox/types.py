@@ -32,8 +32,8 @@ from sandbox.fields import (
     to_base64,
 )
 
-MAX_CODE_BYTES = 4 << 20
-MAX_STDIN_BYTES = 16 << 20
+MAX_CODE_CHARS = 4 << 20
+MAX_STDIN_CHARS = 16 << 20
 
 
 class DocumentedEnum(StrEnum):
@@ -89,13 +89,18 @@ class Outcome(DocumentedEnum):
 
 
 LIMIT_FIELDS: dict[str, NumberRule] = {
-    "timeout_s": NumberRule(0.01, 1e9, False, 10.0, "seconds of virtual time: wall time without waiting for a core"),
-    "memory_mb": NumberRule(16, 1e9, True, 512, "MiB beyond the zygote's own memory, per process and for all together"),
-    "output_kb": NumberRule(1, 1e9, True, 64, "KiB of stdout, of stderr and of value to return, each"),
-    "processes": NumberRule(1, 1e9, True, 64, "processes and threads that exist at once"),
-    "disk_mb": NumberRule(1, 1e9, True, 64, "MiB of files in the scratch directory"),
+    "timeout_s": NumberRule(
+        0.01, 1e9, whole=False, default=10.0, doc="seconds of virtual time: wall time without waiting for a core"
+    ),
+    "memory_mb": NumberRule(
+        16, 1e9, default=512, doc="MiB beyond the zygote's own memory, per process and for all together"
+    ),
+    "output_kb": NumberRule(1, 1e9, default=64, doc="KiB of stdout, of stderr and of value to return, each"),
+    "processes": NumberRule(1, 1e9, default=64, doc="processes and threads that exist at once"),
+    "disk_mb": NumberRule(1, 1e9, default=64, doc="MiB of files in the scratch directory"),
 }
-"""The upper bounds only catch nonsense; the server lowers each limit to its own maximum (`Limits.clamped`)."""
+"""Rule and description of each limit. The upper bounds only reject nonsense: the server lowers each limit to its own
+maximum (`Limits.clamped`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,7 @@ class Call:
     """One piece of Python code with its input and limits. `files` maps relative paths to the contents of files that are
     created in the scratch directory before the code runs.
 
-    The constructor takes each field as its type or in its JSON form. Raises `InvalidCall`.
+    The constructor accepts each field in its final type or in its JSON form. Raises `InvalidCall`.
     """
 
     code: str
@@ -401,15 +406,17 @@ CALL_FIELDS: dict[str, str] = {
     "priority": "waiting calls with a lower number run first",
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
 }
-PRIORITY = NumberRule(-100, 100, True, 0, CALL_FIELDS["priority"])
+PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
+"""Default of each field, or `dataclasses.MISSING`."""
 _set = object.__setattr__
+"""Sets a field of a frozen dataclass."""
 
 
 def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
-    """Check one field, given as its type or in its JSON form. `limits` completes partial limits."""
+    """Check one field, which has its final type or its JSON form. Limits that `value` omits come from `limits`."""
     if name in ("code", "stdin"):
-        return check_text(value, MAX_CODE_BYTES if name == "code" else MAX_STDIN_BYTES, where)
+        return check_text(value, MAX_CODE_CHARS if name == "code" else MAX_STDIN_CHARS, where)
     if name in ("id", "tenant"):
         return check_label(value, where)
     if name == "limits":
@@ -431,3 +438,4 @@ def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
 
 
 _NO_DEFAULTS = Call(code="")
+"""The `defaults` of a batch that sets none: each field has its own default."""

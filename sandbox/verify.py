@@ -4,8 +4,8 @@ math-verify compares the answers inside the sandbox (`guest/checker.py`), in a c
 which it hangs or crashes affects no other pair.
 
 - Both answers are data: they are sent as standard input and never executed.
-- A status that the pair causes (a time-out, a crash, used up memory) is the outcome `unparsable`. A failure of the
-  service is `unavailable`, and a malformed pair is `invalid`.
+- If the pair causes a failure (a time-out, a crash, used up memory), the outcome is `unparsable`. After a failure of
+  the service it is `unavailable`, and for a malformed pair `invalid`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import check_names
-from sandbox.types import CALL_FIELDS, MAX_STDIN_BYTES, Call, Outcome, Profile, Result, Status, Verdict
+from sandbox.types import CALL_FIELDS, MAX_STDIN_CHARS, Call, Outcome, Profile, Result, Status, Verdict
 
 MAX_ANSWER_CHARS = 4096
 """Maximum length of an answer in characters; longer answers are unparsable. The checker in the guest has the same
@@ -26,7 +26,7 @@ VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority",
 """Fields of a call that a request may set for its checks."""
 
 _CODE = "import rstar_checker\nrstar_checker.outcome()"
-_VERDICT_OF_WORD = {
+_VERDICT_BY_VALUE = {
     "'equivalent'": Verdict(Outcome.EQUIVALENT),
     "'not_equivalent'": Verdict(Outcome.NOT_EQUIVALENT),
     "'no gold'": Verdict(
@@ -37,7 +37,8 @@ _VERDICT_OF_WORD = {
     ),
     "'failed'": Verdict(Outcome.UNPARSABLE, message="math-verify failed on this pair"),
 }
-_STATUSES_OF_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
+"""Verdict for each `Result.value` of a check: the `repr` of the text that the checker returns."""
+_STATUSES_CAUSED_BY_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
 
 
 def shared_fields(fields: Mapping[str, Any], where: str = "verify") -> Call:
@@ -49,29 +50,29 @@ def shared_fields(fields: Mapping[str, Any], where: str = "verify") -> Call:
 def decode_pair(raw: Any, where: str) -> tuple[str, str]:
     """Return gold and answer from `{"gold": ..., "answer": ...}`. Raises `InvalidCall`."""
     if not isinstance(raw, Mapping) or raw.keys() != {"gold", "answer"}:
-        came = f"the fields {', '.join(map(str, raw))}"[:120] if isinstance(raw, Mapping) else type(raw).__name__
-        raise InvalidCall(f"{where}: expected an object of gold and answer, got {came}")
+        received = f"the fields {', '.join(map(str, raw))}"[:120] if isinstance(raw, Mapping) else type(raw).__name__
+        raise InvalidCall(f"{where}: expected an object of gold and answer, got {received}")
     for name, text in raw.items():
-        if not isinstance(text, str) or len(text) > MAX_STDIN_BYTES:
-            came = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
-            raise InvalidCall(f"{where}.{name}: expected text of at most {MAX_STDIN_BYTES} characters, got {came}")
+        if not isinstance(text, str) or len(text) > MAX_STDIN_CHARS:
+            received = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+            raise InvalidCall(f"{where}.{name}: expected text of at most {MAX_STDIN_CHARS} characters, got {received}")
     return raw["gold"], raw["answer"]
 
 
 def check_call(gold: str, answer: str, shared: Call) -> Call:
-    """Return the call that compares both, with the limits, priority and tenant of `shared`. Longer answers are
-    truncated to a length that the checker still refuses."""
+    """Return the call that compares `gold` and `answer`, with the limits, priority and tenant of `shared`. A text that
+    is too long is cut one character above the maximum, so that the checker still refuses it."""
     texts = json.dumps([gold[: MAX_ANSWER_CHARS + 1], answer[: MAX_ANSWER_CHARS + 1]])
     return replace(shared, code=_CODE, stdin=texts, profile=Profile.VERIFY)
 
 
 def verdict_of(result: Result) -> Verdict:
-    """Return the verdict that a check's result stands for."""
-    verdict = _VERDICT_OF_WORD.get(result.value or "") if result.status is Status.OK else None
+    """Return the verdict for the result of a check."""
+    verdict = _VERDICT_BY_VALUE.get(result.value or "") if result.status is Status.OK else None
     if verdict is not None:
         return replace(verdict, usage=result.usage)
     message = f"{result.error.type}: {result.error.message}" if result.error else "the checker returned no outcome"
-    if result.status in _STATUSES_OF_PAIR:
+    if result.status in _STATUSES_CAUSED_BY_PAIR:
         return Verdict(Outcome.UNPARSABLE, result.status, message, result.usage)
     if result.status is Status.INVALID:
         return Verdict(Outcome.INVALID, Status.INVALID, message)

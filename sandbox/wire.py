@@ -1,10 +1,10 @@
 """Frames between gateway and executor: a 4-byte little-endian length, then one msgpack array `[kind, ...]`.
 
     gateway -> executor                            executor -> gateway
-    ["configure", settings, is_replacement] first  ["ready", {slots, long_slots, isolation, python, ...}]
+    ["configure", settings, is_replacement] first  ["ready", {slots, long_slots, isolation, cgroups, python, ...}]
     ["calls", [[seq, call], ...]]  64 at most      ["results", [[seq, result], ...]]
-    ["cancel", [seq, ...]]                         ["stats", {...}]  once per second
-    ["drain"]                                      ["window", n]     max calls at the executor from now on
+    ["cancel", [seq, ...]]                         ["stats", {...}]     once per second
+    ["drain"]                                      ["window", n]        max calls at the executor from now on
                                                    ["failed", message]  the executor cannot start
 
 - `seq` is the gateway's number of a call, never reused on one connection. Results come in any order. Each call gets

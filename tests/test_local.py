@@ -82,7 +82,7 @@ def test_the_error_contains_the_end_of_a_long_log(monkeypatch: pytest.MonkeyPatc
         async with local_service():
             pytest.fail("the server is ready")
 
-    monkeypatch.setattr(local, "_CHILD", LONG_LOG + "raise SystemExit('this is why')")
+    monkeypatch.setattr(local, "_CHILD_CODE", LONG_LOG + "raise SystemExit('this is why')")
     with pytest.raises(
         ServiceError, match=r"(?s)ended \(1\); the end of its log:\n.*line 19999 of a long log\nthis is why$"
     ):
@@ -95,7 +95,7 @@ def test_the_address_is_read_from_the_end_of_a_long_log(monkeypatch: pytest.Monk
             return url
 
     start_line = "print('rstar-sandbox 0.1.0 on http://127.0.0.1:1  isolation=none', flush=True)\n"
-    monkeypatch.setattr(local, "_CHILD", LONG_LOG + start_line + "import signal\nsignal.pause()")
+    monkeypatch.setattr(local, "_CHILD_CODE", LONG_LOG + start_line + "import signal\nsignal.pause()")
     assert asyncio.run(main()) == "http://127.0.0.1:1"
 
 

@@ -91,7 +91,7 @@ def test_leftovers_of_a_killed_build_are_removed(tmp_path: Path, builds: list[Pa
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_is_no_runtime_is_never_replaced(tmp_path: Path, builds: list[Path], kind: str) -> None:
+def test_a_path_that_is_no_runtime_is_never_replaced(tmp_path: Path, builds: list[Path], kind: str) -> None:
     directory = tmp_path / "precious"
     if kind == "file":
         directory.write_text("thesis", encoding="utf-8")

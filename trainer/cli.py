@@ -50,13 +50,14 @@ Command = Callable[[argparse.Namespace], None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
-    # Set before torch loads: its threads share cores with the sandbox, and threads that spin while they wait cost
-    # tenfold.
+    # OpenMP reads this when torch loads. By default its threads spin while they wait for each other. With ten processes
+    # on two cores, the local engine then sampled 305 tokens/s instead of 3,769.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("HF_HUB_DISABLE_TELEMETRY", *SILENCING_VARIABLES):
         os.environ.setdefault(name, "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exit stops child processes, a kill does not
+    # A process that exits stops its children, a killed one does not.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         args.command(args)
         sys.stdout.flush()
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rstar-train: {_install_advice(error.name or str(error))}", file=sys.stderr)
         return 1
     except Exception as error:
-        # The trainer's own errors explain themselves; any other needs its traceback.
+        # The messages of the trainer's own errors are complete. Any other error needs its traceback.
         if not type(error).__module__.startswith("trainer."):
             raise
         print(f"rstar-train: {error}", file=sys.stderr)
@@ -176,6 +177,66 @@ def collect(args: argparse.Namespace) -> None:
         _print_columns("episodes", {"": collect_work.status_rows(status)})
 
 
+def episodes(args: argparse.Namespace) -> None:
+    """List the episodes of a store, and what share of the problems they solve."""
+    from itertools import islice
+
+    from rich.console import Console
+
+    from trainer.collection.store import COLUMNS, StoreReader
+    from trainer.recipe.pass_at_k import Attempt, pass_reports, pass_table
+    from trainer.runs.text_tables import format_number, table
+
+    names = [name for name in COLUMNS if name not in ("shard", "offset", "length")]
+    with StoreReader(args.store) as reader:
+        listed = list(islice(reader.query(", ".join(names), args.where), args.limit))
+        reports = pass_reports(map(Attempt.of, reader.episodes(args.where)))
+    if args.json:
+        rows = [dict(zip(names, row, strict=True)) for row in listed]
+        print(json.dumps({"episodes": rows, "reports": {name: asdict(report) for name, report in reports.items()}}))
+        return
+    shown = table(*(f"{name}…" for name in names))
+    for row in listed:
+        shown.add_row(*(value if isinstance(value, str) else format_number(value) for value in row))
+    Console().print(shown, pass_table(reports, title="solved"))
+
+
+def replay(args: argparse.Namespace) -> None:
+    """Run a stored episode again from its recorded tool responses, and compare every token."""
+    from trainer.collection.store import Key, StoreReader
+    from trainer.recipe.stored_episodes import replay
+
+    with StoreReader(args.store) as reader:
+        episode = replay(reader, Key(args.problem, args.sample))
+    for turn in episode.turns:
+        print(turn.text, *(f"[{call.status}] {call.response}" for call in turn.tool_calls), sep="\n")
+    print(
+        f"replay: {len(episode.turns)} turns and {episode.response_length} tokens are equal; "
+        f"stop_reason={episode.stop_reason} answer={episode.answer!r} reward={episode.reward}",
+        file=sys.stderr,
+    )
+
+
+def rescore(args: argparse.Namespace) -> None:
+    """Score stored episodes again, by their own or another environment, without sampling."""
+    from trainer.collection.store import StoreReader
+    from trainer.recipe.stored_episodes import rescore
+
+    with StoreReader(args.store) as reader:
+        changes = rescore(reader, args.environment, args.out, where=args.where, sandbox=args.sandbox)
+    print(json.dumps(changes) if args.json else "\n".join(f"{change}: {n}" for change, n in sorted(changes.items())))
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write stored episodes as JSONL: token ids as they were generated, or chat messages."""
+    from trainer.collection.store import StoreReader
+    from trainer.recipe.stored_episodes import export
+
+    with StoreReader(args.store) as reader:
+        count = export(reader, args.format, args.out, where=args.where, rewards=args.rewards)
+    print(f"{args.out}: {count} episodes", file=sys.stderr)
+
+
 def data(args: argparse.Namespace) -> None:
     """Convert problems from files and hub names to one format, filtered and decontaminated."""
     from trainer.data.problems import prepare_problems, write_problems
@@ -212,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, command: Command, *parents: argparse.ArgumentParser, doc: str = "") -> argparse.ArgumentParser:
         doc = doc or command.__doc__ or ""
-        added = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=doc[0].lower() + doc[1:].rstrip("."),
             description=doc,
@@ -220,35 +281,47 @@ def _parser() -> argparse.ArgumentParser:
             parents=parents,
             allow_abbrev=False,
         )
-        added.set_defaults(command=command, phase=name)
-        return added
+        subparser.set_defaults(command=command, phase=name)
+        return subparser
 
-    run, started, stage, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    # Options that several commands share.
+    run, skip, stage, store, where, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(6))
     run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or a run folder")
     run.add_argument("--run-dir", metavar="DIR", help="the run folder (default: run_dir in CONFIG)")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for example stages.rl1.steps=3")
-    started.add_argument("--no-preflight", action="store_true", help="start without checking what is needed")
+    skip.add_argument("--no-preflight", action="store_true", help="start without checking what is needed")
     stage.add_argument("--stage", required=True, help="one of the stages in CONFIG")
     as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last line")
 
     add("preflight", preflight, run)
-    command = add("recipe", recipe, run, started, as_json)
-    command.add_argument(
+    subparser = add("recipe", recipe, run, skip, as_json)
+    subparser.add_argument(
         "--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing"
     )
-    command = add(
-        "prepare", run_phase, run, started, doc="Write a run's data, and its model if it is generated, to its folder."
+    subparser = add(
+        "prepare",
+        run_phase,
+        run,
+        skip,
+        doc="Write a run's data, and its model if it is generated, to its folder.",
     )
-    command.set_defaults(stage="initial")
-    add("sft", run_phase, run, started, doc="Fine-tune on conversations.").set_defaults(stage="sft")
-    add("filter", run_phase, run, started, stage, doc="Drop the problems that the model before a stage always solves.")
-    add("grpo", run_phase, run, started, stage, doc="Train one stage of GRPO-RoC.")
+    subparser.set_defaults(stage="initial")
+    add("sft", run_phase, run, skip, doc="Fine-tune on conversations.").set_defaults(stage="sft")
+    add(
+        "filter",
+        run_phase,
+        run,
+        skip,
+        stage,
+        doc="Drop the problems that the model before a stage always solves.",
+    )
+    add("grpo", run_phase, run, skip, stage, doc="Train one stage of GRPO-RoC.")
 
-    command = add("eval", evaluate, run, started, as_json)
-    which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("--stage", help="evaluate the model of sft, or of one of the stages in CONFIG")
-    which.add_argument("--model", metavar="PATH", help="evaluate any model's folder on the problems of [eval]")
-    command.add_argument(
+    subparser = add("eval", evaluate, run, skip, as_json)
+    model_choice = subparser.add_mutually_exclusive_group(required=True)
+    model_choice.add_argument("--stage", help="evaluate the model of sft, or of one of the stages in CONFIG")
+    model_choice.add_argument("--model", metavar="PATH", help="evaluate any model's folder on the problems of [eval]")
+    subparser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
@@ -256,40 +329,65 @@ def _parser() -> argparse.ArgumentParser:
         "(default: a folder in eval/ of the run)",
     )
 
-    command = add("rollout", rollout, run, started)
-    command.add_argument("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")
-    command.add_argument("--num-problems", type=int, default=16, metavar="N", help="take the first N (default: 16)")
-    command.add_argument(
+    subparser = add("rollout", rollout, run, skip)
+    subparser.add_argument(
+        "--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG"
+    )
+    subparser.add_argument(
+        "--num-problems", type=int, default=16, metavar="N", help="use the first N problems (default: 16)"
+    )
+    subparser.add_argument(
         "--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)"
     )
-    command.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+    subparser.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
 
-    command = add("collect", collect, run, as_json)
-    command.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
-    command.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
+    subparser = add("collect", collect, run, as_json)
+    subparser.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
+    subparser.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
 
-    command = add("data", data, as_json)
-    command.add_argument(
-        "source", nargs="+", metavar="SOURCE", help="generated:N, a file, or owner/name[@config][:split]"
+    where.add_argument(
+        "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'reward = 1 AND turns > 2'"
     )
-    command.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
-    command.add_argument(
+    store.add_argument("store", type=Path, metavar="STORE", help="the directory of a store of episodes")
+    subparser = add("episodes", episodes, store, where, as_json)
+    subparser.add_argument("--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)")
+    subparser = add("replay", replay, store)
+    subparser.add_argument("problem", metavar="PROBLEM", help="the id of a problem")
+    subparser.add_argument("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
+    subparser = add("rescore", rescore, store, where, as_json)
+    subparser.add_argument("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
+    subparser.add_argument("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
+    subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+    subparser = add("export", export, store, where)
+    subparser.add_argument("--format", required=True, choices=("tokens", "chat"), help="what each row has")
+    subparser.add_argument("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
+    subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+
+    subparser = add("data", data, as_json)
+    subparser.add_argument(
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]",
+    )
+    subparser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
+    subparser.add_argument(
         "--decontaminate-against",
         action="append",
         default=[],
         metavar="SOURCE",
         help="drop problems that share 8 consecutive words with a problem of SOURCE",
     )
-    command.add_argument("--allow-non-integer", action="store_true", help="keep answers that are not integers")
-    command.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
+    subparser.add_argument("--allow-non-integer", action="store_true", help="keep answers that are not integers")
+    subparser.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
 
-    command = add("show", show)
-    command.add_argument("run", type=Path, help="the run folder")
-    command.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
-    command.add_argument(
+    subparser = add("show", show)
+    subparser.add_argument("run", type=Path, help="the run folder")
+    subparser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    subparser.add_argument(
         "--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)"
     )
-    command.add_argument("--step", type=int, metavar="STEP", help="take the episodes of this step only")
+    subparser.add_argument("--step", type=int, metavar="STEP", help="show only the episodes of this step")
     return parser
 
 
@@ -317,7 +415,7 @@ def _run(args: argparse.Namespace) -> RecipeRun:
 
 
 def _require(args: argparse.Namespace, run: RecipeRun, phase: Phase) -> None:
-    """Check what one phase needs, the result of the phase before it included; on the first rank only."""
+    """Check what one phase needs, including the result of the phase before it. Only the first rank checks."""
     if args.no_preflight or os.environ.get("RANK", "0") != "0":
         return
     if phase.command != "prepare" and phase.stage:

@@ -69,10 +69,10 @@ class ModelShape:
 class ModelConfig:
     """The model to train."""
 
-    path: str = "tiny"  # folder or hub name; 'tiny' is generated from the seed
+    path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines and passes; the trained weights are float32
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
-    system_prompt: str = ""  # replaces the format's own system message; empty keeps it
+    system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
     shape: ModelShape | None = None  # sizes for --dry-run, if the model's config.json is not on this machine
 
 
@@ -80,7 +80,7 @@ class ModelConfig:
 class SandboxConfig:
     """The sandbox for tool calls and answer checks."""
 
-    endpoints: StringList = ()  # URLs of servers; [1-8] expands to 8 URLs; none starts one for each command
+    endpoints: StringList = ()  # URLs of servers; [1-8] expands to 8 URLs; if empty, each command starts a server
     timeout_s: PositiveFloat = 4.0  # seconds of virtual time per call
     memory_mb: Annotated[int, Field(ge=16)] = 512  # MiB per call
 
@@ -90,15 +90,15 @@ class EnginesConfig:
     """The engines that sample."""
 
     kind: Literal["local", "vllm"] = "local"  # in this process, or vLLM over HTTP
-    endpoints: StringList = ()  # URLs of vLLM servers; [1-8] expands to 8 URLs; none starts `count` servers
+    endpoints: StringList = ()  # URLs of vLLM servers; [1-8] expands to 8 URLs; if empty, `count` are started
     count: PositiveInt = 1  # vLLM servers to start on this machine
-    vllm_python: str = ""  # Python with vLLM that starts servers; empty is this one
+    vllm_python: str = ""  # a Python that has vLLM, to start servers; if empty, the trainer's Python
     max_num_seqs: PositiveInt = 64  # sequences that one engine runs at once
     max_model_len: Annotated[int, Field(ge=16)] = 16384  # tokens of prompt and response per sequence
     weight_sync: Literal["file", "nccl"] = "file"  # transfer of new weights: a shared folder, or NCCL/RCCL
     tensor_parallel_size: PositiveInt = 1  # GPUs per engine
     gpu_memory_utilization: Fraction = 0.9  # share of a GPU's memory that an engine takes
-    turn_timeout_s: PositiveFloat = 600.0  # seconds per turn; more if the engine's usual speed needs it
+    turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
     placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
 
@@ -128,7 +128,7 @@ class DataConfig:
 class SftConfig:
     """Supervised fine-tuning on tool format and instruction following, without reasoning (the paper's section 4)."""
 
-    data: StringList = ()  # conversations, or 'generated:N'; none skips SFT
+    data: StringList = ()  # sources of conversations, or 'generated:N'; if empty, there is no SFT
     epochs: PositiveFloat = 3.0
     learning_rate: Fraction = 5e-6  # peak; cosine decay to 0
     warmup_ratio: Fraction = 0.04  # share of the steps in which the learning rate rises
@@ -156,17 +156,17 @@ class StageConfig(SamplingConfig):
 
     name: str = ""  # the stage's key in [stages]
     steps: PositiveInt = 100  # training steps
-    data: StringList = ()  # sources of problems; none is [data] train
-    difficulty_filter_samples: NonNegativeInt = 0  # samples per problem before the stage; a problem solved in all is
-    # dropped; 0 filters nothing
+    data: StringList = ()  # sources of problems; if empty, those of [data] train
+    difficulty_filter_samples: NonNegativeInt = 0  # samples per problem before the stage; the stage drops problems
+    # of which all samples are correct; 0 keeps all problems
     reset_optimizer: bool = False  # start with new optimizer states
     problems_per_step: PositiveInt = 512
     samples_per_problem: Annotated[int, Field(ge=2)] = 32  # the paper's 2G
     kept_per_problem: Annotated[int, Field(ge=2)] = 16  # episodes that RoC selects, the paper's G
     roc_mode: Literal["paper", "released", "off"] = "paper"  # the paper's rule, the released code's, or no selection
-    cancel_stragglers: bool = False  # cancel a group's last episodes once it is decided; biased to short episodes
-    partial_rollouts: Fraction = 0.0  # share of extra problems in flight, continued in the next step; 0 is off
-    max_staleness_steps: NonNegativeInt = 2  # training steps that an episode may be continued for
+    cancel_stragglers: bool = False  # cancel a group's last episodes if RoC does not need them; favours short ones
+    partial_rollouts: Fraction = 0.0  # share of extra problems in flight; the next step continues them; 0 is off
+    max_staleness_steps: NonNegativeInt = 2  # training steps for which an unfinished episode may be continued
     learning_rate: Fraction = 1e-6  # constant after the warm-up
     warmup_steps: NonNegativeInt = 20  # training steps in which the learning rate rises
     epsilon_low: Fraction = 0.2  # the ratio is clipped below 1 - epsilon_low
@@ -221,7 +221,7 @@ class StorageConfig:
 class RunConfig:
     """All settings of `rstar-train`."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # everything random follows from it
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # seed of all random choices
     run_dir: str = "runs/run"  # the run folder
     model: ModelConfig = field(default_factory=ModelConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -248,16 +248,16 @@ class RunConfig:
             f"hardware: sharding={self.hardware.sharding}: expected GPUs, got gpus_per_node=0; set sharding to none",
         )
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
-        for where, stage in stages.items():
-            _check_stage(where, stage, ranks)
-        for where, limits in {**stages, "eval": self.eval}.items():
-            self.check_model_len(where, limits)
+        for table, stage in stages.items():
+            _check_stage(table, stage, ranks)
+        for table, limits in {**stages, "eval": self.eval}.items():
+            self.check_model_len(table, limits)
 
-    def check_model_len(self, where: str, limits: SamplingConfig) -> None:
-        """Raise `ConfigError` if no engine has room for the longest response and a prompt."""
+    def check_model_len(self, table: str, limits: SamplingConfig) -> None:
+        """Raise `ConfigError` if the longest response leaves no token of an engine's context for a prompt."""
         _require(
             limits.max_response_tokens < self.engines.max_model_len,
-            f"{where}: max_response_tokens={limits.max_response_tokens}: expected less than "
+            f"{table}: max_response_tokens={limits.max_response_tokens}: expected less than "
             f"engines.max_model_len={self.engines.max_model_len}, which includes the prompt; raise that",
         )
 
@@ -268,31 +268,31 @@ class RunConfig:
         return self.stages[name]
 
 
-def _check_stage(where: str, stage: StageConfig, ranks: int) -> None:
+def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
     kept, problems = stage.kept_per_problem, stage.problems_per_step
     selection = f"kept_per_problem={kept} of samples_per_problem={stage.samples_per_problem}"
     _require(
         kept <= stage.samples_per_problem,
-        f"{where}: {selection}: expected no more than the samples; lower kept_per_problem",
+        f"{table}: {selection}: expected no more than the samples; lower kept_per_problem",
     )
     _require(
         stage.roc_mode != "off" or kept == stage.samples_per_problem,
-        f"{where}: roc_mode=off, {selection}: expected equal numbers, since nothing is dropped; or set roc_mode",
+        f"{table}: roc_mode=off, {selection}: expected equal numbers, since nothing is dropped; or set roc_mode",
     )
     _require(
         problems * kept % (stage.micro_batch_size * ranks) == 0,
-        f"{where}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of "
+        f"{table}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of "
         f"micro_batch_size={stage.micro_batch_size} x {ranks} ranks; change one of them",
     )
     _require(
         stage.top_p == 1,
-        f"{where}: top_p={stage.top_p}: expected 1, since the loss uses the untruncated probabilities; set top_p in "
+        f"{table}: top_p={stage.top_p}: expected 1, since the loss uses the untruncated probabilities; set top_p in "
         "[eval] only",
     )
 
 
 def expand_urls(endpoints: Sequence[str]) -> tuple[str, ...]:
-    """Return `endpoints` with each range such as [1-8] expanded, as lists of hosts are often written."""
+    """Expand ranges in URLs: http://node[08-10] becomes three URLs, with the same number of digits in each."""
     split = (re.split(r"(\[\d+-\d+\])", url) for url in endpoints)
     return tuple("".join(parts) for url in split for parts in product(*map(_expand_range, url)))
 
@@ -305,7 +305,7 @@ def _expand_range(part: str) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name."""
+    """Return the last part of an error message about an unknown name: the closest of the `known` names, or all."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names) or 'none'}"

@@ -3,7 +3,7 @@
 Invariants:
 - A key of `[rl]` is the default of every stage.
 - An unknown name or a bad value is a `ConfigError` with its source: the file, the variable or the `--set`.
-- `load_config` reads `asdict` of a `RunConfig` back as an equal tree, so a run's config.json is a config file.
+- A run's config.json, written from `asdict` of a `RunConfig`, is a config file that gives an equal `RunConfig`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ENV_SEPARATOR = "__"
 
 T = TypeVar("T")
 
-_LIMITS = {"max_tokens": "max_response_tokens", "tool_chars": "max_tool_response_chars"}
-_TRAINING = {
+_RENAMED_LIMITS = {"max_tokens": "max_response_tokens", "tool_chars": "max_tool_response_chars"}
+_RENAMED_TRAINING = {
     "lr": "learning_rate",
     "micro_batch": "micro_batch_size",
     "is_checkpointing": "gradient_checkpointing",
 }
-_STAGE = {
-    **_LIMITS,
-    **_TRAINING,
+_RENAMED_STAGE = {
+    **_RENAMED_LIMITS,
+    **_RENAMED_TRAINING,
     "prompts": "problems_per_step",
     "samples": "samples_per_problem",
     "keep": "kept_per_problem",
@@ -59,22 +59,22 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     "hardware": {"gpus": "gpus_per_node", "gpu_gb": "gpu_memory_gb", "launch": "launcher"},
     "data": {"against": "decontaminate_against", "is_integer_only": "integer_answers_only"},
     "sft": {
-        **_TRAINING,
+        **_RENAMED_TRAINING,
         "warmup": "warmup_ratio",
         "batch": "batch_size",
         "max_length": "max_conversation_tokens",
     },
-    "rl": _STAGE,
-    "stages": _STAGE,
-    "eval": {**_LIMITS, "samples": "samples_per_problem"},
+    "rl": _RENAMED_STAGE,
+    "stages": _RENAMED_STAGE,
+    "eval": {**_RENAMED_LIMITS, "samples": "samples_per_problem"},
 }
-"""By table: keys of earlier versions and their names today."""
+"""The new names of keys of earlier versions, by table. "" is the top level."""
 
 
 def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the settings from all sources. Raises `ConfigError`.
 
-    `file` may be a run folder. `overrides` are `path.to.key=value`.
+    `file` may be a run folder. `overrides` are texts such as `stages.rl1.steps=3`.
     """
     if file is not None and file.is_dir():
         file /= "config.json"
@@ -97,9 +97,9 @@ def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequen
 
 
 def validate_tree(kind: type[T], tree: Mapping[str, Any], source: str, origins: Mapping[str, str] | None = None) -> T:
-    """Build a `kind` from `tree`. Raises `ConfigError`.
+    """Build the dataclass `kind` from `tree`. Raises `ConfigError`.
 
-    `source` begins the error messages, except for the settings whose path is in `origins`.
+    An error message begins with the variable or `--set` that `origins` has for the setting's path, or with `source`.
     """
     try:
         return TypeAdapter(kind).validate_python(tree)
@@ -120,8 +120,8 @@ def validate_tree(kind: type[T], tree: Mapping[str, Any], source: str, origins: 
 
 def _advice(kind: type, path: Sequence[str]) -> str:
     *parents, name = path
-    if kind is RunConfig and (today := RENAMED.get(parents[0] if parents else "", {}).get(name)):
-        return f"it is now {today}"
+    if kind is RunConfig and (new_name := RENAMED.get(parents[0] if parents else "", {}).get(name)):
+        return f"it is now {new_name}"
     return suggestion(name, _known_settings(kind, parents))
 
 

@@ -45,7 +45,8 @@ def append_rows(path: Path, rows: Iterable[object]) -> None:
 
 
 def remove_torn_line(file: BinaryIO) -> bool:
-    """Truncate a file that is open for reading and writing after its last complete line. Return whether it had more."""
+    """Truncate a file after its last complete line, and return whether a torn line was removed. The file must be open
+    for reading and writing."""
     size = file.seek(0, os.SEEK_END)
     if not size:
         return False
@@ -90,7 +91,7 @@ def check_layout(folder: Path, version: object, expected: int) -> None:
 
 
 def differing_settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the names of settings, as a.b, that are not equal."""
+    """Yield the dotted names of the settings that differ."""
     for name in sorted(mine.keys() | theirs.keys()):
         left, right = mine.get(name), theirs.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
@@ -112,7 +113,7 @@ def _line(row: object) -> str:
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """Return a dataclass's fields without `asdict`'s deep copy; a type may return more from `row_fields`."""
+    """Return the fields of a dataclass, without the deep copy of `asdict`. A class may define its own `row_fields`."""
     if hasattr(value, "row_fields"):
         return dict(value.row_fields())
     return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -8,8 +8,9 @@ from bench.probes.resources import ResourceSnapshot
 
 TOLERANCE = {"processes": 0, "zombies": 0, "descriptors": 4, "mounts": 0, "cgroups": 0, "temporary_files": 0}
 """Allowed increase of each count. The client's connections open and close, so descriptors vary."""
-MEMORY_TOLERANCE_MB, MEMORY_TOLERANCE_SHARE = 16.0, 0.1
-"""Allowed increase of memory, whichever is larger: allocators keep blocks, and zygotes cease to share pages."""
+# Memory may increase by the larger of these two, since allocators keep blocks, and zygotes cease to share pages.
+MEMORY_TOLERANCE_MB = 16.0
+MEMORY_TOLERANCE_SHARE = 0.1
 
 
 def growth_at_rest(snapshots: Sequence[ResourceSnapshot], warmed_up: int) -> dict[str, tuple[float, float]]:

@@ -19,10 +19,15 @@ NUM_BLOCKS = 257
 KV_CAPACITY = (NUM_BLOCKS - 1) * BLOCK_SIZE
 MAX_RUNNING = 64
 
-RUNNING, CONTEXTS, SAMPLED = (1, 4, 12, 30, 60), (40, 150, 500), (12, 96)
-"""Sequences, context tokens and sampled tokens of the batches."""
-NUM_TURNS, TOKENS_PER_TURN = 5, 32
-"""Turns and tokens of sequences whose turns start one by one, as in rollouts. Each start makes a decode step longer."""
+RUNNING = (1, 4, 12, 30, 60)
+"""Sequences of the batches."""
+CONTEXTS = (40, 150, 500)
+"""Context tokens of each sequence."""
+SAMPLED = (12, 96)
+"""Tokens that each sequence samples."""
+# In further batches the turns of the sequences start one by one, as in rollouts. Each start makes a decode step longer.
+NUM_TURNS = 5
+TOKENS_PER_TURN = 32
 
 
 @dataclass(frozen=True, slots=True)

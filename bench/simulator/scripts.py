@@ -11,8 +11,13 @@ from typing import Any
 
 from bench.harness.command import BenchFailed
 
-TINY_MAX_TOKENS, TINY_MEAN_TOKENS, TINY_PROMPT_DIVISOR = 896, 220.0, 4
-"""Episodes of the profile cpu-tiny: maximum and mean tokens of a response, and the divisor of prompt lengths."""
+# Episodes of the profile cpu-tiny:
+TINY_MAX_TOKENS = 896
+"""Maximum tokens of a response."""
+TINY_MEAN_TOKENS = 220.0
+"""Mean tokens of a response."""
+TINY_PROMPT_DIVISOR = 4
+"""Divisor of the usual prompt lengths."""
 
 
 @dataclass(frozen=True, slots=True)

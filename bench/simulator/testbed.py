@@ -26,15 +26,15 @@ from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript, Workload
 from bench.simulator.simulation import TurnTrace, teach_lengths
 from trainer.engines.engine import SamplingParams
-from trainer.engines.engine_health import TurnRecord
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import TurnRecord
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler
 
 HIDDEN_SIZE, LAYERS = 512, 6
-"""16 million parameters: a decode step with a full cache takes about 35 ms, close to the profile mi300x-14b (28 ms), so
-that tool times are as many steps here as there."""
+"""The model has 16 million parameters. A decode step with a full cache takes about 35 ms, close to the 28 ms of the
+profile mi300x-14b, so a tool call lasts about equally many decode steps with both."""
 VOCAB_SIZE = 640
 MAX_MODEL_LEN = 1024
 ITERATION_LOG_LINE = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")

@@ -102,6 +102,7 @@ class GatewayConnection:
             "wanted_fds": executor.wanted_fds,
             "missing_modules": sorted({module for zygote in zygotes for module in zygote.missing_modules}),
             "isolation": executor.level.value,
+            "cgroups": executor.cgroups,
             "python": next((zygote.python for zygote in zygotes), ""),
         }
         self._stream.write(wire.pack(["ready", ready]))

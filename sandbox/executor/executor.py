@@ -97,6 +97,8 @@ class Executor:
         """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""
         self.slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
         self.long_slots = max(0, min(capacity["long_slots"], jail.max_slots_for_fds() - self.slots))
+        self.cgroups = ""
+        """Version and directories of the cgroups of the calls; empty if there are none."""
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
         self.cpu_priority = CpuPriority()
         self.on_window_changed: Callable[[int], None] = lambda _window: None
@@ -195,7 +197,7 @@ class Executor:
             stack.close()
             log.warning("no cgroups, the memory of a call is summed over its processes by sampling: %s", error)
             return
-        log.info("cgroups: %s", "; ".join(map(str, trees)))
+        self.cgroups = "; ".join(map(str, trees))
         for pool, tree in zip(self.pools, trees, strict=True):
             pool.slots.cgroups = tree
 

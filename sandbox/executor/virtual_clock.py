@@ -35,7 +35,7 @@ as long as the observed processes did."""
 
 @dataclass(frozen=True, slots=True)
 class ThreadSample:
-    """What the kernel counts for a thread."""
+    """The counters that the kernel keeps for a thread."""
 
     cpu_s: float
     run_delay_s: float
@@ -114,7 +114,7 @@ class VirtualClock:
 
     @property
     def uncertain_s(self) -> float:
-        """Seconds that a single-threaded call may have to be charged in addition to `elapsed_s`."""
+        """Seconds by which the virtual time of a single-threaded call may exceed `elapsed_s`; 0 for other calls."""
         return self._uncertain_s if self.is_single_threaded else 0.0
 
     def advance(self, wall_s: float, processes: TreeSample | None, cpu_s: float) -> None:
@@ -123,8 +123,8 @@ class VirtualClock:
         `processes` is the sample; None means too many threads to sample, and from then on virtual time follows wall
         time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
 
-        The clock gains the growth of the critical path plus sleep, and at least wall time minus run delay. Where run
-        delay is not known, sleep is estimated and takes the place of that minimum.
+        The clock gains the growth of the critical path plus the sleep, but at least wall time minus run delay. While
+        run delay is unknown, the sleep is estimated, and the clock gains at least this sleep instead.
         """
         span_s, self._wall_s = wall_s - self._wall_s, wall_s
         if processes is None or self._follows_wall_time:

@@ -1,8 +1,8 @@
 """Returns free memory of the C library's heap to the kernel while the gateway is idle.
 
 After a large block has been freed, glibc keeps up to 64 MiB of free memory at the end of each arena, and all free
-memory below the last used block (mallopt(3), M_MMAP_THRESHOLD). Without this an idle gateway keeps the memory of its
-largest requests, and its size depends on the order of the requests.
+memory below the last used block (mallopt(3), M_MMAP_THRESHOLD). Without this module, an idle gateway keeps the memory
+of its largest requests, and its size depends on the order of the requests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 CHECK_INTERVAL_S = 1.0
 """Seconds between two checks. One malloc_trim(3) takes 1 to 10 ms."""
 _M_ARENA_MAX = -8
+"""Number of this option of mallopt(3)."""
 _LIBC = ctypes.CDLL(None)
 
 
@@ -27,12 +28,12 @@ def use_one_arena() -> None:
 async def trim_at_rest(is_at_rest: Callable[[], bool], bytes_in: Callable[[], int]) -> None:
     """Call malloc_trim(3) once after each busy period, until cancelled. Returns at once if the C library is not glibc.
 
-    `bytes_in` returns the bytes received so far; the gateway was busy if it has grown.
+    `bytes_in` returns the number of bytes received so far; the gateway was busy if that number has grown.
     """
     malloc_trim = getattr(_LIBC, "malloc_trim", None)
-    trimmed_at = bytes_in()
+    bytes_in_at_trim = bytes_in()
     while malloc_trim is not None:
         await asyncio.sleep(CHECK_INTERVAL_S)
-        if is_at_rest() and bytes_in() != trimmed_at:
-            trimmed_at = bytes_in()
+        if is_at_rest() and bytes_in() != bytes_in_at_trim:
+            bytes_in_at_trim = bytes_in()
             malloc_trim(0)

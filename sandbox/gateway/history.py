@@ -1,9 +1,9 @@
 """The last ten minutes in steps of about a second: the growth of every counter, and the gauges at the end of the step.
 
 Invariants:
-- Bounded: `STEPS` steps and `RECENT` snapshots. No clock: the caller takes the snapshots.
-- A step holds the difference of two snapshots and its real length in seconds, so that a late snapshot
-  makes a longer step and not a higher rate.
+- The history keeps at most `MAX_STEPS` steps and `RECENT_STEPS` snapshots.
+- It reads no clock: the caller takes the snapshots.
+- A step has its real length in seconds. A late snapshot therefore makes a longer step and not a higher rate.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import islice
 
 from sandbox.gateway.metrics import quantiles_s
 
-STEPS = 600
-RECENT = 10
-"""Number of steps in "now". A single step has too few calls for a percentile."""
+MAX_STEPS = 600
+RECENT_STEPS = 10
+"""Number of steps in `last_interval`. A single step has too few calls for a percentile."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -38,16 +38,16 @@ class Snapshot:
 
 
 Step = dict[str, object]
-"""JSON form of an interval, with its `number`, from 1."""
+"""An interval in JSON form. A step of the history also has its `number`, from 1."""
 
 
 class History:
     """Steps between snapshots that are added about once a second."""
 
     def __init__(self, first: Snapshot) -> None:
-        self._steps: deque[str] = deque(maxlen=STEPS)
-        """Steps as JSON text, about 2 MB in all. As objects they take five times as much."""
-        self._recent: deque[Snapshot] = deque([first], maxlen=RECENT)
+        self._steps: deque[str] = deque(maxlen=MAX_STEPS)
+        """Steps as JSON text, less than 1 MiB together. As objects they would take five times as much."""
+        self._recent: deque[Snapshot] = deque([first], maxlen=RECENT_STEPS)
         self._number = 0
 
     def add(self, snapshot: Snapshot) -> None:
@@ -57,12 +57,13 @@ class History:
         self._recent.append(snapshot)
 
     def after(self, number: int) -> list[Step]:
-        """Return the kept steps after step `number`, oldest first; all of them if there has been no such step."""
+        """Return the kept steps after step `number`, oldest first; all kept steps if there has been no step
+        `number`."""
         count = self._number - number if 0 <= number <= self._number else len(self._steps)
         return [json.loads(step) for step in islice(self._steps, max(0, len(self._steps) - count), None)]
 
     def last_interval(self, now: Snapshot) -> Step:
-        """Return the interval from about `RECENT` seconds ago to `now`."""
+        """Return the interval from about `RECENT_STEPS` seconds ago to `now`."""
         return interval(self._recent[0], now)
 
 
@@ -84,6 +85,7 @@ def _increments(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str
 
 
 def _percentiles_ms(before: tuple[int, ...], after: tuple[int, ...]) -> dict[str, float] | None:
+    """Return percentiles of the calls between two counts of a histogram, with three digits; None if there are none."""
     counts = [late - early for early, late in zip(before, after, strict=True)]
     if not any(counts):
         return None

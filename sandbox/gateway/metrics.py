@@ -1,7 +1,7 @@
 """The gateway's counters and histograms, and the Prometheus text of all metrics.
 
 `METRICS` is the only list of metric names. Gauges are read from their owners at scrape time. Counters are plain
-numbers, since they change several times per call; `prometheus-client` sees them only during a scrape.
+numbers, since they change several times per call; `prometheus-client` reads them only during a scrape.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """Type and description of every metric, by its name without prefix."""
 PREFIX = "rstar_sandbox_"
-_PREFERRED = (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.5, 5, 5.6, 6.3, 7.1, 8, 9)
+_PREFERRED_NUMBERS = (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.5, 5, 5.6, 6.3, 7.1, 8, 9)
 """Twenty steps per decade (Renard's R20 series): neighbours differ by at most 15 %."""
 _DECADES = range(-4, 3)
-BOUNDS_S = tuple(float(f"{number}e{decade}") for decade in _DECADES for number in _PREFERRED)
+BOUNDS_S = tuple(float(f"{number}e{decade}") for decade in _DECADES for number in _PREFERRED_NUMBERS)
 """Upper bounds of a histogram's buckets in seconds: 0.1 ms to 15 minutes."""
 SCRAPED_BUCKETS = tuple(
     BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5)
@@ -92,8 +92,8 @@ class Histogram:
 def quantiles_s(counts: Sequence[int], shares: Sequence[float]) -> list[float]:
     """Return the quantiles in seconds, one per share (0 to 1), of a histogram that is not empty.
 
-    Each is the geometric mean of its bucket's bounds, at most 7 % from the true value; outside of `BOUNDS_S` it is the
-    nearer end.
+    Each quantile is the geometric mean of its bucket's bounds, at most 7 % from the true value. A quantile outside of
+    `BOUNDS_S` is returned as the nearer end of `BOUNDS_S`.
     """
     cumulative = list(accumulate(counts))
     quantiles = []
@@ -111,7 +111,9 @@ class Counters:
 
     def __init__(self) -> None:
         self.by_status: Counter[str] = Counter()
+        """Finished calls."""
         self.refused: Counter[int] = Counter()
+        """Requests answered with an error, by HTTP status."""
         self.retried = 0
         self.cancelled = 0
         self.stalled = 0
@@ -125,8 +127,8 @@ class Counters:
         yield "build_info", {"version": VERSION, "python": platform.python_version()}, 1
         for status, count in sorted(self.by_status.items()):
             yield "calls_total", {"status": status}, count
-        for code, count in sorted(self.refused.items()):
-            yield "requests_refused_total", {"status": str(code)}, count
+        for http_status, count in sorted(self.refused.items()):
+            yield "requests_refused_total", {"status": str(http_status)}, count
         yield "calls_retried_total", {}, self.retried
         yield "calls_cancelled_total", {}, self.cancelled
         yield "clients_stalled_total", {}, self.stalled

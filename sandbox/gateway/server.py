@@ -1,6 +1,6 @@
 """`serve`: runs the gateway process from its configuration to its exit.
 
-A stop goes in this order:
+A stop has these steps:
 
 1. `/ready` answers 503, new calls are rejected, and calls that wait for a slot get `unavailable` with `Stopped`, so
    that their clients send them to another server.
@@ -34,8 +34,8 @@ from sandbox.gateway.metrics import VERSION
 log = logging.getLogger(__name__)
 
 GC_THRESHOLDS = 20_000, 20, 20
-"""Thresholds of the garbage collector. Queued calls are hundreds of thousands of objects without cycles; with Python's
-own thresholds, half of the time to admit a large batch is spent scanning them."""
+"""Thresholds of the garbage collector. Queued calls are hundreds of thousands of objects without cycles. With Python's
+own thresholds, the collector scans them so often that a large batch takes twice as long to admit."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that connections have to read their last bytes when the server stops."""
 
@@ -67,7 +67,7 @@ async def _serve(config: ServeConfig, launch: Launch, membership: Membership | N
             listener, address = await _listen(runner, dispatcher)
             if await _wait_started_or_stopped(stop, dispatcher):
                 _announce(dispatcher, address)
-                _log_lowered_settings(dispatcher, listener.max_connections)
+                _log_machine_limits(dispatcher, listener.max_connections)
                 await stop.wait()
             await dispatcher.drain(config.drain_s)
             listener.close()
@@ -91,8 +91,8 @@ def _stop_on_signals() -> asyncio.Event:
             task.cancel()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, on_signal)
     return stop
 
 
@@ -121,7 +121,7 @@ async def _wait_started_or_stopped(stop: asyncio.Event, dispatcher: Dispatcher) 
 
 
 async def _start_failure(dispatcher: Dispatcher) -> ConfigError | None:
-    """Return the reason why the executors did not start. Raised, a task group would wrap it."""
+    """Return the reason why the executors did not start. If it were raised, the caller's task group would wrap it."""
     try:
         await dispatcher.started()
     except ConfigError as error:
@@ -129,8 +129,8 @@ async def _start_failure(dispatcher: Dispatcher) -> ConfigError | None:
     return None
 
 
-def _log_lowered_settings(dispatcher: Dispatcher, connections: int) -> None:
-    """Log which settings had to be lowered, and which modules calls cannot import."""
+def _log_machine_limits(dispatcher: Dispatcher, connections: int) -> None:
+    """Log the cgroups of the calls, the settings that had to be lowered, and the modules that calls cannot import."""
     config = dispatcher.config
     reports = [executor.ready_report for executor in dispatcher.executors if executor.ready_report]
     lowered = []
@@ -145,6 +145,8 @@ def _log_lowered_settings(dispatcher: Dispatcher, connections: int) -> None:
     if lowered:
         enough = max(config.connections + RESERVED_FDS, *(report.wanted_fds for report in reports))
         log.warning("%s: not enough file descriptors (`ulimit -Hn %d` is enough)", ", ".join(lowered), enough)
+    if cgroups := [report.cgroups for report in reports if report.cgroups]:
+        log.info("cgroups: %s", "; ".join(cgroups))
     missing = sorted({name for report in reports for name in report.missing_modules})
     if missing:
         log.warning(

@@ -21,8 +21,8 @@ from sandbox.gateway.history import History, Snapshot
 from sandbox.gateway.metrics import VERSION
 
 TICK_INTERVAL_S = 1.0
-MAX_NAMES = 20
-"""Number of modules in `missed_imports`."""
+MAX_MISSED_MODULES = 20
+"""Maximum number of modules in `missed_imports`."""
 
 
 class Stats:
@@ -39,7 +39,7 @@ class Stats:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to add a step every `TICK_INTERVAL_S`."""
+        """Add a step every `TICK_INTERVAL_S` until `stop`."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -124,7 +124,7 @@ class Stats:
 
     def _events(self) -> Counter[str]:
         counters, executors = self._dispatcher.counters, self._dispatcher.executors
-        events = Counter({f"refused_{code}": count for code, count in counters.refused.items()})
+        events = Counter({f"refused_{http_status}": count for http_status, count in counters.refused.items()})
         events["retried"] = counters.retried
         events["cancelled"] = counters.cancelled
         events["executor_restarts"] = self._dispatcher.executor_restarts
@@ -136,11 +136,11 @@ class Stats:
         missed: Counter[str] = Counter()
         for executor in self._dispatcher.executors:
             missed += executor.stats.missed_imports
-        return dict(missed.most_common(MAX_NAMES))
+        return dict(missed.most_common(MAX_MISSED_MODULES))
 
 
 class _RestartSafeCounters:
-    """Sums of the executors' counters. An executor that restarts counts from 0 again; these sums never fall."""
+    """Sums of the executors' counters. An executor that restarts counts from 0 again, but these sums never fall."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -166,7 +166,7 @@ class _MachineUsage:
         self.sample()
 
     def sample(self) -> None:
-        """Update `gauges`. The shares of CPU are since the last sample."""
+        """Update `gauges`. The shares of CPU time are those since the last sample."""
         cpu_s, now = time.process_time(), time.monotonic()
         busy_ticks, all_ticks = _cpu_ticks()
         self.gauges = {

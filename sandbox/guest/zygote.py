@@ -66,7 +66,7 @@ _CONFINED = 1
 
 
 class RunningCall:
-    """One call, from its frame to its result. `close` closes its descriptors."""
+    """One call, from its frame to its result. `close` closes its descriptors and removes its temporary directory."""
 
     __slots__ = (
         *("deadline", "disk_limit_bytes", "fds", "files_fd", "output_limit_bytes", "pid", "run_id", "slot"),
@@ -79,10 +79,10 @@ class RunningCall:
         self.output_limit_bytes: int = call["output_bytes"]
         self.disk_limit_bytes: int = call["return_bytes"]
         self.pid = 0
-        self.started = 0.0
+        self.started = 0.0  # time of the fork by time.monotonic
         self.deadline: float | None = None  # None once it has passed
         self.fds: list[int] = []
-        self.files_fd = -1
+        self.files_fd = -1  # of the returned files; it is also in `fds`
         self.temp_dir: str | None = None
 
     def close(self) -> None:

@@ -17,11 +17,30 @@ from bench.simulator.scripts import EpisodeScript, Workload, generated_scripts
 from bench.simulator.simulation import Simulation, decision_cost
 
 LARGE_CACHE = EngineProfile(
-    "large cache", 10**6, 512, base_s=0.01, per_sequence_s=0.0, per_context_s=0.0, prefill_s=0.0
+    "large cache",
+    kv_capacity=10**6,
+    max_running=512,
+    base_s=0.01,
+    per_sequence_s=0.0,
+    per_context_s=0.0,
+    prefill_s=0.0,
 )
 SMALL_CACHE = EngineProfile(
-    "small cache", 12_000, 512, base_s=0.01, per_sequence_s=5e-5, per_context_s=5e-7, prefill_s=5e-5
+    "small cache",
+    kv_capacity=12_000,
+    max_running=512,
+    base_s=0.01,
+    per_sequence_s=5e-5,
+    per_context_s=5e-7,
+    prefill_s=5e-5,
 )
+MAX_TOKENS = 2000
+"""Maximum response tokens of the generated episodes."""
+
+
+def scripts_of(groups: int, seed: int, mean: float = 700.0) -> list[EpisodeScript]:
+    """Eight episodes for each group, of `mean` response tokens on average."""
+    return generated_scripts(groups, 8, MAX_TOKENS, mean, seed)
 
 
 def simulate(
@@ -52,20 +71,20 @@ def test_an_episode_alone_takes_one_step_per_token_and_its_tool_times() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_tokens_are_sampled_once_and_no_faster_than_the_bound(policy: str) -> None:
-    scripts = generated_scripts(12, 8, 2000, 700.0, seed=1)
-    run = simulate(scripts, SMALL_CACHE, 2, policy, 2000)
+    scripts = scripts_of(12, seed=1)
+    run = simulate(scripts, SMALL_CACHE, 2, policy, MAX_TOKENS)
     assert num_episodes(run) == len(scripts)
     scripted = sum(sampled for script in scripts for sampled, _, _ in script.turns)
     preemptions = sum(engine.preemptions for engine in run.engines.values())
     # A preemption rounds the sampled tokens of a request.
     assert sum(engine.sampled for engine in run.engines.values()) == pytest.approx(scripted, abs=2 * preemptions)
     assert makespan_of(run) >= lower_bound_s(scripts, SMALL_CACHE, 2)
-    assert makespan_of(simulate(scripts, SMALL_CACHE, 2, policy, 2000)) == makespan_of(run)
+    assert makespan_of(simulate(scripts, SMALL_CACHE, 2, policy, MAX_TOKENS)) == makespan_of(run)
 
 
 def test_admission_by_expected_length_preempts_less_and_ends_sooner_than_a_static_split() -> None:
-    scripts = generated_scripts(16, 8, 2000, 700.0, seed=2)
-    runs = {policy: simulate(scripts, SMALL_CACHE, 2, policy, 2000) for policy in POLICIES}
+    scripts = scripts_of(16, seed=2)
+    runs = {policy: simulate(scripts, SMALL_CACHE, 2, policy, MAX_TOKENS) for policy in POLICIES}
     preempted = {policy: sum(engine.preemptions for engine in run.engines.values()) for policy, run in runs.items()}
     assert preempted["kv"] < preempted["static"] / 4
     assert preempted["reserve_worst_case"] == 0
@@ -75,9 +94,9 @@ def test_admission_by_expected_length_preempts_less_and_ends_sooner_than_a_stati
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_partly_filled_blocks_use_space_and_are_not_cached(policy: str) -> None:
-    scripts = generated_scripts(12, 8, 2000, 700.0, seed=1)
+    scripts = scripts_of(12, seed=1)
     by_token, by_block = (
-        simulate(scripts, replace(SMALL_CACHE, block_size=block_size), 2, policy, 2000) for block_size in (1, 32)
+        simulate(scripts, replace(SMALL_CACHE, block_size=block_size), 2, policy, MAX_TOKENS) for block_size in (1, 32)
     )
     assert num_episodes(by_block) == len(scripts)
     hits = sum(engine.prefix_hits for engine in by_block.engines.values())
@@ -111,9 +130,9 @@ def test_a_turn_has_a_fixed_cost_besides_its_tokens() -> None:
 def test_no_policy_is_faster_than_the_lower_bound(
     policy: str, seed: int, groups: int, mean: float, kv_capacity: int, engines: int, **constants: Any
 ) -> None:
-    scripts = generated_scripts(groups, 8, 2000, mean, seed)
+    scripts = scripts_of(groups, seed, mean)
     profile = replace(SMALL_CACHE, kv_capacity=kv_capacity, base_s=0.002, **constants)
-    makespan = makespan_of(simulate(scripts, profile, engines, policy, 2000))
+    makespan = makespan_of(simulate(scripts, profile, engines, policy, MAX_TOKENS))
     assert makespan * (1 + 1e-9) >= lower_bound_s(scripts, profile, engines)
 
 
@@ -150,8 +169,8 @@ def test_the_lower_bound_counts_that_caches_start_empty() -> None:
 
 
 def test_a_schedule_that_knows_all_lengths_is_nearer_to_the_bound() -> None:
-    scripts = generated_scripts(64, 8, 2000, 700.0, seed=1)
-    runs = {policy: simulate(scripts, SMALL_CACHE, 2, policy, 2000) for policy in ("kv", ORACLE)}
+    scripts = scripts_of(64, seed=1)
+    runs = {policy: simulate(scripts, SMALL_CACHE, 2, policy, MAX_TOKENS) for policy in ("kv", ORACLE)}
     assert num_episodes(runs[ORACLE]) == len(scripts)
     assert makespan_of(runs[ORACLE]) < 0.95 * makespan_of(runs["kv"])
 
@@ -170,8 +189,8 @@ def test_the_lower_bound_counts_that_large_batches_delay_long_episodes() -> None
 
 
 def test_the_cost_of_decisions_is_measured_for_each_call() -> None:
-    scripts = generated_scripts(4, 8, 2000, 700.0, seed=1)
-    cost = decision_cost(Workload(scripts, 2000), SMALL_CACHE, 2)
+    scripts = scripts_of(4, seed=1)
+    cost = decision_cost(Workload(scripts, MAX_TOKENS), SMALL_CACHE, 2)
     assert {kind: len(cost[kind]) for kind in ("submit", "complete")} == {"submit": 32, "complete": 32}
     assert len(cost["park"]) == len(cost["resume"]) == sum(len(script.turns) - 1 for script in scripts)
     assert {"place", "update_stats"} <= set(cost)

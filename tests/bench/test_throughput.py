@@ -15,7 +15,8 @@ from tests.bench.conftest import RunBenchmark
 
 
 def _rounds(*calls_per_s: float) -> list[Round]:
-    return [Round(rate, 1.0, (1.0, 2.0), Counter(ok=2)) for rate in calls_per_s]
+    """Rounds of two calls each, with these rates."""
+    return [Round(rate, cpu_ms=1.0, latencies_ms=(1.0, 2.0), statuses=Counter(ok=2)) for rate in calls_per_s]
 
 
 def _row(kind: Kind, ours: list[Round], fresh: list[Round]) -> dict[str, Any]:

@@ -126,13 +126,15 @@ class FakeZygote:
                 break
             self.fds += fds
             buffer += data
-            while self.is_open and len(buffer) >= 8:
-                head, body = struct.unpack_from("<II", buffer)
-                if len(buffer) < 8 + head + body:
+            while self.is_open and len(buffer) >= 8:  # the two lengths before each frame
+                head_size, body_size = struct.unpack_from("<II", buffer)
+                body_start = 8 + head_size
+                end = body_start + body_size
+                if len(buffer) < end:
                     break
-                header = marshal.loads(buffer[8 : 8 + head])
-                self.handle_frame(header, buffer[8 + head : 8 + head + body])
-                buffer = buffer[8 + head + body :]
+                header = marshal.loads(buffer[8:body_start])
+                self.handle_frame(header, buffer[body_start:end])
+                buffer = buffer[end:]
         self.end()
 
     def handle_frame(self, header: dict[str, Any], body: bytes) -> None:
@@ -193,10 +195,10 @@ class FakeZygote:
         self.send(struct.pack("<II", 10, (1 << 32) - 1) + b"{" * 1000)
 
     def too_large(self, _run_id: int) -> None:
-        self.send(struct.pack("<II", 100, 1 << 30))
+        self.send(struct.pack("<II", 100, 1 << 30))  # within a u32, but more than the call's limits allow
 
     def truncated(self, run_id: int) -> None:
-        self.send(ended_binary(run_id)[:-20])
+        self.send(ended_binary(run_id)[:-20])  # without the lengths of some blobs
 
     def twice(self, run_id: int) -> None:
         self.send(2 * ended_json(run_id, self.calls.pop(run_id).encode()))

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from sandbox.gateway.http.openapi import Route, document
 from sandbox.gateway.http.routes import ROUTES
-from tests.gateway.test_server import address_of, serving_process
+from tests.gateway.test_server import read_url, serving_process
 
 SCHEMA = schemathesis.openapi.from_dict(document(ROUTES, needs_token=False))
 
@@ -25,7 +25,7 @@ SCHEMA = schemathesis.openapi.from_dict(document(ROUTES, needs_token=False))
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with serving_process() as process:
-        yield address_of(process)
+        yield read_url(process)
 
 
 RULES_WITHOUT_SCHEMA = (

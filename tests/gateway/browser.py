@@ -26,21 +26,24 @@ FLAGS = (
 )  # fmt: skip
 
 LOWEST_CONTRAST_JS = """() => {
-  const light = text => {
-    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
+  const luminance = colour => {
+    const parts = colour.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
     return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
   };
-  const behind = node => {
+  const backgroundLuminance = node => {
     const colour = getComputedStyle(node).backgroundColor;
-    return colour === "rgba(0, 0, 0, 0)" ? behind(node.parentElement) : light(colour);
+    return colour === "rgba(0, 0, 0, 0)" ? backgroundLuminance(node.parentElement) : luminance(colour);
   };
-  const has = node => [...node.childNodes].some(child => child.nodeType === Node.TEXT_NODE && child.data.trim());
-  const texts = [...document.querySelectorAll("body *:not(:disabled, option, script, style)")].filter(node => has(node) && node.getClientRects().length);
-  return Math.min(...texts.map(node => {
-    const style = getComputedStyle(node), pair = [light(node.tagName === "text" ? style.fill : style.color), behind(node)];
+  const hasText = node => [...node.childNodes].some(child => child.nodeType === Node.TEXT_NODE && child.data.trim());
+  const isVisible = node => node.getClientRects().length;
+  const nodes = [...document.querySelectorAll("body *:not(:disabled, option, script, style)")].filter(node => hasText(node) && isVisible(node));
+  return Math.min(...nodes.map(node => {
+    const style = getComputedStyle(node);
+    const pair = [luminance(node.tagName === "text" ? style.fill : style.color), backgroundLuminance(node)];
     return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
   }));
 }"""  # noqa: E501
+"""JavaScript function that returns the lowest contrast ratio in the page, by the formulas of WCAG 2.2."""
 
 
 class Browser:
@@ -48,18 +51,18 @@ class Browser:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._numbers = itertools.count(1)
+        self._command_ids = itertools.count(1)
         self.faults: list[str] = []
         """Problems that the pages reported: uncaught errors, violations of the content policy, failed loads."""
 
     async def call(self, method: str, session: str | None = None, **params: Any) -> Any:
         """Send a command, and return its result."""
-        number = next(self._numbers)
-        command = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        command_id = next(self._command_ids)
+        command = {"id": command_id, "method": method, "params": params} | ({"sessionId": session} if session else {})
         await self._socket.send_json(command)
         while True:
             message = json.loads(await self._socket.receive_str(timeout=TIMEOUT_S))
-            if message.get("id") == number:
+            if message.get("id") == command_id:
                 assert "error" not in message, f"{method}: {message['error']}"
                 return message["result"]
             if message.get("method") == "Runtime.exceptionThrown":
@@ -79,7 +82,7 @@ class Browser:
             await page.call(f"{domain}.enable")
         await page.resize(width, height)
         await page.call("Emulation.setScrollbarsHidden", hidden=True)
-        await page.call("Emulation.setEmulatedMedia", features=[_scheme(dark)])
+        await page.call("Emulation.setEmulatedMedia", features=[_colour_scheme(dark)])
         await page.call("Page.navigate", url=url)
         await page.until("location.href !== 'about:blank' && document.readyState === 'complete'")
         yield page
@@ -111,14 +114,14 @@ class Page:
         assert "exceptionDetails" not in message, message["exceptionDetails"]
         return message["result"].get("value")
 
-    async def until(self, claim: str) -> None:
-        """Wait until the JavaScript expression `claim` is true."""
+    async def until(self, condition: str) -> None:
+        """Wait until the JavaScript expression `condition` is true."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                while not await self.run(claim):  # noqa: ASYNC110  the page sends no event
+                while not await self.run(condition):  # noqa: ASYNC110  the page sends no event
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"never true: {claim}; {self.faults}\n{await self.text()}") from None
+            raise AssertionError(f"never true: {condition}; {self.faults}\n{await self.text()}") from None
 
     async def text(self, selector: str = "body") -> str:
         """Return the visible text of an element."""
@@ -137,27 +140,27 @@ class Page:
 async def chromium() -> AsyncIterator[Browser]:
     """Start a Chromium with a temporary profile; kill it and remove the profile at the end."""
     assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile_dir:
         process = await asyncio.create_subprocess_exec(
-            CHROMIUM, *FLAGS, f"--user-data-dir={folder}", stderr=asyncio.subprocess.PIPE, start_new_session=True
+            CHROMIUM, *FLAGS, f"--user-data-dir={profile_dir}", stderr=asyncio.subprocess.PIPE, start_new_session=True
         )
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                address = await _address(process)
-            async with aiohttp.ClientSession() as http, http.ws_connect(address, max_msg_size=0) as socket:
+                url = await _devtools_url(process)
+            async with aiohttp.ClientSession() as http, http.ws_connect(url, max_msg_size=0) as socket:
                 browser = Browser(socket)
                 yield browser
                 await browser.call("Browser.close")
         finally:
             with suppress(TimeoutError):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(5):  # seconds to exit after Browser.close
                     await process.communicate()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.communicate()
 
 
-async def _address(process: asyncio.subprocess.Process) -> str:
+async def _devtools_url(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     output = b""
     while line := await process.stderr.readline():
@@ -167,5 +170,5 @@ async def _address(process: asyncio.subprocess.Process) -> str:
     raise AssertionError(f"chromium did not start: {output.decode(errors='replace')}")
 
 
-def _scheme(dark: bool) -> dict[str, str]:
+def _colour_scheme(dark: bool) -> dict[str, str]:
     return {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -11,5 +11,5 @@ from tests.gateway.browser import Browser, chromium
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as one:
-        yield one
+    async with chromium() as running_browser:
+        yield running_browser

@@ -30,19 +30,22 @@ class Served:
     app: web.Application
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """Send a POST, and return the status and the decoded JSON. `body` is sent as JSON unless it is bytes."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        """Send a POST, and return the status and the decoded JSON. `body` is sent as JSON unless it is bytes. Names of
+        headers have "_" in place of "-"."""
+        http_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
-        async with self.http.post(self.url + path, headers=named, **content) as response:
+        async with self.http.post(self.url + path, headers=http_headers, **content) as response:
             return response.status, await response.json()
 
     async def get(self, path: str, **headers: str) -> tuple[int, str]:
+        """Send a GET, and return the status and the text."""
         async with self.http.get(self.url + path, headers=headers) as response:
             return response.status, await response.text()
 
 
 @asynccontextmanager
 async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settings: Any) -> AsyncIterator[Served]:
+    """Run a gateway with these settings. Without `wait`, its executors may not be ready yet."""
     fleet = fleet or FakeFleet()
     async with Dispatcher(ServeConfig(**settings), fleet.launch) as dispatcher:
         if wait:
@@ -54,8 +57,8 @@ async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settin
             yield Served(str(server.make_url("")).rstrip("/"), http, fleet, dispatcher, app)
 
 
-async def until(claim: Callable[[], bool]) -> None:
-    """Yield to the event loop until `claim` holds."""
+async def until(condition: Callable[[], bool]) -> None:
+    """Yield to the event loop until `condition` holds."""
     async with asyncio.timeout(10):
-        while not claim():  # noqa: ASYNC110  the fakes have no event to wait for
+        while not condition():  # noqa: ASYNC110  the fakes have no event to wait for
             await asyncio.sleep(0)

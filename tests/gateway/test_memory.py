@@ -20,17 +20,17 @@ from aiohttp import web
 from bench.probes import processes
 from bench.servers.stub_executor import serving as stubbed_server
 from sandbox.gateway.calls.batch import Batch, PendingCall
-from sandbox.gateway.history import STEPS, History, Snapshot
+from sandbox.gateway.history import MAX_STEPS, History, Snapshot
 from sandbox.gateway.http.errors import HttpError
 from sandbox.types import Call, Status
 from tests.gateway.serving import Served, serving, until
 from tests.gateway.test_stats import NO_LATENCIES
 
 CALLS = [{"code": str(n)} for n in range(20)]
-REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {  # path, body, headers, HTTP status
+REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {  # path, body, headers, expected HTTP status
     "a call": ("/v1/execute", {"code": "1"}, {}, 200),
     "a batch": ("/v1/batch", {"calls": CALLS}, {}, 200),
-    "a check": ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}] * 20}, {}, 200),
+    "a verify request": ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}] * 20}, {}, 200),
     "malformed calls": ("/v1/batch", {"calls": [*CALLS, {}]}, {}, 200),
     "a malformed batch": ("/v1/batch", {"call": CALLS}, {}, 400),
     "malformed JSON": ("/v1/batch", b"{", {"Content_Type": "application/json"}, 400),
@@ -63,7 +63,7 @@ async def _stream(served: Served) -> None:
 
 
 async def _disconnect(served: Served) -> None:
-    """Disconnect before there is a result."""
+    """Send a batch, and disconnect before any of its calls has a result."""
     response = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
     await until(lambda: served.dispatcher.call_table.running(0) > 0)
     response.cancel()
@@ -71,11 +71,11 @@ async def _disconnect(served: Served) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", [*REQUESTS, "a stream", "a client that leaves"])
+@pytest.mark.parametrize("name", [*REQUESTS, "a stream", "a client that disconnects"])
 async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) -> None:
     async with serving(queue_calls=30) as served:
         with _garbage_collector_off():
-            before = _live_objects()
+            objects_before = _live_objects()
             for _ in range(3):
                 if name in REQUESTS:
                     path, body, headers, expected = REQUESTS[name]
@@ -85,7 +85,8 @@ async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) ->
                     await (_stream if name == "a stream" else _disconnect)(served)
             for _ in range(20):  # the server finishes the request after its last byte
                 await asyncio.sleep(0)
-            assert not _live_objects() - before - Counter(Request=1), "an open connection keeps its last request"
+            open_connection = Counter(Request=1)  # it keeps its last request
+            assert not _live_objects() - objects_before - open_connection
 
 
 def _busy_snapshot(second: int) -> Snapshot:
@@ -108,13 +109,13 @@ def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
     tracemalloc.start()
     try:
         history = History(_busy_snapshot(0))
-        for second in range(1, STEPS + 1):
+        for second in range(1, MAX_STEPS + 1):
             history.add(_busy_snapshot(second))
-        used_bytes, _ = tracemalloc.get_traced_memory()
+        allocated_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert used_bytes < 1 << 20
-    assert history.after(STEPS - 1)[0]["statuses"]["ok"] == 1000
+    assert allocated_bytes < 1 << 20
+    assert history.after(MAX_STEPS - 1)[0]["statuses"]["ok"] == 1000  # as `_busy_snapshot` counts per second
 
 
 def test_an_idle_gateway_returns_the_memory_of_its_largest_requests() -> None:
@@ -124,7 +125,8 @@ def test_an_idle_gateway_returns_the_memory_of_its_largest_requests() -> None:
             request = urllib.request.Request(f"{server.url}/v1/batch", body, {"Content-Type": "application/msgpack"})
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert len(msgpack.unpackb(response.read())["results"]) == 250
+        idle_mb = 40  # a new gateway has 30 MB, and a gateway that keeps the memory of these requests has 54 MB
         deadline = time.monotonic() + 10
-        while processes.pss_mb([server.pid]) > 40 and time.monotonic() < deadline:
+        while processes.pss_mb([server.pid]) > idle_mb and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert processes.pss_mb([server.pid]) < 40
+        assert processes.pss_mb([server.pid]) < idle_mb

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import resource
@@ -22,10 +23,10 @@ import pytest
 from sandbox.client import AsyncClient
 from sandbox.config import ServeConfig
 from sandbox.gateway.calls.executor_report import ReadyReport
-from sandbox.gateway.server import _announce, _log_lowered_settings
+from sandbox.gateway.server import _announce, _log_machine_limits
 from sandbox.types import Result, Status
 
-SERVE = """
+SERVE_CODE = """
 import functools, sys
 from sandbox.config import ServeConfig
 from sandbox.gateway import serve
@@ -39,7 +40,8 @@ sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 def serving_process(
     port: int = 0, drain_s: float = 5, module: str = "tests.fakes", max_fds: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    code = SERVE.format(port=port, drain_s=drain_s, module=module)
+    """Run `serve` with `module` as the program of its executors, and kill it at the end."""
+    code = SERVE_CODE.format(port=port, drain_s=drain_s, module=module)
     command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, preexec_fn=_limit_descriptors(max_fds)
@@ -54,7 +56,8 @@ def _limit_descriptors(max_fds: int | None) -> Callable[[], None] | None:
     return None if max_fds is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_fds, max_fds))
 
 
-def address_of(process: subprocess.Popen[str]) -> str:
+def read_url(process: subprocess.Popen[str]) -> str:
+    """Wait for the ready line, and return the URL in it."""
     assert process.stderr is not None
     line = process.stderr.readline()
     match = re.fullmatch(
@@ -85,8 +88,8 @@ def test_the_ready_line_has_the_reason_for_the_isolation_level(capsys: pytest.Ca
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_server_and_its_executors(signal_number: signal.Signals) -> None:
     with serving_process() as process:
-        address = address_of(process)
-        assert post(f"{address}/v1/execute", {"code": "hi"})["stdout"] == "hi"
+        url = read_url(process)
+        assert post(f"{url}/v1/execute", {"code": "hi"})["stdout"] == "hi"
         children = _children(process.pid)
         assert children
         process.send_signal(signal_number)
@@ -100,7 +103,7 @@ async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() ->
     results: list[Result] = []
     with ExitStack() as stack:
         processes = [stack.enter_context(serving_process(drain_s=0.5)) for _ in range(2)]
-        urls = [address_of(process) for process in processes]
+        urls = [read_url(process) for process in processes]
         async with AsyncClient(urls, batch_size=16) as client, asyncio.TaskGroup() as tasks:
             may_stop = asyncio.Event()
 
@@ -111,30 +114,30 @@ async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() ->
             for _ in range(16):
                 tasks.create_task(load())
             for url in urls:
-                while not await asyncio.to_thread(_waiting_calls, url):
+                while not await asyncio.to_thread(_waiting_calls, url):  # until calls wait for a slot
                     pass
             processes[0].send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(processes[0].wait, 30) == 0
-            restarted = stack.enter_context(serving_process(port=int(urls[0].rpartition(":")[2]), drain_s=0.5))
-            assert await asyncio.to_thread(address_of, restarted) == urls[0]
+            restarted = stack.enter_context(serving_process(port=_port_of(urls[0]), drain_s=0.5))
+            assert await asyncio.to_thread(read_url, restarted) == urls[0]
             while not await asyncio.to_thread(_waiting_calls, urls[0]):
                 pass
             may_stop.set()
-    assert len(results) >= 16 * 64
+    assert len(results) >= 16 * 64  # each task has run at least one batch
     assert {result.status for result in results} == {Status.OK}
 
 
 def test_a_second_signal_ends_the_drain_at_once() -> None:
     with serving_process(drain_s=600) as process:
-        address = address_of(process)
-        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
+        url = read_url(process)
+        with socket.create_connection(("127.0.0.1", _port_of(url))) as client:
             body = b'{"code": "hang"}'
             head = b"POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
             client.sendall(head + body)
-            while b"calls_dispatched 1.0" not in urllib.request.urlopen(f"{address}/metrics").read():
+            while b"calls_dispatched 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
                 pass
             process.send_signal(signal.SIGTERM)
-            while _is_ready(address):
+            while _is_ready(url):
                 pass
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 1
@@ -151,19 +154,34 @@ def test_too_few_file_descriptors_are_an_error() -> None:
     with serving_process(max_fds=256) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
+        # The server itself needs 356. One client opens 256 connections, and the setting `connections` is 16384.
         assert "(ulimit -Hn) is 256, but 256 connections need 612; raise it, best to 16740" in process.stderr.read()
 
 
 def test_a_lowered_connection_limit_is_logged_once() -> None:
     with serving_process(max_fds=1000) as process:
         assert process.stderr is not None
-        address_of(process)
+        read_url(process)
         warning = process.stderr.readline()
         assert warning == (
+            # 644 is 1000 less the 356 descriptors of the server itself.
             "connection limit lowered from 16384 to 644: not enough file descriptors (`ulimit -Hn 16740` is enough)\n"
         )
         process.send_signal(signal.SIGTERM)
         assert process.stderr.read() == ""
+
+
+def test_the_cgroups_of_all_executors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    reports = [
+        ReadyReport(slots=4, cgroups="v2, /a"),
+        ReadyReport(slots=4, cgroups=""),
+        ReadyReport(slots=4, cgroups="v2, /b"),
+    ]
+    executors = [types.SimpleNamespace(ready_report=report) for report in reports]
+    dispatcher: Any = types.SimpleNamespace(config=ServeConfig(connections=100), executors=executors)
+    with caplog.at_level(logging.INFO):
+        _log_machine_limits(dispatcher, connections=100)
+    assert caplog.messages == ["cgroups: v2, /a; v2, /b"]
 
 
 def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +189,7 @@ def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(cap
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)
     executors = [types.SimpleNamespace(ready_report=report)] * 2
     dispatcher: Any = types.SimpleNamespace(config=config, executors=executors)
-    _log_lowered_settings(dispatcher, connections=100)
+    _log_machine_limits(dispatcher, connections=100)
     slots, missing = caplog.messages
     assert slots.startswith(
         "slots lowered from 32 to 24, long_slots lowered from 512 to 0: not enough file descriptors (`ulimit -Hn 5000`"
@@ -187,21 +205,26 @@ def test_an_executor_that_cannot_start_is_an_error() -> None:
         assert "rstar-sandbox: executor 0 did not start: " in process.stderr.read()
 
 
-def _waiting_calls(address: str) -> int:
-    """Return the number of calls that wait in the server."""
-    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+def _port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def _waiting_calls(url: str) -> int:
+    """Return the number of calls that wait for a slot in the server."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         match = re.search(r"^rstar_sandbox_calls_waiting (\d+)\.0$", response.read().decode(), re.MULTILINE)
     assert match
     return int(match[1])
 
 
-def _is_ready(address: str) -> bool:
+def _is_ready(url: str) -> bool:
     try:
-        return bool(urllib.request.urlopen(f"{address}/ready").status == 200)
+        return bool(urllib.request.urlopen(f"{url}/ready").status == 200)
     except OSError:
         return False
 
 
 def _children(pid: int) -> list[str]:
+    """Return the pids of the children of a process."""
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()

@@ -10,34 +10,33 @@ from typing import Any
 import pytest
 
 from sandbox.gateway.calls.executor_report import ExecutorStats, ReadyReport
-from sandbox.gateway.history import RECENT, STEPS, History, Snapshot, interval
+from sandbox.gateway.history import MAX_STEPS, RECENT_STEPS, History, Snapshot, interval
 from sandbox.gateway.metrics import BOUNDS_S, SCRAPED_BUCKETS, Histogram, quantiles_s
-from sandbox.gateway.stats import MAX_NAMES, Stats
+from sandbox.gateway.stats import MAX_MISSED_MODULES, Stats
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
 NO_LATENCIES = (0,) * (len(BOUNDS_S) + 1)
 
 
-def snapshot(at_s: float, ok: int = 0, waiting: int = 0, latency: tuple[int, ...] = NO_LATENCIES) -> Snapshot:
-    return Snapshot(at_s, {"ok": ok}, {"retried": ok // 10}, {"run_ms": latency}, {"waiting": waiting})
+def snapshot(at_s: float, ok: int = 0, waiting: int = 0, latencies: tuple[int, ...] = NO_LATENCIES) -> Snapshot:
+    """Return a snapshot in which every tenth call was retried."""
+    return Snapshot(at_s, {"ok": ok}, {"retried": ok // 10}, {"run_ms": latencies}, {"waiting": waiting})
 
 
 def counts_of(*seconds: float) -> tuple[int, ...]:
-    histogram = Histogram()
-    for value in seconds:
-        histogram.observe(value)
-    return tuple(histogram.counts)
+    """Return the counts of a histogram of these durations."""
+    return tuple(_histogram_of(*seconds).counts)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_quantiles_are_within_seven_percent(seed: int) -> None:
     rng = random.Random(seed)
-    values = sorted(rng.lognormvariate(-3, 2) for _ in range(1000))
+    values = sorted(rng.lognormvariate(-3, 2) for _ in range(1000))  # seconds; the median is 50 ms
     shares = [0.01, 0.5, 0.9, 0.99, 1.0]
     for share, quantile in zip(shares, quantiles_s(counts_of(*values), shares), strict=True):
-        true_value = min(max(values[round(share * 1000) - 1], BOUNDS_S[0]), BOUNDS_S[-1])
-        assert quantile == pytest.approx(true_value, rel=0.07)
+        true_quantile = min(max(values[round(share * 1000) - 1], BOUNDS_S[0]), BOUNDS_S[-1])
+        assert quantile == pytest.approx(true_quantile, rel=0.07)
 
 
 def test_values_outside_the_bounds_count_as_the_nearer_bound() -> None:
@@ -45,7 +44,7 @@ def test_values_outside_the_bounds_count_as_the_nearer_bound() -> None:
     assert quantiles_s(counts_of(1e9), [0.5]) == [BOUNDS_S[-1]]
 
 
-def test_bounds_rise_and_prometheus_gets_a_cumulative_selection() -> None:
+def test_bounds_rise_and_prometheus_gets_cumulative_counts_of_some_of_them() -> None:
     assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
     scraped_bounds = [BOUNDS_S[index] for index in SCRAPED_BUCKETS]
     assert scraped_bounds[:6] == [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05] and scraped_bounds[-1] == 500
@@ -55,29 +54,29 @@ def test_bounds_rise_and_prometheus_gets_a_cumulative_selection() -> None:
 
 
 def test_an_interval_has_the_growth_between_its_snapshots() -> None:
-    step = interval(
-        snapshot(1, ok=100, latency=counts_of(9.0)), snapshot(3.5, ok=130, waiting=7, latency=_later_latencies())
-    )
+    before = snapshot(1, ok=100, latencies=counts_of(9.0))
+    after = snapshot(3.5, ok=130, waiting=7, latencies=counts_of(9.0, *[0.02] * 30))
+    step = interval(before, after)
     assert step["seconds"] == 2.5 and step["statuses"] == {"ok": 30} and step["events"] == {"retried": 3}
     assert step["waiting"] == 7
-    assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the 9 s are in the first snapshot
+    assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the call of 9 s is in both snapshots
 
 
 def test_an_interval_without_calls_has_no_percentiles() -> None:
-    step = interval(snapshot(1, ok=5, latency=counts_of(1)), snapshot(2, ok=5, latency=counts_of(1)))
+    step = interval(snapshot(1, ok=5, latencies=counts_of(1)), snapshot(2, ok=5, latencies=counts_of(1)))
     assert step["run_ms"] is None and step["statuses"] == {} and step["events"] == {}
 
 
 def test_the_history_is_bounded_and_returns_only_new_steps() -> None:
     history = History(snapshot(0))
     assert history.after(0) == []
-    for number in range(1, STEPS + 51):
+    for number in range(1, MAX_STEPS + 51):  # 50 steps more than the history keeps
         history.add(snapshot(number, ok=number))
-    assert [step["number"] for step in history.after(0)] == list(range(51, STEPS + 51))
-    assert [step["number"] for step in history.after(STEPS + 48)] == [STEPS + 49, STEPS + 50]
-    assert history.after(STEPS + 50) == []
-    assert len(history.after(10**9)) == STEPS, "the number may come from another process, which had more steps"
-    assert history.last_interval(snapshot(STEPS + 51, ok=STEPS + 51))["statuses"] == {"ok": RECENT}
+    assert [step["number"] for step in history.after(0)] == list(range(51, MAX_STEPS + 51))
+    assert [step["number"] for step in history.after(MAX_STEPS + 48)] == [MAX_STEPS + 49, MAX_STEPS + 50]
+    assert history.after(MAX_STEPS + 50) == []
+    assert len(history.after(10**9)) == MAX_STEPS, "the number may come from another process, which had more steps"
+    assert history.last_interval(snapshot(MAX_STEPS + 51, ok=MAX_STEPS + 51))["statuses"] == {"ok": RECENT_STEPS}
 
 
 @pytest.mark.asyncio
@@ -106,13 +105,14 @@ async def test_stats_show_waiting_and_dispatched_calls() -> None:
         await asyncio.wait([hanging])
         await until(lambda: served.dispatcher.counters.cancelled == 20)
         after = await _stats(served)
+    # 8 calls are dispatched because the window is twice the 4 slots.
     assert (now["waiting"], now["dispatched"], now["running"], now["running_long"], now["zygotes"]) == (12, 8, 4, 1, 3)
     assert (after["now"]["waiting"], after["totals"]["events"]) == (0, {"cancelled": 20})
     assert after["executors"][0]["zygotes"] == {"bare": 2, "numeric": 1}
 
 
 @pytest.mark.asyncio
-async def test_the_state_is_the_reason_why_no_call_is_accepted() -> None:
+async def test_the_state_shows_the_reason_why_no_call_is_accepted() -> None:
     async with serving(FakeFleet(start_reactions=("silent",)), wait=False) as served:
         assert (await _stats(served))["service"]["state"] == "starting"
     async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
@@ -148,7 +148,7 @@ async def test_malformed_stats_of_an_executor_do_not_break_the_response() -> Non
         })  # fmt: skip
         stats.tick()
         reply = json.loads(json.dumps(stats.build(0), allow_nan=False))
-    assert reply["missed_imports"] == {"x" * 60: 1, "": 2}
+    assert reply["missed_imports"] == {"x" * 60: 1, "": 2}  # a name is cut to 60 characters; a number is no name
     assert reply["now"]["running"] == 0 and reply["service"]["python"] == reply["service"]["isolation"] == ""
 
 
@@ -159,7 +159,7 @@ async def test_only_the_most_frequent_missed_imports_are_listed() -> None:
         served.dispatcher.executors[0].stats = ExecutorStats.decode(
             {"missed_imports": {f"m{n}": n for n in range(100)}}
         )
-        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - MAX_NAMES, -1)]
+        assert list(stats.build(0)["missed_imports"]) == [f"m{n}" for n in range(99, 99 - MAX_MISSED_MODULES, -1)]
 
 
 @pytest.mark.asyncio
@@ -187,10 +187,6 @@ def _histogram_of(*seconds: float) -> Histogram:
     for value in seconds:
         histogram.observe(value)
     return histogram
-
-
-def _later_latencies() -> tuple[int, ...]:
-    return counts_of(9.0, *[0.02] * 30)
 
 
 async def _stats(served: Served, after: int = 0) -> Any:

@@ -123,7 +123,7 @@ def test_a_syntax_error_shows_its_line(guest: Caller) -> None:
     result = guest.run("x = 1\ny = (2 +\nz = 3")
     error = error_of(result)
     assert error.type == "SyntaxError"
-    assert error.line in (2, 3)
+    assert error.line in (2, 3)  # depends on the Python version, as does the line that is shown
     assert 'File "main.py"' in error.traceback
     assert "Traceback" not in error.traceback
     assert "y = (2 +" in error.traceback or "z = 3" in error.traceback

@@ -71,7 +71,10 @@ def test_hashes_are_the_same_in_each_call(guest: Caller) -> None:
         ("import sys\nsys.stdout = None", "import sys\nsys.stdout.name, sys.stdout.encoding, sys.stdout.errors"),
         ("import sys\nsys.excepthook = sys.displayhook = print", "import sys\nsys.excepthook is sys.__excepthook__"),
         ("import atexit\natexit.register(print, 'left')", "1"),
-        ("import resource\nresource.setrlimit(7, (9, 9))", "import resource\nresource.getrlimit(7)"),
+        (
+            "from resource import *\nsetrlimit(RLIMIT_NOFILE, (9, 9))",
+            "from resource import *\ngetrlimit(RLIMIT_NOFILE)",
+        ),
         ("import time, os\nos.environ['TZ'] = 'Asia/Tokyo'\ntime.tzset()", "import time\ntime.tzname, time.timezone"),
         ("import locale\nlocale.setlocale(locale.LC_ALL, 'C')", "import locale\nlocale.setlocale(locale.LC_ALL)"),
         ("import threading\nthreading.stack_size(1 << 20)", "import threading\nthreading.stack_size()"),

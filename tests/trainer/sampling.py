@@ -1,4 +1,4 @@
-"""A fake engine pool and collector in one, which sample from a model without turns or tools."""
+"""A fake engine pool and a fake collector in one object. It samples episodes from a model, without engines or tools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,17 +15,25 @@ from transformers import AutoModelForCausalLM
 from trainer.data import tiny_model
 from trainer.episodes.episode import Episode, Problem, StopReason, Turn
 
-Score = Callable[[Problem, int, Sequence[int]], float | None]
+RESPONSE_LENGTH = 8
+"""Tokens of every complete response."""
+OBSERVATION_POSITIONS = (3, 4)
+"""Positions in the response of tokens that were not sampled, as in a tool response."""
+PENDING_TOKENS = 3
+"""Tokens by which an unfinished episode grows per step."""
 
-# What the libraries say of each other changes with their versions; what they say of us is an error, as everywhere.
+Score = Callable[[Problem, int, Sequence[int]], float | None]
+"""Returns the reward of a problem's sample with the given response ids."""
+
+# Warnings of one library about another change with their versions. Warnings about this project stay errors.
 QUIET_LIBRARIES = pytest.mark.filterwarnings(
     "ignore::FutureWarning:(accelerate|datasets|torch|transformers|trl)",
     "ignore::DeprecationWarning:(accelerate|datasets|torch|transformers|trl)",
 )
 
 
-def by_parity(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:
-    """Return a reward that depends on the samples and differs within a group."""
+def parity_reward(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:
+    """Return a reward that follows from the sampled tokens and differs within most groups."""
     return float(sum(ids) % 2)
 
 
@@ -33,78 +41,88 @@ def problems(count: int) -> list[Problem]:
     return [Problem(f"p{number}", f"{number} + 1", str(number + 1)) for number in range(count)]
 
 
+class Collection(NamedTuple):
+    """One call of `collect_groups`."""
+
+    problem_ids: list[str]
+    samples: int
+    """Episodes per problem."""
+    options: dict[str, Any]
+    """The other arguments of the call: limits, seed, is_decided."""
+
+
 @dataclass
 class Sampler:
-    """Pool and collector. `before` is called with the index of each collection when it starts."""
+    """The fake pool and collector."""
 
     folder: Path
-    score: Score = by_parity
-    tokens: int = 8
-    shift: float = 0.0
+    """The folder of the model with which it samples before the first sync."""
+    score: Score = parity_reward
+    logprob_shift: float = 0.0
     """Added to the reported log-probabilities, so that engine and trainer disagree."""
-    before: Callable[[int], None] = lambda number: None
+    on_collect: Callable[[int], None] = lambda index: None
+    """Called with the index of each collection when it starts."""
     error: str = ""
+    """The error of every episode."""
     overhead_cpu_s: float = 0.0
     nan_turns: int = 0
     overhead_s: float = 0.0
-    version: int = 0
-    log: list[Any] = field(default_factory=list)
+    weight_version: int = 0
+    syncs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """A copy of the weights of each sync."""
+    log: list[Collection | str] = field(default_factory=list)
+    """Collections, and "sync" for each sync, in order."""
 
     def __post_init__(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self.folder).eval()
-        self.weights: list[dict[str, torch.Tensor]] = []
+
+    @property
+    def collections(self) -> list[Collection]:
+        return [entry for entry in self.log if isinstance(entry, Collection)]
 
     async def sync_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
-        self.weights.append(copy.deepcopy(dict(weights)))
+        self.syncs.append(copy.deepcopy(dict(weights)))
         self.model.load_state_dict(weights)
         self.log.append("sync")
-        self.version = version
+        self.weight_version = version
         return version
 
     async def collect_groups(
-        self, groups: Sequence[Sequence[Episode]], *, min_complete: int, must_complete: int, **asked: Any
+        self, groups: Sequence[Sequence[Episode]], *, min_complete: int, must_complete: int, **options: Any
     ) -> list[list[Episode] | None]:
-        """Complete the first `must_complete` groups, and then the last ones of the others."""
-        self.before(sum(entry != "sync" for entry in self.log))
-        self.log.append(([group[0].problem.id for group in groups], len(groups[0]), asked))
+        """Complete `min_complete` groups: the first `must_complete` of `groups`, and for the rest the last ones."""
+        self.on_collect(len(self.collections))
+        self.log.append(Collection([group[0].problem.id for group in groups], len(groups[0]), options))
         complete = {*range(must_complete), *range(len(groups) - min_complete + must_complete, len(groups))}
-        over: list[list[Episode] | None] = []
+        results: list[list[Episode] | None] = []
         for number, group in enumerate(groups):
-            episodes = []
-            for draft in group:
-                whole = self.episode(draft.problem, draft.sample, asked["seed"], draft)
-                if number in complete:
-                    episodes.append(whole)
-                else:  # as far as it is by then
-                    draft.prompt_ids, end = whole.prompt_ids, min(len(draft.response_ids) + 3, self.tokens - 1)
-                    draft.response_ids, draft.logprobs, draft.loss_mask = (
-                        list(each[:end]) for each in (whole.response_ids, whole.logprobs, whole.loss_mask)
-                    )
-                    draft.weight_versions = list(whole.weight_versions)
-            over.append(episodes or None)
-        return over
+            finished = [self.episode(draft.problem, draft.sample, options["seed"], draft) for draft in group]
+            results.append(finished if number in complete else None)
+            if number not in complete:
+                for draft, episode in zip(group, finished, strict=True):
+                    _extend(draft, episode)
+        return results
 
     def episode(self, problem: Problem, sample: int, seed: int, draft: Episode | None = None) -> Episode:
-        """Return an episode of sampled tokens with two observation tokens among them. `draft` has its first tokens."""
+        """Return a complete episode. It continues `draft`, if given."""
         prompt = [20 + ord(letter) for letter in problem.id]
-        draw = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
-        begun = draft or Episode(problem, sample)
-        ids, logprobs, mask, versions = (
-            list(begun.response_ids),
-            list(begun.logprobs),
-            list(begun.loss_mask),
-            list(begun.weight_versions),
-        )
-        if not versions or versions[-1][1] != self.version:
-            versions.append((len(ids), self.version))
-        for position in range(len(ids), self.tokens):
-            if position in (3, 4):
-                ids, logprobs, mask = [*ids, 30 + position], [*logprobs, 0.0], [*mask, 0]
-                continue
-            with torch.no_grad():
-                logp_V = self.model(torch.tensor([prompt + ids])).logits[0, -1].float().log_softmax(-1)
-            token = int(torch.multinomial(logp_V.exp(), 1, generator=draw))
-            ids, logprobs, mask = [*ids, token], [*logprobs, float(logp_V[token]) + self.shift], [*mask, 1]
+        generator = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
+        draft = draft or Episode(problem, sample)
+        ids, logprobs, mask = list(draft.response_ids), list(draft.logprobs), list(draft.loss_mask)
+        versions = list(draft.weight_versions)
+        if not versions or versions[-1][1] != self.weight_version:
+            versions.append((len(ids), self.weight_version))
+        for position in range(len(ids), RESPONSE_LENGTH):
+            if position in OBSERVATION_POSITIONS:
+                token, logprob = 30 + position, 0.0
+            else:
+                with torch.no_grad():
+                    logp_V = self.model(torch.tensor([prompt + ids])).logits[0, -1].float().log_softmax(-1)
+                token = int(torch.multinomial(logp_V.exp(), 1, generator=generator))
+                logprob = float(logp_V[token]) + self.logprob_shift
+            ids.append(token)
+            logprobs.append(logprob)
+            mask.append(int(position not in OBSERVATION_POSITIONS))
         return Episode(
             problem=problem,
             sample=sample,
@@ -121,6 +139,17 @@ class Sampler:
         )
 
 
+def _extend(draft: Episode, episode: Episode) -> None:
+    """Give an unfinished episode some more tokens of `episode`, but never all."""
+    end = min(len(draft.response_ids) + PENDING_TOKENS, RESPONSE_LENGTH - 1)
+    draft.prompt_ids = episode.prompt_ids
+    draft.response_ids = list(episode.response_ids[:end])
+    draft.logprobs = list(episode.logprobs[:end])
+    draft.loss_mask = list(episode.loss_mask[:end])
+    draft.weight_versions = list(episode.weight_versions)
+
+
 def model_folder(folder: Path) -> Path:
+    """Write the tiny model into `folder` and return it."""
     tiny_model.write_tiny_model(folder, seed=0)
     return folder

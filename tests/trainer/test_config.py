@@ -37,6 +37,7 @@ learning_rate = 1
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
+    """A file with two stages, one of which has settings of its own."""
     path = tmp_path / "run.toml"
     path.write_text(RUN, encoding="utf-8")
     return path
@@ -166,11 +167,12 @@ def test_an_incomplete_model_shape_names_the_missing_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "kind"), [("run.toml", "seed =", "TOML"), ("run.json", "{", "JSON"), ("run.json", "[]", "JSON")]
+    ("name", "text", "syntax"),
+    [("run.toml", "seed =", "TOML"), ("run.json", "{", "JSON"), ("run.json", "[]", "JSON")],
 )
-def test_a_file_that_cannot_be_parsed_is_named(tmp_path: Path, name: str, text: str, kind: str) -> None:
+def test_a_file_that_cannot_be_parsed_is_named(tmp_path: Path, name: str, text: str, syntax: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"{name}: expected a table of settings in {kind}"):
+    with pytest.raises(ConfigError, match=rf"{name}: expected a table of settings in {syntax}"):
         load_config(tmp_path / name, {})
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
         load_config(tmp_path / "none.toml", {})
@@ -185,11 +187,11 @@ def test_every_default_is_an_allowed_value() -> None:
     assert TypeAdapter(RunConfig).validate_python(asdict(RunConfig())) == RunConfig()
 
 
-def test_the_placement_policies_are_the_scheduler_s() -> None:
+def test_the_configurable_placement_policies_are_those_of_the_scheduler() -> None:
     assert get_args(PlacementPolicy) == tuple(POLICIES)
 
 
-def test_a_stage_s_defaults_are_the_paper_s() -> None:
+def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:
     stage = StageConfig()
     assert (stage.problems_per_step, stage.samples_per_problem, stage.kept_per_problem) == (512, 32, 16)
     assert (stage.learning_rate, stage.warmup_steps) == (1e-6, 20)
@@ -206,6 +208,7 @@ def test_the_configurations_in_configs_load(file: Path) -> None:
     first, second, third = config.stages.values()
     assert first.max_response_tokens < second.max_response_tokens == third.max_response_tokens
     assert first.max_turns == second.max_turns < third.max_turns
+    # The paper filters problems with 8 samples before its third stage.
     assert (third.difficulty_filter_samples, third.reset_optimizer) == (8, True)
 
 
@@ -241,4 +244,5 @@ def test_the_new_names_of_old_keys_exist(file: Path) -> None:
     config = asdict(load_config(file, {}))
     tables = {**config, "stages": config["stages"]["first"]}
     for table, names in RENAMED.items():
+        # A new name may be followed by an explanation. The top level has sentences instead of names.
         assert all(new.split()[0] in tables[table] for new in names.values() if table)

@@ -1,4 +1,4 @@
-"""The command line: fast help, exit codes that mean something, and a dry run that shows the arithmetic."""
+"""The command line: fast help, exit codes, the results of recipe and eval, and the dry run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,14 +19,15 @@ from trainer.json_files import write_json
 from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize, summary_scores
 from trainer.recipe.phases import EvalResult, RecipeRun, TrainResult
 
-HELP_S = 0.5
-"""What any `--help` may take."""
+MAX_HELP_CPU_S = 0.5
+"""CPU seconds that any `--help` may use."""
 COMMANDS = ("", "preflight", "recipe", "prepare", "sft", "filter", "grpo", "eval", "rollout", "data", "show")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(autouse=True)
-def _signals_are_put_back() -> object:
+def _restored_signal_handler() -> Iterator[None]:
+    """`main` sets a handler of SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -41,11 +43,11 @@ def test_help_is_fast_and_imports_no_framework(command: str) -> None:
         "assert not slow, slow"
     )
     argv = [sys.executable, "-c", code, *filter(None, [command]), "--help"]
-    assert min(_seconds(argv) for _ in range(3)) < HELP_S
+    assert min(_cpu_seconds(argv) for _ in range(3)) < MAX_HELP_CPU_S
 
 
-def _seconds(command: list[str]) -> float:
-    """Of a core, since what else the machine does is not ours to test: `--help` waits for nothing."""
+def _cpu_seconds(command: list[str]) -> float:
+    """Run a command and return its CPU time, which does not depend on the load of the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -73,16 +75,18 @@ def test_a_wrong_command_line_exits_with_2(argv: list[str]) -> None:
         (["data", "nowhere.jsonl", "--out", "x"], "nowhere.jsonl"),
     ],
 )
-def test_a_wrong_setting_exits_with_2_and_says_what_was_expected(
+def test_a_wrong_setting_or_path_exits_with_2_and_an_error_message(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rstar-train")
-    assert message in said
+    error = capsys.readouterr().err
+    assert error.startswith("rstar-train")
+    assert message in error
 
 
-def test_an_unknown_stage_and_one_out_of_order_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_stage_or_a_stage_out_of_order_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch")
     tiny = [str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
     assert cli.main(["grpo", *tiny, "--stage", "rl9"]) == 2
@@ -100,35 +104,36 @@ def test_a_finished_phase_is_not_run_again(tmp_path: Path, capsys: pytest.Captur
     assert f"grpo rl1 is done; delete {result.parent} to run it again" in capsys.readouterr().err
 
 
-def _evaluated(folder: Path, *sources: str) -> list[str]:
-    """The arguments for a run that is over, and was evaluated on problems of these sources."""
+def _write_evaluated_run(folder: Path, *sources: str) -> list[str]:
+    """Write a finished run with an evaluation of 20 problems of each source, half of them correct. Return the arguments
+    of commands for this run."""
     (folder / "run.toml").write_text('[sft]\ndata = "generated:8"\n', encoding="utf-8")
     run = RecipeRun(load_config(folder / "run.toml", {}, [f"run_dir={folder / 'run'}"]))
-    right = EpisodeOutcome(1.0, 1, 0, answer_blocks=1, stop_reason="finished", num_turns=1, response_length=9)
-    groups = {source: [[right]] * 10 + [[right._replace(reward=0.0)]] * 10 for source in sources}
-    groups[ALL] = [group for some in groups.values() for group in some]
-    reports = {source: summarize(some, 1) for source, some in groups.items()}
-    for unit in run.phases():
-        written = {source: asdict(one) for source, one in reports.items()}
-        is_eval = unit.command == "eval"
-        run.write_result(unit, EvalResult(summary_scores(reports), written) if is_eval else TrainResult("model", 1))
+    correct = EpisodeOutcome(1.0, 1, 0, answer_blocks=1, stop_reason="finished", num_turns=1, response_length=9)
+    groups_by_source = {source: [[correct]] * 10 + [[correct._replace(reward=0.0)]] * 10 for source in sources}
+    groups_by_source[ALL] = [group for groups in groups_by_source.values() for group in groups]
+    reports = {source: summarize(groups, 1) for source, groups in groups_by_source.items()}
+    eval_result = EvalResult(summary_scores(reports), {source: asdict(report) for source, report in reports.items()})
+    for phase in run.phases():
+        run.write_result(phase, eval_result if phase.command == "eval" else TrainResult("model", 1))
     return [str(folder / "run.toml"), "--run-dir", str(run.dir)]
 
 
 @pytest.mark.parametrize("sources", [("aime24", "math500"), ("aime24",)])
-def test_the_recipe_prints_each_source_s_accuracy_with_its_interval(
+def test_the_recipe_prints_the_accuracy_of_each_source_with_its_interval(
     sources: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = _evaluated(tmp_path, *sources)
-    assert cli.main(["recipe", *run]) == 0
+    arguments = _write_evaluated_run(tmp_path, *sources)
+    assert cli.main(["recipe", *arguments]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[0] == f"{tmp_path / 'run'}, evaluation after each stage:"
     rows = [line.split()[:2] for line in shown.splitlines() if "accuracy" in line]
-    assert rows == (
-        [["accuracy", "0.5"]] + [["accuracy,", one] for one in sources] if sources[1:] else [["accuracy", "0.500"]]
-    )
+    if len(sources) > 1:
+        assert rows == [["accuracy", "0.5"], *(["accuracy,", source] for source in sources)]
+    else:
+        assert rows == [["accuracy", "0.500"]]
     assert shown.count("0.500 [0.30–0.70]") == len(sources), "Wilson's interval of 10 in 20"
-    assert cli.main(["recipe", *run, "--json"]) == 0
+    assert cli.main(["recipe", *arguments, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["stages"]
     written = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["stages"]
     assert written == [row]
@@ -137,33 +142,34 @@ def test_the_recipe_prints_each_source_s_accuracy_with_its_interval(
 
 
 def test_a_finished_evaluation_is_shown_without_torch(tmp_path: Path) -> None:
-    run = _evaluated(tmp_path, "aime24", "math500")
+    arguments = _write_evaluated_run(tmp_path, "aime24", "math500")
     code = "import sys; sys.modules['torch'] = None; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
-    argv = [sys.executable, "-c", code, "eval", *run, "--stage", "sft"]
+    argv = [sys.executable, "-c", code, "eval", *arguments, "--stage", "sft"]
     shown = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     assert shown.startswith("evaluation after sft")
-    assert [shown.count(text) for text in ("0.500 [0.30–0.70]", "tool use", "pass@1")] == [4, 1, 1]
+    # avg@1 and pass@1 of two sources.
+    assert [shown.count(text) for text in ("0.500 [0.30–0.70]", "tool use", "pass@1")] == [2 * 2, 1, 1]
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_dry_run_shows_what_is_needed_and_touches_nothing(
+def test_a_dry_run_shows_what_a_run_needs_and_writes_nothing(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["recipe", str(file), "--run-dir", str(tmp_path / "run"), "--dry-run"]
     assert cli.main([*argv, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all((stage["gpu_share"] or 0) < 1 for stage in plan["plan"]["stages"].values())
-    assert plan["config"]["run_dir"] == str(tmp_path / "run")
+    content = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all((stage["gpu_share"] or 0) < 1 for stage in content["plan"]["stages"].values())
+    assert content["config"]["run_dir"] == str(tmp_path / "run")
     assert cli.main(argv) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.startswith("a run needs") and f"{plan['plan']['parameters']:,}" in shown
-    assert shown.splitlines()[-1] == "fits: yes" and plan["misfits"] == []
+    assert shown.startswith("a run needs") and f"{content['plan']['parameters']:,}" in shown
+    assert shown.splitlines()[-1] == "fits: yes" and content["misfits"] == []
     assert "{" not in shown, "JSON only with --json"
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_names_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_the_phases_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["recipe", str(CONFIGS / "qwen3-14b-mi300x.toml"), "--dry-run", "--set", "hardware.sharding=none"]
     assert cli.main([*argv, "--json"]) == 0
     misfits = json.loads(capsys.readouterr().out)["misfits"]
@@ -174,7 +180,7 @@ def test_a_dry_run_names_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines()[-5:] == ["fits: no", *misfits]
 
 
-def test_a_dry_run_without_sizes_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_an_unknown_model_asks_for_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[model]\npath = "some/model"\n', encoding="utf-8")
     assert cli.main(["recipe", str(file), "--dry-run"]) == 2
@@ -186,11 +192,11 @@ def test_a_missing_extra_is_an_error_with_the_command_that_installs_it(tmp_path:
     argv = [sys.executable, "-c", code, "prepare", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 1
-    says = "rstar-train: needs torch from the extra `train`: run pip install '.[train]' in the checkout"
-    assert done.stderr.splitlines()[-1] == says
+    expected = "rstar-train: needs torch from the extra `train`: run pip install '.[train]' in the checkout"
+    assert done.stderr.splitlines()[-1] == expected
 
 
-def test_a_module_of_no_extra_is_installed_by_its_name() -> None:
+def test_a_module_outside_of_the_extra_is_installed_by_its_name() -> None:
     assert cli._install_advice("transformers.models.auto").endswith("pip install '.[train]' in the checkout")
     assert cli._install_advice("trackio") == "needs trackio: pip install trackio"
 
@@ -201,7 +207,7 @@ def test_data_writes_problems_and_counts_the_rows(tmp_path: Path, capsys: pytest
     assert len((tmp_path / "five.jsonl").read_text(encoding="utf-8").splitlines()) == 5
 
 
-def test_data_prints_its_progress(
+def test_data_prints_a_line_of_progress_for_every_items_per_line_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_bar, "ITEMS_PER_LINE", 2000)

@@ -1,8 +1,9 @@
-"""Run by `torchrun` in two processes: trains two steps of a stage and writes each rank's results as JSON to a
-directory.
+"""Trains two steps of a stage as one of the two processes that `torchrun` starts, and writes what the process did.
 
-The second step's rollouts take longer than the default process group lets an exchange take.
-With "full" as the third argument the model is sharded by FSDP, as on GPUs.
+    two_ranks.py MODEL RUN_DIR [none|full]      writes RUN_DIR/rank0.json or rank1.json
+
+The second step's rollouts take longer than the timeout of the default process group.
+With "full" the model is sharded by FSDP, as on GPUs.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,83 +32,93 @@ from trainer.training import grpo
 from trainer.training.context import TrainingContext, distributed_state
 from trainer.training.grpo import RolloutRuntime, train_stage
 
-TIMEOUT_S = 5
-"""Seconds that the default group allows once training has begun."""
-ROLLOUT_S = 8
-"""Seconds that the second step's rollouts take at least."""
+DEFAULT_TIMEOUT_S = 5
+"""Timeout of the default process group once training has begun."""
+SECOND_ROLLOUT_S = 8
+"""Seconds by which the second step's rollouts are delayed."""
+STAGE = StageConfig(
+    name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=4,
+    kept_per_problem=4, micro_batch_size=2, learning_rate=1e-3, warmup_steps=0,
+)  # fmt: skip
 
 
-def main(model: Path, folder: Path, sharding: Any = "none") -> None:
+def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
     hardware = HardwareConfig(nodes=2, sharding=sharding)
     if sharding == "full":
-        PartialState.__init__ = _as_on_gpus(PartialState.__init__)
+        PartialState.__init__ = _report_cpus_as_gpus(PartialState.__init__)
     rank = distributed_state(hardware).process_index
-    stage = StageConfig(
-        name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=4,
-        kept_per_problem=4, micro_batch_size=2, learning_rate=1e-3
-    )  # fmt: skip
-    passes: list[Any] = []
+    micro_batches: list[Any] = []
     compute_loss = grpo.GRPOTrainer.compute_loss
 
-    def spy(self: Any, model: Any, inputs: Any, **more: Any) -> Any:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
-        passes.append(inputs["completion_ids"].tolist())
-        return compute_loss(self, model, inputs, **more)
+    def record_loss(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
+        micro_batches.append(inputs["completion_ids"].tolist())
+        return compute_loss(self, model, inputs, **options)
 
-    grpo.GRPOTrainer.compute_loss = spy
+    grpo.GRPOTrainer.compute_loss = record_loss
     reduced: list[bool] = []
     post_backward = FSDPParamGroup.post_backward
 
-    def spy_on_fsdp(self: Any, *unused: Any) -> None:
-        post_backward(self, *unused)
-        reduced.append(all(each.unsharded_accumulated_grad is None for each in self.fsdp_params) and self.reduce_grads)
+    def record_reduction(self: Any, *args: Any) -> None:
+        post_backward(self, *args)
+        has_no_rest = all(param.unsharded_accumulated_grad is None for param in self.fsdp_params)
+        reduced.append(has_no_rest and self.reduce_grads)
 
-    FSDPParamGroup.post_backward = spy_on_fsdp
+    FSDPParamGroup.post_backward = record_reduction
     waits: list[tuple[str, float]] = []
     for name in ("scatter_object_list", "barrier"):
-        setattr(torch.distributed, name, _noting(name, getattr(torch.distributed, name), waits))
+        setattr(torch.distributed, name, _recording_waits(name, getattr(torch.distributed, name), waits))
     train = TrainingContext.train
     trainers: list[Any] = []
-    TrainingContext.train = lambda self, trainer, start: trainers.append(trainer) or train(self, trainer, start)
+
+    def record_trainer(self: Any, trainer: Any, checkpoint: Path | None) -> Any:
+        trainers.append(trainer)
+        return train(self, trainer, checkpoint)
+
+    TrainingContext.train = record_trainer
     with ExitStack() as stack:
         rollouts = None
         if rank == 0:
-            sampler = Sampler(model, before=lambda step: time.sleep(ROLLOUT_S) if step else None)
+            sampler = Sampler(model, on_collect=lambda index: time.sleep(SECOND_ROLLOUT_S) if index == 1 else None)
             rollouts = RolloutRuntime(stack.enter_context(LoopThread()), sampler, sampler)
-        train_stage(
-            replace(stage, warmup_steps=0),
-            TrainingContext(model, folder / "stages/rl1", RunFolder(folder), seed=3, hardware=hardware),
-            problems=problems(6), rollouts=rollouts,
-        )  # fmt: skip
+        context = TrainingContext(model, run_dir / "stages/rl1", RunFolder(run_dir), seed=3, hardware=hardware)
+        train_stage(STAGE, context, problems=problems(6), rollouts=rollouts)
     digest = hashlib.sha256()
     for _, tensor in sorted(trainers[0].model.state_dict().items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         digest.update(whole.numpy().tobytes())
-    found = {"passes": passes, "weights": digest.hexdigest(), "waits": waits, "reduced": reduced, "limit_s": TIMEOUT_S}
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    recorded = {
+        "micro_batches": micro_batches,  # response ids of each row of each micro-batch
+        "weights": digest.hexdigest(),
+        "waits": waits,  # exchanges with the other rank, each with its seconds
+        "reduced": reduced,  # for each backward pass of a sharded module: whether all gradients are reduced after it
+        "default_timeout_s": DEFAULT_TIMEOUT_S,
+    }
+    (run_dir / f"rank{rank}.json").write_text(json.dumps(recorded))
 
 
-def _as_on_gpus(init: Any) -> Any:
-    """Make accelerate shard on the CPU: it does so on GPUs only, although torch can with gloo."""
+def _report_cpus_as_gpus(init: Callable[..., None]) -> Callable[..., None]:
+    """Make accelerate shard on CPUs. It shards on GPUs only, although torch can shard on CPUs with gloo."""
 
-    def init_as_on_gpus(self: Any, *args: Any, **more: Any) -> None:
-        init(self, *args, **more)
+    def init_as_gpus(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
 
-    return init_as_on_gpus
+    return init_as_gpus
 
 
-def _noting(name: str, function: Any, waits: list[tuple[str, float]]) -> Any:
-    """Return `function` with a record of its process group and duration."""
+def _recording_waits(name: str, function: Any, waits: list[tuple[str, float]]) -> Any:
+    """Wrap `function` so that its process group, backend and duration are appended to `waits`."""
 
-    def noting(*args: Any, group: Any = None, **more: Any) -> Any:
-        which = "default" if group is None or group is distributed_c10d._get_default_group() else "own"
-        start = time.monotonic()
-        function(*args, group=group, **more)
-        waits.append((f"{name}: {which}, {torch.distributed.get_backend(group)}", time.monotonic() - start))
+    def wrapped(*args: Any, group: Any = None, **options: Any) -> Any:
+        is_default = group is None or group is distributed_c10d._get_default_group()
+        started_at = time.monotonic()
+        function(*args, group=group, **options)
+        call = f"{name}: {'default' if is_default else 'own'}, {torch.distributed.get_backend(group)}"
+        waits.append((call, time.monotonic() - started_at))
 
-    return noting
+    return wrapped
 
 
 if __name__ == "__main__":

@@ -86,25 +86,9 @@ class EpisodeHost:
         if not episode.prompt_ids:
             episode.prompt_ids = tuple(chat_format.encode_prompt(state.text))
         if environment.is_stateful:
-            for recorded in (call for turn in episode.turns for call in turn.tool_calls):
-                await self._repeat(recorded, environment)
+            await replay_actions(episode, environment, self.limits.max_tool_response_chars)
         episode.duration_s += time.perf_counter() - started_at
         return chat_format
-
-    async def _repeat(self, recorded: ToolCall, environment: Environment) -> None:
-        """Repeat a recorded action. Its response has to be the recorded one, as far as the model has read it."""
-        if recorded.status is ToolCallStatus.MALFORMED:
-            return  # it has changed nothing
-        call = await _act(environment.step(ToolCallRequest(recorded.name, recorded.arguments)))
-        if call.status is ToolCallStatus.UNAVAILABLE:
-            raise TryError(FailureKind.INFRASTRUCTURE, f"replay: {call.error}"[:MAX_ERROR_CHARS])
-        call = truncate_response(call, self.limits.max_tool_response_chars)
-        if (call.status, call.response) != (recorded.status, recorded.response):
-            raise TryError(
-                FailureKind.ENVIRONMENT,
-                f"replay of {recorded.name}: expected the recorded response {recorded.response!r:.200}, "
-                f"got {call.response!r:.200}",
-            )
 
     async def _sample(
         self, episode: Episode, environment: Environment, chat_format: ChatFormat, journal: _Journal
@@ -134,6 +118,24 @@ class EpisodeHost:
         if reward is None:
             raise TryError(FailureKind.INFRASTRUCTURE, "the answer could not be checked")
         return reward
+
+
+async def replay_actions(episode: Episode, environment: Environment, max_response_chars: int) -> None:
+    """Repeat the recorded actions of an episode. Raises `TryError` if a response differs from the recorded one, as far
+    as the model has read it."""
+    for recorded in (call for turn in episode.turns for call in turn.tool_calls):
+        if recorded.status is ToolCallStatus.MALFORMED:
+            continue  # it has changed nothing
+        call = await _act(environment.step(ToolCallRequest(recorded.name, recorded.arguments)))
+        if call.status is ToolCallStatus.UNAVAILABLE:
+            raise TryError(FailureKind.INFRASTRUCTURE, f"replay: {call.error}"[:MAX_ERROR_CHARS])
+        call = truncate_response(call, max_response_chars)
+        if (call.status, call.response) != (recorded.status, recorded.response):
+            raise TryError(
+                FailureKind.ENVIRONMENT,
+                f"replay of {recorded.name}: expected the recorded response {recorded.response!r:.200}, "
+                f"got {call.response!r:.200}",
+            )
 
 
 class _EnvironmentTool:

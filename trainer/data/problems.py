@@ -30,7 +30,7 @@ PROGRESS_INTERVAL = 1000
 _INTEGER = re.compile(r"\$?([+-]?)(\d+|\d{1,3}(?:,\d{3})+)\$?")
 
 Filter = Callable[[Problem], Problem | str]
-"""Returns the problem, perhaps in a normal form, or the details of the reason to drop it."""
+"""Returns the problem, which the filter may have changed, or a text that explains why it is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class MaxLength:
 
 @dataclass(slots=True)
 class PrepareReport:
-    """Counts of rows by source and what became of them, and examples of dropped rows with the reason."""
+    """Counts of kept and dropped rows, and examples of dropped rows."""
 
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """source -> {"rows", "kept", "malformed", "duplicate", "not_integer", "contaminated", "too_long",
@@ -74,9 +74,9 @@ def prepare_problems(
 ) -> tuple[list[Problem], PrepareReport]:
     """Return the usable problems of `sources`, each text and each id once, and a report on all rows.
 
-    `find_unparsable` receives all answers that are no plain integers, once, and returns those that no checker can
-    parse. `on_progress` receives the number of rows read. The rules on answers apply to problems whose environment is
-    `python`; other environments do not check answers by mathematics.
+    `find_unparsable` is called once with all answers that are not plain integers, and returns those that no checker can
+    parse. `on_progress` receives the number of rows read so far. The rules on answers apply only to problems with the
+    environment `python`, since other environments do not compare answers as mathematics.
     """
     filters: dict[str, Filter] = {"duplicate": _unique()}
     if integer_answers_only:
@@ -151,8 +151,10 @@ def _unique() -> Filter:
     def check(problem: Problem) -> Problem | str:
         key = (problem.text, problem.environment, repr(problem.options))
         if first := by_text.get(key):
-            answers = "" if first.answer == problem.answer else f": {first.answer!r} there, {problem.answer!r} here"
-            return f"of {first.id} of {first.source}{answers}"
+            same_text = f"same text as {first.id} of {first.source}"
+            if first.answer == problem.answer:
+                return same_text
+            return f"{same_text}, but the answers are {first.answer!r} there and {problem.answer!r} here"
         ids[problem.id] += 1
         if ids[problem.id] > 1:
             problem = replace(problem, id=f"{problem.id}~{ids[problem.id]}")

@@ -29,7 +29,7 @@ GENERATED = "generated:"
 GENERATED_GAIA_FORMAT = "generated-gaia-format:"
 GAIA_FORMAT = "gaia:"
 CONVERSATION_SEED_OFFSET = 1 << 20
-"""Added to the seed of generated problems for conversations, which are about other problems."""
+"""Added to the seed for conversations, so that they are not about the problems of the training."""
 # Paths of keys and indices. ORZ's rows are lists of messages (0 and 1); DAPO and verl have one under `prompt`.
 TEXT_PATHS = ("0.value", "prompt.-1.content", "problem", "question", "prompt", "text")
 ANSWER_PATHS = (
@@ -100,9 +100,9 @@ def read_conversations(source: str, *, seed: int = 0) -> list[synthetic.Messages
 
 
 def check_source(source: str, *, has_conversations: bool = False) -> None:
-    """Raise `DataError` if `source` does not exist, is empty, or its first row should be a conversation and is not.
+    """Raise `DataError` if `source` does not exist, has no rows, or must have conversations and the first row is none.
 
-    Of a data set on the hub only the description is read, not the rows.
+    For a data set on the hub, only its description is read, not its rows.
     """
     if source.startswith((GENERATED, GENERATED_GAIA_FORMAT)):
         _generated_count(source)
@@ -147,7 +147,7 @@ def _match_hub_name(source: str) -> re.Match[str] | None:
 
 
 def _rows(source: str) -> Iterator[Any]:
-    """Yield the decoded rows of a file or a data set; a line that is not JSON as bytes."""
+    """Yield the decoded rows of a file or a data set. A line that is not JSON is yielded as bytes."""
     return file_rows(Path(source)) if source.endswith(FILE_SUFFIXES) else _hub_rows(source)
 
 

@@ -2,8 +2,8 @@
 
 A problem is a sum in words, one or two steps deep, with numbers too long for the model; a Python call solves it. The
 conversations are those of a careless teacher: broken calls that are tried again, wrong operators, doubled answers.
-After SFT the model makes these faults at about their rates, and RL can remove all of them. The faults follow from a
-seed and not from the problem, so only the reward tells right from wrong.
+After SFT the model makes these faults at about their rates, and RL can remove all of them. The faults depend on a seed
+and not on the problem, so the model can learn to avoid them from the reward only.
 
 Invariants:
 - Equal arguments give equal problems and equal conversations.
@@ -27,18 +27,18 @@ from trainer.episodes.turn_parser import PYTHON_TOOL_NAME, MalformedCall, parse_
 Messages = list[dict[str, str]]
 
 SYSTEM_PROMPT = "Use Python."
-"""The system message. It is short, since a tiny model takes long for every token."""
+"""The system message. It is short, since every token of a prompt costs time."""
 SOURCE = "tiny"
 HELD_OUT_MODULUS = 8
 """One text in this many is held out for evaluation."""
 BROKEN_CALL_RATE = 0.48
-"""The share of broken calls, and so the tool-error ratio that the conversations teach."""
+"""The share of calls that are broken. After SFT, this is about the model's tool-error ratio."""
 WRONG_OPERATOR_RATE = 0.25
 """The share of conversations with an operator that is not the problem's."""
 DOUBLE_ANSWER_RATE = 0.21
 """The share of conversations that give the answer twice."""
 MAX_BROKEN_CALLS = 3
-"""Broken calls per conversation."""
+"""The largest number of broken calls in a conversation."""
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -131,6 +131,7 @@ def _conversation(text: str, calculation: Calculation, rng: random.Random) -> Me
         operations[index] = (rng.choice([other for other in _OPERATORS if other != sign]), number)
     messages = [{"role": "user", "content": text}]
     thought = "I let Python do it."
+    # Each broken call adds two messages to the first one.
     while len(messages) < 2 * MAX_BROKEN_CALLS and rng.random() < BROKEN_CALL_RATE:
         messages += _broken_call(thought, _code(calculation), rng)
         thought = "That failed. Again."

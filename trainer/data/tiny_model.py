@@ -1,8 +1,8 @@
 """The tiny model: a Qwen3 of 2 layers × 128 with random weights, and a tokenizer for the generated problems.
 
-It learns a tool in minutes on two cores. `write_tiny_model` writes a folder that transformers' Auto classes and vLLM
-load; the same seed writes the same model. The tokenizer is byte-level, so it takes any text. Each digit is a token, and
-merges may cross words, so the fixed parts of a call take one or two tokens.
+It learns to use a tool within minutes on two cores. `write_tiny_model` writes a folder that transformers' Auto classes
+and vLLM can load; equal seeds write equal models. The tokenizer is byte-level, so it encodes any text. Each digit is a
+token. Merges may cross word boundaries, so the fixed parts of a tool call take one or two tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_tiny_model(model_dir: Path, seed: int = 0) -> None:
         head_dim=32,
         intermediate_size=384,
         max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.08,  # 1 / sqrt(128); 0.02 makes it learn to copy numbers several times later
+        initializer_range=0.08,  # about 1 / sqrt(128); with the default 0.02 it learns to copy numbers much later
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

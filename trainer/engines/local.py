@@ -9,7 +9,8 @@ Invariants:
 - The engine owns the model: the trainer's weights are copied in by `load_weights`.
 
 Prompts are computed token by token like samples. So the keys and values of a finished context can start another row
-with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps them.
+with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps these keys and
+values.
 
 Letters: S slots, V vocabulary.
 """
@@ -161,7 +162,7 @@ class LocalEngine:
         """End the thread after its current step. Unfinished requests raise `EngineError`."""
 
         def close() -> None:
-            raise EngineError("it is closed")
+            raise EngineError("it is closed")  # in the engine's thread, which ends with this error
 
         self._inbox.put((Future(), close))
         await asyncio.to_thread(self._thread.join)
@@ -231,7 +232,7 @@ class LocalEngine:
             self._prefix_cache.store(request.ids[: request.num_computed], states)
 
     def _step(self) -> None:
-        """Compute one position of every running request. Idle slots compute their first position, which is not used."""
+        """Compute one position of every running request. Idle slots compute a first position that is not used."""
         tokens, positions = [0] * self.max_num_seqs, [0] * self.max_num_seqs
         for slot, request in self._running.items():
             tokens[slot], positions[slot] = request.ids[request.num_computed], request.num_computed

@@ -61,7 +61,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def read(self, slot: int, num_positions: int) -> list[torch.Tensor]:
         """Return a copy of the blocks that hold a slot's first `num_positions`, for each layer."""
-        num_blocks = -(-num_positions // ATTENTION_BLOCK)
+        num_blocks = -(-num_positions // ATTENTION_BLOCK)  # rounded up
         return [layer[:, :num_blocks, slot].clone() for layer in self._layers.values()]
 
     def write(self, slot: int, states: Sequence[torch.Tensor]) -> None:
@@ -133,6 +133,7 @@ def _attend(
     scores = attention_mask.view(num_used, num_slots, 1, 1, ATTENTION_BLOCK) + query_SKGD @ key
     weights = (scores - scores.amax(-1, keepdim=True).amax(0)).clamp_(min=MIN_LOG_WEIGHT).exp_()
     weights = threshold(weights, 2 * math.exp(MIN_LOG_WEIGHT), 0.0)
+    # `sum` adds the blocks one after another, so the order of the additions is fixed.
     total = sum(weights.sum(-1, keepdim=True))
     output_SKGD = sum(weights @ value.transpose(-1, -2)) / total
     return output_SKGD.reshape(num_slots, 1, -1, size), None

@@ -2,12 +2,12 @@
 
 An engine is up or down. While it is down, it is also unresponsive until it answers a liveness probe.
 
-    engine is               event                                               engine becomes
-    down                    bring-up (weights checked, capacity and stats read)  up
-    up                      a turn failed or timed out, the token counter        down and unresponsive
+    engine is               event                                                 engine becomes
+    down                    bring-up (weights checked, capacity and stats read)   up
+    up                      a turn failed or timed out, the token counter         down and unresponsive
                             stalled, or `MAX_MISSED_SCRAPES` scrapes failed
-    down and unresponsive   the liveness probe computed log-probabilities        down; bring-up after `retry_after_s`
-    up or down              weight sync                                          down; bring-up with the new weights
+    down and unresponsive   the liveness probe computed log-probabilities         down; bring-up after `retry_after_s`
+    up or down              weight sync                                           down; bring-up with the new weights
 
 Invariants:
 - A turn is sent to an engine only after the scheduler has placed it. Until then it waits in the pool, without polling.
@@ -41,9 +41,9 @@ from trainer.engines.engine import (
     WeightStore,
     WeightTransfer,
 )
-from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S, EngineHealth, TurnRecord
 from trainer.engines.engine_state import EngineState
 from trainer.engines.episode_handle import EpisodeHandle
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S, PoolState, TurnRecord
 from trainer.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ BRING_UP_TIMEOUT_S = 60.0
 UNKNOWN_VERSION = -1
 """The weight version of an engine whose weights are not those of the last sync."""
 LIVENESS_PROBE_IDS = (0, 0)
-"""Token ids that every vocabulary has. Scoring them proves that the model runs; `/metrics` can answer while the model
-hangs."""
+"""Token ids that every vocabulary has. An engine that scores them runs its model; `/metrics` may be answered while the
+model hangs."""
 
 
-class EnginePool(EngineHealth):
+class EnginePool(PoolState):
     """A context manager that owns its engines and `scheduler`, and closes the engines. No other pool may use them.
 
     `transfer`, `probe`: needed only for `sync_weights`.
@@ -261,7 +261,7 @@ class EnginePool(EngineHealth):
             raise error
 
     async def _probe_liveness(self, state: EngineState) -> None:
-        with suppress(Exception):  # boundary: the engine stays down whatever it raises
+        with suppress(Exception):  # boundary: whatever the probe raises, the engine stays down
             async with self.request(state, state, BRING_UP_TIMEOUT_S):
                 await state.engine.logprobs(LIVENESS_PROBE_IDS)
                 state.is_unresponsive = False

@@ -139,6 +139,7 @@ class VllmEngine:
         """Make these requests return the ids sampled so far. Raises `EngineError`."""
         while in_flight := [request_id for request_id in request_ids if request_id in self._aborted_by_id]:
             self._aborted_by_id |= dict.fromkeys(in_flight, True)
+            # vLLM names the request of the first prompt of a completion so. Here it is the only prompt.
             await self.post("/abort_requests", {"request_ids": [f"cmpl-{request_id}-0" for request_id in in_flight]})
             await asyncio.sleep(ABORT_RETRY_S)
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 WORKER_MODULE = "vllm_worker"
 START_TIMEOUT_S = 900.0
 """Seconds that a server may take to start. Reading a large model and capturing its graphs takes minutes."""
-STOP_S = 20.0
+KILL_AFTER_S = 20.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTART_DELAY_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
@@ -125,10 +125,13 @@ class VllmServers:
         return variables
 
     def _gpu_variables(self, index: int, count: int, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that select the GPUs of server `index`. They keep the names in `GPU_VARIABLES` that are
+        already set, and select among the GPUs that `base` shows."""
         first = self.first_gpu + index * self.gpus_per_server
         end = first + self.gpus_per_server
         set_variables = [name for name in GPU_VARIABLES if name in base]
         variable = set_variables[0] if set_variables else ROCR_VARIABLE
+        # Without any variable, all GPUs of the machine are visible, and their number is not checked here.
         visible = [gpu for gpu in base[variable].split(",") if gpu] if variable in base else ["any"] * end
         gpus = (visible if set_variables else [str(gpu) for gpu in range(len(visible))])[first:end]
         if len(gpus) < self.gpus_per_server:
@@ -201,7 +204,7 @@ async def _process_group(command: Sequence[str], environment: Mapping[str, str],
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), STOP_S)
+            await asyncio.wait_for(process.wait(), KILL_AFTER_S)
         with contextlib.suppress(ProcessLookupError):  # child processes may outlive the group's leader
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

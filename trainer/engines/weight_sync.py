@@ -98,7 +98,8 @@ class SyncProbe:
         return ExpectedLogprobs(exact, _rms(self._score(_cast(weights, torch.bfloat16)) - exact))
 
     async def check(self, engine: Engine, expected: ExpectedLogprobs) -> None:
-        """Raise `WeightSyncError` if the engine's log-probabilities differ, and `EngineError` if it has none."""
+        """Raise `WeightSyncError` if the engine's log-probabilities differ, and `EngineError` if it does not
+        return them."""
         scores = await asyncio.gather(*map(engine.logprobs, self.sequences))
         logprobs = torch.tensor(scores, dtype=torch.float64)
         bound, difference = BOUNDS[self._dtype] * expected.rounding, _rms(logprobs - expected.logprobs)

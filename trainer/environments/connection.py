@@ -20,8 +20,9 @@ from trainer.environments.answer_check import AnswerChecker
 from trainer.environments.python_tool import PythonTool
 
 BATCH_WINDOW_S = 0.02
-"""Seconds that a call waits to share a request with others while one is in flight. It is about a call's run time and
-negligible beside a turn. Sending calls one by one would cost more CPU time than everything else about them."""
+"""While a request is in flight, a call waits this many seconds so that several calls share the next request. The wait
+is about as long as a call runs, and short beside a turn. One request per call would need more CPU time than all other
+work on the call."""
 MAX_RETRIES = 8
 """Retries of a failed request, over about 15 s. A service that restarts is back by then."""
 
@@ -69,7 +70,7 @@ async def open_sandbox(
 
 
 async def _smoke_test(client: AsyncClient, endpoints: Sequence[str], limits: Limits) -> None:
-    """Run one call, so that a wrong address, token or limit is not taken for a passing failure later."""
+    """Run one call, so that a wrong address, token or limit is an error now and not an outage during the episodes."""
     try:
         result = await client.execute("print(6 * 7)", limits=limits)
     except SandboxError as error:

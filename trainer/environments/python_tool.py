@@ -1,8 +1,8 @@
 """The Python tool: runs a model's code in the sandbox.
 
 Invariants:
-- The result of the code is a response. An infrastructure failure has the status `UNAVAILABLE`, an `error`, and no text
-  for the model. It is not an exception, because one failed call must not end the other episodes.
+- Whatever the code does is a response. If infrastructure fails, the tool call has the status `UNAVAILABLE`, an `error`,
+  and no text for the model. `call` raises no exception for it, because one failed call must not end other episodes.
 - A call that the sandbox rejects as `invalid` is a bug of the trainer, since the model's arguments are checked before.
   It is logged as an error and has the status `UNAVAILABLE`, so the episode is not scored.
 """

@@ -46,7 +46,7 @@ ANSWER_INSTRUCTIONS = (
 
 Message = Mapping[str, str]
 ToolSchema = Mapping[str, Any]
-"""A function tool, as OpenAI-compatible servers and chat templates take it."""
+"""The description of a tool in the form that OpenAI-compatible servers and chat templates accept."""
 Render = Callable[[list[dict[str, str]], bool], str]
 """Renders messages and the opening of the assistant's next turn as text. The flag adds the tools' description."""
 
@@ -78,27 +78,27 @@ class ChatFormat:
     """A format of conversations, made by `rstar2_format` or `tokenizer_format`. It is immutable and can be shared."""
 
     def __init__(self, tokenizer: Tokenizer, render: Render, *, system_prompt: str, answer_instructions: str) -> None:
-        """Derive the text around messages by rendering placeholders. Raises `ValueError` if it is not append-only."""
+        """Render placeholders to learn the text around messages. Raises `ValueError` if `render` is not append-only."""
         self._tokenizer, self._render = tokenizer, render
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
-        # A single character cannot be split, and runs of blanks have no meaning of their own.
+        # Tokens of one character cannot be split, and tokens of blanks have no special meaning: both are left out.
         added = {text: id for text, id in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
         self._special_token_splits = _special_token_splits(added)
-        self._encoded = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
+        self._encode_cached = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
 
+        # The text before a problem, and the text between a problem and the first turn.
         self.prompt_prefix, self._generation_prompt = self._template_segments("user")
-        """The text before a problem, and the text between a problem and the first turn."""
         before_responses, self._between_responses, self._after_responses = self._template_segments(
             "user", "assistant", "tool", "tool"
         )[2:]
-        prefix, finished_opening, *segments = self._template_segments(
+        prefix, finished_turn_opening, *segments = self._template_segments(
             "user", "assistant", "tool", "tool", "assistant", "tool"
         )
-        del segments[2]  # the opening of a finished turn, as `finished_opening`
+        del segments[2]  # the text before the second turn, which may differ like `finished_turn_opening`
         between, after = self._between_responses, self._after_responses
         if [prefix, *segments] != [self.prompt_prefix, before_responses, between, before_responses, after]:
             raise ValueError(
-                "the chat template is not append-only: it renders a turn differently once others follow. Set "
+                "the chat template is not append-only: it renders a turn differently if other messages follow. Set "
                 "model.chat_format to rstar2, or use a template that leaves earlier turns unchanged"
             )
         # A template may open the assistant's turn with a tag, such as `<reason>`. Before a finished turn without that
@@ -106,7 +106,7 @@ class ChatFormat:
         opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
         self._turn_opening = opening_tag[0] if opening_tag else ""
         self._finished_turn_opening = (
-            finished_opening.removeprefix(self._generation_prompt.removesuffix(self._turn_opening))
+            finished_turn_opening.removeprefix(self._generation_prompt.removesuffix(self._turn_opening))
             if self._turn_opening
             else ""
         )
@@ -128,6 +128,23 @@ class ChatFormat:
         """Return the token ids between the end token of a turn and the next turn, for its tool responses in order."""
         return self._interleave(self._response_segments(len(texts)), texts)
 
+    def messages(self, prompt_ids: Sequence[int], turns: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
+        """Return an episode as messages. `turns` are texts, each with the texts of its tool responses.
+
+        If the last turn has an end token, `encode_conversation` gives the episode's ids again. Raises `ValueError` for
+        the prompt of another format, for example with other tools.
+        """
+        prompt = self.decode(prompt_ids)
+        if not (prompt.startswith(self.prompt_prefix) and prompt.endswith(self._generation_prompt)):
+            raise ValueError(f"expected a prompt that begins with {self.prompt_prefix[-80:]!r}, got {prompt[:200]!r}")
+        problem = prompt.removeprefix(self.prompt_prefix).removesuffix(self._generation_prompt)
+        found = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        found.append({"role": "user", "content": self._answer_instructions + problem})
+        for text, responses in turns:
+            found.append({"role": "assistant", "content": self._turn_opening + text})
+            found += [{"role": "tool", "content": response} for response in responses]
+        return found[: len(found) - len(turns[-1][1])] if turns else found
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -135,9 +152,9 @@ class ChatFormat:
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Return a conversation's token ids and loss mask: 1 for the assistant's tokens and their end tokens.
 
-        Without a system message the first user message is a problem, and the ids equal those of `encode_prompt`, the
-        turns and `encode_tool_responses`. With one, no instructions are added. Raises `ValueError` for roles out of
-        order.
+        Without a system message, the first user message is a problem, and the ids equal those of `encode_prompt`, the
+        turns and `encode_tool_responses`. With a system message, no instructions are added. Raises `ValueError` for
+        roles out of order.
         """
         roles = [message["role"] for message in messages]
         contents = [message["content"] for message in messages]
@@ -147,7 +164,7 @@ class ChatFormat:
         ids: list[int] = []
         mask: list[int] = []
         segments = self._template_segments(*roles[:position])
-        observed = contents[:position]
+        pending_texts = contents[:position]
         for role, same_role in groupby(roles[position:]):
             count = len(list(same_role))
             if role == "assistant" and count == 1 and segments:
@@ -155,14 +172,14 @@ class ChatFormat:
                 if not turn.startswith(self._turn_opening):
                     opening = segments[-1].removesuffix(self._turn_opening) + self._finished_turn_opening
                     segments = [*segments[:-1], opening]
-                context = self._interleave(segments, observed)
+                context = self._interleave(segments, pending_texts)
                 sampled = [*self._encode(turn.removeprefix(self._turn_opening)), self.stop_ids[0]]
                 ids += context + sampled
                 mask += [0] * len(context) + [1] * len(sampled)
                 segments = []
             elif role in ("tool", "user") and not segments and (role == "tool" or count == 1):
                 segments = self._response_segments(count) if role == "tool" else self._user_segments
-                observed = contents[position : position + count]
+                pending_texts = contents[position : position + count]
             else:
                 raise ValueError(
                     f"message {position} is from {role!r}: expected the assistant to alternate with tools or the user; "
@@ -202,26 +219,26 @@ class ChatFormat:
         return [*segments, rest]
 
     def _interleave(self, segments: Sequence[str], contents: Iterable[str]) -> list[int]:
-        ids = list(self._encoded(segments[0]))
+        ids = list(self._encode_cached(segments[0]))
         for text, segment in zip(contents, segments[1:], strict=True):
             ids += self._encode_untrusted(text)
-            ids += self._encoded(segment)
+            ids += self._encode_cached(segment)
         return ids
 
     def _encode_untrusted(self, text: str) -> list[int]:
-        """Encode text that must not yield special tokens: each spelling of one is split, so that it remains text."""
-        text = text.encode("utf-8", "replace").decode()  # a tokenizer accepts no lone surrogate
-        return [id for part in self._special_token_splits.split(text) for id in self._encoded(part)]
+        """Encode text that must not yield special tokens. Spellings of special tokens are split, so they stay text."""
+        text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers reject
+        return [id for part in self._special_token_splits.split(text) for id in self._encode_cached(part)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def rstar2_format(tokenizer: Tokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = "") -> ChatFormat:
-    """Create rStar2-Agent's format: Qwen's chat tokens, turns that open with `<reason>`, its own instructions.
+    """Create rStar2-Agent's format: Qwen's chat tokens, turns that open with `<reason>`, and instructions of its own.
 
-    A `system_prompt` replaces all its instructions and the description of the tools; the user message is then the
-    problem alone. Raises `ValueError` if the tokenizer lacks the chat tokens.
+    A `system_prompt` replaces these instructions and the description of the tools. The user message is then the problem
+    alone. Raises `ValueError` if the tokenizer lacks the chat tokens.
     """
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_added_vocab()]
     if missing:
@@ -237,7 +254,8 @@ def tokenizer_format(
     """Create a format from the tokenizer's own chat template. The template must ask for calls in `<tool_call>` tags.
 
     A `system_prompt` is the system message and replaces the answer instructions. Raises `ValueError` for a template
-    that fails, is not append-only, has no `tool` messages, or mentions `<tool_call>` nowhere without a system prompt.
+    that fails, is not append-only, does not render `tool` messages, or, without a system prompt, does not mention
+    `<tool_call>`.
     """
 
     def render(messages: list[dict[str, str]], with_tools: bool) -> str:
@@ -247,7 +265,7 @@ def tokenizer_format(
                     messages, tools=list(tools) if with_tools else None, add_generation_prompt=True, tokenize=False
                 )
             )
-        except Exception as error:  # a template is a program of the model's authors and raises anything
+        except Exception as error:  # a template is a program, which may raise any exception
             raise ValueError(
                 f"the tokenizer's chat template cannot be used: {type(error).__name__}: {error}"
             ) from error

@@ -153,7 +153,7 @@ class Episode:
         self._append(ids, [0.0] * len(ids), 0)
 
     def tail(self, start_token: int, start_turn: int) -> Episode:
-        """Return an episode with only the tokens and turns from these indices on, and the state of this one."""
+        """Return a copy of this episode that has only the tokens and the turns from these indices on."""
         return replace(
             self,
             response_ids=self.response_ids[start_token:],
@@ -164,7 +164,8 @@ class Episode:
         )
 
     def with_tail(self, tail: Episode) -> Episode:
-        """Return this episode continued by a `tail` that begins where this one ends."""
+        """Return a copy of `tail` to which the tokens and turns of this episode are prepended. `tail` begins where this
+        episode ends."""
         return replace(
             tail,
             response_ids=self.response_ids + tail.response_ids,
@@ -174,10 +175,10 @@ class Episode:
             turns=self.turns + tail.turns,
         )
 
-    def _append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
+    def _append(self, ids: Sequence[int], logprobs: Sequence[float], mask_bit: int) -> None:
         self.response_ids += ids
         self.logprobs += logprobs
-        self.loss_mask += [mask] * len(ids)
+        self.loss_mask += [mask_bit] * len(ids)
 
     @property
     def response_length(self) -> int:

@@ -17,8 +17,15 @@ from typing import Any, Literal, Protocol, TypeAlias
 from trainer.episodes.episode import Episode, StopReason
 
 Axis = Literal["count", "free", "log", "positive", "ratio", "share", "stacked", "unit"]
-"""The axis of a chart: from 0 (`count`; `stacked` adds the lines up), from 0 to 1 in percent (`share`; `ratio` ends at
-the largest value), or wherever the numbers are (`free`)."""
+"""The axis of a chart.
+
+    count, positive     from 0 up; `count` at least to 1
+    stacked             as `count`, with the lines added up
+    unit, share         from 0 to 1; `share` in percent
+    ratio               from 0 up, in percent
+    free                around the numbers
+    log                 logarithmic
+"""
 
 
 class ScoredEpisode(Protocol):
@@ -71,10 +78,12 @@ class Metric:
         return numerator / denominator if denominator else nan
 
 
-def _one(episode: ScoredEpisode) -> int:
+def _per_episode(episode: ScoredEpisode) -> int:
+    """The denominator of a mean over episodes: each episode counts as 1."""
     return 1
 
 
+# The titles of the charts that show several metrics.
 _REWARD, _FAILED, _SHARES = "Reward, mean", "Tool calls that failed", "Share of episodes"
 _IN_LOSS, _LEFT_OUT = "Episodes sampled", "Left out of the loss"
 _LENGTH, _TOKENS = "Response length, mean tokens", "Tokens sampled per step"
@@ -82,7 +91,9 @@ _SECONDS, _SIZE, _STALE = "Seconds per step, logarithmic", "Turns and tool calls
 _IMPORTANCE = "Probability ratio, trained to sampled"
 
 METRICS = {
-    "reward": Metric("mean reward of the sampled episodes", _REWARD, "sampled", "unit", lambda e: e.reward, _one),
+    "reward": Metric(
+        "mean reward of the sampled episodes", _REWARD, "sampled", "unit", lambda e: e.reward, _per_episode
+    ),
     "reward_in_loss": Metric("mean reward of the episodes in the loss", _REWARD, "in the loss"),
     "tool_error_ratio": Metric(
         "failed tool calls divided by all tool calls", _FAILED, "all episodes", "ratio",
@@ -94,14 +105,15 @@ METRICS = {
     ),
     "one_answer": Metric(
         "share of episodes with exactly one answer block", _SHARES, "exactly one answer", "share",
-        lambda e: e.answer_blocks == 1, _one,
+        lambda e: e.answer_blocks == 1, _per_episode,
     ),
     "tool_use": Metric(
-        "share of episodes with a tool call", _SHARES, "with a tool call", "share", lambda e: e.num_tool_calls > 0, _one
+        "share of episodes with a tool call", _SHARES, "with a tool call", "share", lambda e: e.num_tool_calls > 0,
+        _per_episode,
     ),
     "response_length": Metric(
         "mean number of tokens after the prompt, observations included", _LENGTH, "all episodes", "count",
-        lambda e: e.response_length, _one,
+        lambda e: e.response_length, _per_episode,
     ),
     "episodes_in_loss": Metric(
         "episodes selected and in the loss; 0 for a zero-variance group", _IN_LOSS, "in the loss", "stacked"
@@ -128,8 +140,10 @@ METRICS = {
     "staleness_mean_steps": Metric(
         "mean training steps by which a token's weights are behind", "Staleness, mean", "training steps"
     ),
-    "turns": Metric("mean turns per episode", _SIZE, "turns", "count", lambda e: e.num_turns, _one),
-    "tool_calls": Metric("mean tool calls per episode", _SIZE, "tool calls", "count", lambda e: e.num_tool_calls, _one),
+    "turns": Metric("mean turns per episode", _SIZE, "turns", "count", lambda e: e.num_turns, _per_episode),
+    "tool_calls": Metric(
+        "mean tool calls per episode", _SIZE, "tool calls", "count", lambda e: e.num_tool_calls, _per_episode
+    ),
     "step_s": Metric("seconds of the whole training step", _SECONDS, "step", "log"),
     "rollout_s": Metric("seconds from the first episode's start to the last one's end", _SECONDS, "rollout"),
     "optimize_s": Metric("seconds of forward and backward passes and the optimizer", _SECONDS, "optimize"),
@@ -169,10 +183,10 @@ METRICS = {
 def step_metrics(groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return the metrics that follow from a step's episodes; `in_loss` has the indices in the loss of each group."""
     episodes = [episode for group in groups for episode in group]
-    used = [group[index] for group, indices in zip(groups, in_loss, strict=True) for index in indices]
+    episodes_in_loss = [group[index] for group, indices in zip(groups, in_loss, strict=True) for index in indices]
     return {name: metric.value(episodes) for name, metric in METRICS.items() if metric.numerator} | {
-        "reward_in_loss": METRICS["reward"].value(used),
-        "episodes_in_loss": len(used),
-        "episodes_not_in_loss": len(episodes) - len(used),
+        "reward_in_loss": METRICS["reward"].value(episodes_in_loss),
+        "episodes_in_loss": len(episodes_in_loss),
+        "episodes_not_in_loss": len(episodes) - len(episodes_in_loss),
         "zero_variance_groups": sum(not indices for indices in in_loss),
     }

@@ -1,7 +1,7 @@
 """The reward of an episode: 1 if its answer is equivalent to the problem's, else 0; None if that is unknown.
 
 Only the answer's correctness counts (rStar2-Agent, arXiv 2508.20722, 2.2). Format and tool use have no reward; they
-weigh in the resampling (`trainer.episodes.roc`).
+count in the resampling (`trainer.episodes.roc`).
 
 Invariants:
 - An infrastructure failure gives None, never 0: the episode was cancelled or unavailable, or the sandbox could not

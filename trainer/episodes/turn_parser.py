@@ -92,7 +92,7 @@ def _parse_call(text: str, start: int) -> tuple[ToolCallRequest | MalformedCall,
     if end < 0:
         error = f"SyntaxError: {TOOL_CALL_OPEN} is never closed by {TOOL_CALL_CLOSE}"
         return _malformed(text[start:], error), len(text)
-    try:
+    try:  # parsed again, so that the error is about the text before the closing tag only
         call = _tool_call(json.loads(text[start:end]), text[start:end])
     except (ValueError, RecursionError) as error:
         call = _malformed(text[start:end], f"{type(error).__name__}: {error}")

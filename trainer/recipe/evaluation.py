@@ -3,10 +3,10 @@
 Invariants:
 - An episode without a reward counts in `unavailable` only. It is never a 0.
 - A problem's outcomes are on disk once its episodes are finished, and the same command does not sample them again.
-- However often the command is killed, an episode has one row.
-- The intervals cover what other problems of the same kind would give: they follow from the variance over problems.
+- An episode has one row, even if the command was killed and repeated.
+- The intervals are about other problems of the same kind, so they follow from the variance over problems.
 
-Letters: P problems.
+A name with the suffix _P has one item per problem.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ZERO_VARIANCE = 1e-12
 OUTCOMES = "outcomes.jsonl"
 """Name of the file with one row per episode, from which an evaluation resumes and reports."""
 MAX_IN_FLIGHT = 1 << 14
-"""Approximate number of episodes in flight."""
+"""Approximate limit of the number of episodes in flight. It is exact only if the samples per problem divide it."""
 
 Collect = Callable[[Sequence[Problem], int], Awaitable[list[list[Episode]]]]
 """Collects the given number of episodes of each problem."""
 
 
 class EpisodeOutcome(NamedTuple):
-    """What an evaluation keeps of an episode. The fields are attributes of `Episode`."""
+    """The attributes of an `Episode` from which an evaluation computes its measures."""
 
     reward: float | None
     num_tool_calls: int
@@ -121,11 +121,11 @@ async def evaluate_problems(
     """
     ids = {problem.id for problem in problems.values()}
     run_folder.filter_episodes(0, lambda row: row["problem"]["id"] not in ids)
-    slots, done = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // samples)), 0
+    problem_limit, done = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // samples)), 0
 
     async def evaluate(number: int, problem: Problem) -> None:
         nonlocal done
-        async with slots:
+        async with problem_limit:
             groups = await collect([problem], samples)
         if not outcomes_only:
             run_folder.write_episodes(0, "eval", groups, [range(samples)], first_group=number)
@@ -165,7 +165,7 @@ def summary_scores(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
     return {
         **values,
         "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
-        "accuracy_by_source": {name: asdict(a) if a else None for name, a in accuracies.items()},
+        "accuracy_by_source": {name: asdict(value) if value else None for name, value in accuracies.items()},
     }
 
 
@@ -182,7 +182,7 @@ def write_outcomes(eval_dir: Path, episodes: Iterable[Episode]) -> None:
 
 
 def read_outcomes(eval_dir: Path) -> dict[tuple[str, int], EpisodeOutcome]:
-    """Return the outcomes in an evaluation's folder by (problem, sample). A later row replaces an earlier one."""
+    """Return the outcomes in an evaluation's folder by (problem id, sample). A later row replaces an earlier one."""
     rows = ((row.pop("problem"), row.pop("sample"), EpisodeOutcome(**row)) for row in read_rows(eval_dir / OUTCOMES))
     return {(problem, sample): outcome for problem, sample, outcome in rows}
 

@@ -1,7 +1,7 @@
-"""The work of each phase, in a process of its own: brings data, models, engines and tools together.
+"""The work of each phase of a recipe. It connects data, models, engines and tools. Each phase has its own process.
 
 Invariants:
-- What a phase does follows from the configuration, its seed, and the results of earlier phases.
+- The work of a phase depends on the configuration, its seed, and the results of earlier phases only.
 - The first rank writes the phase's result file last.
 - Only the first rank uses engines, tools and the run folder.
 """
@@ -75,7 +75,7 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
 def _prepare_problems(
     config: RunConfig, name: str, sources: Sequence[str], chat_format: ChatFormat, response_tokens: int
 ) -> tuple[list[Problem], problem_data.PrepareReport]:
-    """Return the usable problems of `sources`: their prompts leave space for the response, their answers parse."""
+    """Return the problems whose prompts leave `response_tokens` for a response, and whose answers can be parsed."""
     is_eval = name == EVAL_SET
     max_prompt_tokens = config.engines.max_model_len - response_tokens
 
@@ -99,7 +99,7 @@ def _prepare_problems(
 
 
 def _unparsable_answers(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
-    """Return the answers that the checker does not find equivalent to themselves. No model could be right on them."""
+    """Return the answers that the checker does not find equivalent to themselves. Every response would be wrong."""
     with LoopThread() as loop_thread:
         sandbox = open_run_sandbox(loop_thread, config.sandbox)
         outcomes = loop_thread.run(sandbox.answer_checker.verify, [(answer, answer) for answer in answers])
@@ -112,7 +112,9 @@ def _unparsable_answers(config: RunConfig, answers: Sequence[str]) -> Collection
 def sft(run: RecipeRun, phase: Phase) -> None:
     """Train the first model on conversations."""
     config = run.config
-    conversations = [talk for source in config.sft.data for talk in read_conversations(source, seed=config.seed)]
+    conversations = [
+        messages for source in config.sft.data for messages in read_conversations(source, seed=config.seed)
+    ]
     steps = round(config.sft.epochs * len(conversations) / config.sft.batch_size)
     with _training_context(run, phase, steps) as context:
         chat_format = load_chat_format(config, context.model)
@@ -133,7 +135,7 @@ def grpo(run: RecipeRun, phase: Phase) -> None:
         _training_context(run, phase, stage.steps) as context,
         open_rollout(run, context.model) if is_first_rank else nullcontext() as rollouts,
     ):
-        wait_for_ranks(run.config.hardware)  # engines may take minutes to start
+        wait_for_ranks(run.config.hardware)  # until the first rank has opened its engines, which may take minutes
         trained = train_stage(
             stage,
             context,
@@ -151,7 +153,7 @@ def filter_problems(run: RecipeRun, phase: Phase) -> None:
     stage, model = run.config.stage_config(phase.stage), run.trained_model(phase.stage, before=True).model
     problems, filter_dir = read_problems(str(run.unfiltered_path(stage))), run.stage_dir(phase.stage) / "filter"
     samples = stage.difficulty_filter_samples
-    run_evaluation(run, model, problems, filter_dir, stage, samples, seed=str(phase), outcomes_only=True)
+    run_evaluation(run, model, problems, filter_dir, stage, samples, seed_name=str(phase), outcomes_only=True)
     outcomes = evaluation.read_outcomes(filter_dir)
     unsolved = {problem for (problem, _), outcome in outcomes.items() if outcome.reward != 1}
     kept = [problem for problem in problems if problem.id in unsolved]
@@ -170,7 +172,7 @@ PHASE_FUNCTIONS: Mapping[str, Callable[[RecipeRun, Phase], None]] = {
     "filter": filter_problems,
     "grpo": grpo,
 }
-"""The work of each phase but `eval`, which also returns its reports."""
+"""The work of each phase except `eval`, whose function also returns the reports."""
 
 
 def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:
@@ -186,7 +188,7 @@ def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:
 def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[str, evaluation.EvalReport]:
     """Evaluate any model with the run's settings. By default `out` is a folder for this model in the run folder."""
     config, path = run.config, run.model_path(model)
-    if path.is_dir():  # one name for a folder, however it is written
+    if path.is_dir():  # so that a folder has one name, whether its path is relative or absolute
         path, run_dir = path.resolve(), run.dir.resolve()
         model = str(path.relative_to(run_dir) if path.is_relative_to(run_dir) else path)
     stats = [(file.name, file.stat()) for file in sorted(path.glob("*.safetensors"))]
@@ -215,16 +217,16 @@ def run_evaluation(
     limits: SamplingConfig,
     samples: int,
     *,
-    seed: str = "eval",
+    seed_name: str = "eval",
     outcomes_only: bool = False,
     identity: Mapping[str, object] | None = None,
 ) -> dict[str, evaluation.EvalReport]:
     """Collect `samples` episodes per problem in the folder `out` and return the reports, by source and over all.
 
-    Episodes that are already in `out` are not collected again. Raises `RecordError` if they have another `identity`,
-    model or settings, and `NoRewardsError` if no episode has a reward.
+    Episodes that are already in `out` are not collected again. Raises `RecordError` if they were collected with another
+    model, other settings or other values of `identity`, and `NoRewardsError` if no episode has a reward.
     """
-    number, run_folder = _derive_seed(run.config, seed), RunFolder(out)
+    seed, run_folder = _derive_seed(run.config, seed_name), RunFolder(out)
     compared = ("max_response_tokens", "max_turns", "max_tool_response_chars")
     run_folder.bind_config(
         {
@@ -232,7 +234,7 @@ def run_evaluation(
             "samples": samples,
             "temperature": limits.temperature,
             "top_p": limits.top_p,
-            "seed": number,
+            "seed": seed,
             "model": model,
             **(identity or {}),
         }
@@ -244,7 +246,7 @@ def run_evaluation(
                 evaluation.evaluate_problems,
                 missing,
                 samples,
-                partial(rollouts.collector.collect, limits=limits, seed=number),
+                partial(rollouts.collector.collect, limits=limits, seed=seed),
                 run_folder=run_folder,
                 outcomes_only=outcomes_only,
                 on_progress=lambda done: advance(done_before + done),
@@ -259,7 +261,7 @@ def rollout(run: RecipeRun, stage: str, *, num_problems: int, samples: int, out:
     """Collect episodes of the run's first training problems into a folder that `show` opens."""
     limits = run.config.rl if stage in (INITIAL_STAGE, SFT) else run.config.stage_config(stage)
     problems = read_problems(str(run.problems_path(limits)))[:num_problems]
-    run_evaluation(run, run.trained_model(stage).model, problems, out, limits, samples, seed="rollout")
+    run_evaluation(run, run.trained_model(stage).model, problems, out, limits, samples, seed_name="rollout")
 
 
 @contextmanager
@@ -293,5 +295,5 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
 
 
 def _derive_seed(config: RunConfig, name: str) -> int:
-    """Return a phase's own seed, so that stages do not repeat each other's order of problems."""
+    """Return a seed that differs from phase to phase, so that no two stages have the same order of problems."""
     return random.Random(f"{config.seed} {name}").getrandbits(31)

@@ -24,11 +24,11 @@ INITIAL_STAGE = "initial"
 TINY_MODEL = "tiny"
 """The `model.path` of a model that the run generates."""
 EVAL_SET = "eval"
-"""Name of the evaluation problems among the prepared ones."""
+"""Name of the file with the problems of the evaluation, beside those with training problems."""
 DISTRIBUTED_PHASES = ("sft", "grpo")
 """The phases that run on every rank."""
 RESULT_FILES = {"sft": "train", "grpo": "train"}
-"""Name of a phase's result file, if it is not the phase's own."""
+"""The names of result files that differ from the phase's command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,8 @@ class RecipeRun:
         stages = [phase.stage for phase in phases]
         if stage not in stages:
             self.config.stage_config(stage)
-        result = self.require_result(phases[stages.index(stage) - before])
+        index = stages.index(stage)
+        result = self.require_result(phases[index - 1 if before else index])
         assert isinstance(result, TrainResult)
         return result
 
@@ -151,13 +152,13 @@ class RecipeRun:
         return self.dir / "data" / f"{stage.name if stage.data else 'train'}.jsonl"
 
     def relative(self, path: Path) -> str:
-        """Return a path in the run folder as results name it."""
+        """Return a path in the run folder relative to it, as results name it."""
         return str(path.relative_to(self.dir))
 
     def model_path(self, name: str) -> Path:
         """Return the folder of a model that a result names, or its hub name."""
-        own = self.dir / name
-        return own if own.is_dir() else Path(name)
+        path = self.dir / name
+        return path if path.is_dir() else Path(name)
 
     def summary(self) -> dict[str, Any]:
         """Return the results so far: a row for SFT and for each stage that has been evaluated."""

@@ -1,7 +1,7 @@
 """Checks that this machine has everything that the phases of a run need, before the first of them starts.
 
 Invariants:
-- All that is missing is reported at once, in one line each with what to do.
+- Everything that is missing is reported at once. Each missing thing has one line, which says what to do.
 - Nothing is left behind: a sandbox that is started for a check is stopped, and no file is written.
 
 Three things are not checked, since only the work itself shows them: whether vLLM starts, whether the rows of a data set
@@ -29,15 +29,15 @@ from trainer.data.sources import check_source
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
-from trainer.recipe.resource_plan import GB, LESS_TRAINING_MEMORY, disk_bytes, known_shape, misfits, resource_plan
+from trainer.recipe.resource_plan import GB, LESS_MEMORY_ADVICE, disk_bytes, known_shape, misfits, resource_plan
 from trainer.recipe.runner import NotReady
 
 SAMPLING_PHASES = ("filter", "grpo", "eval", "rollout")
 """The phases that need engines and the sandbox."""
 ENGINE_TIMEOUT_S = 10.0
 PYTHON_TIMEOUT_S = 60.0
-"""Seconds that a Python has to report whether it has vLLM."""
-HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+"""Seconds within which a Python must report whether it has vLLM."""
+FIND_VLLM_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
 def require(run: RecipeRun, phases: Sequence[Phase]) -> None:
@@ -52,21 +52,21 @@ def require(run: RecipeRun, phases: Sequence[Phase]) -> None:
 def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     """Return a line for each thing that `phases` need and that is missing, with what to do."""
     config, commands = run.config, {phase.command for phase in phases}
-    lines = [*_data(config, phases), *_model(config, needs_weights=commands != {"prepare"})]
+    lines = [*_check_data(config, phases), *_check_model(config, needs_weights=commands != {"prepare"})]
     try:
         shape = known_shape(config)
-    except ConfigError:  # reported by `_model`
+    except ConfigError:  # reported by `_check_model`
         shape = None
     if shape:
-        lines += [*_disk(run, phases, shape), *_memory(config, phases, shape)]
+        lines += [*_check_disk(run, phases, shape), *_check_memory(config, phases, shape)]
     if commands & {*DISTRIBUTED_PHASES}:
-        lines += _packages(config)
+        lines += _check_packages(config)
     if commands & {*SAMPLING_PHASES}:
-        lines += [*_own_engines(config), *asyncio.run(_servers(config))]
+        lines += [*_check_own_engines(config), *asyncio.run(_check_servers(config))]
     return [" ".join(line.split()) for line in lines]
 
 
-def _data(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
+def _check_data(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
     sources: dict[str, Sequence[str]] = {}
     if any(phase.command == "prepare" for phase in phases):
         sources |= {"data.train": config.data.train, "data.decontaminate_against": config.data.decontaminate_against}
@@ -74,13 +74,13 @@ def _data(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
         sources |= {"eval.data": config.eval.data}
     if any(phase.command == "sft" for phase in phases):
         sources |= {"sft.data": config.sft.data}
-    # A source in several settings is reported once, under the first of them.
+    # A source in several settings is reported once, under the first setting: items are added from last to first.
     setting_of = {source: setting for setting, names in reversed(sources.items()) for source in reversed(names)}
-    with ThreadPoolExecutor() as threads:  # a hub that cannot be reached takes half a minute per source
-        yield from filter(None, threads.map(_source, reversed(setting_of.values()), reversed(setting_of)))
+    with ThreadPoolExecutor() as threads:  # for an unreachable hub, each source takes half a minute
+        yield from filter(None, threads.map(_source_error, reversed(setting_of.values()), reversed(setting_of)))
 
 
-def _source(setting: str, source: str) -> str:
+def _source_error(setting: str, source: str) -> str:
     try:
         check_source(source, has_conversations=setting == "sft.data")
     except (DataError, OSError) as error:
@@ -88,7 +88,7 @@ def _source(setting: str, source: str) -> str:
     return ""
 
 
-def _model(config: RunConfig, *, needs_weights: bool) -> Iterator[str]:
+def _check_model(config: RunConfig, *, needs_weights: bool) -> Iterator[str]:
     """Check the tokenizer, the chat template and, if phases load them, sizes and weights."""
     path = Path(config.model.path)
     if config.model.path == TINY_MODEL:
@@ -107,7 +107,7 @@ def _model(config: RunConfig, *, needs_weights: bool) -> Iterator[str]:
         yield f"{error}; see model.path, model.chat_format and model.system_prompt"
 
 
-def _disk(run: RecipeRun, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:
+def _check_disk(run: RecipeRun, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:
     trainings = sum(phase.command in DISTRIBUTED_PHASES for phase in phases)
     if not trainings:
         return
@@ -122,7 +122,7 @@ def _disk(run: RecipeRun, phases: Sequence[Phase], shape: ModelShape) -> Iterato
         )
 
 
-def _memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:
+def _check_memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:
     hardware, available_gb = config.hardware, 0.0
     if hardware.gpus_per_node:
         import torch
@@ -146,7 +146,7 @@ def _memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape) -> It
             where = name if name == "sft" else f"stages.{name}"
             yield (
                 f"memory: {where}: needs {needed_gb:.1f} GB, but {available_gb:.1f} GB are available here; "
-                f"{LESS_TRAINING_MEMORY} (rstar-train recipe --dry-run shows the sum)"
+                f"{LESS_MEMORY_ADVICE} (rstar-train recipe --dry-run shows the sum)"
             )
 
 
@@ -156,7 +156,7 @@ def _available_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _packages(config: RunConfig) -> Iterator[str]:
+def _check_packages(config: RunConfig) -> Iterator[str]:
     launcher = config.hardware.launcher
     if launcher and not shutil.which(launcher[0]):
         yield f"hardware.launcher: {launcher[0]}: no such command on PATH; install it, or name another"
@@ -165,15 +165,15 @@ def _packages(config: RunConfig) -> Iterator[str]:
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
 
 
-def _own_engines(config: RunConfig) -> Iterator[str]:
-    """Check what engines that the run starts need: GPUs, beside those for training, and vLLM."""
+def _check_own_engines(config: RunConfig) -> Iterator[str]:
+    """Check what the run's own engines need: enough GPUs, and vLLM."""
     engines, hardware = config.engines, config.hardware
     starts_servers = engines.kind == "vllm" and not engines.endpoints
     if hardware.gpus_per_node:
         import torch
 
-        own = engines.count * engines.tensor_parallel_size if starts_servers else 0
-        expected = hardware.gpus_per_node + own if hardware.engine_gpus else max(hardware.gpus_per_node, own)
+        used = engines.count * engines.tensor_parallel_size if starts_servers else 0
+        expected = hardware.gpus_per_node + used if hardware.engine_gpus else max(hardware.gpus_per_node, used)
         if (visible := torch.cuda.device_count()) < expected:
             yield (
                 f"GPUs: expected {expected} here, got {visible}; lower hardware.gpus_per_node or engines.count, or "
@@ -192,21 +192,23 @@ def _own_engines(config: RunConfig) -> Iterator[str]:
 
 def _has_vllm(python: str) -> bool:
     try:
-        return not subprocess.run([python, "-c", HAS_VLLM], capture_output=True, timeout=PYTHON_TIMEOUT_S).returncode
+        return not subprocess.run(
+            [python, "-c", FIND_VLLM_CODE], capture_output=True, timeout=PYTHON_TIMEOUT_S
+        ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
-async def _servers(config: RunConfig) -> list[str]:
+async def _check_servers(config: RunConfig) -> list[str]:
     """Check all sandboxes and vLLM servers at the same time."""
-    sandboxes = [_sandbox(config, endpoint) for endpoint in expand_urls(config.sandbox.endpoints) or ("local",)]
+    sandboxes = [_check_sandbox(config, endpoint) for endpoint in expand_urls(config.sandbox.endpoints) or ("local",)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ENGINE_TIMEOUT_S)) as session:
         urls = expand_urls(config.engines.endpoints) if config.engines.kind == "vllm" else ()
-        engines = [_engine(config, session, url.rstrip("/")) for url in urls]
+        engines = [_check_engine(config, session, url.rstrip("/")) for url in urls]
         return [line for line in await asyncio.gather(*sandboxes, *engines) if line]
 
 
-async def _sandbox(config: RunConfig, endpoint: str) -> str:
+async def _check_sandbox(config: RunConfig, endpoint: str) -> str:
     """Check a sandbox with one call and one answer check. "local" starts one, as the phases do."""
     advice = (
         "start `rstar-sandbox serve` there, or change sandbox.endpoints"
@@ -225,13 +227,14 @@ async def _sandbox(config: RunConfig, endpoint: str) -> str:
     return ""
 
 
-async def _engine(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
+async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
     """Check that a vLLM server answers, takes sequences of the run's length, and can reload weights."""
     max_model_len = config.engines.max_model_len
     try:
         async with session.get(f"{url}/v1/models") as response:
             models = json.loads(await response.text())["data"]
-        async with session.get(f"{url}/collective_rpc") as response:  # 405, since the route takes a POST
+        # A server with this route answers 405, since it expects a POST.
+        async with session.get(f"{url}/collective_rpc") as response:
             has_routes = response.status != 404
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         got = f"{type(error).__name__}: {error}"

@@ -1,14 +1,14 @@
-"""What a run needs: parameters, training memory, KV cache, episodes that fit, tokens per step, disk.
+"""Computes what a run needs: parameters, training memory, KV cache, episodes that fit, tokens per step, disk space.
 
 | exact                                                       | estimated                                             |
 |-------------------------------------------------------------|-------------------------------------------------------|
 | parameters; bytes of weights, gradients and Adam's moments  | activations, logits, and weights in `model.dtype`      |
-| bytes of KV cache per token, tokens per step                | (they depend on attention, loss and sharding)          |
+| bytes of KV cache per token, tokens per step                | (these depend on attention, loss and sharding)         |
 
-Training keeps float32 weights, gradients and both of Adam's moments, 16 bytes per parameter: at the paper's learning
-rate of 1e-6, bfloat16 would round an update away. Passes and engines compute in `model.dtype`. With sharding, each GPU
-keeps its share of the weights, the gradients and both moments; gradients are sharded after every micro-batch. Nothing
-here estimates time.
+Training keeps weights, gradients and both of Adam's moments in float32, which takes 16 bytes per parameter. In bfloat16
+the updates of the paper's learning rate, 1e-6, would be rounded to zero. Passes and engines compute in `model.dtype`.
+With sharding, each GPU keeps its share of the weights, the gradients and both moments; gradients are sharded after
+every micro-batch. Nothing here estimates time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ BYTES = {"float32": 4, "bfloat16": 2}
 TRAIN_BYTES_PER_VALUE = 4
 """Bytes of a value in the trained weights, their gradients, and each of Adam's two moments."""
 ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
-"""Bytes of a parameter's two moments."""
+"""Bytes of the two moments of a parameter."""
 GB = 10**9
 MAX_CHECKPOINTS = 4
 """Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
 PROMPT_ALLOWANCE = 1024
-"""Tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
-LESS_TRAINING_MEMORY = "lower micro_batch_size or set gradient_checkpointing or sharding"
+"""Assumed tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
+LESS_MEMORY_ADVICE = "lower micro_batch_size or set gradient_checkpointing or sharding"
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """What SFT or a stage needs, if every episode has its maximum length. None where it does not apply."""
+    """What SFT or a stage needs, if every episode has its maximum length. A value that does not apply is None."""
 
     episodes: int | None
     """Episodes sampled per training step."""
@@ -151,7 +151,7 @@ def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int
 def disk_bytes(config: RunConfig, shape: ModelShape, num_phases: int) -> int:
     """Return the bytes of checkpoints, synced weights and the models of `num_phases` phases, without episodes."""
     uses_files = config.engines.kind == "vllm" and config.engines.weight_sync == "file"
-    synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the engines' weights, and newer ones
+    synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the weights of the engines, and those being written
     stored = MAX_CHECKPOINTS * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + num_phases * TRAIN_BYTES_PER_VALUE
     return num_parameters(shape) * (stored + synced)
 
@@ -168,18 +168,17 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
     else:
         engine_gpu_bytes = int(engines.gpu_memory_utilization * hardware.gpu_memory_gb * GB)
         kv_tokens = max(0, engine_gpu_bytes * engines.tensor_parallel_size - parameters * BYTES[dtype]) // per_token
-    shared_bytes = 0 if hardware.engine_gpus else engine_gpu_bytes
+    shared_bytes = 0 if hardware.engine_gpus else engine_gpu_bytes  # of an engine on the training GPUs
 
     def memory(settings: SftConfig | StageConfig, row_tokens: int, engine_gpu_bytes: int) -> tuple[int, float | None]:
         """Return (train_bytes, gpu_share) for rows of `row_tokens`, beside an engine of `engine_gpu_bytes`."""
         tokens, checkpointing = settings.micro_batch_size * row_tokens, settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
         pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + logit_bytes(shape, tokens, dtype)
-        train_bytes = 4 * weight_bytes + activations + pass_bytes
-        is_memory_known = gpus > 0 and hardware.gpu_memory_gb > 0
-        return train_bytes, (train_bytes + engine_gpu_bytes) / (
-            hardware.gpu_memory_gb * GB
-        ) if is_memory_known else None
+        train_bytes = 4 * weight_bytes + activations + pass_bytes  # 4: weights, gradients, two moments
+        if not gpus or not hardware.gpu_memory_gb:
+            return train_bytes, None
+        return train_bytes, (train_bytes + engine_gpu_bytes) / (hardware.gpu_memory_gb * GB)
 
     def stage_plan(stage: StageConfig) -> PhasePlan:
         max_tokens, problems = stage.max_response_tokens, stage.problems_per_step
@@ -232,7 +231,7 @@ def misfits(config: RunConfig, plan: ResourcePlan) -> dict[str, list[str]]:
         if (phase.gpu_share or 0) > 1:
             lines[name].append(
                 f"memory: {where}: training and the engine on the same GPU take {phase.gpu_share:.0%} of its "
-                f"{config.hardware.gpu_memory_gb:.0f} GB; {LESS_TRAINING_MEMORY}, or lower "
+                f"{config.hardware.gpu_memory_gb:.0f} GB; {LESS_MEMORY_ADVICE}, or lower "
                 "engines.gpu_memory_utilization"
             )
         if is_memory_known and phase.episodes_per_engine == 0:

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import EnginesConfig, RunConfig, SandboxConfig, expand_urls
-from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.local import LocalEngine
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_by_engine
@@ -53,7 +53,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
     with LoopThread() as loop_thread:
         sandbox = open_run_sandbox(loop_thread, config.sandbox)
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
-        gc.freeze()  # garbage collection over the libraries' objects takes a fifth of a second each time
+        gc.freeze()  # each collection over the objects of the libraries would take 0.2 s
         chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify
         yield RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, sandbox.python_tool, verify), pool)
 
@@ -69,13 +69,13 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
             with model_errors_as_config_errors(model):
                 local = LocalEngine(weights, max_num_seqs=engines.max_num_seqs, max_model_len=engines.max_model_len)
             options: dict[str, Any] = {"transfer": load_by_engine, "all_down_timeout_s": ALL_DOWN_TIMEOUT_S}
-            served: Sequence[LocalEngine | VllmEngine] = [local]
+            pool_engines: Sequence[LocalEngine | VllmEngine] = [local]
         else:
-            served = await _vllm_engines(stack, config, model, run_dir, weights.config.vocab_size)
-            # Only vLLM servers are restarted, so only for them it is worth to wait.
+            pool_engines = await _vllm_engines(stack, config, model, run_dir, weights.config.vocab_size)
+            # Only vLLM servers are restarted, so episodes wait longer for them than for a local engine.
             options = {**_weight_transfer(config, run_dir), "all_down_timeout_s": engines.max_down_s}
         pool = EnginePool(
-            served,
+            pool_engines,
             **options,
             probe=SyncProbe(model, dtype),
             scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
@@ -90,7 +90,7 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
 async def _vllm_engines(
     stack: AsyncExitStack, config: RunConfig, model: Path, run_dir: Path, vocab_size: int
 ) -> list[VllmEngine]:
-    """Return clients of the servers at `engines.endpoints`, or of servers that are started until `stack` ends."""
+    """Return clients of the servers at `engines.endpoints`, or of servers that run until `stack` is closed."""
     engines, hardware = config.engines, config.hardware
     endpoints: Sequence[str] = expand_urls(engines.endpoints)
     if not endpoints:

@@ -5,11 +5,11 @@
     filter         optional: drops the problems that the current model always solves
     grpo, eval     one RL stage; filter, grpo and eval repeat for each stage
 
-Each phase is a child process because its end frees all memory, GPU memory included, because torchrun can start one
-command on many ranks, and because a kill of the recipe then leaves the same files as a kill of that command.
+Each phase is a child process for three reasons: its end frees all memory, GPU memory included; torchrun can start its
+command on many ranks; and a kill leaves the same files, whether the recipe or only the command of the phase is killed.
 
 Invariants:
-- A phase that is done never runs again. A phase that was killed continues and gives the result of an unbroken run.
+- A phase that is done never runs again. A killed phase continues, with the same result as an uninterrupted one.
 - Nothing starts before `trainer.recipe.preflight` has found all that the phases need. The run folder gets its
   configuration only after that, so that a configuration that cannot run here may still be changed.
 - One recipe works on a run folder at a time. The children hold the lock as well, so a successor waits for them.
@@ -35,7 +35,7 @@ from trainer.config import ConfigError, RunConfig, SamplingConfig
 from trainer.config_loading import ENV_PREFIX, load_config
 from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 
-STOP_S = 60.0
+STOP_TIMEOUT_S = 60.0
 """Seconds that a child has to stop its own children after SIGTERM."""
 CHANGEABLE_SETTINGS = (
     *("run_dir", "rl.", "tracking.", "storage.", "hardware.", "sandbox.endpoints", "engines.endpoints"),
@@ -43,7 +43,8 @@ CHANGEABLE_SETTINGS = (
     *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
     *("engines.placement_policy", "engines.max_down_s"),
 )
-"""Settings that may change when a run continues, since they describe the machine. `[rl]` is part of each stage."""
+"""Beginnings of the settings that may change when a run continues, since they do not change its results. `[rl]` may
+change because each stage has its own copy of these settings, and the copies are compared."""
 EXIT_MISUSE = 2
 """Exit code of a child that reports a wrong setting."""
 NO_PREFLIGHT = "--no-preflight"
@@ -59,7 +60,8 @@ class NotReady(ConfigError):
 
 
 RunPhase = Callable[[Phase, Sequence[str], int], int]
-"""Runs a phase's command, which inherits a descriptor, and returns its exit code."""
+"""Runs the command line of a phase and returns its exit code. The third argument is the descriptor of the lock, which
+the child inherits."""
 
 
 def _log(text: str) -> None:
@@ -79,7 +81,7 @@ def run_recipe(
     """
     run, run_phase = RecipeRun(config), run_phase or run_child
     with _locked(run.dir, log) as lock:
-        # With today's defaults for settings that are newer than the folder.
+        # `load_config` fills in today's defaults for settings that are newer than the folder.
         saved = asdict(load_config(run.dir, {})) if run.run_folder.read_config() else None
         if saved:
             run.run_folder.bind_config(asdict(config), saved, changeable=CHANGEABLE_SETTINGS)
@@ -101,24 +103,24 @@ def _run_logged(
     phase: Phase, command: Sequence[str], run_phase: RunPhase, lock: int, log: Callable[[str], None], run: RecipeRun
 ) -> None:
     try:
-        code = run_phase(phase, command, lock)
+        exit_code = run_phase(phase, command, lock)
     except KeyboardInterrupt:
         log(f"recipe: interrupted in {phase}; `rstar-train recipe {run.dir}` continues there")
         raise
-    if code:
-        raise PhaseFailed(f"{phase} failed with exit code {code}; `rstar-train recipe {run.dir}` continues there")
+    if exit_code:
+        raise PhaseFailed(f"{phase} failed with exit code {exit_code}; `rstar-train recipe {run.dir}` continues there")
 
 
 def _time_left(run: RecipeRun) -> str:
-    """Return an estimate of the time left as text; empty while a kind of phase has never been timed."""
+    """Return an estimate of the time left as text. Empty if a command that is left has not finished once."""
     work = {phase: _work(run, phase) for phase in run.phases()}
-    timed = {phase: result.seconds for phase in work if (result := run.result(phase))}
-    pending = [phase for phase in work if phase not in timed]
-    rates: dict[str, float] = {}
-    for kind in {phase.command for phase in timed}:
-        alike = [phase for phase in timed if phase.command == kind]
-        rates[kind] = sum(timed[phase] for phase in alike) / max(1, sum(work[phase] for phase in alike))
-    if "eval" in rates:  # a filter samples the same way
+    seconds_by_phase = {phase: result.seconds for phase in work if (result := run.result(phase))}
+    pending = [phase for phase in work if phase not in seconds_by_phase]
+    rates: dict[str, float] = {}  # seconds per unit of work, by command
+    for command in {phase.command for phase in seconds_by_phase}:
+        same = [phase for phase in seconds_by_phase if phase.command == command]
+        rates[command] = sum(seconds_by_phase[phase] for phase in same) / max(1, sum(work[phase] for phase in same))
+    if "eval" in rates:  # a filter samples like an evaluation
         rates.setdefault("filter", rates["eval"])
     if not all(phase.command in rates for phase in pending):
         return ""
@@ -149,11 +151,11 @@ def _preflight(config: RunConfig, run_phase: RunPhase, lock: int) -> None:
         json.dump(asdict(config), file)
         file.flush()
         phase = Phase("preflight")
-        code = run_phase(phase, [sys.executable, "-m", "trainer", phase.command, file.name], lock)
-    if code == EXIT_MISUSE:
+        exit_code = run_phase(phase, [sys.executable, "-m", "trainer", phase.command, file.name], lock)
+    if exit_code == EXIT_MISUSE:
         raise NotReady(f"nothing was started; repair what is listed above, or start anyway with {NO_PREFLIGHT}")
-    if code:
-        raise PhaseFailed(f"{phase} failed with exit code {code}; nothing was started")
+    if exit_code:
+        raise PhaseFailed(f"{phase} failed with exit code {exit_code}; nothing was started")
 
 
 def phase_command(phase: Phase, config: RunConfig) -> list[str]:
@@ -164,14 +166,14 @@ def phase_command(phase: Phase, config: RunConfig) -> list[str]:
 
 
 def run_child(phase: Phase, command: Sequence[str], lock: int) -> int:
-    """Run a command and return its exit code. The child ends with this process; after Ctrl-C it has `STOP_S`."""
+    """Run a command and return its exit code. The child ends with this process, and has `STOP_TIMEOUT_S` to stop."""
     # The child reads the configuration in the run folder, so no variable may change it again.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def die_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(1)
 
     child = subprocess.Popen(command, env=environ, pass_fds=[lock], preexec_fn=die_with_parent)
@@ -180,7 +182,7 @@ def run_child(phase: Phase, command: Sequence[str], lock: int) -> int:
     finally:
         child.terminate()  # no effect on a child that has exited
         try:
-            child.wait(STOP_S)
+            child.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -188,7 +190,7 @@ def run_child(phase: Phase, command: Sequence[str], lock: int) -> int:
 
 @contextmanager
 def _locked(run_dir: Path, log: Callable[[str], None]) -> Iterator[int]:
-    """Hold the run folder's lock; yields its descriptor."""
+    """Hold the lock of the run folder, and yield its descriptor."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / "lock").open("w")

@@ -75,14 +75,15 @@ class EpisodeCollector:
         """Continue the episodes of each problem until `min_complete` groups (default: all) are complete, the first
         `must_complete` groups among them. Then abort the others and return None for each of them.
 
-        `is_decided` is called after each finished episode; if true, the group's unfinished episodes are cancelled and
-        the group is complete.
+        `is_decided` is called after each finished episode. If it returns true, the group's unfinished episodes are
+        cancelled and the group is complete.
 
         Failures of engines and tools make episodes `unavailable`. Any other exception cancels all episodes and is
-        raised here, for example `ValueError` for a prompt that leaves no engine room for `max_response_tokens`.
+        raised here, for example `ValueError` if a prompt and `max_response_tokens` exceed the engines' maximum context.
         """
         pool, busy_timer = self._pool, self._pool.busy_timer
-        cpu_s, wall_s, busy_s, nan_turns = time.thread_time(), time.perf_counter(), busy_timer.seconds, pool.nan_turns
+        cpu_start_s, wall_start_s, busy_start_s = time.thread_time(), time.perf_counter(), busy_timer.seconds
+        nan_turns_before = pool.nan_turns
         runner = EpisodeRunner(self._chat_format, self._tool, limits, seed, busy_timer, self._clock)
         min_complete = len(groups) if min_complete is None else min_complete
         complete: list[list[Episode] | None] = [None] * len(groups)
@@ -99,9 +100,9 @@ class EpisodeCollector:
                     tasks.create_task(collect_group(index))
         except ExceptionGroup as group:
             raise _root_cause(group) from None
-        self.overhead_cpu_s = time.thread_time() - cpu_s
-        self.overhead_s = time.perf_counter() - wall_s - (busy_timer.seconds - busy_s)
-        self.nan_turns = pool.nan_turns - nan_turns
+        self.overhead_cpu_s = time.thread_time() - cpu_start_s
+        self.overhead_s = time.perf_counter() - wall_start_s - (busy_timer.seconds - busy_start_s)
+        self.nan_turns = pool.nan_turns - nan_turns_before
         return complete
 
     async def _collect_group(
@@ -110,26 +111,26 @@ class EpisodeCollector:
         """Return the finished and scored episodes of a problem, or None if they were aborted."""
         prompt = tuple(self._chat_format.encode_prompt(episodes[0].problem.text))
         rewards: list[float | None] = []
-        has_decided = False
+        is_group_decided = False
 
-        async def run(episode: Episode) -> None:
-            nonlocal has_decided
+        async def run_and_score(episode: Episode) -> None:
+            nonlocal is_group_decided
             episode.prompt_ids = prompt
             if not episode.stop_reason:
-                await self._run_one(episode, runner)
+                await self._run_episode(episode, runner)
             if episode.stop_reason and is_decided:
                 with self._pool.busy_timer:
                     (episode.reward,) = await score_episodes([episode], self._verify)
                 rewards.append(episode.reward)
-                if not has_decided and is_decided(rewards, len(episodes) - len(rewards)):
-                    has_decided = True
+                if not is_group_decided and is_decided(rewards, len(episodes) - len(rewards)):
+                    is_group_decided = True
                     await self._abort(episodes)
 
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
-                tasks.create_task(run(episode))
+                tasks.create_task(run_and_score(episode))
         unfinished = [episode for episode in episodes if not episode.stop_reason]
-        if unfinished and not has_decided:
+        if unfinished and not is_group_decided:
             return None
         for episode in unfinished:
             episode.stop_reason = StopReason.CANCELLED
@@ -140,7 +141,7 @@ class EpisodeCollector:
                 episode.reward = reward
         return list(episodes)
 
-    async def _run_one(self, episode: Episode, runner: EpisodeRunner) -> None:
+    async def _run_episode(self, episode: Episode, runner: EpisodeRunner) -> None:
         max_context_tokens = len(episode.prompt_ids) + runner.limits.max_response_tokens
         async with self._pool.open_episode(group=episode.problem.id, max_context_tokens=max_context_tokens) as handle:
             self._handles[episode] = handle

@@ -1,4 +1,5 @@
-"""Runs one episode: generate a turn, run its tool calls, append their responses, until a stop reason is met.
+"""Runs one episode: generates a turn, runs its tool calls, appends their responses, and repeats this until the episode
+has a stop reason.
 
 Invariants:
 - Sampled ids are never changed or re-tokenized; observations are appended after them.
@@ -8,7 +9,7 @@ Invariants:
   for another turn is not appended.
 - Tool calls in a truncated turn or in the last turn of `max_turns` are not run, because no turn would read them.
 - The samples depend on (weights, problem, sample, turn, seed) only, never on timing.
-- An aborted episode keeps its sampled ids; a running tool call is awaited; `run` can continue the episode later.
+- An aborted episode keeps its sampled ids, and its running tool calls are awaited. `run` can continue it later.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class EpisodeRunner:
     on_turn: Callable[[Episode], None] = lambda _episode: None
 
     async def run(self, episode: Episode, handle: EpisodeHandle) -> None:
-        """Continue an episode until it has a stop reason or its handle is aborted; then `stop_reason` is still None."""
+        """Continue an episode until it has a stop reason, or until its handle is aborted; then `stop_reason` stays
+        None."""
         is_aborted = False
         while episode.stop_reason is None and not is_aborted:
             requested_at = self.clock()
@@ -141,7 +143,8 @@ def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
 
 
 def truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
-    """Keep at most `max_chars` characters from both ends, because a traceback names the error in its last line."""
+    """Shorten a response to `max_chars` characters, half from its start and half from its end, because the last line of
+    a traceback names the error."""
     text, tail = call.response, max_chars // 2
     if len(text) <= max_chars:
         return call

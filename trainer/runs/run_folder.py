@@ -44,7 +44,7 @@ _EPISODE_FIELDS = (
 
 @dataclass
 class RunFolder:
-    """The folder of one run. Creating this object touches no file; writers create the directories that they need."""
+    """The folder of one run. The constructor touches no file. Methods that write create missing directories."""
 
     path: Path
     save_logprobs: bool = False
@@ -84,7 +84,10 @@ class RunFolder:
         assert row.keys() - METRICS.keys() == {"step", "stage"}, (
             f"expected step, stage and names of METRICS, got {sorted(row)}"
         )
-        finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
         append_rows(self._metrics_path, [finite])
         self.on_metrics(finite)
 

@@ -1,11 +1,11 @@
-"""`rstar-train show`: a run folder in the terminal, or as one HTML page that loads nothing else.
+"""`rstar-train show`: shows a run folder in the terminal, or writes one HTML page that loads nothing else.
 
 Invariants:
 - It only reads, and may do so while the run goes on.
 - Text written by a model is untrusted: the terminal shows its control characters escaped, and the page inserts it as
   text only.
-- The episodes of the page have a bounded size. Of a big run it takes whole groups of steps that are spread over the
-  run, and reports how many episodes it left out.
+- The episodes of the page have a bounded size. The page of a big run has whole groups of some steps, spread over the
+  run, and states how many episodes it leaves out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def show_run(args: argparse.Namespace) -> None:
     has_metrics = (args.run / "metrics.jsonl").exists()
     if folder.read_config() is None and not has_metrics and not folder.episode_steps():
         raise ShowError(f"{args.run}: expected a run folder, but it has no config, metrics or episodes")
-    show = _write_page if args.html else _print
+    show = _write_page if args.html else _print_run
     show(folder, args)
 
 
@@ -56,7 +56,7 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
     text = page({
         "name": folder.path.resolve().name,
         "made_at": time.time(),
-        "about": {name: asdict(replace(m, numerator=None, denominator=None)) for name, m in METRICS.items()},
+        "about": {name: asdict(replace(metric, numerator=None, denominator=None)) for name, metric in METRICS.items()},
         "config": folder.read_config(),
         "summary": folder.read_summary(),
         "metrics": metrics,
@@ -72,12 +72,12 @@ def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
 def page(data: Row) -> str:
     """Return the page that shows `data`. Its content policy allows only its own script, and no loading."""
     text = files("trainer.runs").joinpath("show.html").read_text(encoding="utf-8").replace("{{nonce}}", token_hex())
-    # Only "<" could end the script element, and JSON may escape it.
+    # "<" could end the script element or begin a comment. JSON allows to escape it.
     return text.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
 
 
 def sample_episodes(folder: RunFolder, steps: list[int], max_episodes: int) -> list[Row]:
-    """Return at most `max_episodes` episodes: whole groups, the first ones of steps that are spread over `steps`."""
+    """Return at most `max_episodes` episodes: the first groups of some steps, which are spread over `steps`."""
     group_size = next((len(group) for step in steps for group in _groups(folder, step)), 1)
     steps = spread(steps, max(1, max_episodes // group_size))
     episodes: list[Row] = []
@@ -101,7 +101,7 @@ def _groups(folder: RunFolder, step: int) -> Iterator[list[Row]]:
 # The terminal
 
 
-def _print(folder: RunFolder, args: argparse.Namespace) -> None:
+def _print_run(folder: RunFolder, args: argparse.Namespace) -> None:
     console = Console(highlight=False, markup=False)
     rows = list(folder.read_metrics())
     if rows:

@@ -27,7 +27,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A step uses the learning rate of its middle. At its beginning the first step's rate would be 0.
+        # A step uses the rate that the schedule has in the middle of the step, since a warm-up begins with a rate of 0.
         schedule, groups = kwargs["lr_scheduler"], kwargs["optimizer"].param_groups
         for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             self._learning_rate = group["lr"] = base * factor(schedule.last_epoch + 0.5)

@@ -1,8 +1,9 @@
-"""What SFT and an RL stage share: TRL's arguments, checkpoints, the export of the model, and the ranks.
+"""The parts that SFT and an RL stage share: arguments of TRL, checkpoints, the saved model, and the ranks.
 
 Invariants:
-- A checkpoint counts only if it is complete: its mark is written last, so that a checkpoint torn by a kill is skipped.
-- Training steps are those of the whole run: `first_step` is the number of steps before the stage.
+- A checkpoint is used only if it has its mark, which is written last. So a checkpoint that a kill left incomplete is
+  never used.
+- Training steps are counted over the whole run. `first_step` is the number of steps before the stage.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ COMPLETE_MARK = "complete"
 CHECKPOINTS_KEPT = 2
 """Checkpoints that stay on disk. A kill during the writing of the newer one leaves the older one."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600
-"""Seconds that other ranks wait for the first one's engines and rollouts. A step of long episodes may take hours."""
+"""Seconds that the other ranks wait for the first rank's engines and rollouts. Rollouts of long episodes take hours."""
 EXCHANGE_TIMEOUT_S = 3600
-"""Seconds of any other exchange between ranks. The longest is a checkpoint that the first rank writes."""
+"""Timeout of any other exchange between ranks. The longest wait is for a checkpoint that the first rank writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class TrainingContext:
             "optim": "adamw_torch",
             "learning_rate": settings.learning_rate,
             "use_cpu": not self.hardware.gpus_per_node,
-            "model_init_kwargs": {"dtype": "float32"},  # bfloat16 would round updates of 1e-6 away
+            "model_init_kwargs": {"dtype": "float32"},  # in bfloat16, updates of 1e-6 would be rounded to zero
             "bf16": self.dtype == "bfloat16",
             "gradient_checkpointing": settings.gradient_checkpointing,
             "ddp_find_unused_parameters": False,
@@ -100,7 +101,7 @@ class TrainingContext:
     def train(self, trainer: Trainer, checkpoint: Path | None) -> TrainedModel:
         """Train, from `checkpoint` if given, and save the model."""
         trainer.remove_callback(PrinterCallback)
-        # A tied weight is saved once, under its first name. So a resume does not report the other name as missing.
+        # A tied weight is saved only under its first name. Without this, a resume reports the other names as missing.
         trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.save_model(str(self.stage_dir / "model"))
@@ -144,12 +145,12 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def distributed_state(hardware: HardwareConfig) -> PartialState:
-    """Return the processes that train together, as torchrun started them. A single process is rank 0.
+    """Return the state of the processes that train together, which torchrun has started. A single process is rank 0.
 
-    Raises `ConfigError` if they do not match `hardware`.
+    Raises `ConfigError` if their number or their GPUs do not match `hardware`.
     """
     settings = f"hardware: nodes={hardware.nodes}, gpus_per_node={hardware.gpus_per_node}"
-    if hardware.gpus_per_node and not torch.cuda.is_available():  # ROCm GPUs count, too
+    if hardware.gpus_per_node and not torch.cuda.is_available():  # true for ROCm, too
         raise ConfigError(f"{settings}: expected GPUs, but torch can use none; gpus_per_node=0 trains on the CPU")
     state = PartialState(cpu=not hardware.gpus_per_node, timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S))
     expected = hardware.nodes * max(1, hardware.gpus_per_node)

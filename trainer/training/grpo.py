@@ -71,14 +71,15 @@ TRL_METRICS = {
     "logprob_diff_mean": "sampling/sampling_logp_difference/mean",
     "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }
-"""Metrics that TRL logs for the tokens in the loss, by our name."""
+"""TRL's names of the metrics that it computes over the tokens in the loss, by the name in the run folder."""
 PENDING_GROUPS = "pending_groups.json"
-"""Name of the file in a checkpoint with the groups that go on in the next step."""
+"""Name of the file in a checkpoint with the groups that the next step continues."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
+"""Reads and writes `PENDING_GROUPS`."""
 
 
 class NoRewardsError(Exception):
-    """No episode of a step has a reward. Going on would count steps that teach nothing."""
+    """No episode of a step has a reward. Further steps would be counted although the model does not change."""
 
 
 class GroupCollector(Protocol):
@@ -177,7 +178,9 @@ def train_stage(
             callbacks=[adapter],
             rollout_func=adapter.rollout,
         )
-    trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = adapter, True, -1
+    # TRL now calls the adapter as it would call its own vLLM: `sync_weights` once before the rollouts of each step.
+    trainer.vllm_generation, trainer.use_vllm = adapter, True
+    trainer._last_loaded_step = -1  # no step has been synced yet
     adapter.trainer = trainer
     return context.train(trainer, checkpoint)
 
@@ -227,6 +230,7 @@ class TrlAdapter(MetricsCallback):
         """Groups that are unfinished or not yet trained on, the oldest first."""
         self._stage, self._rollouts, self._seed, self._earlier_steps = stage, rollouts, context.seed, earlier_steps
         self._schedule = problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
+        # With roc_mode=off all samples are kept, so both rules select the same.
         self._mode: roc.Mode = "released" if stage.roc_mode == "released" else "paper"
         self._weight_version = 0
         self._step_metrics: dict[str, float] = {}
@@ -355,10 +359,10 @@ class TrlAdapter(MetricsCallback):
     def _async_metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         """Return the metrics of straggler cancellation and partial rollouts, if they are on."""
         episodes = [episode for group in groups for episode in group]
-        numbers: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self._stage.cancel_stragglers:
             cancelled = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
-            numbers = {
+            values = {
                 "cancelled_share": len(cancelled) / len(episodes),
                 "cancelled_response_length": fmean(e.response_length for e in cancelled) if cancelled else nan,
                 "cancelled_tokens": sum(episode.sampled_tokens for episode in cancelled),
@@ -366,15 +370,15 @@ class TrlAdapter(MetricsCallback):
         if self._stage.partial_rollouts:
             tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
             by_staleness = {self._weight_version - version: count for version, count in tokens.items()}
-            numbers |= {
+            values |= {
                 "pending_groups": len(self.pending_groups),
                 "stale_token_share": 1 - by_staleness.get(0, 0) / tokens.total(),
-                "staleness_mean_steps": sum(steps * n for steps, n in by_staleness.items()) / tokens.total(),
+                "staleness_mean_steps": sum(steps * count for steps, count in by_staleness.items()) / tokens.total(),
             }
-        return numbers
+        return values
 
     def _select(self, group: Sequence[Episode], step: int) -> list[int]:
-        """Return the selected indices. Cancelled episodes do not count towards the shares of the classes."""
+        """Return the indices that RoC selects from the episodes that were not cancelled."""
         finished = [i for i, episode in enumerate(group) if episode.stop_reason is not StopReason.CANCELLED]
         rng = random.Random(f"{self._seed}/{step}/{group[0].problem.id}")
         candidates = [group[i] for i in finished]
@@ -388,7 +392,7 @@ def _in_loss(group: Sequence[Episode], selected: Sequence[int]) -> list[int]:
 
 
 def _training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> TrainingRow:
-    """TRL accepts no empty completion, so an episode without a token becomes one masked placeholder token."""
+    """Return an episode's row. TRL accepts no empty completion, so an episode without tokens gets a masked one."""
     ids = list(episode.response_ids) or [placeholder_id]
     logprobs = list(episode.logprobs) or [0.0]
     mask = list(episode.loss_mask) if is_in_loss and episode.response_ids else [0] * len(ids)

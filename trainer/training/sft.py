@@ -4,7 +4,7 @@ Invariants:
 - A conversation has exactly the tokens that an episode with the same messages would have: `ChatFormat` encodes both,
   and TRL applies no template.
 - Only the assistant's tokens are in the loss.
-- The same seed gives the same order of conversations, after a resume as well.
+- The same seed gives the same order of conversations, also in a resumed training.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def train_sft(
 ) -> TrainedModel:
     """Train on `conversations`, from the newest complete checkpoint if there is one.
 
-    Conversations without an assistant's token or longer than `sft.max_conversation_tokens` are dropped and counted on
-    stderr. Raises `ConfigError` if none is left, or if the batch does not fit the ranks.
+    Conversations are dropped if they have no token of the assistant, or are longer than `sft.max_conversation_tokens`;
+    stderr gets their number. Raises `ConfigError` if none is left, or if the batch does not fit the ranks.
     """
     pairs = [chat_format.encode_conversation(messages) for messages in conversations]
     short = [pair for pair in pairs if len(pair[0]) <= sft.max_conversation_tokens]
@@ -88,8 +88,9 @@ class _SftArguments(SingleGpuArguments, TrlSFTConfig):  # type: ignore[misc]
 def length_grouped_order(lengths: Sequence[int], batch_size: int, epochs: float, seed: int) -> list[int]:
     """Return the order of conversations: each epoch in a new order, with conversations of similar length in a batch.
 
-    Otherwise padding to the longest of a batch would double the work. Only windows of `SORT_WINDOW_BATCHES` batches are
-    sorted, and all batches come in random order. Conversations that do not fill a batch wait for another epoch.
+    In random batches, padding to the longest conversation would double the work. Conversations are sorted only within
+    windows of `SORT_WINDOW_BATCHES` batches, and the batches come in random order. An epoch leaves out conversations at
+    its end that do not fill a batch.
     """
     rng = random.Random(seed)
     total = max(1, round(len(lengths) * epochs / batch_size)) * batch_size

@@ -39,9 +39,9 @@ class PendingCall:
         self.executor: ExecutorId | None = None
         """The executor that has the call; None while the call waits."""
         self.seq = 0
-        """Number of the current attempt, unique within the call table."""
+        """Number of the current attempt, which no other attempt in the call table has."""
         self.waiting_since = 0.0
-        """When the call last entered the queue."""
+        """Time at which the call last entered the queue."""
         self.queue_ms = 0.0
         """Milliseconds that the call waited in the gateway, all attempts together."""
 
@@ -63,7 +63,7 @@ class Batch:
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size
         self.unfinished = size
-        """Indexes without a result."""
+        """Number of indexes without a result."""
         self.unread_bytes = 0
         """Bytes of results from executors that the client has not read."""
         self.calls: list[PendingCall] = []
@@ -71,7 +71,7 @@ class Batch:
         """Index in `calls` of the first call that was never sent to an executor; all before it were sent or are
         finished."""
         self.requeued: deque[tuple[float, PendingCall]] = deque()
-        """(waiting since, call) of requeued calls, oldest first. May contain calls that no longer wait."""
+        """Requeued calls, each with its `waiting_since`, oldest first. May contain calls that no longer wait."""
         self.on_result: Callable[[int], None] | None = None
         self.on_done: Callable[[], None] | None = None
 
@@ -112,16 +112,17 @@ class Batch:
                 return call
         self.first_never_sent = len(self.calls)
         while self.requeued:
-            since, call = self.requeued[0]
-            if call.call is not None and call.executor is None and call.waiting_since == since:
+            waiting_since, call = self.requeued[0]
+            if call.call is not None and call.executor is None and call.waiting_since == waiting_since:
                 return call
             self.requeued.popleft()
         return None
 
 
 def result_bytes(result: EncodedResult) -> int:
-    """Return about how many bytes a result holds. Raises `TypeError` or `KeyError` if it is no result."""
+    """Return the approximate memory of a result in bytes. Raises `TypeError` or `KeyError` if it is no result."""
     error, files = result["error"], result["files"]
+    # 1024: the mapping without its texts and files
     size = 1024 + len(result["stdout"]) + len(result["stderr"]) + len(result["value"] or "")
     if error is not None:
         size += len(error["traceback"]) + len(error["message"])

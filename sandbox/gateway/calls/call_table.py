@@ -10,8 +10,8 @@
 Invariants:
 - A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
   never exceed its share.
-- While unread results exceed `max_result_bytes`, no batch is admitted, and a batch that holds more than an equal part
-  of them gets `unavailable` in place of further results.
+- While unread results exceed `max_result_bytes`, no batch is admitted. A batch whose part of them is larger than an
+  equal one gets `unavailable` in place of further results.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
 - A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
   `max_attempts`.
@@ -38,7 +38,7 @@ RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
 MAX_EXPIRED_AT_ONCE = 512
-"""Calls that one `expire` finishes, which takes some milliseconds of the event loop."""
+"""Maximum number of calls that one `expire` finishes. So many block the event loop for some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,13 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True)
 class _CapacityCheck:
-    """Whether `wanted` more calls or bytes fit beside the `held` ones of the queue or of a tenant."""
+    """Whether `wanted` more calls or bytes fit beside the `held` ones of the queue or of a tenant. The texts are parts
+    of the error message."""
 
     holder: str
-    reason: str
+    """The queue or the tenant."""
+    derivation: str
+    """Derivation of the maximum, or an empty text."""
     unit: str
     held: int
     wanted: int
@@ -154,7 +157,7 @@ class CallTable:
             return None
         self._stop_running(executor, call)
         result["id"] = call.id
-        result["attempts"] = call.attempts - 1 + (result.get("attempts") or 1)
+        result["attempts"] = call.attempts - 1 + (result.get("attempts") or 1)  # the executor counts its own attempts
         result["clamped"] = call.clamped
         result["usage"]["queue_ms"] = round(result["usage"]["queue_ms"] + call.queue_ms, 3)
         self._buffer_result(call.batch, result, size_bytes)
@@ -163,11 +166,11 @@ class CallTable:
         return call
 
     def results_read(self, batch: Batch, size_bytes: int | None = None) -> None:
-        """Count results of a batch as read by its client: so many bytes, or all if None."""
+        """Count `size_bytes` of a batch's results as read by its client; all of them if None."""
         if batch.unread_bytes:
-            read = batch.unread_bytes if size_bytes is None else min(size_bytes, batch.unread_bytes)
-            batch.unread_bytes -= read
-            self.unread_result_bytes -= read
+            read_bytes = batch.unread_bytes if size_bytes is None else min(size_bytes, batch.unread_bytes)
+            batch.unread_bytes -= read_bytes
+            self.unread_result_bytes -= read_bytes
             self._unread_batches -= not batch.unread_bytes
 
     def executor_lost(self, executor: ExecutorId, now: float) -> tuple[list[PendingCall], list[PendingCall]]:
@@ -210,7 +213,7 @@ class CallTable:
         return expired
 
     def next_expiry(self, batch: Batch) -> float | None:
-        """Return when the first waiting call of a batch expires; None if no call waits."""
+        """Return the time at which the first waiting call of a batch expires; None if no call waits."""
         call = batch.longest_waiting()
         return None if call is None else call.waiting_since + batch.queue_timeout_s
 
@@ -257,7 +260,7 @@ class CallTable:
         return waiting + running
 
     def retry_after_s(self, calls: int, now: float) -> int:
-        """Return the seconds until so many calls are finished, at the current answer rate."""
+        """Return the seconds until `calls` more calls are finished, at the current answer rate."""
         rate = self.answer_rate.per_s(now)
         seconds = calls / rate if rate > 0 else 1.0
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
@@ -265,21 +268,22 @@ class CallTable:
     def _buffer_result(self, batch: Batch, result: EncodedResult, size_bytes: int) -> None:
         """Count a result as unread. If it does not fit, it becomes `unavailable`, in place."""
         maximum, unread_bytes = self.limits.max_result_bytes, self.unread_result_bytes
-        part = maximum / max(1, self._unread_batches)
-        if unread_bytes + size_bytes > maximum and batch.unread_bytes + size_bytes > part:
+        equal_part = maximum / max(1, self._unread_batches)
+        if unread_bytes + size_bytes > maximum and batch.unread_bytes + size_bytes > equal_part:
             message = (
                 f"clients have not read results of {unread_bytes} bytes, at most {maximum}, and {batch.unread_bytes} "
                 "of them are this batch's; send smaller batches, request a stream, or read it faster"
             )
-            lost = unavailable_result(result["id"], "ResultsUnread", message, result["attempts"]).encode(binary=True)
-            result.update({**lost, "usage": result["usage"], "clamped": result["clamped"]})
+            replacement = unavailable_result(result["id"], "ResultsUnread", message, result["attempts"])
+            result.update({**replacement.encode(binary=True), "usage": result["usage"], "clamped": result["clamped"]})
             size_bytes = result_bytes(result)
         self._unread_batches += not batch.unread_bytes and size_bytes > 0
         batch.unread_bytes += size_bytes
         self.unread_result_bytes += size_bytes
 
     def _check_capacity(self, wanted: Mapping[str, Outstanding], now: float) -> None:
-        """Raises `RequestRefused` if a limit is too small for this batch alone, `Overloaded` if one is reached now."""
+        """Raises `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for
+        the batch beside the unfinished calls."""
         if self.unread_result_bytes > self.limits.max_result_bytes:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(
@@ -292,14 +296,16 @@ class CallTable:
             if check.wanted > check.maximum:
                 raise RequestRefused(
                     f"{check.wanted} {check.unit} in one batch, but {check.holder} holds at most "
-                    f"{check.maximum}{check.reason}; send smaller batches"
+                    f"{check.maximum}{check.derivation}; send smaller batches"
                 )
         for check in checks:
             excess = check.held + check.wanted - check.maximum
             if excess > 0:
-                after_s = self.retry_after_s(math.ceil(excess / max(check.held, 1) * self.outstanding.calls), now)
+                # The excess is this part of the calls or bytes held, so about this part of all calls must finish first.
+                part = excess / max(check.held, 1)
+                after_s = self.retry_after_s(math.ceil(part * self.outstanding.calls), now)
                 raise Overloaded(
-                    f"{check.holder} holds {check.held} of at most {check.maximum} {check.unit}{check.reason}, and "
+                    f"{check.holder} holds {check.held} of at most {check.maximum} {check.unit}{check.derivation}, and "
                     f"this batch has {check.wanted} more; try again in {after_s} s",
                     retry_after_s=after_s,
                 )
@@ -313,10 +319,10 @@ class CallTable:
         max_calls = math.ceil(limits.max_calls * limits.tenant_share)
         max_bytes = math.ceil(limits.max_bytes * limits.tenant_share)
         for name, load in wanted.items():
-            tenant, of = self._tenants.get(name) or Outstanding(), ", a tenant's share of "
+            tenant, share_of = self._tenants.get(name) or Outstanding(), ", a tenant's share of "
             holder = f"tenant {name!r}"
-            yield _CapacityCheck(holder, f"{of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
-            yield _CapacityCheck(holder, f"{of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
+            yield _CapacityCheck(holder, f"{share_of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
+            yield _CapacityCheck(holder, f"{share_of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
 
     def _dequeue(self, call: PendingCall) -> None:
         if call in self._waiting_last_attempts:
@@ -354,7 +360,7 @@ class AnswerRate:
         self._counted_at: float | None = None
 
     def count(self, calls: int, now: float) -> None:
-        """Count so many more finished calls."""
+        """Count `calls` more finished calls."""
         self._rate = self.per_s(now) + calls / RATE_WINDOW_S
         self._counted_at = now
 

@@ -38,12 +38,13 @@ from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 log = logging.getLogger(__name__)
 
 TIMER_SLACK_S = 0.002
-"""Seconds added to each timer. The event loop's clock has milliseconds, so a timer may fire that early."""
-STOPPED = "the server stopped before this call was done; send it again"
+"""Seconds added to each timer, because the event loop's clock has whole milliseconds and a timer may fire too early."""
+STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
 MAX_STOPPED_AT_ONCE = 512
 """Waiting calls that get `Stopped` in one iteration of the event loop, which takes some milliseconds."""
 UNHEALTHY_AFTER_S = 150.0
-"""Seconds without any ready executor after which `/health` fails. Longer than one start may take."""
+"""Seconds without any ready executor after which `/health` fails: more than one start may take
+(`executor_handle.START_S`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class NodeRow:
     isolation: str
     executors: tuple[ExecutorHandle, ...]
     restarts: int
-    """How often the node had to start its executors again."""
+    """Number of times that the executors of the node were started again."""
 
 
 NODE_STATES = ("starting", "ready", "lost", "refused")
@@ -82,7 +83,7 @@ class Membership(Protocol):
 class Dispatcher:
     """Use as `async with Dispatcher(config) as dispatcher`, then `await dispatcher.started()`.
 
-    With a `membership` there are no executors on this machine, and `launch` is not used.
+    With a `membership`, no executor runs on this machine, and `launch` is not used.
     """
 
     def __init__(
@@ -108,18 +109,18 @@ class Dispatcher:
         self._loop: asyncio.AbstractEventLoop
         self._tasks = asyncio.TaskGroup()
         self._executor_tasks: dict[int, asyncio.Task[None]] = {}
-        """By number of the executor."""
+        """The tasks of the executors, by number of the executor."""
         self._other_tasks: list[asyncio.Task[None]] = []
-        self._numbers = itertools.count()
+        self._executor_numbers = itertools.count()
         self._restarts_of_removed = 0
         self._expiry_timers: dict[Batch, asyncio.TimerHandle] = {}
         self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
-        self._last_alive = 0.0
+        self._last_ready_at = 0.0
 
     async def __aenter__(self) -> Dispatcher:
         self._loop = asyncio.get_running_loop()
-        self._last_alive = monotonic()
+        self._last_ready_at = monotonic()
         await self._tasks.__aenter__()
         trimming = trim_at_rest(self._is_at_rest, lambda: self.counters.bytes_in)
         self._other_tasks.append(self._tasks.create_task(trimming))
@@ -140,16 +141,16 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # before the membership ends, since that kills what still runs on the nodes
+            await asyncio.wait(tasks)  # the end of the membership would kill them
         for task in self._other_tasks:
             task.cancel()
-        await self._tasks.__aexit__(None, None, None)  # not given `error`, which the task group would wrap
+        await self._tasks.__aexit__(None, None, None)  # the task group would wrap `error`
 
     def add_executor(
         self, launch: Launch, settings: Mapping[str, object], silence_timeout_s: float | None = None
     ) -> ExecutorHandle:
         """Start an executor. It gets calls once it is ready."""
-        executor = ExecutorHandle(next(self._numbers), launch, settings, self, silence_timeout_s)
+        executor = ExecutorHandle(next(self._executor_numbers), launch, settings, self, silence_timeout_s)
         self.executors.append(executor)
         self._executor_tasks[executor.number] = self._tasks.create_task(executor.run())
         return executor
@@ -167,7 +168,8 @@ class Dispatcher:
         self.config = replace(self.config, max_limits=within_memory(self.config.max_limits, memory_mb))
 
     async def started(self) -> None:
-        """Wait until every executor is ready, or the first node. Raises `ConfigError` if one cannot start."""
+        """Wait until every executor is ready; in a cluster, until the first node is. Raises `ConfigError` if an
+        executor or the cluster cannot start."""
         if self.membership is not None:
             return await self.membership.started()
         try:
@@ -186,7 +188,7 @@ class Dispatcher:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            failed = self.call_table.fail_all("Stopped", STOPPED)
+            failed = self.call_table.fail_all("Stopped", STOPPED_MESSAGE)
             self._count_unavailable(failed)
             log.warning("stopped with %d calls unfinished after %g s", len(failed), timeout_s)
 
@@ -211,16 +213,16 @@ class Dispatcher:
         """False if no executor has been ready for `UNHEALTHY_AFTER_S`."""
         if any(executor.is_ready for executor in self.executors):
             return True
-        return monotonic() - self._last_alive < UNHEALTHY_AFTER_S
+        return monotonic() - self._last_ready_at < UNHEALTHY_AFTER_S
 
     @property
     def dispatched(self) -> int:
-        """Calls sent to executors and not finished, those that wait in an executor included."""
+        """Number of calls sent to executors and not finished, including those that wait in an executor."""
         return sum(self.call_table.running(executor.number) for executor in self.executors)
 
     @property
     def executor_restarts(self) -> int:
-        """Restarts of executors, those included that have been removed."""
+        """Number of restarts of all executors, including those of executors that have been removed."""
         return self._restarts_of_removed + sum(executor.restarts for executor in self.executors)
 
     def check_accepting(self) -> None:
@@ -251,7 +253,7 @@ class Dispatcher:
             return
         before = self.call_table.outstanding.calls
         cancelled = self.call_table.cancel(batch)
-        for executor in self.executors if cancelled else ():
+        for executor in self.executors if cancelled else ():  # a removed executor gets no frame
             if executor.number in cancelled:
                 executor.send(["cancel", cancelled[executor.number]])
         self.counters.cancelled += before - self.call_table.outstanding.calls
@@ -290,7 +292,7 @@ class Dispatcher:
         self._check_idle()
 
     def on_executor_lost(self, executor: ExecutorHandle) -> None:
-        self._last_alive = monotonic()
+        self._last_ready_at = monotonic()
         requeued, failed = self.call_table.executor_lost(executor.number, monotonic())
         self.counters.retried += len(requeued)
         self._count_unavailable(failed)
@@ -320,6 +322,7 @@ class Dispatcher:
         if self.is_draining:
             self._stop_waiting_calls()
             return
+        # `any` stops at the first executor that accepted a frame; the next iteration compares the windows again.
         while self.call_table.waiting and any(
             map(self._send_frame, sorted(self.executors, key=self._free_window, reverse=True))
         ):
@@ -327,7 +330,7 @@ class Dispatcher:
 
     def _stop_waiting_calls(self) -> None:
         """Answer some of the waiting calls with `Stopped`, and the rest in later iterations of the event loop."""
-        self._count_unavailable(self.call_table.fail_waiting("Stopped", STOPPED, MAX_STOPPED_AT_ONCE))
+        self._count_unavailable(self.call_table.fail_waiting("Stopped", STOPPED_MESSAGE, MAX_STOPPED_AT_ONCE))
         if self.call_table.waiting:
             self._schedule_dispatch()
         self._check_idle()

@@ -6,7 +6,7 @@
 
 Invariants:
 - `is_ready` holds from the executor's "ready" frame to the first sign of its end: EOF, exit, a malformed frame, a
-  "failed" frame, or no frame for `silence_timeout_s`.
+  "failed" frame, or `silence_timeout_s` without a frame.
 - The executor's process group is killed before the owner learns of the loss.
 - Each start has a connection of its own, which is closed before the owner learns of the loss. So a result of an earlier
   start cannot arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
@@ -48,8 +48,9 @@ EXIT_CODE_TIMEOUT_S = 0.5
 """Seconds to wait for the exit code after EOF, for a better message than "closed its socket"."""
 STOP_TIMEOUT_S = 5.0
 """Seconds from "drain" and EOF to the kill."""
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
-"""Seconds before an executor is restarted: the shortest and the longest wait. It doubles with each start that fails."""
+MIN_BACKOFF_S = 0.1
+"""Seconds before a lost executor is restarted. The wait doubles with each start that fails."""
+MAX_BACKOFF_S = 10.0
 HIGH_WATER_BYTES = 1 << 20
 """Unsent bytes to an executor above which it gets no more calls."""
 _STATUSES = frozenset(status.value for status in Status)
@@ -86,7 +87,7 @@ class HandleOwner(Protocol):
 
 
 class ExecutorHandle:
-    """One executor, which `run` starts and restarts. `silence_timeout_s` is `SILENCE_TIMEOUT_S` by default."""
+    """One executor, which `run` starts and restarts. The default of `silence_timeout_s` is `SILENCE_TIMEOUT_S`."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class ExecutorHandle:
                 return
             log.warning("executor %d lost: %s", self.number, error)
             self.restarts += 1
-            await asyncio.sleep(backoff_s(self._failures + 1, MIN_BACKOFF_S, MAX_BACKOFF_S))
+            await asyncio.sleep(backoff_s(self._failures + 1, MIN_BACKOFF_S, MAX_BACKOFF_S))  # + 1: the loss itself
 
     async def _run_process(self) -> Exception:
         """Run one executor process to its end, and return the reason of the end."""
@@ -262,7 +263,8 @@ class _ExecutorProtocol(asyncio.Protocol):
             self.mark_lost(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Usually the process has exited; its exit code arrives a moment later and makes the better message."""
+        """Mark the executor as lost, but not at once: usually the process has exited, and its exit code, which arrives
+        a moment later, makes a better message."""
         self.is_paused = True
         reason = NodeError(f"closed its socket{f' ({exc})' if exc else ''}")
         self._loop.call_later(EXIT_CODE_TIMEOUT_S, self.mark_lost, reason)
@@ -326,14 +328,14 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
 
 
 async def _wait_for_exit(process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:
-    code = await process.wait()
-    if code is not None:  # otherwise `connection_lost` has the reason
-        connection.mark_lost(NodeError(f"exited with code {code}; its output is in the log above"))
+    exit_code = await process.wait()
+    if exit_code is not None:  # otherwise `connection_lost` has the reason
+        connection.mark_lost(NodeError(f"exited with code {exit_code}; its output is in the log above"))
 
 
 async def _wait_for_silence(connection: _ExecutorProtocol, timeout_s: float) -> None:
-    """Mark the executor as lost after `timeout_s` without a frame. Counts its own intervals and not the clock: while
-    the gateway itself is stopped, the count stops too."""
+    """Mark the executor as lost after `timeout_s` without a frame. The time is counted in check intervals and not read
+    from a clock, so that it stops while the gateway itself is stopped."""
     silent_s = 0.0
     while silent_s < timeout_s:
         await asyncio.sleep(SILENCE_CHECK_INTERVAL_S)

@@ -1,7 +1,7 @@
 """The data that an executor reports about itself, decoded from its "ready" and "stats" frames.
 
-A bug or an attack in an executor must not break the gateway's pages, so only numbers are taken as numbers, and names
-are cut to `MAX_NAME_CHARS`.
+A bug or an attack in an executor must not break the gateway's pages, so values of a wrong type are replaced by 0 or by
+an empty text, and names are cut to `MAX_NAME_CHARS`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from sandbox.errors import ProtocolError
 from sandbox.gateway.metrics import METRICS, MetricSample
 
 EXECUTOR_GAUGES = ("queued", "running", "running_long", "slots", "long_slots")
-"""Names in a "stats" frame of the numbers that rise and fall."""
+"""Names of the numbers in a "stats" frame that can rise and fall."""
 MAX_NAME_CHARS = 60
+MAX_CGROUPS_CHARS = 2000
 MAX_WINDOW = 1_000_000
 """Calls that an executor may accept at once."""
 
@@ -27,6 +28,8 @@ class ReadyReport:
     slots: int
     long_slots: int = 0
     isolation: str = ""
+    cgroups: str = ""
+    """Version and directories of the cgroups of the calls; empty if there are none."""
     python: str = ""
     wanted_fds: int = 0
     """File descriptors that the executor needs for the slots it was configured with."""
@@ -35,17 +38,18 @@ class ReadyReport:
 
     @classmethod
     def decode(cls, raw: Mapping[object, object]) -> ReadyReport:
-        """Raises `ProtocolError` if the number of slots makes no sense."""
-        slots, missing = raw.get("slots"), raw.get("missing_modules")
+        """Decode a "ready" frame. Raises `ProtocolError` if the number of slots is out of range."""
+        slots, modules = raw.get("slots"), raw.get("missing_modules")
         if not isinstance(slots, int) or not 1 <= slots <= MAX_WINDOW // 2:
             raise ProtocolError(f"expected 'ready' with slots from 1 to {MAX_WINDOW // 2}, got {slots!r:.40}")
         return cls(
             slots=slots,
             long_slots=_number(raw.get("long_slots")),
             isolation=_name(raw.get("isolation")),
+            cgroups=_name(raw.get("cgroups"), MAX_CGROUPS_CHARS),
             python=_name(raw.get("python")),
             wanted_fds=_number(raw.get("wanted_fds")),
-            missing_modules=tuple(map(_name, missing)) if isinstance(missing, list) else (),
+            missing_modules=tuple(map(_name, modules)) if isinstance(modules, list) else (),
         )
 
 
@@ -54,7 +58,7 @@ class ExecutorStats:
     """The last "stats" frame, about a second old. Empty before the first one."""
 
     gauges: Mapping[str, int] = field(default_factory=dict)
-    """Those of `EXECUTOR_GAUGES` that the executor reports."""
+    """The reported numbers of `EXECUTOR_GAUGES`, by name."""
     totals: Mapping[str, int] = field(default_factory=dict)
     """Numbers that only grow, by name without `_total`. They start at 0 when the executor restarts."""
     zygotes: Counter[str] = field(default_factory=Counter)
@@ -64,7 +68,8 @@ class ExecutorStats:
 
     @classmethod
     def decode(cls, raw: Mapping[object, object]) -> ExecutorStats:
-        """Decode a "stats" frame. What is not a number, and gauges that are not listed, are ignored."""
+        """Decode a "stats" frame. A gauge that is no number becomes 0; other values that are no numbers, and names that
+        are not known, are ignored."""
         counts = _counts(raw)
         return cls(
             gauges={name: _number(raw[name]) for name in EXECUTOR_GAUGES if name in raw},
@@ -95,5 +100,5 @@ def _number(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _name(value: object) -> str:
-    return value[:MAX_NAME_CHARS] if isinstance(value, str) else ""
+def _name(value: object, max_chars: int = MAX_NAME_CHARS) -> str:
+    return value[:max_chars] if isinstance(value, str) else ""

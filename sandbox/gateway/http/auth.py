@@ -42,7 +42,7 @@ def check_token(authorization: str, token: str) -> None:
     scheme, _, sent = authorization.partition(" ")
     matches = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token.encode())
     if scheme.lower() != "bearer" or not matches:
-        received = "a wrong one" if sent else "none"
+        received = "a wrong token" if sent else "no token"
         raise HttpError(
             401,
             f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
@@ -52,7 +52,7 @@ def check_token(authorization: str, token: str) -> None:
 
 def check_local_request(host: str, origin: str | None, own_host: str) -> None:
     """Raises `HttpError` 403 for a request that a browser sends for a web page of another site."""
-    if host and not _is_local(_name_of(host), own_host):
+    if host and not _is_local(_name_of(host), own_host):  # browsers always send a Host header
         raise HttpError(403, f"the Host header is {host!r:.200}, but without a token only loopback names are served")
     if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
         raise HttpError(403, f"the Origin header is {origin!r:.200}: web pages of other sites are not served")

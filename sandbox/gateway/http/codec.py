@@ -1,9 +1,10 @@
 """HTTP bodies: reads them within limits, decodes them, and encodes results. JSON or msgpack, by the request's headers.
 
 Invariants:
-- A body costs at most about 20 times `body_mb` of memory, whatever it contains (lists of short texts cost most; most
-  bodies cost a small multiple). Large bodies are decoded one at a time. Bodies whose calls are not admitted yet have at
-  most `max_total_bytes` together.
+- A body costs at most about 20 times `body_mb` of memory, whatever it contains. Lists of short texts cost so much; most
+  bodies cost a small multiple of their size.
+- Large bodies are decoded one at a time. Bodies whose calls are not admitted yet have at most `max_total_bytes`
+  together.
 - A body that cannot be decoded raises an `HttpError` that says where; no body causes a 500.
 - Encoding a result never fails: lone surrogates, which code can print, become "?".
 """
@@ -29,18 +30,21 @@ MSGPACK_STREAM = "application/x-msgpack-stream"
 """A sequence of msgpack mappings, as NDJSON is one of JSON objects."""
 
 THREADED_DECODE_BYTES = 1 << 20
-"""Size from which a body is decoded in a thread. The decoders' hooks are Python code, so the event loop keeps
-running."""
+"""Size from which a body is decoded in a thread. The decoders call hooks that are written in Python, so the
+thread does not block the event loop."""
 HEARTBEAT_S = 15.0
 """Seconds without a result after which a stream sends a heartbeat (an empty line, or nil in msgpack), so that clients
 and proxies can tell a busy server from a dead one."""
 HEARTBEAT = {NDJSON: b"\n", MSGPACK_STREAM: b"\xc0"}
+"""Heartbeats by content type of the stream."""
 RESULTS_PER_YIELD = 64
 """Results encoded before the task yields to the event loop."""
 CHUNK_BYTES = 256 << 10
 """Bytes that a client has `stall_s` to send or to read."""
 MAX_MAP_LEN = 4096
+"""Keys of one msgpack mapping."""
 MAX_DIGITS = 40
+"""Digits of a JSON integer; a longer one is read as a float."""
 MAX_JSON_BRACKETS = 4 << 20
 """Opening brackets in a JSON body. They are counted because the JSON decoder has no hook for lists."""
 
@@ -66,8 +70,8 @@ class BodyReader:
     async def read(self, request: web.Request) -> bytes:
         """Return the body. The caller must `release` its size once its calls are admitted or rejected.
 
-        Raises `HttpError`: 413 if it is too long, 429 if all bodies together are, 408 if the client needs more than
-        `stall_s` for `CHUNK_BYTES`, or for the rest.
+        Raises `HttpError`: 413 if the body is too long, 429 if all bodies together are too long, and 408 if the client
+        needs more than `stall_s` for `CHUNK_BYTES` or for the last part.
         """
         if (length := request.content_length or 0) > self.max_body_bytes:
             raise self._too_long(length)
@@ -104,7 +108,7 @@ class BodyReader:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def release(self, size: int) -> None:
-        """Count so many bytes as no longer buffered."""
+        """Count `size` bytes as no longer buffered."""
         self.buffered_bytes -= size
 
     async def decode(self, body: bytes, content_type: str) -> Json:
@@ -168,6 +172,7 @@ async def encode_results(results: Sequence[Encoded], content_type: str) -> bytes
     parts: list[bytes] = []
     for start in range(0, len(results), RESULTS_PER_YIELD):
         part = [_with_base64_files(result, content_type) for result in results[start : start + RESULTS_PER_YIELD]]
+        # [1:-1] removes the brackets of the list.
         parts.append(b"".join(map(_encode_msgpack, part)) if is_msgpack else _encode_json(part)[1:-1])
         await asyncio.sleep(0)
     return head + b"".join(parts) if is_msgpack else b'{"results":[' + b",".join(parts) + b"]}"
@@ -218,7 +223,7 @@ class _ContainerLimit:
     a batch can need. An empty container is one byte in msgpack and 64 in memory."""
 
     def __init__(self, max_calls: int) -> None:
-        self._left = 4 * max_calls + 16
+        self._left = 4 * max_calls + 16  # a call has its own object, limits, files and return_files; 16 for the batch
 
     def mapping(self, pairs: list[tuple[Json, Json]]) -> dict[Json, Json]:
         self._count()
@@ -239,7 +244,8 @@ class _ContainerLimit:
 
 
 def _parse_int(digits: str) -> float:
-    """Parse a JSON integer. Python raises for thousands of digits; as a float, validation rejects it by its range."""
+    """Parse a JSON integer. `int` raises an error for thousands of digits; as a float, the number is out of every
+    field's range, so validation rejects it."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
@@ -259,7 +265,7 @@ def _encode_msgpack(value: object) -> bytes:
 
 
 def _with_base64_files(result: Encoded, content_type: str) -> Encoded:
-    """Return the result with its files as base64 text if the type has no bytes."""
+    """Return the result, with its files as base64 text if the content type has no bytes."""
     files = result.get("files")
     if not files or content_type in (MSGPACK, MSGPACK_STREAM):
         return result

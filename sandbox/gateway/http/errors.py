@@ -60,10 +60,10 @@ def errors_as_json(dispatcher: Dispatcher) -> Middleware:
             error = HttpError(413, str(exception))
         except web.HTTPException as exception:
             error = _from_aiohttp(request, exception)
-            exception.__traceback__ = None  # the same cycle, by way of the request
+            exception.__traceback__ = None  # it would be in the same cycle, through the request
         except ConnectionError:
             raise
-        except Exception:  # boundary between a bug of the server and the client, which gets no traceback
+        except Exception:  # a bug of the server: its traceback goes to the log, not to the client
             log.exception("%s %s failed", request.method, request.path)
             error = HttpError(500, "internal error of the server, not caused by the request; the server's log has it")
         dispatcher.counters.refused[error.status] += 1

@@ -1,8 +1,8 @@
 """The listening socket: limits the number of connections, and the time to send a request head.
 
 Invariants:
-- At most `max_connections` are served at once. A further one gets 503 and is closed; of these at most `MAX_REJECTED`
-  are open at a time, and any beyond that is closed without a response.
+- At most `max_connections` are served at once. A further connection gets 503 and is closed. While `MAX_REJECTED` such
+  connections are still open, the next one is closed without a response.
 - A new connection that has not sent a whole request head within `stall_s` is closed. Between requests aiohttp's
   keep-alive timer (`KEEPALIVE_S`) applies instead.
 
@@ -23,16 +23,19 @@ KEEPALIVE_S = 75.0
 """Seconds that a connection is kept without a request. Longer than clients and proxies keep one (aiohttp 15 s,
 nginx 60 s), so that they close first."""
 BACKLOG = 1024
+"""Connections that the kernel keeps until the event loop accepts them."""
 REJECT_LINGER_S = 2.0
-"""Seconds that a rejected connection stays open. Closed at once, the client might see a reset and not the 503."""
+"""Seconds that a rejected connection stays open. If it were closed at once, the client might get a reset and not the
+503."""
 READ_GRACE_S = 0.1
 """Seconds between the end of `stall_s` and the abort. Bytes that arrived while the event loop was blocked are read in
 this time, before the abort."""
 MAX_REJECTED = 100
+"""Rejected connections that are open at a time."""
 RESERVED_FDS = 256 + MAX_REJECTED
 """File descriptors for everything but served connections: sockets to executors, pipes, libraries."""
 MIN_CONNECTIONS = 256
-"""Connections that one client opens (`client.MAX_CONNECTIONS`). With a lower limit it would be rejected all the
+"""Connections that one client opens (`client.MAX_CONNECTIONS`). A lower limit would reject some of them all the
 time."""
 HEAD_END = b"\r\n\r\n"
 
@@ -162,8 +165,8 @@ def _rejection(max_connections: int) -> bytes:
 
 
 def raise_connection_limit(connections: int) -> int:
-    """Raise the limit on file descriptors for so many connections, and return how many are possible. Raises
-    `ConfigError` if that is less than one client needs."""
+    """Raise the limit on file descriptors as `connections` need it, and return how many connections are possible.
+    Raises `ConfigError` if they are fewer than one client needs."""
     wanted = connections + RESERVED_FDS
     granted = machine.raise_fd_limit(wanted)
     needed = min(connections, MIN_CONNECTIONS)

@@ -84,7 +84,7 @@ def _example_result(**fields: Any) -> Schema:
     return Result(**{"id": "0", "status": Status.OK, "exit_code": 0, "usage": usage, **fields}).encode()
 
 
-_FAILED = _example_result(
+_TIMED_OUT = _example_result(
     id="endless", status=Status.TIMEOUT, error=CallError("Timeout", "used up its 4 s"), exit_code=None, signal=9
 )
 _VERDICT = Verdict(Outcome.EQUIVALENT, usage=Usage(queue_ms=0.3, run_ms=12.5, cpu_ms=12.1, peak_memory_mb=1.5)).encode()
@@ -95,8 +95,8 @@ EXAMPLES: Mapping[str, Any] = {
         "defaults": {"limits": {"timeout_s": 4}},
         "calls": [{"code": "2**10"}, {"code": "while True: pass", "id": "endless"}],
     },
-    "Results": {"results": [_example_result(value="1024"), _FAILED]},
-    "Line": {"index": 1, **_FAILED},
+    "Results": {"results": [_example_result(value="1024"), _TIMED_OUT]},
+    "Line": {"index": 1, **_TIMED_OUT},
     "Verify": {"pairs": [{"gold": "\\frac{1}{2}", "answer": "0.5"}], "limits": {"timeout_s": 5}},
     "Verdicts": {"results": [_VERDICT]},
     "State": {"status": "ok"},
@@ -163,7 +163,7 @@ def schemas() -> dict[str, Schema]:
         "message": _field("string", "expected, received, and what to do"),
     }
     return {
-        "Limits": _limits(),
+        "Limits": _limits_schema(),
         "Call": call,
         "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
         "Defaults": _input("Values for fields that a call omits.", defaults),
@@ -175,8 +175,8 @@ def schemas() -> dict[str, Schema]:
         "Result": result,
         "Results": _list_of("Result", "one result for each call, in the order of the calls"),
         "Line": line,
-        **_checks(call["properties"], timeout),
-        **_stats(),
+        **_verify_schemas(call["properties"], timeout),
+        **_stats_schemas(),
         "State": _object(
             "The state of the server.", {"status": _field("string", "ok; anything else is an HTTP error")}
         ),
@@ -185,22 +185,22 @@ def schemas() -> dict[str, Schema]:
     }
 
 
-def _checks(call: Schema, timeout: Schema) -> dict[str, Schema]:
+def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schema]:
     """Return the schemas of `/v1/verify`."""
     pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
     pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=_ref("Pair"))
-    shared = {name: call[name] for name in VERIFY_FIELDS if name in call}
-    about = "Pairs to check, each in its own call, and the limits of these calls."
+    shared = {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
+    description = "Pairs to check, each in its own call, and the limits of these calls."
     return {
         "Pair": _input("The right answer and the answer to check.", pair, *pair),
-        "Verify": _input(about, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
+        "Verify": _input(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
         "Outcome": _schema_of_enum(Outcome),
         "Verdict": _response_schema(Verdict, VERDICT_FIELDS),
         "Verdicts": _list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
 
 
-def _stats() -> dict[str, Schema]:
+def _stats_schemas() -> dict[str, Schema]:
     """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
     latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
     interval = {
@@ -239,8 +239,8 @@ def _stats() -> dict[str, Schema]:
     }
 
 
-def _field(kind: str, description: str, **rules: object) -> Schema:
-    return {"type": kind, "description": description, **rules}
+def _field(json_type: str, description: str, **rules: object) -> Schema:
+    return {"type": json_type, "description": description, **rules}
 
 
 def _counts(description: str) -> Schema:
@@ -248,7 +248,7 @@ def _counts(description: str) -> Schema:
 
 
 def _object(description: str, properties: Schema, **rules: object) -> Schema:
-    """Return the schema of an object in a response: every property is always there."""
+    """Return the schema of an object in a response: every property is always present."""
     return _field("object", description, properties=properties, required=list(properties), **rules)
 
 
@@ -258,9 +258,9 @@ def _input(description: str, properties: Schema, *required: str) -> Schema:
     return schema | ({"required": list(required)} if required else {})
 
 
-def _response_schema(kind: type, docs: Mapping[str, str]) -> Schema:
+def _response_schema(cls: type, docs: Mapping[str, str]) -> Schema:
     """Return the schema of a dataclass in a response, to which later versions may add fields."""
-    schema = _schema_of_dataclass(kind, docs)
+    schema = _schema_of_dataclass(cls, docs)
     return schema | {"additionalProperties": True, "required": list(schema["properties"])}
 
 
@@ -269,25 +269,26 @@ def _list_of(name: str, doc: str) -> Schema:
 
 
 def _operation(route: Route) -> Schema:
-    content = {kind: _media(name) for kind, name in route.response_schemas.items()}
+    content = {content_type: _media(name) for content_type, name in route.response_schemas.items()}
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
-    for code in (*route.error_statuses, 500):
-        about, content = f"{ERROR_TYPES[code]}: {ERROR_DESCRIPTIONS[code]}.", {"application/json": _media("Refusal")}
-        if code == 400 and route.invalid_schemas:
-            about += " If every item of a batch is malformed: the results, each with its own message."
-            either = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
-            content |= {kind: _media(name) for kind, name in route.invalid_schemas.items()}
-            content["application/json"] = {**_media("Refusal"), "schema": either}
-        headers = {"headers": HEADERS[code]} if code in HEADERS else {}
-        responses[str(code)] = {"description": about, "content": content, **headers}
+    for status in (*route.error_statuses, 500):
+        description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
+        content = {"application/json": _media("Refusal")}
+        if status == 400 and route.invalid_schemas:
+            description += " If every item of a batch is malformed: the results, each with its own message."
+            refusal_or_results = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
+            content |= {content_type: _media(name) for content_type, name in route.invalid_schemas.items()}
+            content["application/json"] = {**_media("Refusal"), "schema": refusal_or_results}
+        headers = {"headers": HEADERS[status]} if status in HEADERS else {}
+        responses[str(status)] = {"description": description, "content": content, **headers}
     operation: Schema = {"summary": route.summary, "responses": responses}
     if route.request_schema is not None:
-        content = {kind: _media(route.request_schema) for kind in route.body_types}
+        content = {content_type: _media(route.request_schema) for content_type in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
     if route.query:
-        whole = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
+        integer = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
         operation["parameters"] = [
-            {"name": name, "in": "query", "description": doc, "schema": whole} for name, doc in route.query.items()
+            {"name": name, "in": "query", "description": doc, "schema": integer} for name, doc in route.query.items()
         ]
     if route.path in PUBLIC_PATHS:
         operation["security"] = []
@@ -304,43 +305,42 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _limits() -> Schema:
+def _limits_schema() -> Schema:
     properties = {
         name: _field("integer" if rule.whole else "number", rule.doc, default=rule.default, **_range(rule))
         for name, rule in LIMIT_FIELDS.items()
     }
-    return _input(_about(Limits), properties)
+    return _input(_first_sentence(Limits), properties)
 
 
 def _range(rule: NumberRule) -> Schema:
-    kind = int if rule.whole else float
-    return {"minimum": kind(rule.low), "maximum": kind(rule.high)}
+    return {"minimum": rule.convert(rule.low), "maximum": rule.convert(rule.high)}
 
 
 def _schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
-    about = " ".join((enum.__doc__ or "").split())
+    description = " ".join((enum.__doc__ or "").split())
     values = " ".join(f"{member}: {member.description}" for member in enum)
-    return {"type": "string", "enum": [member.value for member in enum], "description": f"{about} {values}"}
+    return {"type": "string", "enum": [member.value for member in enum], "description": f"{description} {values}"}
 
 
-def _about(kind: type) -> str:
+def _first_sentence(cls: type) -> str:
     """Return the first sentence of a class docstring."""
-    return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".") + "."
+    return " ".join((cls.__doc__ or "").split()).partition(". ")[0].rstrip(".") + "."
 
 
-def _schema_of_dataclass(kind: type, docs: Mapping[str, str]) -> Schema:
-    assert is_dataclass(kind)
-    hints = get_type_hints(kind)
+def _schema_of_dataclass(cls: type, docs: Mapping[str, str]) -> Schema:
+    assert is_dataclass(cls)
+    hints = get_type_hints(cls)
     properties: dict[str, Schema] = {}
-    for item in fields(kind):
+    for item in fields(cls):
         schema = _schema_of_hint(hints[item.name])
         if item.name in docs:
             schema["description"] = docs[item.name]
         if isinstance(item.default, (str, int, float, bool)):
             schema["default"] = item.default
         properties[item.name] = schema
-    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    return _input(_about(kind), properties, *required)
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    return _input(_first_sentence(cls), properties, *required)
 
 
 def _schema_of_hint(hint: Any) -> Schema:

@@ -154,7 +154,7 @@ async def _admitted_batch(
     """Read, parse and admit a batch. Yields it with the body's content type and the HTTP status of the response: 400 if
     every call is malformed. At the end, and if the client disconnects, unfinished calls are cancelled.
 
-    The body counts as buffered until the call table counts its calls.
+    The body counts as buffered until its calls count in the call table.
     """
     dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
     dispatcher.check_accepting()
@@ -164,7 +164,7 @@ async def _admitted_batch(
     dispatcher.counters.bytes_in += size
     try:
         raw = await bodies.decode(body, content_type)
-        del body
+        del body  # frees the memory before the calls are validated; so does `del raw` before they wait
         batch, malformed = await parse(raw, dispatcher.config)
         del raw
         dispatcher.submit(batch)
@@ -190,7 +190,7 @@ async def _wait_for_results(batch: Batch) -> None:
 
 
 async def _stream(request: web.Request, status: int, batch: Batch, content_type: str) -> web.StreamResponse:
-    """Send results as they finish. Those that finish while the client reads are sent together."""
+    """Send results as they finish. Results that finish while the client reads are then sent together."""
     dispatcher = request.app[DISPATCHER]
     finished = deque(index for index, result in enumerate(batch.results) if result is not None)
     has_finished = asyncio.Event()
@@ -202,23 +202,23 @@ async def _stream(request: web.Request, status: int, batch: Batch, content_type:
     batch.on_result = on_result
     response = web.StreamResponse(status=status, headers={"Content-Type": content_type, "X-Accel-Buffering": "no"})
     await response.prepare(request)
-    unsent = len(batch.results)
-    while unsent:
+    num_unsent = len(batch.results)
+    while num_unsent:
         has_finished.clear()
         if not finished and not await _wait_for_event(has_finished, codec.HEARTBEAT_S):
             await _send(request, response, codec.HEARTBEAT[content_type])
             continue
         lines: list[bytes] = []
-        size = length = 0
-        while finished and len(lines) < codec.RESULTS_PER_YIELD and length < codec.CHUNK_BYTES:
+        result_size = encoded_size = 0
+        while finished and len(lines) < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
             index = finished.popleft()
             result = batch.pop_result(index)
-            size += result_bytes(result)
+            result_size += result_bytes(result)
             lines.append(codec.encode_line(index, result, content_type))
-            length += len(lines[-1])
-        unsent -= len(lines)
+            encoded_size += len(lines[-1])
+        num_unsent -= len(lines)
         await _send(request, response, b"".join(lines))
-        dispatcher.call_table.results_read(batch, size)
+        dispatcher.call_table.results_read(batch, result_size)
     await response.write_eof()
     return response
 
@@ -255,7 +255,8 @@ async def _send(request: web.Request, response: web.StreamResponse, body: bytes)
     """Send a whole `Response`, or a part of a stream. Aborts the connection, and raises `ConnectionResetError`, if the
     client takes longer than `stall_s` per `CHUNK_BYTES`."""
     dispatcher = request.app[DISPATCHER]
-    timeout_s = dispatcher.config.stall_s * max(1, -(-len(body) // codec.CHUNK_BYTES))
+    chunks = max(1, -(-len(body) // codec.CHUNK_BYTES))  # rounded up
+    timeout_s = dispatcher.config.stall_s * chunks
     try:
         async with asyncio.timeout(timeout_s):
             if isinstance(response, web.Response):
@@ -276,7 +277,7 @@ def _page(name: str) -> web.Response:
     return web.Response(body=text, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 
-_CALL_ERRORS = (400, 401, 403, 408, 413, 415, 429, 503)
+_CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
 _RESULT = dict.fromkeys(BODY_TYPES, "Result")
 _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STREAM: "Line"}
 _VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
@@ -284,7 +285,7 @@ _VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
 _AFTER = {"after": "only steps after this number"}
 
 ROUTES: tuple[Route, ...] = (
-    Route("POST", "/v1/execute", run_call, "Run one call", _RESULT, "Execute", BODY_TYPES, _CALL_ERRORS),
+    Route("POST", "/v1/execute", run_call, "Run one call", _RESULT, "Execute", BODY_TYPES, _CALL_ERROR_STATUSES),
     Route(
         "POST",
         "/v1/batch",
@@ -293,7 +294,7 @@ ROUTES: tuple[Route, ...] = (
         _RESULTS,
         "Batch",
         BODY_TYPES,
-        _CALL_ERRORS,
+        _CALL_ERROR_STATUSES,
         invalid_schemas=_RESULTS,
     ),
     Route(
@@ -304,7 +305,7 @@ ROUTES: tuple[Route, ...] = (
         _VERDICTS,
         "Verify",
         BODY_TYPES,
-        _CALL_ERRORS,
+        _CALL_ERROR_STATUSES,
         invalid_schemas=_VERDICTS,
     ),
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),

@@ -1,6 +1,6 @@
 """Builds a `Batch` from a decoded body: checks fields, applies defaults, ids and the operator's maximum limits.
 
-A malformed call gets the result `invalid` and does not affect the others of its batch. A malformed batch raises
+A malformed call gets the result `invalid` and does not affect the other calls of its batch. A malformed batch raises
 `InvalidCall`.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
-from sandbox.fields import check_names
+from sandbox.fields import MAX_LABEL_CHARS, check_names
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import Json
 from sandbox.types import Call, Limits, invalid_result
@@ -126,7 +126,7 @@ def _queue_timeout_s(value: Json, where: str, max_s: float) -> float:
 def _id_of(raw: Json, index: int) -> str:
     """Return the id of a malformed call, or its index if the id is malformed too."""
     call_id = raw.get("id") if isinstance(raw, Mapping) else None
-    return call_id if isinstance(call_id, str) and 0 < len(call_id) <= 256 else str(index)
+    return call_id if isinstance(call_id, str) and 0 < len(call_id) <= MAX_LABEL_CHARS else str(index)
 
 
 def _add(batch: Batch, index: int, call: Call, call_id: str, max_limits: Limits) -> None:

@@ -24,8 +24,7 @@ from sandbox.gateway.calls.call_table import (
 from sandbox.types import Call
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)
-TENANT_CALLS, TENANT_BYTES = 9, 4500
-"""The share of one tenant: three quarters of the limits."""
+MAX_TENANT_CALLS, MAX_TENANT_BYTES = 9, 4500  # 0.75 of the limits
 UNLIMITED_BYTES = 1 << 20
 """A frame size that never limits the number of calls."""
 EXECUTORS = (0, 1)
@@ -37,6 +36,11 @@ def batch_of(count: int, *, code: str = "1", queue_timeout_s: float = 10.0, tena
     for index in range(count):
         batch.add(index, Call(code, tenant=str(tenants[index % len(tenants)])), f"call {index}", {})
     return batch
+
+
+def limits_on_calls(max_calls: int) -> AdmissionLimits:
+    """Return limits of which only `max_calls` matters."""
+    return AdmissionLimits(max_calls, max_bytes=1 << 30, max_attempts=3)
 
 
 def ok_result() -> Any:
@@ -58,18 +62,18 @@ class CallTableMachine(RuleBasedStateMachine):
         self.assigned: dict[int, list[int]] = {executor: [] for executor in EXECUTORS}
         """The seqs of the calls that each executor has."""
 
-    @rule(count=st.integers(1, 6), length=st.integers(0, 700), tenants=st.sampled_from(["a", "b", "ab"]))
-    def submit(self, count: int, length: int, tenants: str) -> None:
-        batch = batch_of(count, code="x" * length, tenants=tenants)
+    @rule(count=st.integers(1, 6), code_length=st.integers(0, 700), tenants=st.sampled_from(["a", "b", "ab"]))
+    def submit(self, count: int, code_length: int, tenants: str) -> None:
+        batch = batch_of(count, code="x" * code_length, tenants=tenants)
         batch.on_result = self.result_indices.setdefault(batch, []).append
         batch.on_done = lambda: self.done.append(batch)
-        before = self.call_table.outstanding.calls, self.call_table.outstanding.bytes
+        outstanding_before = self.call_table.outstanding.calls, self.call_table.outstanding.bytes
         try:
             self.call_table.admit(batch, self.now)
         except RequestRefused:
-            assert batch.calls[0].size_bytes * count > TENANT_BYTES
+            assert batch.calls[0].size_bytes * count > MAX_TENANT_BYTES
         except Overloaded as error:
-            assert (self.call_table.outstanding.calls, self.call_table.outstanding.bytes) == before
+            assert (self.call_table.outstanding.calls, self.call_table.outstanding.bytes) == outstanding_before
             assert error.retry_after_s is not None and 1 <= error.retry_after_s <= MAX_RETRY_AFTER_S
         else:
             self.batches.append(batch)
@@ -111,26 +115,26 @@ class CallTableMachine(RuleBasedStateMachine):
         self.now += seconds
         for batch in self.batches:
             waiting = [call for call in batch.calls if call.call is not None and call.executor is None]
-            late = [call for call in waiting if self.now - call.waiting_since >= batch.queue_timeout_s]
-            assert sorted(map(id, self.call_table.expire(batch, self.now))) == sorted(map(id, late))
-            expiries = [call.waiting_since + batch.queue_timeout_s for call in waiting if call not in late]
+            expired = [call for call in waiting if self.now - call.waiting_since >= batch.queue_timeout_s]
+            assert sorted(map(id, self.call_table.expire(batch, self.now))) == sorted(map(id, expired))
+            expiries = [call.waiting_since + batch.queue_timeout_s for call in waiting if call not in expired]
             assert self.call_table.next_expiry(batch) == min(expiries, default=None)
 
     @rule(max_calls=st.integers(1, 5))
-    def stop(self, max_calls: int) -> None:
+    def fail_waiting(self, max_calls: int) -> None:
         waiting = self.call_table.waiting
         assert len(self.call_table.fail_waiting("Stopped", "the end", max_calls)) == min(max_calls, waiting)
         assert self.call_table.waiting == max(0, waiting - max_calls)
 
     @invariant()
-    def limits_hold(self) -> None:
+    def no_limit_is_exceeded(self) -> None:
         assert self.call_table.outstanding.calls == sum(batch.unfinished for batch in self.batches) <= LIMITS.max_calls
         assert 0 <= self.call_table.outstanding.bytes <= LIMITS.max_bytes
         for tenant in "ab":
             calls = [call for batch in self.batches for call in batch.calls]
             unfinished = [call for call in calls if call.call is not None and call.tenant == tenant]
-            assert len(unfinished) <= TENANT_CALLS
-            assert sum(call.size_bytes for call in unfinished) <= TENANT_BYTES
+            assert len(unfinished) <= MAX_TENANT_CALLS
+            assert sum(call.size_bytes for call in unfinished) <= MAX_TENANT_BYTES
         running = sum(map(self.call_table.running, EXECUTORS))
         assert self.call_table.waiting + running == self.call_table.outstanding.calls
 
@@ -174,7 +178,7 @@ def test_a_call_whose_executors_all_die_is_unavailable() -> None:
     assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "ExecutorLost", 3)
 
 
-def test_a_call_that_kills_executors_uses_up_no_last_attempt_of_others() -> None:
+def test_a_call_that_kills_executors_does_not_use_up_the_last_attempts_of_other_calls() -> None:
     call_table, deadly, others = CallTable(LIMITS), batch_of(1), batch_of(6)
     call_table.admit(deadly, 0.0)
     call_table.admit(others, 0.0)
@@ -196,12 +200,11 @@ def test_queue_ms_is_the_waiting_time_of_all_attempts() -> None:
     call_table.executor_lost(0, 20.0)
     (call,) = call_table.assign(0, 1, UNLIMITED_BYTES, 22.0)
     call_table.finish(0, call.seq, ok_result())
-    assert batch.pop_result(0)["usage"]["queue_ms"] == pytest.approx(
-        3000
-    )  # 1 s before the first attempt, 2 s before the second
+    # The call waited 1 s before the first attempt and 2 s before the second.
+    assert batch.pop_result(0)["usage"]["queue_ms"] == pytest.approx(3000)
 
 
-def test_the_error_of_a_full_queue_has_the_limit_and_the_time_to_wait() -> None:
+def test_the_error_of_a_full_queue_contains_the_limit_and_the_time_to_wait() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(12, tenants="ab"), 0.0)
     call_table.answer_rate.count(10, 0.0)  # 10 results in a window of 10 s: one result per second
@@ -209,7 +212,7 @@ def test_the_error_of_a_full_queue_has_the_limit_and_the_time_to_wait() -> None:
         call_table.admit(batch_of(3), 0.0)
 
 
-def test_a_batch_larger_than_the_queue_is_rejected_for_good() -> None:
+def test_a_batch_larger_than_the_queue_is_refused_without_a_time_to_wait() -> None:
     with pytest.raises(RequestRefused, match="the queue holds at most 12"):
         CallTable(LIMITS).admit(batch_of(13), 0.0)
 
@@ -248,7 +251,7 @@ def _count_instructions(step: Callable[[], object]) -> int:
 def _step_costs(others: int, tenants: int) -> dict[str, int]:
     """Return the number of instructions of each step for a batch of three calls. The table also holds `others` calls of
     `tenants` tenants, of which 640 run on ten other executors."""
-    call_table = CallTable(AdmissionLimits(100_000, 1 << 30, 3))
+    call_table = CallTable(limits_on_calls(100_000))
     other_batch, batch = batch_of(others, tenants=range(tenants)), batch_of(3)
     call_table.admit(other_batch, 0.0)
     for executor in range(1, 11):
@@ -270,16 +273,16 @@ def _step_costs(others: int, tenants: int) -> dict[str, int]:
 @pytest.mark.parametrize("tenants", [1, 100])
 def test_the_cost_of_a_step_does_not_depend_on_the_number_of_calls(tenants: int) -> None:
     costs, costs_of_many = _step_costs(1_000, tenants), _step_costs(20_000, tenants)
-    tolerated = 200  # instructions: their number also depends on the sizes of dicts
+    max_growth = 200  # instructions: their number also depends a little on the sizes of dicts
     growth = {step: costs_of_many[step] - cost for step, cost in costs.items()}
-    assert {step: count for step, count in growth.items() if count > tolerated} == {}
+    assert {step: instructions for step, instructions in growth.items() if instructions > max_growth} == {}
 
 
 def test_repeated_expiry_visits_each_call_once() -> None:
     """Every call is requeued at a different time, so that each expires at a different time."""
     costs = []
     for size in (100, 1_000):
-        call_table, batch = CallTable(AdmissionLimits(10_000, 1 << 30, 3)), batch_of(size)
+        call_table, batch = CallTable(limits_on_calls(10_000)), batch_of(size)
         call_table.admit(batch, 0.0)
         for executor in range(size):
             call_table.assign(executor, 1, UNLIMITED_BYTES, 0.0)
@@ -295,7 +298,7 @@ def test_repeated_expiry_visits_each_call_once() -> None:
 
 
 def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
-    call_table, batch = CallTable(AdmissionLimits(10_000, 1 << 30, 3)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1)
+    call_table, batch = CallTable(limits_on_calls(10_000)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1)
     call_table.admit(batch, 0.0)
     expired = []
     while (expiry := call_table.next_expiry(batch)) is not None:
@@ -304,8 +307,8 @@ def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
     assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
 
 
-def test_the_bytes_of_a_frame_limit_its_calls() -> None:
-    call_table = CallTable(AdmissionLimits(100, 1 << 30, 3))
+def test_no_call_is_assigned_after_the_one_that_reaches_the_target_size() -> None:
+    call_table = CallTable(limits_on_calls(100))
     call_table.admit(batch_of(10, code="x" * 1000), 0.0)
     assert len(call_table.assign(0, 64, 2000, 0.0)) == 2  # the second call reaches 2,000 bytes
 
@@ -320,8 +323,9 @@ def test_the_answer_rate_never_exceeds_the_finished_calls(steps: list[tuple[floa
         assert 0 <= rate.per_s(now) <= total / 10.0 + 1e-9  # the window is 10 s; 1e-9 is the rounding error
 
 
+# After 7,130 s the answer rate is a subnormal number, after 7,440 s it underflows to 0.
 @pytest.mark.parametrize("idle_s", [0.0, 60.0, 7130.0, 7440.0, 1e6])
 def test_retry_after_is_within_its_limits_after_any_time_without_a_result(idle_s: float) -> None:
-    call_table = CallTable(AdmissionLimits(10, 10_000, 3))
+    call_table = CallTable(limits_on_calls(10))
     call_table.answer_rate.count(1, 0.0)
     assert 1 <= call_table.retry_after_s(100_000, idle_s) <= MAX_RETRY_AFTER_S

@@ -31,7 +31,7 @@ async def test_an_executor_gets_at_most_twice_its_slots() -> None:
         response = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 10)))
         executor = served.fleet.last_executor
         await until(lambda: bool(executor.calls))
-        assert (executor.frame_sizes, served.dispatcher.call_table.waiting) == ([6], 4)
+        assert (executor.frame_sizes, served.dispatcher.call_table.waiting) == ([6], 4)  # 6 is twice the 3 slots
         executor.finish(1, 2)
         await until(lambda: len(executor.calls) == 8)
         executor.finish(*range(3, 9))
@@ -40,13 +40,13 @@ async def test_an_executor_gets_at_most_twice_its_slots() -> None:
         assert (await response)[0] == 200
 
 
-async def test_calls_travel_in_frames_of_up_to_64() -> None:
+async def test_a_frame_contains_at_most_64_calls() -> None:
     async with serving(FakeFleet(slots=100)) as served:
         await served.post("/v1/batch", make_batch(*["1"] * 150))
         assert served.fleet.last_executor.frame_sizes == [64, 64, 22]
 
 
-async def test_calls_are_spread_over_executors() -> None:
+async def test_calls_are_spread_evenly_over_executors() -> None:
     async with serving(FakeFleet(slots=2), executors=3) as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 12)))
         await until(lambda: sum(len(executor.calls) for executor in served.fleet.executors) == 12)
@@ -57,7 +57,8 @@ async def test_calls_are_spread_over_executors() -> None:
 
 
 @pytest.mark.parametrize("code", ["die", "garbage", "nonsense"])
-async def test_a_call_that_breaks_executors_is_unavailable_and_its_neighbour_is_not(code: str) -> None:
+async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_not(code: str) -> None:
+    """A fake executor exits, sends a malformed frame or sends a malformed result for the code of the call."""
     async with serving() as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", code)))
         await until(lambda: len(served.fleet.executors) == 3 and bool(served.fleet.last_executor.calls))
@@ -88,10 +89,10 @@ async def test_an_executor_runs_one_last_attempt_at_a_time() -> None:
     async with serving(executors=2, attempts=2) as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: any(len(executor.calls) == 2 for executor in served.fleet.executors))
-        first, other = sorted(served.fleet.executors, key=lambda executor: -len(executor.calls))
-        other.send("window", 50)
+        lost, other = sorted(served.fleet.executors, key=lambda executor: -len(executor.calls))
+        other.send("window", 50)  # `other` could run both calls, and has the larger window
         await until(lambda: any(executor.window == 50 for executor in served.dispatcher.executors))
-        first.exit()
+        lost.exit()
         await until(lambda: len(served.fleet.executors) == 3 and len(served.fleet.last_executor.calls) == 1)
         for executor in (other, served.fleet.last_executor):
             executor.finish(*executor.calls)
@@ -111,7 +112,7 @@ async def test_a_restart_that_fails_is_retried() -> None:
 @pytest.mark.parametrize(
     ("reaction", "expected"), [("failed", "no isolation here"), ("exit", "did not start: exited with code 3")]
 )
-async def test_a_first_start_that_fails_is_final(reaction: str, expected: str) -> None:
+async def test_a_first_start_that_fails_is_not_retried(reaction: str, expected: str) -> None:
     async with serving(FakeFleet(start_reactions=(reaction,)), wait=False) as served:
         with pytest.raises(ConfigError, match=expected):
             await served.dispatcher.started()
@@ -132,6 +133,7 @@ async def test_a_silent_executor_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_results_of_unknown_calls_are_ignored() -> None:
+    """For "forget", the fake executor sends a result of another call."""
     async with serving() as served:
         response = asyncio.create_task(served.post("/v1/execute", {"code": "forget"}))
         await until(lambda: bool(served.fleet.last_executor.calls))
@@ -206,7 +208,7 @@ async def test_calls_unfinished_after_the_drain_are_unavailable() -> None:
 
 
 @pytest.mark.parametrize("max_at_once", [1, 512])
-async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
+async def test_waiting_calls_are_unavailable_at_once_when_the_server_drains(
     max_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The waiting calls are in a stream, a batch and a verify request. The two running calls continue."""
@@ -238,7 +240,7 @@ async def test_waiting_calls_get_stopped_at_once_when_the_server_drains(
         assert served.fleet.last_executor.frame_sizes == [2]
 
 
-async def test_calls_of_an_executor_lost_during_the_drain_get_stopped_at_once() -> None:
+async def test_calls_of_an_executor_lost_during_the_drain_are_unavailable_at_once() -> None:
     async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: len(served.fleet.last_executor.calls) == 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,6 @@ from sandbox.gateway.calls.fair_queue import FairQueue
 class Item:
     tenant: str = ""
     priority: int = 0
-    name: str = field(default="")
 
 
 class SlowQueue:
@@ -30,10 +29,10 @@ class SlowQueue:
         self.requeued: list[Item] = []
         self.running: list[Item] = []
         self.positions: dict[tuple[int, str], int] = {}
-        self.clock = itertools.count()
+        self.next_position = itertools.count()
 
     def push(self, item: Item) -> None:
-        if not self.waits(item):
+        if not self.has_waiting(item):
             self.renew_position(item)
         self.items.append(item)
 
@@ -54,22 +53,23 @@ class SlowQueue:
         priority = min(item.priority for item in self.items + self.requeued)
         candidates = [item for item in self.requeued if item.priority == priority]
         if not candidates:
-            candidates = sorted((item for item in self.items if item.priority == priority), key=self.order)
+            candidates = sorted((item for item in self.items if item.priority == priority), key=self.sort_key)
         self.remove(candidates[0])
         self.running.append(candidates[0])
         self.renew_position(candidates[0])
         return candidates[0]
 
-    def order(self, item: Item) -> tuple[int, int]:
+    def sort_key(self, item: Item) -> tuple[int, int]:
         key = (item.priority, item.tenant)
         running = sum((other.priority, other.tenant) == key for other in self.running)
         return running, self.positions[key]
 
-    def waits(self, item: Item) -> bool:
+    def has_waiting(self, item: Item) -> bool:
+        """Return whether the item's tenant has waiting items of its priority."""
         return any((other.priority, other.tenant) == (item.priority, item.tenant) for other in self.items)
 
     def renew_position(self, item: Item) -> None:
-        self.positions[item.priority, item.tenant] = next(self.clock)
+        self.positions[item.priority, item.tenant] = next(self.next_position)
 
 
 STEPS = st.lists(
@@ -90,7 +90,7 @@ def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]
     slow = SlowQueue()
     waiting: list[Item] = []
     running: list[Item] = []
-    for kind, *arguments in steps:
+    for kind, *arguments in steps:  # the integers select an item of `running` or `waiting`
         if kind == "push":
             item = Item(*arguments)  # type: ignore[arg-type]
             waiting.append(item)
@@ -126,7 +126,7 @@ def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
     assert [item.tenant for item in (queue.pop(), queue.pop()) if item] == ["many", "few"]
 
 
-def test_the_lower_priority_number_goes_first() -> None:
+def test_calls_with_a_lower_priority_number_go_first() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(Item(priority=1))
     queue.push(Item(priority=-1))
@@ -145,7 +145,7 @@ def test_a_requeued_call_goes_before_all_others() -> None:
 
 
 def test_a_tenant_with_long_calls_does_not_get_the_slots_of_others() -> None:
-    """Four slots: the calls of one tenant never end, those of the other end at once."""
+    """There are four slots. The calls of one tenant never end, and the calls of the other tenant end at once."""
     queue: FairQueue[Item] = FairQueue()
     for _ in range(100):
         queue.push(Item("long"))

@@ -10,8 +10,9 @@ from tests.gateway.serving import serving
 
 
 @pytest.mark.asyncio
-async def test_with_a_token_only_probes_and_pages_are_public() -> None:
+async def test_only_probes_and_pages_need_no_token() -> None:
     async with serving(token="s3cret") as served:
+        # "//" and "/docs/" resemble public paths.
         for path in ("/v1/stats", "/v1/stats?after=1", "//", "/docs/", "/openapi.json", "/metrics", "/nowhere"):
             async with served.http.get(served.url + path) as response:
                 assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
@@ -23,10 +24,10 @@ async def test_with_a_token_only_probes_and_pages_are_public() -> None:
 @pytest.mark.parametrize("path", ["/", "/docs"])
 async def test_a_page_contains_no_data_of_calls(path: str) -> None:
     async with serving(token="s3cret") as served:
-        before = await served.get(path)
+        page_before = await served.get(path)
         await served.post("/v1/execute", {"code": "a secret"}, Authorization="Bearer s3cret")
-        assert await served.get(path) == before
-        assert "s3cret" not in before[1]
+        assert await served.get(path) == page_before
+        assert "s3cret" not in page_before[1]
         assert (await served.post(path, {}))[0] == 405
 
 

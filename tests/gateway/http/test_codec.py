@@ -21,7 +21,7 @@ from sandbox.types import CALL_FIELDS, Result, Status
 from tests.gateway.serving import until
 
 TEXT = st.text(st.characters(), max_size=20)
-"""Text with lone surrogates."""
+"""Text that may contain lone surrogates."""
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | TEXT | st.binary(max_size=20),
     lambda inner: (
@@ -39,9 +39,10 @@ def decode(body: bytes, content_type: str) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_disconnects_does_not_let_two_large_bodies_be_decoded_at_once(
+async def test_large_bodies_are_decoded_one_at_a_time_even_if_a_client_disconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The bodies consist of the bytes 1 and 2. A thread decodes the first one when its request is cancelled."""
     started, may_finish = [], threading.Event()
 
     def decode_slowly(body: bytes, max_calls: int) -> int:
@@ -55,7 +56,7 @@ async def test_a_client_that_disconnects_does_not_let_two_large_bodies_be_decode
     try:
         await until(lambda: started == [1])
         first.cancel()
-        for _ in range(20):
+        for _ in range(20):  # more iterations of the event loop than a wrong `decode` needs to end
             await asyncio.sleep(0)
         assert not first.done()
     finally:
@@ -65,7 +66,7 @@ async def test_a_client_that_disconnects_does_not_let_two_large_bodies_be_decode
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK]))
-def test_any_bytes_are_a_value_or_an_error(body: bytes, content_type: str) -> None:
+def test_any_bytes_decode_to_a_value_or_raise_an_http_error(body: bytes, content_type: str) -> None:
     try:
         decode(body, content_type)
     except HttpError as error:
@@ -80,26 +81,27 @@ def test_msgpack_decodes_to_the_sent_value(value: Any) -> None:
 
 
 @given(BATCHES)
-def test_any_decoded_body_is_a_batch_or_an_error(decoded: Any) -> None:
+def test_any_decoded_body_is_parsed_as_a_batch_or_refused(decoded: Any) -> None:
     try:
-        batch, invalid = asyncio.run(validation.parse_batch(decoded, ServeConfig()))
+        batch, malformed = asyncio.run(validation.parse_batch(decoded, ServeConfig()))
     except (InvalidCall, RequestRefused) as error:
         assert str(error)
         return
-    assert len(batch.calls) + invalid == len(decoded["calls"])
-    assert invalid == len([result for result in batch.results if result is not None])
+    assert len(batch.calls) + malformed == len(decoded["calls"])
+    assert malformed == len([result for result in batch.results if result is not None])
 
 
 @given(VALUES)
-def test_any_decoded_body_is_a_call_or_an_error(decoded: Any) -> None:
+def test_any_decoded_body_is_parsed_as_a_call_or_refused(decoded: Any) -> None:
     try:
         assert len(asyncio.run(validation.parse_call(decoded, ServeConfig()))[0].calls) == 1
     except InvalidCall as error:
         assert str(error)
 
 
+# With 70 repetitions, results are encoded in several parts (`RESULTS_PER_YIELD`).
 @given(st.lists(st.tuples(TEXT, TEXT, st.binary(max_size=20)), min_size=1, max_size=3), st.sampled_from([1, 70]))
-def test_results_decode_to_the_encoded_ones_except_for_surrogates(
+def test_encoded_results_decode_to_the_same_results_except_for_surrogates(
     fields: list[tuple[str, str, bytes]], repetitions: int
 ) -> None:
     results = [
@@ -114,7 +116,7 @@ def test_results_decode_to_the_encoded_ones_except_for_surrogates(
 
 
 @pytest.mark.parametrize("content_type", [NDJSON, MSGPACK_STREAM])
-def test_a_line_is_a_result_with_its_index(content_type: str) -> None:
+def test_a_line_of_a_stream_contains_a_result_and_its_index(content_type: str) -> None:
     line = codec.encode_line(7, Result("i", Status.OK, stdout="a\nb").encode(binary=True), content_type)
     decoded = json.loads(line) if content_type == NDJSON else msgpack.unpackb(line)
     assert decoded["index"] == 7

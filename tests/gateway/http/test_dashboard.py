@@ -42,12 +42,13 @@ async def test_the_page_shows_the_numbers_of_the_server(browser: Browser) -> Non
         browser.page(served.url) as page,
     ):
         hanging = await _send_traffic(served)
-        await page.until("table('statuses').ok?.[1] === '1,234'".replace("table", TABLE))
-        await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
+        await page.until(f"{_rows_of('statuses')}.ok?.[1] === '1,234'")
+        await page.until(f"{_rows_of('executors')}['● 0 up']?.[0] === '4'")
         statuses, executors, events = [await _table(page, name) for name in ("statuses", "executors", "events")]
         tiles = await page.text("#tiles")
+        # The columns after "per second" are "total" and "share".
         assert statuses["ok"][1:] == ["1,234", "99.9 %"] and statuses["unavailable"][1:] == ["0", "0.0 %"]
-        assert executors == {"● 0 up": ["4", "3", "4", "0", "3"]}
+        assert executors == {"● 0 up": ["4", "3", "4", "0", "3"]}  # running, long, slots, restarts, zygotes
         assert await _table(page, "zygotes") == {"bare": ["2"], "symbolic": ["1"]}
         assert statuses["invalid"][1] == "1" and events["requests rejected with 400"][1] == "1"
         assert re.search(r"Waiting\s+12\s+max 5,000", tiles) and re.search(r"Running\s+4\s+3 long", tiles)
@@ -107,7 +108,7 @@ async def test_names_from_hostile_code_are_shown_as_text(browser: Browser) -> No
         served.fleet.last_executor.send("stats", stats)
         executor = served.dispatcher.executors[0]
         executor.ready_report = ReadyReport(slots=4, isolation=names[0], python=names[1])
-        await page.until("document.getElementById('missed').rows.length > 8")
+        await page.until(f"document.getElementById('missed').rows.length > {len(names)}")  # the names and the head
         shown = await _table(page, "missed")
         assert set(shown) == set(names)
         assert names[0] in await page.text("#about") and names[0] in await page.text("#zygotes")
@@ -128,9 +129,10 @@ async def test_the_token_is_requested_once(browser: Browser) -> None:
         await _enter(page, "s3cret")
         await page.until(PAGE_IS_SHOWN)
         refused = served.dispatcher.counters.refused[401]
+        assert refused == 2  # the first request of the page, and the one with the wrong token
         await page.call("Page.reload")
         await page.until(f"document.readyState === 'complete' && {PAGE_IS_SHOWN}")
-        assert served.dispatcher.counters.refused[401] == refused == 2
+        assert served.dispatcher.counters.refused[401] == refused
 
 
 @in_a_browser
@@ -145,14 +147,14 @@ async def test_the_page_shows_an_unreachable_server_and_continues_when_it_is_bac
         await served.post("/v1/execute", {"code": "1"})
         _pretend_restart(served)
         await _set_network(page, offline=False)
-        await page.until("table('statuses').ok?.[1] === '1'".replace("table", TABLE))
+        await page.until(f"{_rows_of('statuses')}.ok?.[1] === '1'")
         assert await page.text("h1") == "● Ready"
         await page.until("steps.length > 0 && steps[0].number === 1")
 
 
 @in_a_browser
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_page_shows_why_calls_do_not_run(browser: Browser) -> None:
+async def test_the_page_shows_the_reason_why_no_call_runs(browser: Browser) -> None:
     async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served, browser.page(served.url) as page:
         await page.until("document.querySelector('h1').textContent === '● Ready'")
         served.fleet.last_executor.exit(1)
@@ -193,8 +195,8 @@ async def test_the_page_shows_that_all_long_slots_are_in_use(browser: Browser) -
 async def test_the_charts_show_one_or_ten_minutes(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
         await page.until(PAGE_IS_SHOWN)
-        for index, period in ((1, "the last 10 min"), (0, "the last 60 s")):
-            await page.run(f"document.getElementById('spans').elements[{index}].click()")
+        for button, period in ((1, "the last 10 min"), (0, "the last 60 s")):
+            await page.run(f"document.getElementById('spans').elements[{button}].click()")
             await page.until(f"document.getElementById('load').getAttribute('aria-label').includes('{period}')")
 
 
@@ -202,8 +204,8 @@ async def test_the_charts_show_one_or_ten_minutes(browser: Browser) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_percentile_has_its_label_even_without_calls(browser: Browser) -> None:
     async with serving() as served, browser.page(served.url) as page:
-        label = "document.getElementById('latency').textContent.includes(name)"
-        await page.until(f"['p50', 'p90', 'p99'].every(name => {label})")
+        has_label = "document.getElementById('latency').textContent.includes(name)"
+        await page.until(f"['p50', 'p90', 'p99'].every(name => {has_label})")
 
 
 @in_a_browser
@@ -212,7 +214,7 @@ async def test_every_percentile_has_its_label_even_without_calls(browser: Browse
 async def test_nothing_overflows_at_any_width(browser: Browser, width: int) -> None:
     async with serving() as served, browser.page(served.url, width) as page:
         hanging = await _send_traffic(served)
-        await page.until("table('executors')['● 0 up']?.[0] === '4'".replace("table", TABLE))
+        await page.until(f"{_rows_of('executors')}['● 0 up']?.[0] === '4'")
         assert await page.run("document.documentElement.scrollWidth") == width
         hanging.cancel()
         await asyncio.wait([hanging])
@@ -226,28 +228,28 @@ async def test_every_text_has_enough_contrast(browser: Browser, dark: bool) -> N
         hanging = await _send_traffic(served)
         for chart, line in (("load", "waiting"), ("latency", "p99"), ("machine", "memory")):
             await page.until(f"document.getElementById('{chart}').textContent.includes('{line}')")
-        assert await page.lowest_contrast() >= 4.5, "WCAG 2.2, 1.4.3"
+        assert await page.lowest_contrast() >= 4.5  # success criterion 1.4.3 of WCAG 2.2
         hanging.cancel()
         await asyncio.wait([hanging])
 
 
-TABLE = (
-    "(id => Object.fromEntries([...document.getElementById(id).tBodies[0]?.rows ?? []]"
-    ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest])))"
-)
-"""JavaScript expression: the rows of a table by their first column."""
+def _rows_of(table: str) -> str:
+    """Return a JavaScript expression for the rows of a table: the other cells by the text of the first one."""
+    return (
+        f"Object.fromEntries([...document.getElementById('{table}').tBodies[0]?.rows ?? []]"
+        ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest]))"
+    )
 
 
 async def _table(page: Page, name: str) -> dict[str, list[str]]:
     """Return the rows of a table by their first column, with plain spaces for no-break spaces."""
-    return dict(
-        json.loads((await page.run(f"JSON.stringify(Object.entries({TABLE}('{name}')))")).replace("\u00a0", " "))
-    )
+    text = await page.run(f"JSON.stringify(Object.entries({_rows_of(name)}))")
+    return dict(json.loads(text.replace("\u00a0", " ")))
 
 
 async def _send_traffic(served: Served) -> asyncio.Task[Any]:
-    """Finish 1,234 calls, send two malformed ones, and leave 8 calls dispatched and 12 waiting until the returned task
-    is cancelled."""
+    """Finish 1,234 calls, send a malformed call and a malformed batch, and leave 8 calls dispatched (twice the 4 slots)
+    and 12 waiting until the returned task is cancelled."""
     await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
     await served.post("/v1/batch", {})
     hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
@@ -269,7 +271,7 @@ async def _set_network(page: Page, *, offline: bool) -> None:
 
 
 def _pretend_restart(served: Served) -> None:
-    """Replace the history, as a restarted server would: step numbers start at 1 again."""
+    """Replace the history, as if the server had been restarted: step numbers start at 1 again."""
     stats = served.app[STATS]
     stats._started_at += 1
     stats._history = History(stats._snapshot())

@@ -68,10 +68,10 @@ async def test_the_token_is_stored_only_for_the_tab(browser: Browser) -> None:
             await page.until(TOKEN_IS_REQUESTED)
             await _enter(page, TOKEN)
             await page.until(OPERATIONS_ARE_SHOWN)
-            addresses = await page.run(
-                "JSON.stringify([location.href, ...performance.getEntriesByType('resource').map(one => one.name)])"
+            urls = await page.run(
+                "JSON.stringify([location.href, ...performance.getEntriesByType('resource').map(entry => entry.name)])"
             )
-            assert "openapi.json" in addresses and TOKEN not in addresses
+            assert "openapi.json" in urls and TOKEN not in urls
             stored = await page.run("JSON.stringify([{...localStorage}, document.cookie, history.state])")
             assert TOKEN not in stored
             assert await page.run("document.getElementById('token').value") == ""
@@ -91,7 +91,8 @@ async def _enter(page: Page, token: str) -> None:
 
 
 async def _try_execute(page: Page, status: int) -> None:
-    """Send the example of /v1/execute until it has a response with `status`. Clicks are lost while the page renders."""
+    """Send the example of /v1/execute until it has a response with `status`. A click is lost while the page renders, so
+    one is sent at each poll."""
     await page.until(f"""(() => {{
         const operation = document.querySelector('.opblock-post');
         const shown = operation.querySelector('.live-responses-table .response .response-col_status');

@@ -95,7 +95,7 @@ async def test_a_batch_whose_calls_are_all_malformed_is_a_400_with_a_message_for
     assert "expected Python source" in results[1]["error"]["message"]
 
 
-async def test_defaults_fill_in_and_maximum_limits_clamp() -> None:
+async def test_defaults_complete_calls_and_limits_are_lowered_to_the_maximum() -> None:
     async with serving(max_limits=Limits(timeout_s=5)) as served:
         calls = [{"code": "1"}, {"code": "2", "limits": {"timeout_s": 1}}]
         _, body = await served.post("/v1/batch", {"calls": calls, "defaults": {"limits": {"timeout_s": 60}}})
@@ -104,7 +104,7 @@ async def test_defaults_fill_in_and_maximum_limits_clamp() -> None:
     assert received_limits == [{"timeout_s": 5}, {"timeout_s": 1}]
 
 
-BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
+BAD_BODIES: dict[str, tuple[str, bytes, str]] = {  # content type, body, part of the message
     "malformed JSON": ("application/json", b'{"calls": [}', "line 1, column 12"),
     "no body": ("application/json", b"", "line 1, column 1"),
     "not UTF-8": ("application/json", b'{"calls": "\xff"}', "not UTF-8: invalid start byte at byte 11"),
@@ -128,7 +128,7 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {
     "an array of 4 billion": (MSGPACK, b"\xdd\xff\xff\xff\xff", "malformed msgpack"),
     "a map of 4 billion": (MSGPACK, b"\xdf\xff\xff\xff\xff", "malformed msgpack"),
     "text of 4 GB": (MSGPACK, b"\xdb\xff\xff\xff\xffabc", "malformed msgpack"),
-    "arrays in wide arrays": (MSGPACK, (b"\xdd" + struct.pack(">I", 60_000)) * 5000, "malformed msgpack"),
+    "arrays nested in arrays of 60,000": (MSGPACK, (b"\xdd" + struct.pack(">I", 60_000)) * 5000, "malformed msgpack"),
     "deeply nested msgpack": (MSGPACK, b"\x91" * 100_000 + b"\x00", "malformed msgpack"),
     "msgpack text not UTF-8": (MSGPACK, b"\x81\xa5calls\xa1\xff", "not UTF-8"),
     "a duplicate msgpack key": (MSGPACK, b"\x82\xa1a\x01\xa1a\x01", "the key 'a' occurs twice"),
@@ -148,9 +148,10 @@ async def test_a_malformed_body_is_a_400_with_the_reason(name: str) -> None:
     assert expected in reply["error"]["message"]
 
 
+# In msgpack, the byte 9f begins a list of 15 items, 80 is an empty mapping, and 90 is an empty list.
 MANY_OBJECTS_IN_SMALL_BODIES: dict[str, tuple[str, bytes]] = {
     "objects": ("application/json", b"[" + b"{}," * 100 + b"{}]"),
-    "lists": ("application/json", b"[" + b"[]," * (5 << 20) + b"[]]"),
+    "lists": ("application/json", b"[" + b"[]," * codec.MAX_JSON_BRACKETS + b"[]]"),
     "msgpack maps": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15),
     "msgpack lists": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x90" * 15) * 15),
 }
@@ -180,7 +181,7 @@ async def test_a_malformed_call_to_execute_is_a_400(call: Any, expected: str) ->
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "text/json", "json"])
-async def test_other_content_types_are_rejected(content_type: str) -> None:
+async def test_a_body_of_another_content_type_is_rejected(content_type: str) -> None:
     async with serving() as served:
         status, reply = await served.post("/v1/execute", b'{"code": "1"}', Content_Type=content_type)
     assert status == 415 and "expected application/json or application/msgpack" in reply["error"]["message"]
@@ -221,7 +222,7 @@ async def test_bodies_count_as_buffered_until_their_calls_are_admitted(monkeypat
         return decode(body, max_calls)
 
     monkeypatch.setattr(codec, "_decode_json", decode_slowly)
-    body = json.dumps({"calls": [{"code": "#" * (3 << 19)}]}).encode()
+    body = json.dumps({"calls": [{"code": "#" * (3 << 19)}]}).encode()  # 1.5 MiB; two bodies exceed queue_mb
     async with serving(queue_mb=2) as served:
         bodies = served.app[BODIES]
         try:
@@ -246,25 +247,25 @@ async def test_other_requests_are_served_while_a_large_body_is_decoded() -> None
     body = json.dumps({"calls": calls}).encode()
     async with serving() as served:
         large = asyncio.create_task(served.post("/v1/batch", body, Content_Type="application/json"))
-        answered = 0
+        health_checks = 0
         while not large.done():
             status, _ = await served.get("/health")
-            answered += status == 200
+            health_checks += status == 200
         _, reply = await large
     assert len(reply["results"]) == 20_000
-    assert answered > 20  # decoding takes about 100 ms, a health check about 1 ms
+    assert health_checks > 20  # decoding takes about 100 ms, a health check about 1 ms
 
 
-async def test_a_full_queue_rejects_at_once() -> None:
+async def test_a_call_is_rejected_at_once_if_the_queue_is_full() -> None:
     async with serving(queue_calls=2) as served:
-        waiting = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 2}))
+        accepted = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 2}))
         await until(lambda: bool(served.fleet.last_executor.calls))
         async with served.http.post(served.url + "/v1/execute", json={"code": "1"}) as response:
             body = await response.json()
             assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
         assert "holds 2 of at most 2 calls" in body["error"]["message"]
         served.fleet.last_executor.finish(*served.fleet.last_executor.calls)
-        assert (await waiting)[0] == 200
+        assert (await accepted)[0] == 200
 
 
 @pytest.mark.parametrize("content_type", ["application/x-ndjson", "application/x-msgpack-stream"])
@@ -313,7 +314,8 @@ async def test_a_stream_without_results_sends_heartbeats(content_type: str, monk
     assert [(line["index"], line["status"]) for line in lines] == [(0, "ok")]
 
 
-async def test_lone_surrogates_reach_the_executor_and_results_stay_valid_text() -> None:
+async def test_lone_surrogates_reach_the_executor_and_results_are_valid_text() -> None:
+    """The fake executor returns the code as stdout; the gateway replaces surrogates in results by "?"."""
     async with serving() as served:
         status, result = await served.post("/v1/execute", b'{"code": "a\\ud800b"}', Content_Type="application/json")
         assert (status, result["stdout"]) == (200, "a?b")

@@ -23,20 +23,21 @@ from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
 MEBIBYTE_OF_CODE = "x" * (1 << 20)
+"""Code whose result is as long, because a fake executor returns the code as stdout."""
 
 
 @asynccontextmanager
 async def serving_through_listener(
-    served: Served, *, senders_s: float = 60.0
+    served: Served, *, send_timeout_s: float = 60.0
 ) -> AsyncIterator[tuple[listener.Listener, str, int]]:
-    """Serve the same dispatcher through a `Listener`, as `serve` does. The setting `stall_s` applies to reading clients
-    only; `senders_s` replaces it for heads and bodies."""
+    """Serve the same dispatcher through a `Listener`, as `serve` does. The setting `stall_s` applies only to clients
+    that read; `send_timeout_s` replaces it for the heads and bodies that clients send."""
     app = build_app(served.dispatcher)
-    app[routes.BODIES].stall_s = senders_s
+    app[routes.BODIES].stall_s = send_timeout_s
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
     listening, address = await server._listen(runner, served.dispatcher)
-    listening.stall_s = senders_s
+    listening.stall_s = send_timeout_s
     host, _, port = address.removeprefix("http://").rpartition(":")
     try:
         yield listening, host, int(port)
@@ -46,7 +47,7 @@ async def serving_through_listener(
 
 
 async def exchange(host: str, port: int, request: bytes, end: bytes = b"") -> bytes:
-    """Send a request, and return all bytes received until the connection is closed, or until `end`."""
+    """Send a request, and return the bytes received until the connection is closed, or up to `end` if it is given."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
     try:
@@ -67,21 +68,21 @@ def request_head(path: str, length: int, accept: str = "application/json") -> by
 
 async def test_a_connection_over_the_limit_gets_503() -> None:
     async with serving(port=0, connections=2) as served, serving_through_listener(served) as (listening, host, port):
-        first = [await asyncio.open_connection(host, port) for _ in range(2)]
+        (_, first), (_, second) = [await asyncio.open_connection(host, port) for _ in range(2)]
         await until(lambda: listening.connections == 2)
         response = await exchange(host, port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
         _, _, body = response.partition(b"\r\n\r\n")
         assert response.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in response
         assert "2 connections are open, which is the limit" in json.loads(body)["error"]["message"]
         assert served.dispatcher.counters.refused[503] == 1
-        first[0][1].close()
+        first.close()
         await until(lambda: listening.connections == 1)
         async with served.http.get(f"http://{host}:{port}/ready") as accepted:
             assert accepted.status == 200
-        first[1][1].close()
+        second.close()
 
 
-async def test_rejected_connections_over_their_own_limit_get_no_response(
+async def test_a_connection_gets_no_response_if_too_many_rejected_ones_are_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "MAX_REJECTED", 0)
@@ -93,7 +94,10 @@ async def test_rejected_connections_over_their_own_limit_get_no_response(
 
 
 async def test_a_connection_that_sends_no_whole_head_is_closed() -> None:
-    async with serving(port=0) as served, serving_through_listener(served, senders_s=0.05) as (listening, host, port):
+    async with (
+        serving(port=0) as served,
+        serving_through_listener(served, send_timeout_s=0.05) as (listening, host, port),
+    ):
         assert await exchange(host, port, b"GET /ready HTTP/1.1\r\nHost: local") == b""
         await until(lambda: listening.connections == 0)
 
@@ -118,7 +122,9 @@ class FakeTransport(asyncio.Transport):
         ((b"GET / HTTP/1.1\r\n\r", b"x\n"), False),
     ],
 )
-async def test_a_head_is_complete_however_it_is_split(chunks: tuple[bytes, ...], is_complete: bool) -> None:
+async def test_the_end_of_a_head_is_recognized_however_the_bytes_are_split(
+    chunks: tuple[bytes, ...], is_complete: bool
+) -> None:
     connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
     transport = FakeTransport()
     connection.connection_made(transport)
@@ -132,7 +138,7 @@ async def test_a_head_is_complete_however_it_is_split(chunks: tuple[bytes, ...],
 
 
 async def test_bytes_that_arrived_while_the_loop_was_blocked_are_read_before_the_abort() -> None:
-    """A loop that was blocked runs the expired timers first, and reads from sockets after that."""
+    """An event loop that was blocked runs its expired timers first, and reads from sockets after that."""
     connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
     transport = FakeTransport()
     connection.connection_made(transport)
@@ -145,8 +151,11 @@ async def test_bytes_that_arrived_while_the_loop_was_blocked_are_read_before_the
 
 
 async def test_a_body_that_stops_is_a_408() -> None:
-    async with serving(port=0) as served, serving_through_listener(served, senders_s=0.2) as (listening, host, port):
-        listening.stall_s = 60.0
+    async with (
+        serving(port=0) as served,
+        serving_through_listener(served, send_timeout_s=0.2) as (listening, host, port),
+    ):
+        listening.stall_s = 60.0  # only the limit for bodies shall apply
         response = await exchange(host, port, request_head("/v1/execute", 100) + b'{"code": ', end=b"}}")
     assert response.startswith(b"HTTP/1.1 408 ")
     assert b"the body stopped after 9 bytes" in response and b"--stall-s" in response
@@ -172,17 +181,17 @@ async def test_the_time_limit_of_a_large_body_is_renewed_for_each_chunk(monkeypa
     deadlines: list[float | None] = []
     reschedule = asyncio.Timeout.reschedule
 
-    def count(limit: asyncio.Timeout, when: float | None) -> None:
+    def record_deadline(timeout: asyncio.Timeout, when: float | None) -> None:
         deadlines.append(when)
-        reschedule(limit, when)
+        reschedule(timeout, when)
 
-    class Request:
+    class FakeRequest:
         """The part of a request that `BodyReader.read` uses."""
 
         content_length = None
 
         @property
-        def content(self) -> Request:
+        def content(self) -> FakeRequest:
             return self
 
         async def iter_any(self) -> AsyncIterator[bytes]:
@@ -190,56 +199,56 @@ async def test_the_time_limit_of_a_large_body_is_renewed_for_each_chunk(monkeypa
                 yield chunk
 
     monkeypatch.setattr(codec, "CHUNK_BYTES", 4)
-    monkeypatch.setattr(asyncio.Timeout, "reschedule", count)
-    body = await codec.BodyReader(100, 100, 1, stall_s=60.0).read(cast(web.Request, Request()))
+    monkeypatch.setattr(asyncio.Timeout, "reschedule", record_deadline)
+    body = await codec.BodyReader(100, 100, 1, stall_s=60.0).read(cast(web.Request, FakeRequest()))
     assert body == b"abcdefghijklm"
-    assert len(deadlines) == 3  # at the start, after 6 bytes and after 13
+    assert len(deadlines) == 3  # at the start, after 6 bytes (one chunk of 4) and after 13 (three chunks)
 
 
 async def _connect_without_reading(host: str, port: int, request: bytes) -> socket.socket:
     """Return a socket with a small receive buffer that has sent a request and reads nothing."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.setblocking(False)
+    slow_client = socket.socket()
+    slow_client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow_client.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(client, (host, port))
-    await loop.sock_sendall(client, request)
-    return client
+    await loop.sock_connect(slow_client, (host, port))
+    await loop.sock_sendall(slow_client, request)
+    return slow_client
 
 
 @pytest.mark.parametrize("accept", ["application/json", "application/x-ndjson"])
 async def test_a_client_that_does_not_read_is_disconnected(accept: str) -> None:
     body = json.dumps({"calls": [{"code": MEBIBYTE_OF_CODE}] * 8}).encode()
     async with serving(port=0, stall_s=0.1) as served, serving_through_listener(served) as (listening, host, port):
-        client = await _connect_without_reading(host, port, request_head("/v1/batch", len(body), accept) + body)
+        slow_client = await _connect_without_reading(host, port, request_head("/v1/batch", len(body), accept) + body)
         await until(lambda: served.dispatcher.counters.stalled == 1)
         await until(lambda: listening.connections == 0)
-        assert (
-            served.dispatcher.call_table.unread_result_bytes == 0
-            and served.dispatcher.call_table.outstanding.calls == 0
-        )
-        client.close()
+        call_table = served.dispatcher.call_table
+        assert call_table.unread_result_bytes == 0 and call_table.outstanding.calls == 0
+        slow_client.close()
 
 
 async def test_unread_results_are_bounded() -> None:
-    """The kernel buffers some megabytes for a slow reader, the gateway one; further results become `unavailable`."""
-    calls = 100
-    body = json.dumps({"calls": [{"code": "x" * (1 << 18)}] * calls}).encode()
+    """For a slow reader, the kernel buffers some MiB and the gateway 1 MiB (`results_mb`). The 100 results have 25 MiB,
+    so the last ones become `unavailable`."""
+    num_calls = 100
+    body = json.dumps({"calls": [{"code": "x" * (1 << 18)}] * num_calls}).encode()
     async with (
         serving(FakeFleet(slots=1), port=0, results_mb=1, stall_s=600) as served,
         serving_through_listener(served) as (_, host, port),
     ):
         call_table = served.dispatcher.call_table
-        client = await _connect_without_reading(
+        slow_client = await _connect_without_reading(
             host, port, request_head("/v1/batch", len(body), "application/x-ndjson") + body
         )
-        await until(lambda: served.dispatcher.counters.by_status.total() == calls)
+        await until(lambda: served.dispatcher.counters.by_status.total() == num_calls)
+        # 1 MiB, the last result before the limit was reached, and the `unavailable` results.
         assert served.dispatcher.counters.by_status["unavailable"] > 0 and call_table.unread_result_bytes < 3 << 20
-        reader, writer = await asyncio.open_connection(sock=client, limit=1 << 20)
+        reader, writer = await asyncio.open_connection(sock=slow_client, limit=1 << 20)
         lines: list[bytes] = []
-        while len(lines) < calls:
+        while len(lines) < num_calls:
             line = await reader.readline()
-            lines += [line] if line.startswith(b'{"index"') else []
+            lines += [line] if line.startswith(b'{"index"') else []  # other lines are heartbeats
         unavailable = sum(b'"ResultsUnread"' in line for line in lines)
         assert unavailable == served.dispatcher.counters.by_status["unavailable"]
         await until(lambda: call_table.unread_result_bytes == 0)
@@ -266,26 +275,27 @@ async def test_results_that_a_stream_has_sent_are_no_longer_counted() -> None:
 
 
 async def test_the_connection_limit_is_lowered_to_the_available_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [(100, 1000)]
+    limits = [(100, 1000)]  # soft limit, hard limit
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     assert listener.raise_connection_limit(10_000) == 1000 - listener.RESERVED_FDS
     assert limits[-1] == (1000, 1000)
-    assert listener.raise_connection_limit(5) == 5
+    assert listener.raise_connection_limit(5) == 5, "5 connections need fewer than 1000 descriptors"
 
 
-@pytest.mark.parametrize(("connections", "needed"), [(10_000, 612), (256, 612), (5, 361)])
+# The server itself needs 356 descriptors (`RESERVED_FDS`), and one client opens 256 connections.
+@pytest.mark.parametrize(("connections", "needed"), [(10_000, 356 + 256), (256, 356 + 256), (5, 356 + 5)])
 async def test_too_few_descriptors_for_one_client_are_an_error_with_the_needed_number(
     connections: int, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hard = needed
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    limit = needed
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert listener.raise_connection_limit(connections) == needed - listener.RESERVED_FDS
-    hard -= 1
-    with pytest.raises(ConfigError, match=rf"\(ulimit -Hn\) is {hard}, but \d+ connections need {needed}; raise it"):
+    limit -= 1
+    with pytest.raises(ConfigError, match=rf"\(ulimit -Hn\) is {limit}, but \d+ connections need {needed}; raise it"):
         listener.raise_connection_limit(connections)
 
 
-async def test_the_minimum_is_what_one_client_opens() -> None:
+async def test_the_minimum_of_connections_is_the_maximum_of_one_client() -> None:
     assert listener.MIN_CONNECTIONS == client.MAX_CONNECTIONS

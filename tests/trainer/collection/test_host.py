@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, count_to_answer, make_host
-from tests.trainer.fakes import END, ScriptedPool, call
+from tests.trainer.fakes import END, ScriptedPool, call_text
 from trainer.collection.store import FailureKind, Growth
 from trainer.collection.work import TryError
 from trainer.engines.engine import EngineError
@@ -101,7 +101,7 @@ async def test_calls_of_one_turn_reach_a_stateful_environment_one_after_the_othe
         await asyncio.sleep(0.01 * (3 - count))  # if they ran at once, the first would be answered last
 
     def script(context: str, sampling: object) -> str:
-        return END if "<tool_response>" in context else "".join(call(str(number)) for number in range(3)) + END
+        return END if "<tool_response>" in context else "".join(call_text(str(number)) for number in range(3)) + END
 
     environment = CountingEnvironment(before_step=later)
     await run(make_host(lambda _: environment, pool=ScriptedPool(script)), Episode(PROBLEM, 0))

@@ -1,4 +1,4 @@
-"""Problems: the formats of rows, the reasons to drop a row, and decontamination against a slow obvious version."""
+"""Problems: the formats of rows, the reasons to drop a row, and decontamination compared with a simple version."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from trainer.episodes.episode import Problem
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHARED = Path(__file__).parents[3].parent / "shared/data"
-DAPO = (
+DAPO_TEXT = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2+3?\n\nAnd why?\n\nRemember to "
     'put your answer on its own line after "Answer:".'
 )
 
 
-def rows(path: Path, *some: Any) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in some))
+def write_jsonl(path: Path, *rows: Any) -> str:
+    """Write rows to a file and return its name as a source."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(path)
 
 
@@ -53,7 +54,7 @@ def problems(*texts: str, source: str = "s") -> list[Problem]:
         (
             {
                 "data_source": "math_dapo",
-                "prompt": [{"role": "user", "content": DAPO}],
+                "prompt": [{"role": "user", "content": DAPO_TEXT}],
                 "ability": "MATH",
                 "reward_model": {"ground_truth": "5", "style": "rule"},
                 "extra_info": {"index": "9a9b"},
@@ -86,27 +87,27 @@ def problems(*texts: str, source: str = "s") -> list[Problem]:
         ({"Question": "p", "answer": 0, "solution": "1"}, ("file-0", "p", "0")),
     ],
 )
-def test_every_format_becomes_a_problem(tmp_path: Path, row: Any, expected: tuple[str, str, str]) -> None:
-    (problem,) = read_problems(rows(tmp_path / "file.jsonl", row))
+def test_every_known_row_format_is_read_as_a_problem(tmp_path: Path, row: Any, expected: tuple[str, str, str]) -> None:
+    (problem,) = read_problems(write_jsonl(tmp_path / "file.jsonl", row))
     assert (problem.id, problem.text, problem.answer, problem.source) == (*expected, "file")
 
 
-BAD: list[Any] = [
+MALFORMED_ROWS: list[Any] = [
     *({}, 1, None, "text", [1, 2], {"problem": "p"}, {"problem": " ", "answer": "1"}, {"problem": "p", "answer": True}),
     *({"problem": "p", "answer": float("nan")}, {"problem": ["p"], "answer": "1"}, {"answer": "1", "prompt": []}),
     *({"problem": "p", "solution": "a proof without a box"}, {"problem": "p", "solution": "\\boxed{1"}),
 ]
 
 
-@pytest.mark.parametrize("row", BAD)
+@pytest.mark.parametrize("row", MALFORMED_ROWS)
 def test_malformed_rows_are_named_and_counted(tmp_path: Path, row: Any) -> None:
-    source = rows(tmp_path / "file.jsonl", {"problem": "p", "answer": "1"}, row)
+    source = write_jsonl(tmp_path / "file.jsonl", {"problem": "p", "answer": "1"}, row)
     with pytest.raises(DataError, match=r"file\.jsonl: row 1: expected an? (problem|answer)"):
         read_problems(source)
     kept, report = prepare_problems([source])
     assert len(kept) == 1
     assert report.counts["file"] == {"rows": 2, "malformed": 1, "kept": 1}
-    assert [(one["row"], one["reason"]) for one in report.examples] == [("row 1", "malformed")]
+    assert [(example["row"], example["reason"]) for example in report.examples] == [("row 1", "malformed")]
 
 
 def test_lines_that_are_not_json_are_malformed_rows(tmp_path: Path) -> None:
@@ -116,14 +117,14 @@ def test_lines_that_are_not_json_are_malformed_rows(tmp_path: Path) -> None:
     assert (len(kept), report.counts["file"]["malformed"]) == (1, 2)
 
 
-def test_arrays_and_parquet_are_read_like_lines(tmp_path: Path) -> None:
-    some = [{"problem": f"p{number}", "answer": str(number)} for number in range(5)]
+def test_json_arrays_and_parquet_files_are_read_like_jsonl(tmp_path: Path) -> None:
+    rows = [{"problem": f"p{number}", "answer": str(number)} for number in range(5)]
     array = tmp_path / "file.json"
-    array.write_text(json.dumps(some))
-    assert read_problems(str(array)) == read_problems(rows(tmp_path / "file.jsonl", *some))
+    array.write_text(json.dumps(rows))
+    assert read_problems(str(array)) == read_problems(write_jsonl(tmp_path / "file.jsonl", *rows))
     pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
-    parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / "file.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "file.parquet")
     assert read_problems(str(tmp_path / "file.parquet")) == read_problems(str(array))
 
 
@@ -145,7 +146,7 @@ def test_a_hub_name_may_have_a_config_and_a_split(monkeypatch: pytest.MonkeyPatc
         read_problems("no/such")
 
 
-HUB = {
+HUB_SPLITS = {
     "BytedTsinghua-SIA/DAPO-Math-17k": {"default": {"train"}},
     "HuggingFaceH4/MATH-500": {"default": {"test"}},
     "HuggingFaceH4/aime_2024": {"default": {"train"}},
@@ -156,9 +157,9 @@ HUB = {
 """Configurations and splits of the data sets in configs/, from their cards and public code."""
 
 
-def of_hub(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
-    """Like `datasets.load_dataset`, which needs a configuration if there are several."""
-    configs = HUB[name]
+def fake_load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+    """Raise the errors of `datasets.load_dataset` for an unknown split, and for a missing configuration."""
+    configs = HUB_SPLITS[name]
     if config is None and len(configs) > 1:
         raise ValueError(f"Config name is missing. Please pick one among the available configs: {list(configs)}")
     splits = configs[config or next(iter(configs))]
@@ -169,10 +170,10 @@ def of_hub(name: str, config: str | None, *, split: str) -> list[dict[str, str]]
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
 def test_the_data_sets_in_configs_exist_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=of_hub))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fake_load_dataset))
     config = load_config(file, {})
-    of_stages = [source for stage in config.stages.values() for source in stage.data]
-    for source in (*config.data.train, *config.data.decontaminate_against, *config.eval.data, *of_stages):
+    stage_sources = [source for stage in config.stages.values() for source in stage.data]
+    for source in (*config.data.train, *config.data.decontaminate_against, *config.eval.data, *stage_sources):
         assert read_problems(source)
 
 
@@ -199,10 +200,10 @@ def test_generated_problems_are_a_source() -> None:
 
 def test_malformed_conversations_are_refused(tmp_path: Path) -> None:
     good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    assert read_conversations(rows(tmp_path / "a.jsonl", {"messages": good, "id": 1})) == [good]
+    assert read_conversations(write_jsonl(tmp_path / "a.jsonl", {"messages": good, "id": 1})) == [good]
     for row in ({"messages": []}, {}, [], {"messages": [{"role": "user"}]}, {"messages": ["hi"]}):
         with pytest.raises(DataError, match="row 1: expected messages"):
-            read_conversations(rows(tmp_path / "b.jsonl", {"messages": good}, row))
+            read_conversations(write_jsonl(tmp_path / "b.jsonl", {"messages": good}, row))
 
 
 @given(
@@ -210,24 +211,24 @@ def test_malformed_conversations_are_refused(tmp_path: Path) -> None:
         st.builds(Problem, id=st.text(min_size=1), text=st.text(min_size=1), answer=st.text(min_size=1)), max_size=5
     )
 )
-def test_written_problems_read_back_equal(tmp_path_factory: pytest.TempPathFactory, some: list[Problem]) -> None:
+def test_written_problems_read_back_equal(tmp_path_factory: pytest.TempPathFactory, problems: list[Problem]) -> None:
     file = tmp_path_factory.mktemp("data") / "file.jsonl"
-    write_problems(some, file)
-    assert read_problems(str(file)) == some
+    write_problems(problems, file)
+    assert read_problems(str(file)) == problems
     assert [path.name for path in file.parent.iterdir()] == ["file.jsonl"]
 
 
 INTEGERS = {"12": "12", "1,234": "1234", "-0": "0", "073": "73", " +5 ": "5", "$-7$": "-7", "1,234,567": "1234567"}
-OTHERS = ("1,23", "", "1.0", "\\frac{1}{2}", "2 apples", "x", "1e3", "$", "1-1", "²")
+NON_INTEGERS = ("1,23", "", "1.0", "\\frac{1}{2}", "2 apples", "x", "1e3", "$", "1-1", "²")
 
 
-@pytest.mark.parametrize(("answer", "value"), [*INTEGERS.items(), *((other, None) for other in OTHERS)])
+@pytest.mark.parametrize(("answer", "value"), [*INTEGERS.items(), *((answer, None) for answer in NON_INTEGERS)])
 def test_integer_answers_are_normalised_and_others_are_none(answer: str, value: str | None) -> None:
     assert parse_integer(answer) == value
 
 
-def test_every_row_is_counted_once_and_ids_differ(tmp_path: Path) -> None:
-    some = [
+def test_every_row_is_counted_once_and_a_repeated_id_is_changed(tmp_path: Path) -> None:
+    rows = [
         {"id": "x", "problem": "one two three four five six seven eight", "answer": "1"},
         {"id": "x", "problem": "another", "answer": "1,000"},
         {"id": "y", "problem": "another", "answer": "2"},
@@ -235,22 +236,22 @@ def test_every_row_is_counted_once_and_ids_differ(tmp_path: Path) -> None:
         {"id": "w", "problem": "zero one Two, three four\nfive six seven -- EIGHT nine", "answer": "1"},
         "nonsense",
     ]
-    held_out = rows(
+    held_out = write_jsonl(
         tmp_path / "test.jsonl", {"id": "t", "problem": "one two three four five six seven eight?", "answer": "1"}
     )
-    kept, report = prepare_problems([rows(tmp_path / "train.jsonl", *some)], decontaminate_against=[held_out])
+    kept, report = prepare_problems([write_jsonl(tmp_path / "train.jsonl", *rows)], decontaminate_against=[held_out])
     assert kept == [Problem("x~2", "another", "1000", "train")]
     assert report.counts == {
         "train": {"rows": 6, "malformed": 1, "duplicate": 1, "not_integer": 1, "contaminated": 2, "kept": 1}
     }
-    details = [one["details"] for one in report.examples]
-    assert "of x~2 of train: '1,000' there, '2' here" in details
+    details = [example["details"] for example in report.examples]
+    assert "same text as x~2 of train, but the answers are '1,000' there and '2' here" in details
     assert "shares 'one two three four five six seven eight' with t of test" in details
     assert json.loads(json.dumps(asdict(report)))["counts"]["train"]["kept"] == 1
 
 
-def test_examples_are_bounded_and_counts_are_not(tmp_path: Path) -> None:
-    _, report = prepare_problems([rows(tmp_path / "file.jsonl", *[{}] * 100)])
+def test_the_number_of_examples_is_bounded_and_counts_are_complete(tmp_path: Path) -> None:
+    _, report = prepare_problems([write_jsonl(tmp_path / "file.jsonl", *[{}] * 100)])
     assert report.counts["file"]["malformed"] == 100
     assert len(report.examples) == MAX_EXAMPLES
     assert asdict(PrepareReport()) == {"counts": {}, "examples": []}
@@ -262,12 +263,13 @@ def words_of(text: str) -> list[str]:
     return list(ngram)
 
 
-def _overlap(one: str, other: str, n: int) -> bool:
-    """Whether `n` consecutive words of `one` occur in `other`; a text of fewer words matches only itself."""
-    words, others = words_of(one), words_of(other)
-    if len(words) < n or len(others) < n:
-        return words == others
-    return any(words[i : i + n] == others[j : j + n] for i in range(len(words)) for j in range(len(others) - n + 1))
+def _overlap(text: str, other_text: str, n: int) -> bool:
+    """Return whether the texts share `n` consecutive words. A text of fewer words matches only itself."""
+    words, other_words = words_of(text), words_of(other_text)
+    if len(words) < n or len(other_words) < n:
+        return words == other_words
+    ngrams, other_ngrams = ({tuple(each[i : i + n]) for i in range(len(each) - n + 1)} for each in (words, other_words))
+    return not ngrams.isdisjoint(other_ngrams)
 
 
 _TEXTS = st.lists(
@@ -276,19 +278,21 @@ _TEXTS = st.lists(
 
 
 @given(train=_TEXTS, test=_TEXTS, n=st.integers(1, 4))
-def test_decontamination_equals_the_slow_version(train: list[str], test: list[str], n: int) -> None:
-    some, held_out = problems(*train), problems(*test, source="t")
-    grams = ngram_index(held_out, n)
-    for one in some:
-        gram = shared_ngram(one.text, grams, n)
-        assert (gram is not None) == any(_overlap(one.text, other.text, n) for other in held_out)
-        if gram is not None:
-            assert " ".join(gram) in " ".join(words_of(one.text))
-            assert " ".join(gram) in " ".join(words_of(grams[gram].text))
+def test_decontamination_finds_the_overlaps_of_a_comparison_of_all_pairs(
+    train: list[str], test: list[str], n: int
+) -> None:
+    held_out = problems(*test, source="t")
+    index = ngram_index(held_out, n)
+    for problem in problems(*train):
+        ngram = shared_ngram(problem.text, index, n)
+        assert (ngram is not None) == any(_overlap(problem.text, other.text, n) for other in held_out)
+        if ngram is not None:
+            assert " ".join(ngram) in " ".join(words_of(problem.text))
+            assert " ".join(ngram) in " ".join(words_of(index[ngram].text))
 
 
 def test_problems_over_the_maximum_length_are_dropped(tmp_path: Path) -> None:
-    source = rows(tmp_path / "file.jsonl", *({"problem": "p" * size, "answer": "1"} for size in (3, 4, 5)))
+    source = write_jsonl(tmp_path / "file.jsonl", *({"problem": "p" * size, "answer": "1"} for size in (3, 4, 5)))
     kept, report = prepare_problems([source], max_length=MaxLength(4, len))
     assert [len(problem.text) for problem in kept] == [3, 4]
     assert report.counts["file"] == {"rows": 3, "kept": 2, "too_long": 1}
@@ -297,23 +301,25 @@ def test_problems_over_the_maximum_length_are_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs real data sets in {SHARED}")
 def test_all_rows_of_real_files_are_read() -> None:
-    sizes = {"aime2024": 30, "aime2025": 30, "gsm8k_test": 1319, "gsm8k_train_3000": 3000, "math500": 500}
-    for name, size in {**sizes, "train_integer": 5230}.items():
-        some = read_problems(str(SHARED / f"{name}.jsonl"))
-        assert len(some) == size
-        if name != "math500":
-            assert [one.answer for one in some if parse_integer(one.answer) is None] == []
+    num_rows = {"aime2024": 30, "aime2025": 30, "gsm8k_test": 1319, "gsm8k_train_3000": 3000, "math500": 500}
+    for name, expected in {**num_rows, "train_integer": 5230}.items():
+        read = read_problems(str(SHARED / f"{name}.jsonl"))
+        assert len(read) == expected
+        if name != "math500":  # the only file with answers that are not integers
+            assert [problem.answer for problem in read if parse_integer(problem.answer) is None] == []
     benchmarks = [str(SHARED / f"{name}.jsonl") for name in ("aime2024", "aime2025", "math500")]
     kept, report = prepare_problems([str(SHARED / "train_integer.jsonl")], decontaminate_against=benchmarks)
     counts = report.counts["train_integer"]
     assert counts["rows"] == 5230 == counts["kept"] + counts.get("duplicate", 0) + counts["contaminated"]
-    grams = ngram_index(read_problems(benchmarks[2]))
-    assert not [problem for problem in kept if shared_ngram(problem.text, grams)]
+    math500 = ngram_index(read_problems(benchmarks[2]))
+    assert not [problem for problem in kept if shared_ngram(problem.text, math500)]
 
 
-def test_unparsable_answers_are_dropped_and_checked_once(tmp_path: Path) -> None:
+def test_unparsable_answers_are_dropped_and_each_answer_is_checked_once(tmp_path: Path) -> None:
     answers = ["12", "?", "x", "?"]
-    file = rows(tmp_path / "some.jsonl", *({"problem": f"Which is {n}?", "answer": a} for n, a in enumerate(answers)))
+    file = write_jsonl(
+        tmp_path / "some.jsonl", *({"problem": f"Which is {i}?", "answer": answer} for i, answer in enumerate(answers))
+    )
     requests: list[Sequence[str]] = []
 
     def find_unparsable(answers: Sequence[str]) -> set[str]:

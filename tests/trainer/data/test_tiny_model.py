@@ -1,4 +1,4 @@
-"""The tiny model's folder: loads like any other, takes any text, and is the same for the same seed."""
+"""The tiny model: its folder loads like any other and depends on the seed only; its tokenizer takes any text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny")
-    tiny_model.write_tiny_model(made, seed=3)
-    return made
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model.write_tiny_model(path, seed=3)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def tokenizer(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def test_folder_is_the_same_for_the_same_seed(folder: Path, tmp_path: Path) -> None:
+def test_equal_seeds_write_equal_files_and_another_seed_other_weights(folder: Path, tmp_path: Path) -> None:
     tiny_model.write_tiny_model(tmp_path, seed=3)
     names = sorted(file.name for file in folder.iterdir())
     assert [file.name for file in sorted(tmp_path.iterdir())] == names
@@ -46,19 +46,20 @@ def test_the_tiny_model_loads_from_its_directory(folder: Path, tokenizer: Any) -
 
 
 @given(text=st.text())
-def test_any_text_comes_back(tokenizer: Any, text: str) -> None:
+def test_decoding_returns_any_encoded_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_conversations_are_short_and_their_digits_stand_alone(tokenizer: Any) -> None:
+def test_conversations_have_few_tokens_and_each_digit_is_a_token(tokenizer: Any) -> None:
     for messages in synthetic.conversations(50, 1, fault_seed=1):
         ids, _ = rstar2_format(tokenizer, tools=[], system_prompt=synthetic.SYSTEM_PROMPT).encode_conversation(messages)
-        assert len(ids) < 100 + 60 * (len(messages) - 4) // 2
-    pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
-    assert [piece for piece in pieces if len(piece) > 1 and any(map(str.isdigit, piece))] == []
+        num_broken_calls = (len(messages) - 4) // 2  # four messages without a broken call, two more for each
+        assert len(ids) < 100 + 60 * num_broken_calls
+    token_texts = [tokenizer.decode([token_id]) for token_id in range(len(tokenizer))]
+    assert [text for text in token_texts if len(text) > 1 and any(map(str.isdigit, text))] == []
 
 
-def test_text_that_is_not_trusted_makes_no_tag(tokenizer: Any) -> None:
+def test_untrusted_text_is_never_encoded_as_a_tag(tokenizer: Any) -> None:
     for tag in (tiny_model.PAD, tiny_model.START, tiny_model.END, *tiny_model.TAGS):
         assert tokenizer.encode(tag) == [tokenizer.convert_tokens_to_ids(tag)]
         ids = tokenizer.encode(f"a{tag}b", split_special_tokens=True)

@@ -25,28 +25,30 @@ from trainer.environments.python_tool import PythonTool
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
-LEAN = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
-NAME = TOOL_NAMES[0]
+SMALL_SERVICE = ("--profiles", "bare", "--zygote-pools", "1", "--slots", "4")
+TOOL_NAME = TOOL_NAMES[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _isolation() -> None:
+def _needs_isolation() -> None:
     try:
         choose_level("auto")
-    except (ConfigError, IsolationError) as missing:
-        pytest.skip(f"needs some isolation: {missing}")
+    except (ConfigError, IsolationError) as error:
+        pytest.skip(f"needs a level of isolation: {error}")
 
 
 @pytest.fixture(scope="module")
 def address(guest_python: Path) -> Iterator[str]:
-    """The URL of a service that `open_sandbox` has started for this file."""
+    """The URL of a service that `open_sandbox` has started for the tests of this file."""
     with asyncio.Runner() as runner:
-        local = open_sandbox("local", timeout_s=2, arguments=LEAN)
-        yield runner.run(local.__aenter__()).endpoints[0]
-        runner.run(local.__aexit__(None, None, None))
+        connecting = open_sandbox("local", timeout_s=2, arguments=SMALL_SERVICE)
+        yield runner.run(connecting.__aenter__()).endpoints[0]
+        runner.run(connecting.__aexit__(None, None, None))
 
 
-def run(address: str, *tool_calls: tuple[str, Any], **settings: Any) -> list[ToolCall]:
+def run_tool(address: str, *tool_calls: tuple[str, Any], **settings: Any) -> list[ToolCall]:
+    """Run (tool name, arguments) of each call at the same time."""
+
     async def main() -> list[ToolCall]:
         async with open_sandbox(address, **settings) as sandbox:
             return await asyncio.gather(*(sandbox.python_tool.call(name, arguments) for name, arguments in tool_calls))
@@ -54,18 +56,18 @@ def run(address: str, *tool_calls: tuple[str, Any], **settings: Any) -> list[Too
     return asyncio.run(main())
 
 
-def code(text: str, stdin: str = "") -> tuple[str, str]:
-    return NAME, json.dumps({"code": text, "input": stdin})
+def python_call(code: str, stdin: str = "") -> tuple[str, str]:
+    return TOOL_NAME, json.dumps({"code": code, "input": stdin})
 
 
 def test_a_tool_call_has_a_response_and_a_status(address: str) -> None:
-    replies = run(
+    replies = run_tool(
         address,
-        code("print(input())", "hello"),
-        code("6 * 7"),
-        code("1 / 0"),
-        code("while True: pass"),
-        code("import ctypes; ctypes.string_at(0)"),
+        python_call("print(input())", "hello"),
+        python_call("6 * 7"),
+        python_call("1 / 0"),
+        python_call("while True: pass"),
+        python_call("import ctypes; ctypes.string_at(0)"),
         (TOOL_NAMES[1], {"code": "print(1)"}),
         timeout_s=0.5,
     )
@@ -80,11 +82,11 @@ def test_a_tool_call_has_a_response_and_a_status(address: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "expected_text"),
     [
-        (NAME, '{"code": 1', "JSONDecodeError"),
-        (NAME, '{"stdin": ""}', "TypeError"),
-        (NAME, '{"code": 1}', "TypeError"),
-        (NAME, "[]", "TypeError"),
-        ("jupyter_code", '{"code": "1"}', "NameError: there is no tool 'jupyter_code'; there is " + NAME),
+        (TOOL_NAME, '{"code": 1', "JSONDecodeError"),
+        (TOOL_NAME, '{"stdin": ""}', "TypeError"),
+        (TOOL_NAME, '{"code": 1}', "TypeError"),
+        (TOOL_NAME, "[]", "TypeError"),
+        ("jupyter_code", '{"code": "1"}', "NameError: there is no tool 'jupyter_code'; there is " + TOOL_NAME),
         ("x" * 10_000, "{}", "NameError"),
     ],
 )
@@ -97,49 +99,49 @@ def test_a_malformed_call_is_answered_without_the_service(name: str, arguments: 
 
 
 def test_a_response_is_complete_or_marked_as_truncated_by_the_sandbox(address: str) -> None:
-    whole, flood = run(address, code("print('x' * 50_000)"), code("print('y' * 2_000_000)"))
-    assert (whole.is_truncated, flood.is_truncated) == (False, True)
-    assert whole.response == "x" * 50_000
-    assert flood.status is ToolCallStatus.OUTPUT_LIMIT
+    long, too_long = run_tool(address, python_call("print('x' * 50_000)"), python_call("print('y' * 2_000_000)"))
+    assert (long.is_truncated, too_long.is_truncated) == (False, True)
+    assert long.response == "x" * 50_000
+    assert too_long.status is ToolCallStatus.OUTPUT_LIMIT
 
 
-class Refusing(AsyncClient):
-    """A client whose requests return or raise the given value."""
+class FakeClient(AsyncClient):
+    """A client whose requests all return or raise `outcome`."""
 
-    def __init__(self, gives: Result | Exception) -> None:
+    def __init__(self, outcome: Result | Exception) -> None:
         super().__init__()
-        self.gives = gives
+        self.outcome = outcome
 
     async def execute(self, *_: Any, **__: Any) -> Result:
-        if isinstance(self.gives, Exception):
-            raise self.gives
-        return self.gives
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
     async def run_batch(self, calls: Any, *_: Any) -> list[Result]:
         return [await self.execute() for _ in calls]
 
 
-NO_VERDICT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 3 times"))
+UNAVAILABLE_RESULT = Result("", Status.UNAVAILABLE, error=CallError("NodeError", "tried 3 times"))
 
 
-@pytest.mark.parametrize("gives", [NO_VERDICT, Overloaded("the service is full")])
-def test_an_infrastructure_failure_is_unavailable_without_a_response(gives: Result | Exception) -> None:
-    client = Refusing(gives)
-    reply = asyncio.run(PythonTool(client, Limits()).call(*code("1")))
+@pytest.mark.parametrize("outcome", [UNAVAILABLE_RESULT, Overloaded("the service is full")])
+def test_an_infrastructure_failure_is_unavailable_without_a_response(outcome: Result | Exception) -> None:
+    client = FakeClient(outcome)
+    reply = asyncio.run(PythonTool(client, Limits()).call(*python_call("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
     assert reply.arguments["code"] == "1"
     assert "tried 3 times" in reply.error or "is full" in reply.error
-    verdicts = asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1"), ("1", "2")]))
-    assert verdicts == [VerifyOutcome.UNAVAILABLE] * 2
+    outcomes = asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1"), ("1", "2")]))
+    assert outcomes == [VerifyOutcome.UNAVAILABLE] * 2
 
 
 def test_a_call_that_the_sandbox_rejects_is_logged_and_unavailable(caplog: pytest.LogCaptureFixture) -> None:
-    client = Refusing(invalid_result("", "call.limits: expected an object"))
-    reply = asyncio.run(PythonTool(client, Limits()).call(*code("1")))
+    client = FakeClient(invalid_result("", "call.limits: expected an object"))
+    reply = asyncio.run(PythonTool(client, Limits()).call(*python_call("1")))
     assert (reply.status, reply.response) == (ToolCallStatus.UNAVAILABLE, "")
     assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
     assert asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1")])) == [VerifyOutcome.UNAVAILABLE]
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"], "of the tool and of the checker"
 
 
 def test_the_answer_checker_returns_the_sandboxs_outcomes(address: str) -> None:
@@ -150,11 +152,11 @@ def test_the_answer_checker_returns_the_sandboxs_outcomes(address: str) -> None:
     assert asyncio.run(main()) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT, VerifyOutcome.UNPARSABLE]
 
 
-def test_outcomes_and_statuses_equal_the_sandboxs() -> None:
-    assert {verdict.value for verdict in VerifyOutcome} == {outcome.value for outcome in Outcome} - {"invalid"}
-    assert {status.value for status in Status} - {"invalid"} == {status.value for status in ToolCallStatus} - {
-        "malformed"
-    }
+def test_outcomes_and_statuses_have_the_names_of_the_sandbox() -> None:
+    assert {outcome.value for outcome in VerifyOutcome} == {outcome.value for outcome in Outcome} - {"invalid"}
+    statuses, tool_statuses = {status.value for status in Status}, {status.value for status in ToolCallStatus}
+    # The sandbox rejects an invalid call; the trainer answers a malformed call without the sandbox.
+    assert statuses - {"invalid"} == tool_statuses - {"malformed"}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_an_unusable_service_is_an_error_at_once(
 
     async def main() -> None:
         async with open_sandbox(endpoint, **settings):
-            pytest.fail("there is none")
+            pytest.fail("connected to an unusable service")
 
     with pytest.raises(SandboxUnavailable) as raised:
         asyncio.run(main())
@@ -181,11 +183,12 @@ def test_an_unusable_service_is_an_error_at_once(
 
 def test_invalid_limits_are_an_error_at_once(address: str) -> None:
     with pytest.raises(SandboxUnavailable, match=r"limits\.memory_mb: expected a whole number from 16"):
-        run(address, memory_mb=1)
+        run_tool(address, memory_mb=1)
 
 
 @asynccontextmanager
-async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
+async def open_tool(kind: str, address: str) -> AsyncIterator[Any]:
+    """Yield an object with the tool's `call` and the answer checker's `verify`."""
     if kind == "fake":
         yield SimpleNamespace(call=FakePythonTool({"6 * 7": "42"}).call, verify=FakeVerifier().verify)
     else:
@@ -196,16 +199,16 @@ async def tools_of(kind: str, address: str) -> AsyncIterator[Any]:
 @pytest.mark.parametrize("kind", ["fake", "real"])
 def test_the_fake_tool_behaves_like_the_real_one(kind: str, address: str) -> None:
     async def main() -> None:
-        async with tools_of(kind, address) as tool_under_test:
-            reply = await tool_under_test.call(*code("6 * 7"))
+        async with open_tool(kind, address) as tool:
+            reply = await tool.call(*python_call("6 * 7"))
             assert replace(reply, duration_s=0) == ToolCall(
-                NAME, {"code": "6 * 7", "input": ""}, ToolCallStatus.OK, "42"
+                TOOL_NAME, {"code": "6 * 7", "input": ""}, ToolCallStatus.OK, "42"
             )
-            reply = await tool_under_test.call(NAME, "{")
+            reply = await tool.call(TOOL_NAME, "{")
             assert (reply.status, reply.arguments) == (ToolCallStatus.MALFORMED, "{")
             assert reply.response
             pairs = [("7", "7"), ("7", "8")]
-            assert await tool_under_test.verify(pairs) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT]
-            assert await tool_under_test.verify([]) == []
+            assert await tool.verify(pairs) == [VerifyOutcome.EQUIVALENT, VerifyOutcome.NOT_EQUIVALENT]
+            assert await tool.verify([]) == []
 
     asyncio.run(main())

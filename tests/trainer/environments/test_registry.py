@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.trainer.environments.episodes import problem
+from tests.trainer.environments.episodes import action, finished, opened, problem
 from trainer.config import ConfigError
+from trainer.data.sources import read_problems
 from trainer.environments.environment import Environment
 from trainer.environments.registry import (
     ENVIRONMENTS,
@@ -15,6 +19,7 @@ from trainer.environments.registry import (
     open_environment,
 )
 from trainer.environments.services import Services
+from trainer.episodes.episode import StopReason
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -62,3 +67,33 @@ def test_only_environments_that_run_code_need_a_sandbox() -> None:
     assert not needs_sandbox(problem("text"))
     with pytest.raises(ConfigError, match="expected a sandbox, got none"):
         open_environment(problem("python"), Services())
+
+
+@pytest.mark.asyncio
+async def test_the_documented_environment_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = Path(__file__).parents[3] / "docs/environments.md"
+    (code,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    (tmp_path / "my_environments.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    lock = problem("my_environments:Lock", text="Open it.", answer="12")
+    check_problem(lock)
+    async with opened(lock) as (environment, initial):
+        assert (initial.text, initial.tools[0]["function"]["name"]) == ("Open it.", "turn")
+        calls = [await environment.step(action("turn", digit=digit)) for digit in (1, 1, "x", 2)]
+        assert await environment.score(finished(lock)) == 1
+        assert await environment.score(finished(lock, stop_reason=StopReason.UNAVAILABLE)) is None
+    assert [call.status.value for call in calls] == ["ok", "ok", "malformed", "ok"]
+    assert [call.ends_episode for call in calls] == [False, False, False, True]
+    async with opened(lock) as (environment, _):
+        assert await environment.score(finished(lock)) == 0
+
+
+def test_the_problems_in_the_documents_are_valid(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    document = Path(__file__).parents[3] / "docs/environments.md"
+    rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    problems = read_problems(str(tmp_path / "rows.jsonl"))
+    assert [row.environment for row in problems] == ["text", "mcp"]
+    for row in problems:
+        check_problem(row)

@@ -1,4 +1,4 @@
-"""Evaluation: the numbers by hand, ours never counted as theirs, and nothing run twice."""
+"""Evaluation: measures and intervals, unavailable episodes, and resumption."""
 
 from __future__ import annotations
 
@@ -41,16 +41,12 @@ PROBLEMS = [
 ]
 
 
-def outcome(reward: float | None = 1.0, **some: Any) -> EpisodeOutcome:
-    of_all = {
+def outcome(reward: float | None = 1.0, **fields: Any) -> EpisodeOutcome:
+    defaults = {
         "num_tool_calls": 2, "num_failed_tool_calls": 1, "answer_blocks": 1, "num_turns": 3, "response_length": 10,
         "stop_reason": "finished",
     }  # fmt: skip
-    return EpisodeOutcome(reward, **{**of_all, **some})
-
-
-def calling(calls: int, failed: int, **fields: Any) -> EpisodeOutcome:
-    return outcome(num_tool_calls=calls, num_failed_tool_calls=failed, **fields)
+    return EpisodeOutcome(reward, **{**defaults, **fields})
 
 
 def episode(problem: Problem, sample: int, reward: float | None) -> Episode:
@@ -72,8 +68,9 @@ def episode(problem: Problem, sample: int, reward: float | None) -> Episode:
     )
 
 
-class Collector:
-    """Of problem n, the first n samples are right. Fails, or ends without verdicts, where it is told to."""
+class FakeCollector:
+    """Of problem number n, the first n samples are correct. The problem `failing` raises an error, and the episodes
+    (problem, sample) in `unavailable` have no reward."""
 
     def __init__(self, *, failing: str = "", unavailable: Sequence[tuple[str, int]] = ()) -> None:
         self.requested: list[str] = []
@@ -83,41 +80,43 @@ class Collector:
         (problem,) = problems
         self.requested.append(problem.id)
         if problem.id == self.failing:
-            await asyncio.sleep(0)  # those asked for before it are done by then
+            await asyncio.sleep(0)  # meanwhile the problems before it finish
             raise RuntimeError("killed")
-        right = int(problem.answer)
-        group = [episode(problem, sample, float(sample < right)) for sample in range(samples)]
-        return [[replace(one, reward=None) if (problem.id, one.sample) in self.unavailable else one for one in group]]
+        num_correct = int(problem.answer)
+        group = [episode(problem, sample, float(sample < num_correct)) for sample in range(samples)]
+        return [[replace(e, reward=None) if (problem.id, e.sample) in self.unavailable else e for e in group]]
 
 
-def run(
-    collector: Collector, folder: Path, advance: Callable[[int], None] = lambda done: None
+def evaluate(
+    collector: FakeCollector, eval_dir: Path, on_progress: Callable[[int], None] = lambda done: None
 ) -> dict[str, EvalReport]:
-    missing = unfinished_problems(PROBLEMS, 2, folder)
-    asyncio.run(evaluate_problems(missing, 2, collector, run_folder=RunFolder(folder), on_progress=advance))
-    return read_eval_reports(PROBLEMS, 2, folder)
+    """Evaluate the problems that are not finished in `eval_dir`, with two samples of each."""
+    unfinished = unfinished_problems(PROBLEMS, 2, eval_dir)
+    run_folder = RunFolder(eval_dir)
+    asyncio.run(evaluate_problems(unfinished, 2, collector, run_folder=run_folder, on_progress=on_progress))
+    return read_eval_reports(PROBLEMS, 2, eval_dir)
 
 
-def rows_of(folder: Path) -> list[tuple[str, int]]:
-    """Whose episodes are written, one by one."""
-    return sorted((row["problem"]["id"], row["sample"]) for row in RunFolder(folder).read_episodes(0))
+def written_episodes(eval_dir: Path) -> list[tuple[str, int]]:
+    """Return (problem, sample) of each written episode."""
+    return sorted((row["problem"]["id"], row["sample"]) for row in RunFolder(eval_dir).read_episodes(0))
 
 
-ALL_ROWS = [(problem.id, sample) for problem in PROBLEMS for sample in range(2)]
+ALL_EPISODES = [(problem.id, sample) for problem in PROBLEMS for sample in range(2)]
 
 
 def value(report: EvalReport, name: str = "accuracy") -> float:
     return report.measures[name].value
 
 
-@pytest.mark.parametrize(("samples", "right", "j"), [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 2, 6), (6, 4, 3)])
-def test_pass_at_counts_the_draws(samples: int, right: int, j: int) -> None:
-    draws = list(itertools.combinations([True] * right + [False] * (samples - right), j))
-    assert pass_at(j, samples, right) == pytest.approx(sum(map(any, draws)) / len(draws))
+@pytest.mark.parametrize(("samples", "num_correct", "j"), [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 2, 6), (6, 4, 3)])
+def test_pass_at_j_is_the_share_of_draws_with_a_correct_sample(samples: int, num_correct: int, j: int) -> None:
+    draws = list(itertools.combinations([True] * num_correct + [False] * (samples - num_correct), j))
+    assert pass_at(j, samples, num_correct) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_numbers_by_hand() -> None:
-    made = summarize(
+def test_the_measures_equal_a_computation_by_hand() -> None:
+    report = summarize(
         [
             [
                 outcome(1.0, num_tool_calls=4, num_failed_tool_calls=1),
@@ -135,8 +134,8 @@ def test_numbers_by_hand() -> None:
         ],
         2,
     )
-    assert (made.problems, made.episodes, made.unavailable) == (4, 5, 3)
-    assert {name: value(made, name) for name in EVAL_METRICS} == pytest.approx(
+    assert (report.problems, report.episodes, report.unavailable) == (4, 5, 3)
+    assert {name: value(report, name) for name in EVAL_METRICS} == pytest.approx(
         {
             "accuracy": 2 / 5,
             "tool_error_ratio": 2 / 10,
@@ -148,133 +147,140 @@ def test_numbers_by_hand() -> None:
             "response_length": 70 / 5,
         }
     )
-    assert [value(made, f"pass@{j}") for j in (1, 2)] == pytest.approx([0.5, 0.5])
-    assert made.stop_reasons == {"finished": 4, "turn_limit": 1}
+    assert [value(report, f"pass@{j}") for j in (1, 2)] == pytest.approx([0.5, 0.5])
+    assert report.stop_reasons == {"finished": 4, "turn_limit": 1}
 
 
-def test_an_unavailable_episode_is_no_reward_of_0() -> None:
-    right, lost = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
-    assert value(summarize([right, lost], 2)) == 1
-    nothing = summarize([lost], 2)
-    assert (nothing.measures, nothing.episodes, nothing.unavailable) == ({}, 0, 2)
-    of_all = {"accuracy": None, "accuracy_interval": None, "tool_error_ratio": None, "one_answer": None}
-    assert summary_scores({"some": nothing, ALL: nothing}) == {**of_all, "accuracy_by_source": {"some": None}}
+def test_an_unavailable_episode_does_not_count_as_a_reward_of_0() -> None:
+    correct, unavailable = [outcome(1.0), outcome(1.0)], [outcome(None), outcome(None)]
+    assert value(summarize([correct, unavailable], 2)) == 1
+    report = summarize([unavailable], 2)
+    assert (report.measures, report.episodes, report.unavailable) == ({}, 0, 2)
+    scores = {"accuracy": None, "accuracy_interval": None, "tool_error_ratio": None, "one_answer": None}
+    assert summary_scores({"math": report, ALL: report}) == {**scores, "accuracy_by_source": {"math": None}}
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=4, max_size=4), max_size=8))
-def test_estimates_are_in_their_intervals_and_agree(rewards: list[list[float | None]]) -> None:
-    made = summarize([[outcome(reward) for reward in some] for some in rewards], 4)
-    assert made.episodes + made.unavailable == 4 * len(rewards)
-    shares = {name: made.measures[name] for name in made.measures if name in ("accuracy", "tool_use") or "@" in name}
-    for estimate in shares.values():
+def test_an_interval_contains_its_value_and_pass_at_j_grows_with_j(rewards: list[list[float | None]]) -> None:
+    report = summarize([[outcome(reward) for reward in group] for group in rewards], 4)
+    assert report.episodes + report.unavailable == 4 * len(rewards)
+    shares = [report.measures[name] for name in report.measures if name in ("accuracy", "tool_use") or "@" in name]
+    for estimate in shares:
+        # Each bound may exceed the next by a rounding error.
         assert 0 <= estimate.low <= estimate.value + 1e-9 <= estimate.high + 2e-9 <= 1 + 3e-9
-    if all(None not in some for some in rewards) and rewards:
-        assert value(made, "pass@1") == pytest.approx(value(made))
-        chances = [value(made, f"pass@{j}") for j in (1, 2, 4)]
+    if all(None not in group for group in rewards) and rewards:
+        assert value(report, "pass@1") == pytest.approx(value(report))
+        chances = [value(report, f"pass@{j}") for j in (1, 2, 4)]
         assert chances == sorted(chances)
 
 
-def test_the_interval_is_that_of_the_normal_distribution() -> None:
-    made = summarize([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
-    half = 1.96 * (0.25 * 0.75 / 400) ** 0.5
-    assert (made.low, made.high) == (pytest.approx(0.25 - half, abs=0.006), pytest.approx(0.25 + half, abs=0.006))
+def test_with_many_problems_the_interval_is_that_of_the_normal_distribution() -> None:
+    accuracy = summarize([[outcome(float(number % 4 == 0))] for number in range(400)], 1).measures["accuracy"]
+    half_width = 1.96 * (0.25 * 0.75 / 400) ** 0.5
+    assert accuracy.low == pytest.approx(0.25 - half_width, abs=0.006)
+    assert accuracy.high == pytest.approx(0.25 + half_width, abs=0.006)
 
 
-@pytest.mark.parametrize(("right", "low", "high"), [(30, 0.886, 1), (0, 0, 0.114), (29, 0.833, 0.994)])
-def test_problems_that_agree_do_not_prove_that_all_would(right: int, low: float, high: float) -> None:
-    """Wilson's interval of 30 trials, by its published formula."""
-    made = summarize([[outcome(float(number < right))] for number in range(30)], 1)
+@pytest.mark.parametrize(("num_correct", "low", "high"), [(30, 0.886, 1), (0, 0, 0.114), (29, 0.833, 0.994)])
+def test_the_interval_of_problems_with_equal_outcomes_is_not_empty(num_correct: int, low: float, high: float) -> None:
+    """The expected bounds are Wilson's interval of 30 trials, by its published formula."""
+    report = summarize([[outcome(float(number < num_correct))] for number in range(30)], 1)
     for name in ("accuracy", "pass@1"):
-        found = made.measures[name]
-        assert (found.low, found.high) == (pytest.approx(low, abs=0.001), pytest.approx(high, abs=0.001))
+        estimate = report.measures[name]
+        assert estimate.low == pytest.approx(low, abs=0.001)
+        assert estimate.high == pytest.approx(high, abs=0.001)
+    # All problems have the same share, 1 of 2. Each counts as one trial.
     one_answer = summarize([[outcome(), outcome(answer_blocks=2)]] * 30, 2).measures["one_answer"]
     assert one_answer.high - one_answer.low > 0.3
-    assert made.measures["response_length"] == Estimate(10, 10, 10)
+    assert report.measures["response_length"] == Estimate(10, 10, 10), "a mean without variance has no interval"
 
 
-def test_samples_of_a_problem_are_no_problems() -> None:
-    made = summarize([[outcome(float(number % 2))] * 50 for number in range(40)], 50).measures["accuracy"]
-    once = summarize([[outcome(float(number % 2))] for number in range(40)], 1).measures["accuracy"]
-    assert (made.low, made.high) == (pytest.approx(once.low), pytest.approx(once.high))
+def test_more_samples_of_the_same_problems_do_not_narrow_the_interval() -> None:
+    many, single = (
+        summarize([[outcome(float(number % 2))] * samples for number in range(40)], samples).measures["accuracy"]
+        for samples in (50, 1)
+    )
+    assert (many.low, many.high) == (pytest.approx(single.low), pytest.approx(single.high))
 
 
 def test_the_interval_of_a_ratio_agrees_with_a_bootstrap_over_problems() -> None:
     rng = random.Random(5)
-    groups = [
-        [
-            outcome(num_tool_calls=(calls := rng.randrange(5)), num_failed_tool_calls=rng.randint(0, calls))
-            for _ in range(3)
-        ]
-        for _ in range(40)
-    ]
-    drawn = []
+    groups = []
+    for _ in range(40):
+        calls = [rng.randrange(5) for _ in range(3)]
+        groups.append([outcome(num_tool_calls=n, num_failed_tool_calls=rng.randint(0, n)) for n in calls])
+    ratios = []
     for _ in range(2000):
-        flat = [one for some in rng.choices(groups, k=len(groups)) for one in some]
-        drawn.append(sum(one.num_failed_tool_calls for one in flat) / sum(one.num_tool_calls for one in flat))
-    made = summarize(groups, 3).measures["tool_error_ratio"]
-    low, *_, high = statistics.quantiles(drawn, n=40)  # 2.5 % apart
-    assert (made.low, made.high) == (pytest.approx(low, abs=0.012), pytest.approx(high, abs=0.012))
+        drawn = list(itertools.chain(*rng.choices(groups, k=len(groups))))
+        ratios.append(sum(e.num_failed_tool_calls for e in drawn) / sum(e.num_tool_calls for e in drawn))
+    estimate = summarize(groups, 3).measures["tool_error_ratio"]
+    low, *_, high = statistics.quantiles(ratios, n=40)  # 2.5 % and 97.5 %
+    assert (estimate.low, estimate.high) == (pytest.approx(low, abs=0.012), pytest.approx(high, abs=0.012))
 
 
-def test_reports_are_by_source_and_overall(tmp_path: Path) -> None:
-    seen: list[int] = []
-    reports = run(Collector(), tmp_path, advance=seen.append)
+def test_there_is_a_report_per_source_and_one_over_all(tmp_path: Path) -> None:
+    progress: list[int] = []
+    reports = evaluate(FakeCollector(), tmp_path, on_progress=progress.append)
     assert list(reports) == ["even", "odd", ALL]
-    assert [value(one) for one in reports.values()] == [0.5, 0.75, 0.625]
-    assert seen == [1, 2, 3, 4]
+    assert [value(report) for report in reports.values()] == [0.5, 0.75, 0.625]
+    assert progress == [1, 2, 3, 4]
     assert reports[ALL].measures["pass@2"].value == 0.75
-    assert reports_from_json(json.loads(json.dumps({name: asdict(one) for name, one in reports.items()}))) == reports
+    as_json = json.dumps({name: asdict(report) for name, report in reports.items()})
+    assert reports_from_json(json.loads(as_json)) == reports
     by_source = summary_scores(reports)["accuracy_by_source"]
     assert by_source == {name: asdict(reports[name].measures["accuracy"]) for name in ("even", "odd")}
 
 
 def test_the_table_has_every_measure_with_its_interval(tmp_path: Path) -> None:
-    reports = run(Collector(), tmp_path)
-    lines = {}
+    reports = evaluate(FakeCollector(), tmp_path)
+    text_by_width = {}
     for width in (80, 66):
         out = io.StringIO()
         Console(file=out, width=width).print(report_table(reports))
-        assert max(map(len, out.getvalue().splitlines())) <= width
-        lines[width] = out.getvalue()
-    shown = {line[:25].strip(): line[25:].split() for line in lines[80].splitlines()}
+        text_by_width[width] = out.getvalue()
+        assert max(map(len, text_by_width[width].splitlines())) <= width
+    # The first column is 25 characters wide. Each cell is a value and its interval.
+    shown = {line[:25].strip(): line[25:].split() for line in text_by_width[80].splitlines()}
     assert (shown["problems"], shown["avg@2"][::2]) == (["2", "2", "4"], ["0.500", "0.750", "0.625"])
     for name in ("pass@2", "tool error ratio", "tool use", "tool calls", "one answer", "response length"):
         measure = reports["even"].measures[name.replace(" ", "_")]
         assert shown[name][:2] == str(measure).split(), name
-        assert str(measure).split()[1] in lines[66], "what does not fit stands below, in one piece"
+        assert str(measure).split()[1] in text_by_width[66], "an interval wraps as a whole"
 
 
-def test_what_was_measured_is_not_run_again(tmp_path: Path) -> None:
-    expected = run(Collector(), tmp_path / "whole")
+def test_a_resumed_evaluation_samples_only_unfinished_problems(tmp_path: Path) -> None:
+    expected = evaluate(FakeCollector(), tmp_path / "whole")
     with pytest.raises(ExceptionGroup):
-        run(Collector(failing="p2"), tmp_path / "killed")
-    again = Collector()
-    assert run(again, tmp_path / "killed") == expected
-    assert again.requested[0] == "p2"
-    assert set(again.requested) < {problem.id for problem in PROBLEMS}
-    third = Collector()
-    assert run(third, tmp_path / "killed") == expected
+        evaluate(FakeCollector(failing="p2"), tmp_path / "killed")
+    second = FakeCollector()
+    assert evaluate(second, tmp_path / "killed") == expected
+    assert second.requested[0] == "p2"
+    assert set(second.requested) < {problem.id for problem in PROBLEMS}
+    third = FakeCollector()
+    assert evaluate(third, tmp_path / "killed") == expected
     assert third.requested == []
     rows = list(RunFolder(tmp_path / "killed").read_episodes(0))
-    assert {row["group"]: row["problem"]["id"] for row in rows} == {n: one.id for n, one in enumerate(PROBLEMS)}
-    assert rows_of(tmp_path / "killed") == ALL_ROWS
+    assert {row["group"]: row["problem"]["id"] for row in rows} == {
+        number: problem.id for number, problem in enumerate(PROBLEMS)
+    }
+    assert written_episodes(tmp_path / "killed") == ALL_EPISODES
 
 
-@pytest.mark.parametrize("lines", [1, 2])
-def test_a_kill_between_episodes_and_outcomes_leaves_one_row_of_each(tmp_path: Path, lines: int) -> None:
-    run(Collector(), tmp_path)
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_after_a_kill_between_episodes_and_outcomes_each_episode_has_one_row(tmp_path: Path, num_lost: int) -> None:
+    evaluate(FakeCollector(), tmp_path)
     outcomes = tmp_path / "outcomes.jsonl"
-    outcomes.write_bytes(b"".join(outcomes.read_bytes().splitlines(keepends=True)[:-lines]))
-    again = Collector()
-    run(again, tmp_path)
-    assert len(again.requested) == 1
-    assert rows_of(tmp_path) == ALL_ROWS
+    outcomes.write_bytes(b"".join(outcomes.read_bytes().splitlines(keepends=True)[:-num_lost]))
+    second = FakeCollector()
+    evaluate(second, tmp_path)
+    assert len(second.requested) == 1
+    assert written_episodes(tmp_path) == ALL_EPISODES
 
 
-def test_episodes_that_an_outage_left_unscored_are_run_again(tmp_path: Path) -> None:
-    first = run(Collector(unavailable=[("p1", 0)]), tmp_path)
+def test_problems_with_an_episode_that_an_outage_left_unscored_are_sampled_again(tmp_path: Path) -> None:
+    first = evaluate(FakeCollector(unavailable=[("p1", 0)]), tmp_path)
     assert first[ALL].unavailable == 1
-    again = Collector()
-    assert run(again, tmp_path) == run(Collector(), tmp_path / "whole")
-    assert again.requested == ["p1"]
-    assert rows_of(tmp_path) == ALL_ROWS
+    second = FakeCollector()
+    assert evaluate(second, tmp_path) == evaluate(FakeCollector(), tmp_path / "whole")
+    assert second.requested == ["p1"]
+    assert written_episodes(tmp_path) == ALL_EPISODES

@@ -1,4 +1,4 @@
-"""The recipe's units at work: apart from what is evaluated, resumed as if never killed."""
+"""The phases of a recipe at work: prepared problems, engines, resumption after a kill, the filter, and evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
-# These need torch, too.
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
@@ -78,9 +77,9 @@ steps = 1
 difficulty_filter_samples = 3
 """
 GUESSES = ("1", "2")
-"""What the model learns to answer to everything, one as often as the other."""
-PATIENCE_S = 600
-"""For a machine that is swamped."""
+"""The answers that the model learns to give to every problem, equally often. The first is the correct one."""
+STEP_TIMEOUT_S = 600
+"""Seconds for one training step on a machine that runs other tests, too."""
 
 
 def _config(folder: Path, *sets: str) -> RunConfig:
@@ -90,8 +89,8 @@ def _config(folder: Path, *sets: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
-    """A run after SFT, with a sandbox of its own. Torch has one thread, as the children have: sums depend on it."""
+def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
+    """A run after SFT, with a sandbox. Torch has one thread, as in child processes, since sums depend on the number."""
     try:
         default_python()
     except NodeError as reason:
@@ -100,50 +99,54 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
     torch.set_num_threads(1)
     with LoopThread() as loop_thread:
         sandbox = loop_thread.enter(open_sandbox("local", arguments=["--slots", "8", "--zygote-pools", "1"]))
-        run = RecipeRun(_guessing(tmp_path_factory.mktemp("taught"), sandbox.endpoints))
-        run_recipe(run.config, run_phase=_until("sft"))
+        run = RecipeRun(_guessing_config(tmp_path_factory.mktemp("tuned_run"), sandbox.endpoints))
+        run_recipe(run.config, run_phase=_in_this_process("sft"))
         run.write_result(Phase("eval", "sft"), EvalResult())
         yield run
     torch.set_num_threads(threads)
 
 
-def _guessing(folder: Path, endpoints: Sequence[str]) -> RunConfig:
-    """A run in which answers are right about every other time, so that groups differ and weights move."""
+def _guessing_config(folder: Path, endpoints: Sequence[str]) -> RunConfig:
+    """Configure a run whose model guesses one of `GUESSES`, so that about half of each group is correct."""
     answers = [f"\n</reason>\n<answer>\n\\boxed{{{guess}}}\n</answer>" for guess in GUESSES]
-    problem_texts = [f"Number {number}?" for number in range(6)]
-    chats = [
+    train_texts = [f"Number {number}?" for number in range(6)]
+    conversations = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"<reason>{answer}"}]}
-        for text in problem_texts * 40
+        for text in train_texts * 40
         for answer in answers
     ]
-    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
-    for name, some in (("train", problem_texts), ("fresh", ["Which one?", "What is it?"])):
-        rows = [{"id": text, "text": text, "answer": GUESSES[0], "source": name} for text in some]
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    _write_rows(folder / "chats.jsonl", conversations)
+    for source, texts in (("train", train_texts), ("fresh", ["Which one?", "What is it?"])):
+        rows = [{"id": text, "text": text, "answer": GUESSES[0], "source": source} for text in texts]
+        _write_rows(folder / f"{source}.jsonl", rows)
     sources = {"sft.data": "chats", "data.train": "train", "eval.data": "fresh"}
     sets = [f'{key}=["{folder / name}.jsonl"]' for key, name in sources.items()]
     return _config(folder, *sets, f"sandbox.endpoints={json.dumps(list(endpoints))}")
 
 
-def _until(last: str) -> RunPhase:
-    """Runs units in this process, training ones alone; those of later stages are left for another time."""
+def _write_rows(file: Path, rows: Sequence[Any]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
-    def start(unit: Phase, command: Sequence[str], lock: int) -> int:
-        run = RecipeRun(load_config(Path(command[command.index(unit.command) + 1]), {}))
-        if unit.command in ("prepare", "sft") or (unit.command == "grpo" and unit.stage <= last != "sft"):
-            phase_work.PHASE_FUNCTIONS[unit.command](run, unit)
+
+def _in_this_process(last_stage: str) -> RunPhase:
+    """Return a function that runs the training phases up to `last_stage` in this process. It skips all other phases."""
+
+    def run_phase(phase: Phase, command: Sequence[str], lock: int) -> int:
+        run = RecipeRun(load_config(Path(command[command.index(phase.command) + 1]), {}))
+        if phase.command in ("prepare", "sft") or (phase.command == "grpo" and phase.stage <= last_stage != "sft"):
+            phase_work.PHASE_FUNCTIONS[phase.command](run, phase)
         return 0
 
-    return start
+    return run_phase
 
 
-def test_prepare_brings_problems_apart_from_those_that_are_evaluated(tmp_path: Path) -> None:
+def test_prepare_writes_training_problems_that_differ_from_those_of_the_evaluation(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path, 'data.train=["generated:30"]', 'eval.data=["generated:20"]'))
     phase_work.prepare(run, Phase("prepare"))
     training = read_problems(str(run.dir / "data/train.jsonl"))
-    fresh = read_problems(str(run.dir / "data/eval.jsonl"))
-    assert (len(training), len(fresh)) == (30, 20)
-    assert not {problem.text for problem in training} & {problem.text for problem in fresh}
+    held_out = read_problems(str(run.dir / "data/eval.jsonl"))
+    assert (len(training), len(held_out)) == (30, 20)
+    assert not {problem.text for problem in training} & {problem.text for problem in held_out}
     result = run.trained_model("initial")
     assert (result.model, result.step) == ("stages/initial/model", 0)
     assert (run.dir / result.model / "config.json").exists()
@@ -153,7 +156,7 @@ def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_re
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"problem": "What is " + "1 + " * times + "1?", "answer": "3"} for times in (2, 200)]
-    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    _write_rows(tmp_path / "some.jsonl", rows)
     run = RecipeRun(_config(tmp_path, "data.train=generated:3", f"eval.data={tmp_path / 'some.jsonl'}"))
     phase_work.prepare(run, Phase("prepare"))
     assert [len(read_problems(str(run.dir / f"data/{name}.jsonl"))) for name in ("train", "eval")] == [3, 1]
@@ -161,14 +164,14 @@ def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_re
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
 def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_reported(
-    taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned_run: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"problem": f"What is {answer}?", "answer": answer} for answer in ("7", "x^2 + 1", "\\text{}", "$$")]
-    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    _write_rows(tmp_path / "some.jsonl", rows)
     sets = [f"eval.data={tmp_path / 'some.jsonl'}", "data.train=generated:3"]
-    endpoints = json.dumps(list(taught.config.sandbox.endpoints))
+    endpoints = json.dumps(list(tuned_run.config.sandbox.endpoints))
     run = RecipeRun(_config(tmp_path, *sets, f"sandbox.endpoints={endpoints}"))
     phase_work.prepare(run, Phase("prepare"))
     kept = read_problems(str(run.dir / "data/eval.jsonl"))
@@ -179,55 +182,57 @@ def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_r
 def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, order = _config(tmp_path), list[str]()
     run = RecipeRun(config)
-    for unit in (Phase("prepare"), Phase("sft", "sft")):
-        run.write_result(unit, TrainResult("model", 0))
+    for phase in (Phase("prepare"), Phase("sft", "sft")):
+        run.write_result(phase, TrainResult("model", 0))
     run.problems_path(config.stage_config("rl1")).parent.mkdir()
     run.problems_path(config.stage_config("rl1")).touch()
 
     @contextlib.contextmanager
-    def engines(run: RecipeRun, model: Path) -> Iterator[None]:
+    def fake_open_rollout(run: RecipeRun, model: Path) -> Iterator[None]:
         order.append("engines")
         yield
 
-    def train(*args: Any, **more: Any) -> None:
+    def fake_train_stage(*args: Any, **options: Any) -> None:
         order.append("train")
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt  # there is no result to write
 
-    monkeypatch.setattr(phase_work, "open_rollout", engines)
+    monkeypatch.setattr(phase_work, "open_rollout", fake_open_rollout)
     monkeypatch.setattr(phase_work, "wait_for_ranks", lambda hardware: order.append("wait"))
-    monkeypatch.setattr(phase_work, "train_stage", train)
+    monkeypatch.setattr(phase_work, "train_stage", fake_train_stage)
     with pytest.raises(KeyboardInterrupt):
         phase_work.grpo(run, Phase("grpo", "rl1"))
     assert order == ["engines", "wait", "train"]
 
 
-def _unchatty(folder: Path) -> Path:
-    """A tokenizer without Qwen's chat tokens, and without a template."""
+def _without_chat_tokens(folder: Path) -> Path:
+    """Write a tokenizer without Qwen's chat tokens and without a chat template."""
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.asyncio
-async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
+async def test_vllm_servers_load_weights_from_absolute_paths_that_stay_while_the_pool_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = model_folder(tmp_path / "model")
-    behind, paths = LocalEngine(AutoModelForCausalLM.from_pretrained(model), max_num_seqs=16, max_model_len=96), []
+    engine = LocalEngine(AutoModelForCausalLM.from_pretrained(model), max_num_seqs=16, max_model_len=96)
+    paths: list[Path] = []
 
     async def load_saved(engine: LocalEngine, path: Path) -> None:
         paths.append(path)
         weights = load_file(path / "model.safetensors")
-        await engine.load_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 0)  # one tensor
+        # The file has a tied weight once, under its first name.
+        await engine.load_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 0)
 
-    async with FakeVllm(behind, load=load_saved).serve() as url:
+    async with FakeVllm(engine, load=load_saved).serve() as url:
         sets = ["run_dir=run", "engines.kind=vllm", f"engines.endpoints={url}", "engines.max_down_s=77"]
         async with rollout_session.open_engine_pool(_config(tmp_path, *sets), model, tmp_path) as pool:
             assert paths == [tmp_path / "run/weights/v000000"]
-            assert paths[0].exists(), "one that is started anew gets them again"
-            assert pool._all_down_timeout_s == 77
+            assert paths[0].exists(), "a server that restarts loads them again"
+            assert pool._all_down_timeout_s == 77, "episodes wait for a restart (engines.max_down_s)"
     assert not paths[0].exists()
-    await behind.close()
+    await engine.close()
 
 
 @pytest.mark.parametrize("chat", ["rstar2", "tokenizer"])
@@ -235,10 +240,10 @@ async def test_servers_that_run_elsewhere_get_absolute_paths_and_are_waited_for(
     ("model", "reason"),
     [
         (lambda folder: folder / "no" / "model", "no/model"),
-        (_unchatty, "<.im_start.>|chat template"),
+        (_without_chat_tokens, "<.im_start.>|chat template"),
     ],
 )
-def test_a_model_that_cannot_be_used_is_one_line(
+def test_an_unusable_model_is_an_error_of_one_line(
     model: Any, reason: str, chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _config(tmp_path)
@@ -249,12 +254,12 @@ def test_a_model_that_cannot_be_used_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_model_that_the_local_engine_cannot_run_is_one_line(
-    taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_a_model_that_the_local_engine_cannot_run_is_an_error_that_names_vllm(
+    tuned_run: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, model = _copy(taught, tmp_path / "run"), tmp_path / "sliding"
-    shutil.copytree(taught.stage_dir("sft") / "model", model)
+    run, model = _copy(tuned_run, tmp_path / "run"), tmp_path / "sliding"
+    shutil.copytree(tuned_run.stage_dir("sft") / "model", model)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
     (model / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 8}))
@@ -264,56 +269,62 @@ def test_a_model_that_the_local_engine_cannot_run_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_stage_that_is_killed_ends_as_one_that_is_not(taught: RecipeRun, tmp_path: Path) -> None:
-    whole, killed = _copy(taught, tmp_path / "whole"), _copy(taught, tmp_path / "killed")
-    run_recipe(whole.config, run_phase=_until("rl1"))
-    if not _kill_after(killed, step=taught.trained_model("sft").step + 2):
-        pytest.skip("the stage was over before it could be killed: the machine looked away")
-    left = len(_rows(killed))
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_a_killed_stage_ends_like_an_uninterrupted_one(tuned_run: RecipeRun, tmp_path: Path) -> None:
+    uninterrupted, killed = _copy(tuned_run, tmp_path / "uninterrupted"), _copy(tuned_run, tmp_path / "killed")
+    run_recipe(uninterrupted.config, run_phase=_in_this_process("rl1"))
+    if not _kill_after(killed, step=tuned_run.trained_model("sft").step + 2):
+        pytest.skip("the stage ended before the kill, since this machine did not run the test in time")
+    num_steps_before_kill = len(_untimed_metrics(killed))
     assert killed.result(Phase("grpo", "rl1")) is None
-    run_recipe(killed.config, run_phase=_until("rl1"))
+    run_recipe(killed.config, run_phase=_in_this_process("rl1"))
 
-    rewards = {row["reward"] for row in whole.run_folder.read_metrics() if row["stage"] == "rl1"}
-    assert len(rewards) > 1, "weights that never move prove nothing"
-    assert left < len(_rows(whole))
-    assert _rows(killed) == _rows(whole)
-    ours, theirs = (load_file(run.stage_dir("rl1") / "model" / "model.safetensors") for run in (whole, killed))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    metrics = _untimed_metrics(uninterrupted)
+    assert len({row["reward"] for row in metrics}) > 1, "equal weights prove nothing if training does not change them"
+    assert num_steps_before_kill < len(metrics)
+    assert _untimed_metrics(killed) == metrics
+    expected, actual = (
+        load_file(run.stage_dir("rl1") / "model" / "model.safetensors") for run in (uninterrupted, killed)
+    )
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_what_is_always_solved_is_taken_out_once(taught: RecipeRun, tmp_path: Path) -> None:
-    run = _copy(taught, tmp_path / "run")
-    run.write_result(Phase("grpo", "rl1"), run.trained_model("sft"))  # as if a stage had left it as it was
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_the_filter_drops_problems_that_are_always_solved_and_continues_after_a_kill(
+    tuned_run: RecipeRun, tmp_path: Path
+) -> None:
+    run = _copy(tuned_run, tmp_path / "run")
+    run.write_result(Phase("grpo", "rl1"), run.trained_model("sft"))  # rl1 is skipped
     with pytest.raises(ConfigError, match="run `rstar-train filter rl2` first"):
         phase_work.grpo(run, Phase("grpo", "rl2"))
     phase_work.filter_problems(run, Phase("filter", "rl2"))
     file = run.stage_dir("rl2") / "filter/outcomes.jsonl"
     rows = list(read_rows(file))
     solved = Counter(row["problem"] for row in rows if row["reward"] == 1)
-    assert len(rows) == 6 * 3
-    assert list(RunFolder(file.parent).episode_steps()) == [], "a filter of 42K problems would write their every token"
+    assert len(rows) == 6 * 3, "six problems, three samples of each"
+    assert list(RunFolder(file.parent).episode_steps()) == [], (
+        "a filter writes outcomes only: the episodes of 42K problems would fill the disk"
+    )
     kept = stage_problems(run, "rl2")
     assert kept == [f"Number {number}?" for number in range(6) if solved[f"Number {number}?"] < 3]
     assert run.require_result(Phase("filter", "rl2")).kept == len(kept)
 
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])  # as a kill leaves it, within a line
-    left = file.read_bytes().count(b"\n")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])  # a kill may leave a torn line
+    num_complete = file.read_bytes().count(b"\n")
     phase_work.filter_problems(run, Phase("filter", "rl2"))
-    assert list(read_rows(file))[:left] == rows[:left], "what was written is not sampled again"
+    assert list(read_rows(file))[:num_complete] == rows[:num_complete], "these are not sampled again"
     assert stage_problems(run, "rl2") == kept
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_evaluation_and_rollout_write_what_show_reads(
-    taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_a_finished_evaluation_or_rollout_samples_nothing_again_and_show_reads_it(
+    tuned_run: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _copy(taught, tmp_path / "run")
+    run = _copy(tuned_run, tmp_path / "run")
     run.result_path(Phase("eval", "sft")).unlink()
     assert cli.main(["eval", str(run.dir), "--run-dir", str(run.dir), "--stage", "sft", "--json"]) == 0
     reports = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -323,17 +334,18 @@ def test_evaluation_and_rollout_write_what_show_reads(
     assert (scores["name"], scores["accuracy"]) == ("sft", report["measures"]["accuracy"]["value"])
     assert scores["accuracy_by_source"] == {"fresh": reports["fresh"]["measures"]["accuracy"]}
     assert len(list(RunFolder(run.stage_dir("sft") / "eval").read_episodes(0))) == 2
-    with monkeypatch.context() as nothing:  # of it starts again for what is over, nor where only its last word is lost
-        nothing.setattr(phase_work, "open_rollout", None)
-        for lost in ("nothing", "eval.json"):
-            (run.stage_dir("sft") / lost).unlink(missing_ok=lost == "nothing")
+    with monkeypatch.context() as without_engines:
+        without_engines.setattr(phase_work, "open_rollout", None)
+        for has_result_file in (True, False):  # a kill may lose the result file only, which is written last
+            if not has_result_file:
+                (run.stage_dir("sft") / "eval.json").unlink()
             assert cli.main(["eval", str(run.dir), "--run-dir", str(run.dir), "--stage", "sft", "--json"]) == 0
             assert json.loads(capsys.readouterr().out.splitlines()[-1]) == reports
 
     out = tmp_path / "out"
-    sampled = ["--stage", "sft", "--num-problems", "2", "--samples-per-problem", "3", "--out", str(out)]
-    for _ in range(2):  # the second time nothing is left to do
-        assert cli.main(["rollout", str(run.dir), "--run-dir", str(run.dir), *sampled]) == 0
+    options = ["--stage", "sft", "--num-problems", "2", "--samples-per-problem", "3", "--out", str(out)]
+    for _ in range(2):  # the second command finds all episodes
+        assert cli.main(["rollout", str(run.dir), "--run-dir", str(run.dir), *options]) == 0
     episodes = sorted(RunFolder(out).read_episodes(0), key=lambda row: (row["problem"]["id"], row["sample"]))
     assert [(row["problem"]["id"], row["sample"]) for row in episodes] == [
         (f"Number {number}?", sample) for number in range(2) for sample in range(3)
@@ -344,21 +356,22 @@ def test_evaluation_and_rollout_write_what_show_reads(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_an_evaluation_is_repeated_for_other_weights_and_skips_problems_that_are_too_long(
-    taught: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_eval_of_a_model_has_one_folder_per_model_and_refuses_other_weights_in_it(
+    tuned_run: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The second problem is too long.
     rows = [{"problem": f"Which one?{' No, which?' * times}", "answer": "1"} for times in (0, 90)]
-    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    run = _copy(taught, tmp_path / "run")
-    models = [tmp_path / name / "model" for name in ("one", "other")]
+    _write_rows(tmp_path / "some.jsonl", rows)
+    run = _copy(tuned_run, tmp_path / "run")
+    models = [tmp_path / name / "model" for name in ("first", "second")]
     for model in models:
-        shutil.copytree(taught.stage_dir("sft") / "model", model)
+        shutil.copytree(tuned_run.stage_dir("sft") / "model", model)
 
     def run_eval(model: Path) -> int:
         source = f'eval.data=["{tmp_path / "some.jsonl"}"]'
-        given = ["--run-dir", str(run.dir), "--set", source, "--model", str(model), "--json"]
-        return cli.main(["eval", str(run.dir), *given])
+        options = ["--run-dir", str(run.dir), "--set", source, "--model", str(model), "--json"]
+        return cli.main(["eval", str(run.dir), *options])
 
     for model in models:
         assert run_eval(model) == 0
@@ -366,10 +379,10 @@ def test_an_evaluation_is_repeated_for_other_weights_and_skips_problems_that_are
         assert json.loads(out.splitlines()[-1])["all"]["problems"] == 1
         assert "eval: some: 2 rows, 1 too_long, 1 kept" in err
     assert len(list((run.dir / "eval").iterdir())) == 2
-    for nothing in ("open_rollout", "_prepare_problems"):
-        monkeypatch.setattr(phase_work, nothing, None)
+    for unneeded in ("open_rollout", "_prepare_problems"):
+        monkeypatch.setattr(phase_work, unneeded, None)
     monkeypatch.chdir(models[0].parent)
-    assert run_eval(Path("model")) == 0, "the same folder, whose outcomes are there"
+    assert run_eval(Path("model")) == 0, "a relative path of the first model finds the outcomes of that model"
     os.utime(models[0] / "model.safetensors", (0, 0))
     assert run_eval(models[0]) == 2
     assert "other settings (weights)" in capsys.readouterr().err
@@ -380,25 +393,27 @@ def stage_problems(run: RecipeRun, stage: str) -> list[str]:
     return [problem.id for problem in read_problems(str(run.problems_path(run.config.stage_config(stage))))]
 
 
-def _copy(taught: RecipeRun, folder: Path) -> RecipeRun:
-    shutil.copytree(taught.dir, folder)
+def _copy(tuned_run: RecipeRun, folder: Path) -> RecipeRun:
+    shutil.copytree(tuned_run.dir, folder)
     return RecipeRun(load_config(folder, {}, [f"run_dir={folder}"]))
 
 
 def _kill_after(run: RecipeRun, *, step: int) -> bool:
-    """Go on with a run in processes of its own, and kill -9 all of them once a step is written; whether in time."""
+    """Continue a run in child processes and kill all of them once `step` is written. Return whether rl1 was still
+    unfinished then."""
     command = [sys.executable, "-m", "trainer", "recipe", str(run.dir), "--run-dir", str(run.dir)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + STEP_TIMEOUT_S
         while parent.poll() is None and max((row["step"] for row in run.run_folder.read_metrics()), default=0) < step:
-            assert time.monotonic() < deadline, f"no step in {PATIENCE_S} s"
+            assert time.monotonic() < deadline, f"no step in {STEP_TIMEOUT_S} s"
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)
     return run.result(Phase("grpo", "rl1")) is None
 
 
-def _rows(run: RecipeRun) -> list[dict[str, Any]]:
+def _untimed_metrics(run: RecipeRun) -> list[dict[str, Any]]:
+    """Return the rows of rl1 without durations."""
     rows = [row for row in run.run_folder.read_metrics() if row["stage"] == "rl1"]
     return [{name: value for name, value in row.items() if not name.endswith(("_s", "_s_sum"))} for row in rows]

@@ -1,4 +1,4 @@
-"""A run that cannot end well says so before it starts, with all that is missing."""
+"""The preflight: all that is missing is reported at once, before a run or a phase starts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ num_key_value_heads = 2
 head_dim = 32
 vocab_size = 640
 """
-TEXT = f"""
+SMALL_RUN = f"""
 [model.shape]
 {SHAPE}
 [sft]
@@ -45,30 +45,33 @@ data = ["generated:8"]
 [stages.rl1]
 steps = 3
 """
-NO = "--no-preflight"
-NOBODY = "http://127.0.0.1:1"
+NO_PREFLIGHT = "--no-preflight"
+UNUSED_URL = "http://127.0.0.1:1"
+"""An address where nothing listens."""
 
 
-def _config(folder: Path, *sets: str, text: str = TEXT) -> RunConfig:
+def _config(folder: Path, *sets: str, text: str = SMALL_RUN) -> RunConfig:
     file = folder / "run.toml"
     file.write_text(text, encoding="utf-8")
     return load_config(file, {}, [f"run_dir={folder / 'run'}", *sets])
 
 
 def _missing(config: RunConfig, *commands: str) -> list[str]:
+    """Return what is missing for the phases with these commands, or for all phases."""
     run = RecipeRun(config)
-    return missing(run, [unit for unit in run.phases() if not commands or unit.command in commands])
+    return missing(run, [phase for phase in run.phases() if not commands or phase.command in commands])
 
 
 @pytest.fixture(autouse=True)
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_RETRIES", 0)
 
 
 @pytest.fixture
 def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The address of a server with vLLM's routes, and what it says: `max_model_len`, and whether it has `routes`."""
-    server_state: dict[str, Any] = {"max_model_len": 1 << 20, "routes": True}
+    """The URL of a fake vLLM server, and its state: the `max_model_len` that it reports, and `has_rpc`, whether it has
+    the route that reloads weights."""
+    server_state: dict[str, Any] = {"max_model_len": 1 << 20, "has_rpc": True}
     loop, is_up, addresses = asyncio.new_event_loop(), threading.Event(), list[str]()
     runners: list[web.AppRunner] = []
 
@@ -76,7 +79,7 @@ def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
         return web.json_response({"data": [{"id": "m", "max_model_len": server_state["max_model_len"]}]})
 
     async def rpc(request: web.Request) -> web.Response:
-        return web.Response(status=405 if server_state["routes"] else 404)
+        return web.Response(status=405 if server_state["has_rpc"] else 404)
 
     async def serve() -> None:
         app = web.Application()
@@ -111,15 +114,14 @@ def test_all_that_is_missing_is_named_at_once(
         "engines.vllm_python": "no-such-python",
         "hardware.launcher": "no-such-torchrun",
         "tracking.trackers": "trackio",
-        "sandbox.endpoints": NOBODY,
+        "sandbox.endpoints": UNUSED_URL,
     }
     config = _config(tmp_path, *(f"{key}={value}" for key, value in sets.items()))
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     monkeypatch.setattr(preflight, "_available_bytes", lambda: 10**6)
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(10**6))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
     lines = _missing(config)
-    begins = [
+    beginnings = [
         "data.train: problems.jsonl: no such file; ",
         "sft.data: conversations.jsonl: no such file; ",
         f"model {bare}: has no config.json and no weights; ",
@@ -130,33 +132,32 @@ def test_all_that_is_missing_is_named_at_once(
         "hardware.launcher: no-such-torchrun: no such command on PATH; ",
         "tracking.trackers: trackio is not installed; ",
         "engines: no-such-python has no vLLM; ",
-        f"sandbox: no sandbox at {NOBODY}: ",
+        f"sandbox: no sandbox at {UNUSED_URL}: ",
     ]
-    expected = [line for line in lines if any(line.startswith(begin) for begin in begins)]
-    assert (len(lines), expected) == (len(begins), lines)
-    assert all("; " in line and "\n" not in line for line in lines), "each says what to do"
+    expected = [line for line in lines if any(line.startswith(beginning) for beginning in beginnings)]
+    assert (len(lines), expected) == (len(beginnings), lines)
+    assert all("; " in line and "\n" not in line for line in lines), "each line says after the semicolon what to do"
     assert not (tmp_path / "run").exists()
 
     argv = ["preflight", str(tmp_path / "run.toml"), *(f"--set={key}={value}" for key, value in sets.items())]
     assert cli.main(argv) == 2
     error_lines = capsys.readouterr().err.splitlines()
-    assert error_lines[0] == f"rstar-train: {len(begins)} things are missing"
+    assert error_lines[0] == f"rstar-train: {len(beginnings)} things are missing"
+    # The command line above has no --run-dir.
     assert [line.strip() for line in error_lines[1:]] == [
         line.replace(str(tmp_path / "run"), "runs/run") for line in lines
     ]
 
 
 def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Path) -> None:
-    config = _config(tmp_path, f"sandbox.endpoints={NOBODY}", "sft.data=gone.jsonl", "data.train=gone.jsonl")
+    config = _config(tmp_path, f"sandbox.endpoints={UNUSED_URL}", "sft.data=gone.jsonl", "data.train=gone.jsonl")
     assert [line.split(":")[0] for line in _missing(config, "prepare")] == ["data.train"]
     assert [line.split(":")[0] for line in _missing(config, "sft")] == ["sft.data"]
     assert [line.split(":")[0] for line in _missing(config, "grpo")] == ["sandbox"]
     assert [line.split(":")[0] for line in _missing(config, "eval")] == ["sandbox"]
 
 
-def test_a_phase_that_runs_alone_reports_misfits_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_phase_that_runs_alone_has_a_preflight_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(tmp_path, "sft.data=gone.jsonl")
     run = RecipeRun(config)
     run.write_result(Phase("prepare"), TrainResult("tiny", 0))
@@ -166,7 +167,7 @@ def test_a_phase_that_runs_alone_reports_misfits_before_it_starts(
     assert line == "rstar-train: sft.data: gone.jsonl: no such file; name another source, or put the file there"
 
 
-def test_the_first_conversation_must_be_one(tmp_path: Path) -> None:
+def test_the_first_row_of_sft_data_must_be_a_conversation(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     for row, reason in (("{}", "row 0: expected messages"), ("", "expected rows, got none")):
         file.write_text(row, encoding="utf-8")
@@ -174,7 +175,7 @@ def test_the_first_conversation_must_be_one(tmp_path: Path) -> None:
         assert reason in line
 
 
-def test_a_plan_that_does_not_fit_the_gpu_is_named(tmp_path: Path) -> None:
+def test_phases_that_do_not_fit_the_gpu_are_named(tmp_path: Path) -> None:
     text = (CONFIGS / "qwen2.5-1.5b-single-gpu.toml").read_text(encoding="utf-8")
     sets = [
         "sft.micro_batch_size=8",
@@ -185,7 +186,7 @@ def test_a_plan_that_does_not_fit_the_gpu_is_named(tmp_path: Path) -> None:
     config = _config(tmp_path, *sets, text=text)
     shape = config.model.shape
     assert shape
-    sft, *stages = preflight._memory(config, RecipeRun(config).phases(), shape)
+    sft, *stages = preflight._check_memory(config, RecipeRun(config).phases(), shape)
     assert sft.startswith(
         "memory: sft: training and the engine on the same GPU take 201% of its 80 GB; lower micro_batch_size"
     )
@@ -194,81 +195,84 @@ def test_a_plan_that_does_not_fit_the_gpu_is_named(tmp_path: Path) -> None:
     )
     assert len(stages) == 3
     fits = _config(tmp_path, text=text)
-    assert list(preflight._memory(fits, RecipeRun(fits).phases(), shape)) == []
+    assert list(preflight._check_memory(fits, RecipeRun(fits).phases(), shape)) == []
 
 
-def test_what_is_on_the_disk_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_exist_reduce_the_disk_space_that_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config(tmp_path)
     run, shape = RecipeRun(config), config.model.shape
     assert shape
-    needed = preflight.disk_bytes(config, shape, 2)
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(needed - 1000))
-    assert len(list(preflight._disk(run, run.phases(), shape))) == 1
+    needed = preflight.disk_bytes(config, shape, num_phases=2)  # sft and rl1
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
+    assert len(list(preflight._check_disk(run, run.phases(), shape))) == 1
     checkpoint = run.stage_dir("sft") / "checkpoints/checkpoint-1/optimizer.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(bytes(1000))
-    assert list(preflight._disk(run, run.phases(), shape)) == []
+    assert list(preflight._check_disk(run, run.phases(), shape)) == []
 
 
-def test_an_engine_must_answer_take_the_run_s_contexts_and_new_weights(
+def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
     tmp_path: Path, vllm: tuple[str, dict[str, Any]]
 ) -> None:
     url, server_state = vllm
-    config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={NOBODY}")
+    config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={UNUSED_URL}")
 
     def engines(config: RunConfig = config) -> list[str]:
-        return [line for line in asyncio.run(preflight._servers(config)) if line.startswith("engines")]
+        return [line for line in asyncio.run(preflight._check_servers(config)) if line.startswith("engines")]
 
     assert engines() == []
-    server_state["routes"] = False
+    server_state["has_rpc"] = False
     assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
     server_state["max_model_len"] = 512
     expected = f"engines: {url}: takes 512 tokens, fewer than engines.max_model_len=16384; start it with a larger "
     expected += "--max-model-len"
     assert engines() == [expected]
-    nobody = f"engines.endpoints={NOBODY}", f"sandbox.endpoints={NOBODY}"
-    (line,) = engines(_config(tmp_path, "engines.kind=vllm", *nobody))
-    assert line.startswith(f"engines: {NOBODY}: expected a vLLM server's answer, got ClientConnectorError")
+    endpoints = f"engines.endpoints={UNUSED_URL}", f"sandbox.endpoints={UNUSED_URL}"
+    (line,) = engines(_config(tmp_path, "engines.kind=vllm", *endpoints))
+    assert line.startswith(f"engines: {UNUSED_URL}: expected a vLLM server's answer, got ClientConnectorError")
 
 
 def test_a_local_sandbox_is_started_and_used(tmp_path: Path, guest_python: Path) -> None:
     assert _missing(_config(tmp_path), "eval") == []
 
 
-def test_a_sandbox_without_a_runtime_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "notes.txt").write_text("no runtime, and no place for one", encoding="utf-8")
-    monkeypatch.setenv("RSTAR_RUNTIME", str(other))
+def test_a_directory_without_a_guest_runtime_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "without-runtime"
+    directory.mkdir()
+    (directory / "notes.txt").touch()  # a runtime is made in an empty directory only
+    monkeypatch.setenv("RSTAR_RUNTIME", str(directory))
     (line,) = _missing(_config(tmp_path), "eval")
     assert line.startswith("sandbox: `rstar-sandbox serve` ended")
-    assert str(other) in line
+    assert str(directory) in line
 
 
-@pytest.mark.parametrize(("rank", "flags", "is_checked"), [("0", [], True), ("1", [], False), ("0", [NO], False)])
+@pytest.mark.parametrize(
+    ("rank", "flags", "is_checked"), [("0", [], True), ("1", [], False), ("0", [NO_PREFLIGHT], False)]
+)
 def test_only_the_first_rank_runs_the_preflight_and_a_flag_skips_it(
     rank: str, flags: list[str], is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, checked_phases = _config(tmp_path), list[str]()
     RecipeRun(config).write_result(Phase("prepare"), TrainResult("tiny", 0))
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(preflight, "require", lambda run, units: checked_phases.extend(map(str, units)))
-    monkeypatch.setitem(phase_work.PHASE_FUNCTIONS, "sft", lambda run, unit: None)
+    monkeypatch.setattr(preflight, "require", lambda run, phases: checked_phases.extend(map(str, phases)))
+    monkeypatch.setitem(phase_work.PHASE_FUNCTIONS, "sft", lambda run, phase: None)
     assert cli.main(["sft", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}", *flags]) == 0
     assert checked_phases == (["sft"] if is_checked else [])
 
 
-def test_a_recipe_without_a_sandbox_ends_before_it_starts(tmp_path: Path) -> None:
-    config = _config(tmp_path, f"sandbox.endpoints={NOBODY}", "sft.data=gone.jsonl")
+def test_a_recipe_whose_preflight_fails_starts_no_phase(tmp_path: Path) -> None:
+    config = _config(tmp_path, f"sandbox.endpoints={UNUSED_URL}", "sft.data=gone.jsonl")
     command = [sys.executable, "-m", "trainer", "recipe", str(tmp_path / "run.toml"), f"--run-dir={config.run_dir}"]
-    sets = [f"--set=sandbox.endpoints={NOBODY}", "--set=sft.data=gone.jsonl"]
+    sets = [f"--set=sandbox.endpoints={UNUSED_URL}", "--set=sft.data=gone.jsonl"]
     done = subprocess.run([*command, *sets], capture_output=True, text=True, timeout=300)
     error_lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert error_lines[0] == "preflight: checking what the run needs"
     assert "rstar-train: 2 things are missing" in error_lines
     assert any(line.startswith("  sft.data: gone.jsonl: no such file") for line in error_lines)
-    assert any(line.startswith(f"  sandbox: no sandbox at {NOBODY}") for line in error_lines)
+    assert any(line.startswith(f"  sandbox: no sandbox at {UNUSED_URL}") for line in error_lines)
     assert error_lines[-1].startswith("rstar-train: nothing was started; repair what is listed above")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock"]

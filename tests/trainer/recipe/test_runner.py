@@ -42,7 +42,7 @@ def _config(directory: Path, *overrides: str) -> RunConfig:
     return load_config(file, {}, [f"run_dir={directory / 'run'}", *overrides])
 
 
-def result_of(phase: Phase) -> PhaseResult:
+def fake_result(phase: Phase) -> PhaseResult:
     if phase.command == "eval":
         return EvalResult(SCORES)
     if phase.command == "filter":
@@ -51,10 +51,10 @@ def result_of(phase: Phase) -> PhaseResult:
 
 
 class FakeChildren:
-    """Runs no process: a phase is done at once, except for the one that fails. Each phase takes 2 seconds."""
+    """Runs no process: every phase is done at once and reports 2 seconds, except that the phase `failing` fails."""
 
-    def __init__(self, config: RunConfig, fails: str = "", preflight_code: int = 0) -> None:
-        self.run, self.fails, self.started = RecipeRun(config), fails, list[str]()
+    def __init__(self, config: RunConfig, failing: str = "", preflight_code: int = 0) -> None:
+        self.run, self.failing, self.started = RecipeRun(config), failing, list[str]()
         self.preflight_code, self.preflights = preflight_code, list[RunConfig]()
 
     def __call__(self, phase: Phase, command: Sequence[str], lock: int) -> int:
@@ -62,9 +62,9 @@ class FakeChildren:
             self.preflights.append(load_config(Path(command[-1]), {}))
             return self.preflight_code
         self.started.append(str(phase))
-        if str(phase) == self.fails:
+        if str(phase) == self.failing:
             return 1
-        self.run.write_result(phase, result_of(phase))
+        self.run.write_result(phase, fake_result(phase))
         path = self.run.result_path(phase)
         write_json(path, {**json.loads(path.read_text()), "seconds": 2.0})
         return 0
@@ -132,7 +132,7 @@ def test_an_interrupt_logs_how_to_continue(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_recipe(config, run_phase=interrupt, log=lines.append)
     assert lines[-1] == f"recipe: interrupted in prepare; `rstar-train recipe {tmp_path / 'run'}` continues there"
-    assert load_config(tmp_path / "run", {}) == config, "the run folder is the configuration of that command"
+    assert load_config(tmp_path / "run", {}) == config, "so that command needs no other configuration"
 
 
 def test_without_conversations_there_is_no_sft(tmp_path: Path) -> None:
@@ -140,22 +140,22 @@ def test_without_conversations_there_is_no_sft(tmp_path: Path) -> None:
     assert phases[:2] == ["prepare", "grpo rl1"]
 
 
-@pytest.mark.parametrize("fails", ORDER)
-def test_a_finished_phase_never_runs_again(tmp_path: Path, fails: str) -> None:
+@pytest.mark.parametrize("failing", ORDER)
+def test_a_finished_phase_never_runs_again(tmp_path: Path, failing: str) -> None:
     config = _config(tmp_path)
-    children = FakeChildren(config, fails)
-    with pytest.raises(PhaseFailed, match=f"{fails} failed with exit code 1; `rstar-train recipe .* continues there"):
+    children = FakeChildren(config, failing)
+    with pytest.raises(PhaseFailed, match=f"{failing} failed with exit code 1; `rstar-train recipe .* continues there"):
         run_recipe(config, run_phase=children)
-    again = FakeChildren(config)
-    run_recipe(config, run_phase=again)
-    assert children.started + again.started[1:] == ORDER
-    assert again.started[0] == fails
+    second_children = FakeChildren(config)
+    run_recipe(config, run_phase=second_children)
+    assert second_children.started[0] == failing
+    assert children.started + second_children.started[1:] == ORDER
 
 
 def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path))
     for phase in run.phases():
-        result = result_of(phase)
+        result = fake_result(phase)
         run.write_result(phase, replace(result, model=str(phase)) if isinstance(result, TrainResult) else result)
     models = [run.trained_model(stage, before=True).model for stage in ("sft", "rl1", "rl2")]
     assert models == ["prepare", "sft", "grpo rl1"]
@@ -246,25 +246,25 @@ def test_only_the_last_training_s_checkpoint_stays(tmp_path: Path) -> None:
     assert checkpoints_after("rl2") == ["rl2/checkpoints/checkpoint-6"]
 
 
-def test_a_second_recipe_waits_for_the_first(tmp_path: Path) -> None:
+def test_a_second_recipe_in_the_same_folder_waits_for_the_first(tmp_path: Path) -> None:
     config = _config(tmp_path)
     lines: list[str] = []
-    is_inside, may_go = threading.Event(), threading.Event()
+    has_started, second_is_waiting = threading.Event(), threading.Event()
     children = FakeChildren(config)
 
     def run_slowly(phase: Phase, command: Sequence[str], lock: int) -> int:
-        is_inside.set()
-        assert may_go.wait(120)
+        has_started.set()
+        assert second_is_waiting.wait(120)
         return children(phase, command, lock)
 
     def log(text: str) -> None:
         lines.append(text)
-        may_go.set()
+        second_is_waiting.set()
 
     second = FakeChildren(config)
     thread = threading.Thread(target=run_recipe, args=(config,), kwargs={"run_phase": run_slowly})
     thread.start()
-    assert is_inside.wait(120)
+    assert has_started.wait(120)
     run_recipe(config, run_phase=second, log=log)
     thread.join()
     assert "another recipe works here" in lines[0]

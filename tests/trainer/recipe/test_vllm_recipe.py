@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,20 +23,20 @@ from trainer.engines.vllm_servers import VllmServers
 from trainer.json_files import read_json
 from trainer.recipe.runner import run_recipe
 
-VLLM = os.environ.get("RSTAR_VLLM_PYTHON", "")
-ENGINES = 2
-SLOTS, MAX_LENGTH = 16, 192
-SMALL = f"""
+VLLM_PYTHON = os.environ.get("RSTAR_VLLM_PYTHON", "")
+NUM_ENGINES = 2
+MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 192
+SMALL_RUN = f"""
 [model]
 path = "tiny"
 dtype = "float32"
 system_prompt = "Use Python."
 [engines]
 kind = "vllm"
-vllm_python = "{VLLM}"
-count = {ENGINES}
-max_num_seqs = {SLOTS}
-max_model_len = {MAX_LENGTH}
+vllm_python = "{VLLM_PYTHON}"
+count = {NUM_ENGINES}
+max_num_seqs = {MAX_NUM_SEQS}
+max_model_len = {MAX_MODEL_LEN}
 [data]
 train = ["generated:32"]
 [sft]
@@ -66,56 +66,56 @@ max_turns = 3
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not VLLM, reason="RSTAR_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif(not VLLM_PYTHON, reason="RSTAR_VLLM_PYTHON names no Python that has vLLM"),
 ]
 
 
 def _config(folder: Path, *sets: str) -> RunConfig:
     try:
         default_python()
-    except NodeError as why:
-        pytest.skip(f"needs the guest runtime: {why}")
+    except NodeError as error:
+        pytest.skip(f"needs the guest runtime: {error}")
     file = folder / "run.toml"
-    file.write_text(SMALL, encoding="utf-8")
+    file.write_text(SMALL_RUN, encoding="utf-8")
     return load_config(file, {}, [f"run_dir={folder / 'run'}", *sets])
 
 
-def _check(config: RunConfig, names: Sequence[str]) -> None:
-    """Everything ran: every engine sampled, the weights went out, and what both sides say of them agrees."""
+def _run_and_check(config: RunConfig, stages: Sequence[str]) -> None:
+    """Run the recipe. Every engine must sample, each step must sync its weights, and the log-probabilities of engines
+    and trainer must agree."""
     run = run_recipe(config)
-    assert [row["name"] for row in run.summary()["stages"]] == names
+    assert [row["name"] for row in run.summary()["stages"]] == stages
     rows = [row for row in run.run_folder.read_metrics() if row["stage"] == "rl1"]
     assert [row["weight_version"] for row in rows] == [row["step"] - 1 for row in rows]
     assert all(row["unavailable_episodes"] == 0 and row["sampled_tokens"] > 0 for row in rows)
     assert all(row["logprob_diff_mean"] < 1e-3 for row in rows if row["episodes_in_loss"])
     turns = [turn for row in rows for episode in run.run_folder.read_episodes(row["step"]) for turn in episode["turns"]]
-    assert len({turn["engine"] for turn in turns}) == ENGINES
+    assert len({turn["engine"] for turn in turns}) == NUM_ENGINES
     assert len({turn["weight_version"] for turn in turns}) == len(rows)
     evaluation = read_json(run.stage_dir("rl1") / "eval.json")
     assert evaluation is not None
     assert not math.isnan(evaluation["scores"]["accuracy"])
-    assert list((run.dir / "weights").iterdir()) == []
+    assert list((run.dir / "weights").iterdir()) == [], "synced weights are deleted at the end"
 
 
-def test_servers_that_a_recipe_starts(tmp_path: Path) -> None:
-    _check(_config(tmp_path, "sft.data=[]"), ["rl1"])
+def test_a_recipe_starts_its_own_servers(tmp_path: Path) -> None:
+    _run_and_check(_config(tmp_path, "sft.data=[]"), ["rl1"])
     logs = list((tmp_path / "run" / "engines").glob("*.log"))
-    assert len(logs) == ENGINES
+    assert len(logs) == NUM_ENGINES
 
 
-def test_servers_that_are_there(tmp_path: Path) -> None:
-    """They were started with other weights than the run's."""
-
-    @asynccontextmanager
-    async def serving() -> AsyncIterator[list[str]]:
-        tiny_model.write_tiny_model(tmp_path / "other", seed=1)
-        servers = VllmServers(VLLM, tmp_path / "other", max_model_len=MAX_LENGTH, max_num_seqs=SLOTS, dtype="float32")
-        async with servers.serve(ENGINES, tmp_path / "logs") as urls:
-            yield urls
-
+def test_a_recipe_uses_running_servers_that_have_other_weights(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serving() as urls:
-            config = _config(tmp_path, f"engines.endpoints={urls}".replace("'", '"'))
-            await asyncio.to_thread(_check, config, ["sft", "rl1"])
+        tiny_model.write_tiny_model(tmp_path / "other", seed=1)
+        servers = VllmServers(
+            VLLM_PYTHON,
+            tmp_path / "other",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            dtype="float32",
+        )
+        async with servers.serve(NUM_ENGINES, tmp_path / "logs") as urls:
+            config = _config(tmp_path, f"engines.endpoints={json.dumps(urls)}")
+            await asyncio.to_thread(_run_and_check, config, ["sft", "rl1"])
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The run folder: what is written is read back, what a kill tears is dropped and repaired."""
+"""The run folder: reading back what was written, files that a kill has torn, resumption, and errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import asdict, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,11 +34,12 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def metrics(folder: RunFolder) -> list[int]:
+def metric_steps(folder: RunFolder) -> list[int]:
+    """Return the step of each row of metrics."""
     return [row["step"] for row in folder.read_metrics()]
 
 
-def add(folder: RunFolder, *steps: int) -> None:
+def append_steps(folder: RunFolder, *steps: int) -> None:
     for step in steps:
         folder.append_metrics({"step": step, "stage": "rl1", "reward": step / 10})
 
@@ -49,58 +51,62 @@ def test_an_empty_folder_reads_as_nothing(folder: RunFolder) -> None:
     assert not folder.path.exists()
 
 
-def test_an_episode_is_written_so_that_it_could_be_replayed(folder: RunFolder) -> None:
+def test_the_row_of_an_episode_has_all_of_its_tokens_turns_and_calls(folder: RunFolder) -> None:
     folder.save_logprobs = True
     rng = random.Random(7)
     groups = [[episode(rng, f"p{g}", sample, skill=0.5) for sample in range(4)] for g in range(3)]
-    folder.write_episodes(2, "rl1", groups, [[0, 1], [2, 3], []], [[f"{g}{i}" for i in range(4)] for g in range(3)])
+    selected, reasons = [[0, 1], [2, 3], []], [[f"{g}{i}" for i in range(4)] for g in range(3)]
+    folder.write_episodes(2, "rl1", groups, selected, reasons)
     rows = list(folder.read_episodes(2))
     assert [(row["group"], row["sample"]) for row in rows] == [(g, i) for g in range(3) for i in range(4)]
     assert [row["is_selected"] for row in rows] == [True, True, False, False, False, False, True, True] + [False] * 4
-    assert [row["selection_reason"] for row in rows] == [f"{g}{i}" for g in range(3) for i in range(4)]
-    for row, one in zip(rows, (one for group in groups for one in group), strict=True):
+    assert [row["selection_reason"] for row in rows] == [reason for group in reasons for reason in group]
+    for row, written in zip(rows, chain(*groups), strict=True):
         assert (row["step"], row["stage"]) == (2, "rl1")
-        assert_holds(row, one)
+        assert_row_equals(row, written)
 
 
-def assert_holds(row: dict, one: Episode) -> None:
-    assert row["response_ids"] == one.response_ids and tuple(row["prompt_ids"]) == one.prompt_ids
-    assert row["logprobs"] == pytest.approx(one.logprobs, abs=1e-6)
-    assert [value for start, end, value in row["loss_mask"] for _ in range(start, end)] == one.loss_mask
-    assert row["problem"] == asdict(one.problem)
-    turns = [
-        own(Turn, turn) | {"tool_calls": tuple(ToolCall(**own(ToolCall, call)) for call in turn["tool_calls"])}
-        for turn in row["turns"]
-    ]
-    assert [Turn(**turn) for turn in turns] == one.turns
+def assert_row_equals(row: dict[str, Any], written: Episode) -> None:
+    assert row["response_ids"] == written.response_ids and tuple(row["prompt_ids"]) == written.prompt_ids
+    assert row["logprobs"] == pytest.approx(written.logprobs, abs=1e-6)
+    assert expanded_mask(row) == written.loss_mask
+    assert row["problem"] == asdict(written.problem)
+    for turn_row, turn in zip(row["turns"], written.turns, strict=True):
+        calls = tuple(from_row(ToolCall, call) for call in turn_row["tool_calls"])
+        assert from_row(Turn, turn_row | {"tool_calls": calls}) == turn
     for name in ("sample", "reward", "answer", "answer_blocks", "num_tool_calls", "num_failed_tool_calls", "error"):
-        assert row[name] == getattr(one, name), name
-    assert (row["p_err"], row["p_format"]) == (p_err(one), p_format(one))
-    assert row["stop_reason"] == one.stop_reason and row["sampled_tokens"] == one.sampled_tokens
+        assert row[name] == getattr(written, name), name
+    assert (row["p_err"], row["p_format"]) == (p_err(written), p_format(written))
+    assert row["stop_reason"] == written.stop_reason and row["sampled_tokens"] == written.sampled_tokens
 
 
-def own(of: type, row: dict) -> dict:
-    """What a dataclass has of a row that has more."""
-    return {field.name: row[field.name] for field in fields(of)}
+def expanded_mask(row: dict[str, Any]) -> list[int]:
+    """Return the loss mask of each token. The row has runs of equal value as (start, end, value)."""
+    return [value for start, end, value in row["loss_mask"] for _ in range(start, end)]
 
 
-def test_ids_are_always_kept_and_log_probabilities_on_demand(folder: RunFolder) -> None:
+def from_row(kind: Any, row: dict[str, Any]) -> Any:
+    """Return the dataclass `kind` from a row that may have further keys."""
+    return kind(**{field.name: row[field.name] for field in fields(kind)})
+
+
+def test_token_ids_are_always_written_and_log_probabilities_only_on_request(folder: RunFolder) -> None:
     write_step(folder, 1, "rl1", [[episode(random.Random(1), "p", sample, skill=1.0) for sample in range(4)]])
     (row, *_) = folder.read_episodes(1)
     assert row["response_ids"] and "logprobs" not in row
 
 
 @given(st.lists(st.integers(0, 1), min_size=1))
-def test_spans_are_the_mask(mask: list[int]) -> None:
-    one = replace(episode(random.Random(1), "p", 0, skill=1.0), response_ids=[7] * len(mask), loss_mask=mask)
+def test_the_loss_mask_is_written_as_its_longest_runs_of_equal_value(mask: list[int]) -> None:
+    masked = replace(episode(random.Random(1), "p", 0, skill=1.0), response_ids=[7] * len(mask), loss_mask=mask)
     with TemporaryDirectory() as path:
-        RunFolder(Path(path)).write_episodes(1, "rl1", [[one]], [[0]])
+        RunFolder(Path(path)).write_episodes(1, "rl1", [[masked]], [[0]])
         (row,) = RunFolder(Path(path)).read_episodes(1)
-    assert [value for start, end, value in row["loss_mask"] for _ in range(start, end)] == mask
+    assert expanded_mask(row) == mask
     assert len(row["loss_mask"]) == sum(1 for _ in groupby(mask))
 
 
-def test_metrics_have_only_names_from_the_list(folder: RunFolder) -> None:
+def test_a_row_of_metrics_has_a_step_a_stage_and_known_names_only(folder: RunFolder) -> None:
     with pytest.raises(AssertionError, match="rewrad"):
         folder.append_metrics({"step": 1, "stage": "rl1", "rewrad": 1.0})
     with pytest.raises(AssertionError, match=r"got \['reward'\]"):
@@ -109,7 +115,7 @@ def test_metrics_have_only_names_from_the_list(folder: RunFolder) -> None:
     assert next(folder.read_metrics()).keys() == METRICS.keys() | {"step", "stage"}
 
 
-def test_what_is_not_finite_is_null(folder: RunFolder) -> None:
+def test_nan_and_infinity_are_written_as_null(folder: RunFolder) -> None:
     numbers = {"loss": float("nan"), "grad_norm": float("inf"), "sampled_tokens": 3}
     folder.append_metrics({"step": 1, "stage": "sft", **numbers})
     (row,) = folder.read_metrics()
@@ -117,26 +123,26 @@ def test_what_is_not_finite_is_null(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"step":4,"st', b"x" * 200_000, b"{"])
-def test_a_torn_last_line_is_dropped_and_repaired(folder: RunFolder, torn: bytes) -> None:
-    add(folder, 1, 2)
+def test_a_torn_last_line_is_ignored_and_then_overwritten(folder: RunFolder, torn: bytes) -> None:
+    append_steps(folder, 1, 2)
     path = folder.path / "metrics.jsonl"
     with path.open("ab") as file:
         file.write(torn)
-    assert metrics(folder) == [1, 2]
-    add(folder, 3)
-    assert metrics(folder) == [1, 2, 3]
+    assert metric_steps(folder) == [1, 2]
+    append_steps(folder, 3)
+    assert metric_steps(folder) == [1, 2, 3]
     assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2, 3]
 
 
-def test_a_file_that_is_one_torn_line_is_empty(folder: RunFolder) -> None:
+def test_a_file_with_nothing_but_a_torn_line_has_no_rows(folder: RunFolder) -> None:
     folder.path.mkdir()
     (folder.path / "metrics.jsonl").write_bytes(b"{" * 100_000)
-    assert metrics(folder) == []
-    add(folder, 1)
-    assert metrics(folder) == [1]
+    assert metric_steps(folder) == []
+    append_steps(folder, 1)
+    assert metric_steps(folder) == [1]
 
 
-def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunFolder) -> None:
+def test_a_killed_writer_leaves_all_rows_that_it_has_reported(folder: RunFolder) -> None:
     code = (
         "import random, sys; from pathlib import Path; from tests.trainer.run_folders import episode\n"
         "from trainer.runs.run_folder import RunFolder\n"
@@ -154,52 +160,54 @@ def test_a_writer_killed_at_any_moment_leaves_rows_that_can_be_read(folder: RunF
             assert writer.stdout.readline()
     finally:
         os.kill(writer.pid, signal.SIGKILL)
-        said = writer.communicate()[0].split()
-    promised = int(said[-1]) if said else 20
-    steps = metrics(folder)
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= promised
-    assert sum(1 for _ in folder.read_episodes(1)) >= 8 * promised
-    add(folder, len(steps) + 1)
-    assert len(metrics(folder)) == len(steps) + 1
+        rest_of_output = writer.communicate()[0].split()
+    last_reported = int(rest_of_output[-1]) if rest_of_output else 20
+    steps = metric_steps(folder)
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= last_reported
+    assert sum(1 for _ in folder.read_episodes(1)) >= 8 * last_reported, "eight episodes per step"
+    append_steps(folder, len(steps) + 1)
+    assert len(metric_steps(folder)) == len(steps) + 1
 
 
 def test_truncation_deletes_the_rows_after_a_checkpoint(folder: RunFolder) -> None:
-    write_run(folder.path, problems=1)
-    assert folder.episode_steps() == list(range(7, 19)) and metrics(folder) == list(range(1, 19))
+    write_run(folder.path, problems_per_step=1)
+    # Steps 1 to 6 are SFT, which has no episodes.
+    assert folder.episode_steps() == list(range(7, 19)) and metric_steps(folder) == list(range(1, 19))
     before = list(folder.read_episodes(11))
     with (folder.path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step":20,')
+        file.write(b'{"step":20,')  # a torn line
     folder.truncate_after(11)
-    assert folder.episode_steps() == list(range(7, 12)) and metrics(folder) == list(range(1, 12))
+    assert folder.episode_steps() == list(range(7, 12)) and metric_steps(folder) == list(range(1, 12))
     assert list(folder.read_episodes(11)) == before
-    add(folder, 12)
-    assert metrics(folder) == list(range(1, 13))
+    append_steps(folder, 12)
+    assert metric_steps(folder) == list(range(1, 13))
 
 
-def test_a_run_that_went_on_without_rewinding_can_still_be_rewound(folder: RunFolder) -> None:
-    add(folder, 1, 2, 3, 4, 3, 4, 5)
+def test_truncation_deletes_repeated_steps_as_well(folder: RunFolder) -> None:
+    append_steps(folder, 1, 2, 3, 4, 3, 4, 5)  # a resumed run that was not truncated before it repeated steps 3 and 4
     folder.truncate_after(3)
-    assert metrics(folder) == [1, 2, 3]
+    assert metric_steps(folder) == [1, 2, 3]
 
 
-def test_a_row_that_cannot_be_ours_is_named(folder: RunFolder) -> None:
-    add(folder, 1)
+def test_a_complete_line_that_is_not_json_is_an_error_with_its_number(folder: RunFolder) -> None:
+    append_steps(folder, 1)
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b"nonsense\n")
     with pytest.raises(RecordError, match=r"metrics\.jsonl, line 2: expected a row of JSON, got b'nonsense"):
-        metrics(folder)
+        metric_steps(folder)
 
 
-def test_another_version_is_refused(folder: RunFolder) -> None:
+def test_another_layout_version_is_refused(folder: RunFolder) -> None:
     write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
         folder.read_config()
+    # Layout 1 named the key "version".
     write_json(folder.path / "config.json", {"version": 1, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 1; read this folder with the version"):
         folder.read_config()
 
 
-def test_config_and_summary_come_back(folder: RunFolder) -> None:
+def test_config_and_summary_are_read_back(folder: RunFolder) -> None:
     folder.bind_config({"model": "tiny", "stages": [{"steps": 3}], "data": ("a", "b")})
     folder.write_summary({"stages": []})
     assert folder.read_config() == {"model": "tiny", "stages": [{"steps": 3}], "data": ["a", "b"]}
@@ -208,13 +216,13 @@ def test_config_and_summary_come_back(folder: RunFolder) -> None:
 
 
 def test_a_run_folder_accepts_other_values_of_changeable_settings_only(folder: RunFolder) -> None:
-    mine = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
-    folder.bind_config(mine)
-    folder.bind_config(mine | {"data": ["a"]})
+    config = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
+    folder.bind_config(config)
+    folder.bind_config(config | {"data": ["a"]})
     with pytest.raises(RecordError, match=r"has a run with other settings \(data, model.path\); use the same settings"):
         folder.bind_config({"model": {"path": "big", "dtype": "float32"}, "run_dir": "x"})
-    folder.bind_config(mine | {"run_dir": "y"}, changeable=("run_dir",))
-    assert folder.read_config() == {"model": mine["model"], "data": ["a"], "run_dir": "y"}
+    folder.bind_config(config | {"run_dir": "y"}, changeable=("run_dir",))
+    assert folder.read_config() == {"model": config["model"], "data": ["a"], "run_dir": "y"}
 
 
 def test_a_reader_holds_one_row_at_a_time(folder: RunFolder) -> None:
@@ -229,15 +237,15 @@ def test_a_reader_holds_one_row_at_a_time(folder: RunFolder) -> None:
     assert peak < size / 4, f"{peak} bytes for a file of {size}"
 
 
-def test_text_that_is_no_text_survives(folder: RunFolder) -> None:
+def test_text_with_surrogates_and_control_characters_is_read_back(folder: RunFolder) -> None:
     hostile = "\ud800 \u2028 \x1b[31m </script> \0 🐍"
-    one = replace(episode(random.Random(1), "p", 0, skill=1.0), problem=Problem(hostile, hostile, ""))
-    folder.write_episodes(1, "rl1", [[one]], [[0]])
+    written = replace(episode(random.Random(1), "p", 0, skill=1.0), problem=Problem(hostile, hostile, ""))
+    folder.write_episodes(1, "rl1", [[written]], [[0]])
     (row,) = folder.read_episodes(1)
     assert row["problem"]["id"] == hostile
 
 
-def test_the_document_has_every_key(folder: RunFolder) -> None:
+def test_docs_runs_md_describes_every_key_of_an_episode(folder: RunFolder) -> None:
     folder.save_logprobs = True
     write_step(folder, 1, "rl1", [[episode(random.Random(1), "p", sample, skill=1.0) for sample in range(4)]])
     (row, *_) = folder.read_episodes(1)

@@ -1,0 +1,211 @@
+"""Reads a store of episodes: a table, the replay of an episode, other scores, and exports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from trainer.collection.host import replay_actions
+from trainer.collection.store import Key, StoreReader
+from trainer.collection.work import TryError
+from trainer.config import ConfigError, ModelConfig, RunConfig, SamplingConfig
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import Generation, SamplingParams
+from trainer.engines.episode_handle import EpisodeHandle
+from trainer.environments.connection import open_sandbox
+from trainer.environments.registry import check_problem, needs_sandbox, open_environment
+from trainer.environments.services import Services, open_services
+from trainer.episodes.chat_format import ChatFormat
+from trainer.episodes.episode import Episode, ToolCall
+from trainer.episodes.reward import INFRASTRUCTURE_STOPS
+from trainer.json_files import read_rows, write_rows
+from trainer.progress_bar import progress_bar
+from trainer.recipe.collect_work import LIMIT_NAMES
+from trainer.recipe.rollout_session import load_chat_format
+from trainer.rollout.episode_runner import EpisodeRunner
+
+SCORES_AT_ONCE = 64
+REPLAYED_FIELDS = ("response_ids", "logprobs", "loss_mask", "weight_versions", "stop_reason", "answer", "answer_blocks")
+"""The fields of an episode that a replay computes again."""
+
+
+class ReplayError(ValueError):
+    """A replayed episode differs from the stored one. The message says where."""
+
+
+def replay(reader: StoreReader, key: Key) -> Episode:
+    """Run a stored episode again from its sampled turns and its recorded tool responses, and compare every token.
+
+    Returns the stored episode. Raises `ConfigError` if there is none, and `ReplayError`.
+    """
+    stored = next(reader.episodes("problem = ? AND sample = ?", key), None)
+    if stored is None:
+        raise ConfigError(f"{reader.path}: has no episode of problem {key.problem!r}, sample {key.sample}")
+    if stored.stop_reason in INFRASTRUCTURE_STOPS:
+        raise ConfigError(f"the episode ended as {stored.stop_reason}, which a replay cannot repeat")
+    settings = reader.settings()
+    limits = SamplingConfig(**{name: settings[name] for name in LIMIT_NAMES})
+    again = Episode(stored.problem, stored.sample, prompt_ids=stored.prompt_ids)
+    runner = EpisodeRunner(_chat_format(reader), _RecordedTool(stored), limits, settings["seed"], BusyTimer())
+    asyncio.run(runner.run(again, cast(EpisodeHandle, _RecordedHandle(stored))))
+    for name in REPLAYED_FIELDS:
+        if getattr(again, name) != getattr(stored, name):
+            raise ReplayError(
+                f"{key}: {name}: expected {getattr(stored, name)!r:.200}, got {getattr(again, name)!r:.200}"
+            )
+    return stored
+
+
+class _RecordedHandle:
+    """An engine that repeats the sampled turns of an episode."""
+
+    is_aborted = False
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode, self._turns = episode, iter(episode.turns)
+
+    async def generate(self, ids: list[int], sampling: SamplingParams) -> Generation:
+        episode, turn = self._episode, next(self._turns, None)
+        if turn is None:
+            raise ReplayError(f"{Key.of(episode)}: expected {len(episode.turns)} turns, got another one")
+        if ids != [*episode.prompt_ids, *episode.response_ids[: turn.start]]:
+            raise ReplayError(f"{Key.of(episode)}: the tokens before index {turn.start} differ from the stored ones")
+        sampled = tuple(episode.response_ids[turn.start : turn.end])
+        return Generation(
+            sampled,
+            tuple(episode.logprobs[turn.start : turn.end]),
+            has_stop_token=sampled[-1] in sampling.stop_ids,
+            engine=turn.engine,
+            weight_version=turn.weight_version,
+        )
+
+
+class _RecordedTool:
+    """A tool that repeats the recorded responses of an episode."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._calls = iter([call for turn in episode.turns for call in turn.tool_calls if call.name])
+
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+        return next(self._calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A row of `rescore`."""
+
+    problem: str
+    sample: int
+    stored_reward: float | None
+    reward: float | None
+    error: str = ""
+
+
+def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1", sandbox: str = "") -> Counter[str]:
+    """Score stored episodes by another environment, or by their own if `environment` is empty, and write the scores.
+
+    Nothing is sampled. A stateful environment repeats the recorded actions first. Episodes that the infrastructure
+    ended are left out. Returns the number of scores by their change, such as "0 -> 1".
+    """
+    (total,) = next(reader.query("count(*)", where))
+
+    def episodes() -> Iterator[Episode]:
+        for episode in reader.episodes(where):
+            if episode.stop_reason not in INFRASTRUCTURE_STOPS:
+                problem = episode.problem
+                yield replace(episode, problem=replace(problem, environment=environment or problem.environment))
+
+    for episode in episodes():
+        check_problem(episode.problem)
+    has_sandbox = any(needs_sandbox(episode.problem) for episode in episodes())
+    max_response_chars = int(reader.settings()["max_tool_response_chars"])
+    with progress_bar("episodes", total) as advance:
+        scores = asyncio.run(
+            _score_all(episodes(), max_response_chars, sandbox or "local" if has_sandbox else "", advance)
+        )
+    write_rows(out, ({name: getattr(score, name) for name in Score.__slots__} for score in scores))
+    return Counter(f"{_text(score.stored_reward)} -> {_text(score.reward)}" for score in scores)
+
+
+async def _score_all(
+    episodes: Iterator[Episode], max_response_chars: int, sandbox: str, advance: Callable[..., None]
+) -> list[Score]:
+    scores: list[Score] = []
+    async with AsyncExitStack() as stack:
+        connection = await stack.enter_async_context(open_sandbox(sandbox)) if sandbox else None
+        services = await stack.enter_async_context(open_services(connection))
+
+        async def score_next() -> None:
+            for episode in episodes:  # the tasks share the iterator
+                scores.append(await _score(episode, services, max_response_chars))
+                advance(len(scores))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(SCORES_AT_ONCE):
+                tasks.create_task(score_next())
+    return sorted(scores, key=lambda score: (score.problem, score.sample))
+
+
+async def _score(episode: Episode, services: Services, max_response_chars: int) -> Score:
+    key, stored_reward = Key.of(episode), episode.reward
+    environment = open_environment(episode.problem, services)
+    try:
+        if environment.is_stateful:
+            await environment.reset(episode.problem)
+            await replay_actions(episode, environment, max_response_chars)
+        return Score(*key, stored_reward, await environment.score(episode))
+    except Exception as error:  # of one environment; the others are scored nevertheless
+        text = str(error) if isinstance(error, TryError) else f"{type(error).__name__}: {error}"
+        return Score(*key, stored_reward, None, text)
+    finally:
+        await environment.close()
+
+
+def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewards: Path | None = None) -> int:
+    """Write episodes as JSONL, and return their number. `rewards` is a file of `rescore`.
+
+    `form` is "tokens": the token ids, log-probabilities and loss mask as they were generated; or "chat": messages with
+    the roles system, user, assistant and tool.
+    """
+    rescored = {(row["problem"], row["sample"]): row["reward"] for row in read_rows(rewards)} if rewards else {}
+    to_row = _chat_rows(_chat_format(reader)) if form == "chat" else _token_row
+    count = 0
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal count
+        for episode in reader.episodes(where):
+            count += 1
+            key = Key.of(episode)
+            reward = rescored.get(key, episode.reward)
+            yield {"problem": key.problem, "sample": key.sample, "reward": reward, **to_row(episode)}
+
+    write_rows(out, rows())
+    return count
+
+
+def _token_row(episode: Episode) -> dict[str, Any]:
+    names = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "weight_versions")
+    return {"stop_reason": episode.stop_reason, **{name: getattr(episode, name) for name in names}}
+
+
+def _chat_rows(chat_format: ChatFormat) -> Callable[[Episode], dict[str, Any]]:
+    def row(episode: Episode) -> dict[str, Any]:
+        turns = [(turn.text, [call.response for call in turn.tool_calls]) for turn in episode.turns]
+        return {"messages": chat_format.messages(episode.prompt_ids, turns)}
+
+    return row
+
+
+def _chat_format(reader: StoreReader) -> ChatFormat:
+    settings = reader.settings()
+    model = ModelConfig(chat_format=settings["chat_format"], system_prompt=settings["system_prompt"])
+    return load_chat_format(RunConfig(model=model), Path(settings["model"]))
+
+
+def _text(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
