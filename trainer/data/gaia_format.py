@@ -3,7 +3,8 @@
     2023/validation/metadata.parquet (or .jsonl)   task_id, Question, Level, Final answer, file_name, file_path
     2023/validation/FILE_NAME                      the attached file of a row
 
-The data set itself is gated (huggingface.co/datasets/gaia-benchmark/GAIA) and must not be shared, so none is here.
+The data set itself is gated (huggingface.co/datasets/gaia-benchmark/GAIA) and must not be shared, so this
+repository has no copy.
 
 Invariants:
 - A problem's environment is `qa`. Its options have the level and the attached file.
@@ -26,10 +27,10 @@ from trainer.json_files import write_rows
 SPLITS = ("validation", "test")
 METADATA = ("metadata.parquet", "metadata.jsonl")
 CANARY_ID = "0-0-0-0-0"
-"""The task_id of a row without a question, by which copies of the data set are found."""
+"""The task_id of a row without a question. The data set has it so that copies can be found."""
 HIDDEN_ANSWER = "?"
 SOURCE = "gaia-format-level-{}"
-"""The name of the data set of a problem, by its level. Reports on several sources are so by level."""
+"""`Problem.source`, with the level in it: a report by source is thus a report by level."""
 
 
 def find_metadata(path: str) -> Path:
@@ -81,9 +82,10 @@ def write_data_set(directory: Path, problems: Iterable[Problem], split: str = "v
     folder, rows = directory / "2023" / split, []
     folder.mkdir(parents=True, exist_ok=True)
     for problem in problems:
-        (name, text), *others = problem.options.get("texts", {}).items() or [("", "")]
-        if others:
-            raise DataError(f"problem {problem.id}: expected at most one file, got {len(others) + 1}")
+        files = problem.options.get("texts", {})
+        if len(files) > 1:
+            raise DataError(f"problem {problem.id}: expected at most one file, got {len(files)}")
+        name, text = next(iter(files.items()), ("", ""))
         if name:
             (folder / name).write_text(text, encoding="utf-8")
         rows.append(

@@ -1,4 +1,4 @@
-"""Generated problems in GAIA's format: arithmetic over an attached CSV, JSON or text file of orders, three levels.
+"""Generated problems in GAIA's format: questions of three levels about an attached CSV, JSON or text file of orders.
 
 | level | question                                                  | steps                             |
 |-------|-----------------------------------------------------------|-----------------------------------|
@@ -6,7 +6,7 @@
 | 2     | the revenue of one customer, or the customers of a product | read, filter, multiply or sort   |
 | 3     | the customer or products by revenue, or a difference      | read, group, multiply, compare    |
 
-They have GAIA's shape and scoring, and nothing else of it: no result on them says anything about GAIA.
+They share only the format and the scoring with GAIA. Results on them do not predict results on GAIA.
 
 Invariants:
 - Equal arguments give equal problems. A hash decides whether a problem is for training or held out.
@@ -77,8 +77,8 @@ def _draw(level: int, rng: random.Random) -> tuple[str, str, str, str]:
         if all(len(set(by_name.values())) == len(by_name) > 2 for by_name in revenues):
             break
     question, answer = rng.choice(_QUESTIONS[level])(orders, rng)
-    suffix = rng.choice(list(_RENDER))
-    return f"{question} The attached file lists the orders.", answer, suffix, _RENDER[suffix](orders)
+    suffix = rng.choice(list(_RENDERERS))
+    return f"{question} The attached file lists the orders.", answer, suffix, _RENDERERS[suffix](orders)
 
 
 def _revenues(orders: Sequence[Order], field: str) -> dict[str, int]:
@@ -96,7 +96,7 @@ def _units_of_product(orders: Sequence[Order], rng: random.Random) -> tuple[str,
     return f"How many units of the product {product} were ordered in total?", str(units)
 
 
-def _orders_of_customer(orders: Sequence[Order], rng: random.Random) -> tuple[str, str]:
+def _units_of_customer(orders: Sequence[Order], rng: random.Random) -> tuple[str, str]:
     customer = rng.choice(orders).customer
     units = sum(order.units for order in orders if order.customer == customer)
     return f"How many units did {customer} order in total?", str(units)
@@ -148,17 +148,17 @@ def _as_json(orders: Sequence[Order]) -> str:
 
 def _as_text(orders: Sequence[Order]) -> str:
     return "".join(
-        f"Day {o.day}: {o.customer} ordered {o.units} units of the product {o.product} at {o.price} each.\n"
-        for o in orders
+        f"Day {day}: {customer} ordered {units} units of the product {product} at {price} each.\n"
+        for day, customer, product, units, price in orders
     )
 
 
 _QUESTIONS: dict[int, tuple[Callable[[Sequence[Order], random.Random], tuple[str, str]], ...]] = {
-    1: (_units_of_product, _orders_of_customer),
+    1: (_units_of_product, _units_of_customer),
     2: (_revenue_of_customer, _customers_of_product),
     3: (_best_customer, _best_products, _difference_of_customers),
 }
-_RENDER: dict[str, Callable[[Sequence[Order]], str]] = {"csv": _as_csv, "json": _as_json, "txt": _as_text}
+_RENDERERS: dict[str, Callable[[Sequence[Order]], str]] = {"csv": _as_csv, "json": _as_json, "txt": _as_text}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

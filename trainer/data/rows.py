@@ -15,9 +15,9 @@ class DataError(ValueError):
 
 
 def file_rows(file: Path) -> Iterator[Any]:
-    """Yield the decoded rows of a file, whose suffix is one of `FILE_SUFFIXES`; a line that is not JSON as bytes.
+    """Yield the decoded rows of a file whose suffix is one of `FILE_SUFFIXES`. Raises `DataError`.
 
-    Raises `DataError`.
+    A line that is not JSON is yielded as bytes.
     """
     if not file.is_file():
         raise DataError(f"{file}: no such file")

@@ -33,12 +33,12 @@ def environment_class(name: str) -> type[Environment]:
             "package.module:Class"
         )
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"environment {name!r}: cannot be imported ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment {name!r}: expected a subclass of {Environment.__module__}.Environment")
-    return found
+    return kind
 
 
 def check_problem(problem: Problem) -> None:

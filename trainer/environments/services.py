@@ -25,7 +25,7 @@ class Services:
 
 @asynccontextmanager
 async def open_services(sandbox: SandboxConnection | None = None) -> AsyncIterator[Services]:
-    """Open the services of one process. At the end, what environments share is closed; `sandbox` stays open."""
+    """Open the services of one process. At the end the sessions with MCP servers are closed; `sandbox` stays open."""
     services = Services(sandbox)
     try:
         yield services

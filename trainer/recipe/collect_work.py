@@ -30,8 +30,8 @@ from trainer.collection.work import EpisodeExecutor, RunEpisode
 from trainer.config import ConfigError, RunConfig, SamplingConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
-from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.environments.connection import open_sandbox
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
@@ -57,8 +57,8 @@ class HostSpec:
     run_dir: Path
     has_sandbox: bool
     share: float | None = None
-    """The part of each vLLM server that this process may use. The driver has given them their weights. With None, this
-    process opens engines of its own."""
+    """The part of each vLLM server's capacity that this process may use; the servers have their weights already. If
+    None, this process opens engines of its own."""
 
 
 def store_dir(run: RecipeRun) -> Path:
@@ -73,7 +73,7 @@ def collect(run: RecipeRun, stage: str = "") -> CollectionStatus:
     config = run.config.collect
     run.config.check_model_len("collect", config)
     counted = _count_problems(run.config)
-    model = _model(run, stage)
+    model = _model_path(run, stage)
     spec = HostSpec(run.config, model, run.dir.resolve(), counted.has_sandbox)
     with (
         EpisodeStore(store_dir(run), _store_settings(run.config, model)) as store,
@@ -211,7 +211,7 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         yield from iter_problems(source, refuse, seed=config.seed)
 
 
-def _model(run: RecipeRun, stage: str) -> Path:
+def _model_path(run: RecipeRun, stage: str) -> Path:
     if not stage and run.config.model.path != TINY_MODEL:
         return Path(run.config.model.path)
     return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)
@@ -265,7 +265,7 @@ def read_status(path: Path) -> dict[str, Any]:
     if status is None:
         raise ConfigError(f"{path}: expected a store of episodes with a {STATUS_FILE}, got none; run `collect` first")
     if status["state"] in ("starting", "running") and not Path(f"/proc/{status['pid']}").exists():
-        status["state"] = "killed"  # its last act was not to write this file
+        status["state"] = "killed"  # a process that is not killed writes another state before it ends
     return status
 
 

@@ -1,14 +1,14 @@
 """pass@1, pass@k and pass^k of a collection by level, with 95 % intervals.
 
-- pass@k is the probability that at least one of k attempts is right, pass^k that all k are. Both are unbiased over the
-  n >= k attempts of a problem: 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374) and C(c, k) / C(n, k)
-  (tau-bench, arXiv 2406.12045), for c right ones.
+- pass@k is the probability that at least one of k attempts is correct, pass^k that all k are. For a problem with n >= k
+  attempts, c of which are correct, the unbiased estimates are 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374)
+  and C(c, k) / C(n, k) (tau-bench, arXiv 2406.12045).
 - The intervals are Wilson's over problems (`trainer.recipe.evaluation.ratio_estimate`), since the attempts of a problem
   are not independent.
 
 Invariants:
-- An infrastructure failure is counted apart, and never as a wrong answer. A missing answer is a wrong answer.
-- A problem whose right answer is hidden is counted, and is in no measure.
+- An infrastructure failure is counted separately, never as a wrong answer. A missing answer is a wrong answer.
+- A problem whose correct answer is hidden is counted, but it is part of no measure.
 - Memory grows with the number of problems, not of attempts.
 """
 
@@ -27,16 +27,16 @@ from trainer.runs.text_tables import table
 
 
 class Attempt(NamedTuple):
-    """What a report needs of one attempt at a problem."""
+    """The facts about one attempt at a problem from which reports are computed."""
 
     problem: str
     label: str
-    """The attempts of a label have a report of their own."""
+    """The attempts with the same label have a common report."""
     reward: float | None
     """None if infrastructure failed."""
     has_answer: bool = True
     is_hidden: bool = False
-    """Whether the right answer is unknown."""
+    """Whether the correct answer is unknown."""
 
     @classmethod
     def of(cls, episode: Episode) -> Attempt:
@@ -55,17 +55,17 @@ class PassReport:
 
     problems: int = 0
     attempts: int = 0
-    """Attempts with a reward and a known right answer."""
+    """Attempts with a reward and a known correct answer."""
     correct: int = 0
     without_answer: int = 0
-    """Attempts among `attempts` that have no answer, and so are wrong."""
+    """The number of `attempts` without an answer, which count as wrong."""
     infrastructure_failures: int = 0
     hidden: int = 0
-    """Attempts at problems whose right answer is unknown."""
+    """Attempts at problems whose correct answer is unknown."""
     measures: Mapping[str, Estimate] = field(default_factory=dict)
     """pass@k and pass^k by name."""
     problems_at_k: Mapping[int, int] = field(default_factory=dict)
-    """The number of problems with at least k attempts, over which pass@k and pass^k are."""
+    """By k: the number of problems with at least k attempts, from which pass@k and pass^k are computed."""
 
 
 @dataclass(slots=True)
@@ -119,11 +119,11 @@ def _report(problems: list[_Counts]) -> PassReport:
     most_attempts = max((problem.scored for problem in problems), default=0)
     measures, problems_at_k = dict[str, Estimate | None](), dict[int, int]()
     for k in sorted({1 << n for n in range(most_attempts.bit_length())} | {most_attempts} - {0}):
-        tried = [(problem.scored, problem.correct) for problem in problems if problem.scored >= k]
-        problems_at_k[k] = len(tried)
+        counts_at_k = [(problem.scored, problem.correct) for problem in problems if problem.scored >= k]
+        problems_at_k[k] = len(counts_at_k)
         for name, probability in {f"pass@{k}": pass_at, f"pass^{k}": pass_hat}.items():
-            if name != "pass^1":  # it is pass@1
-                measures[name] = ratio_estimate([(probability(k, *counts), 1) for counts in tried], is_share=True)
+            if name != "pass^1":  # equal to pass@1
+                measures[name] = ratio_estimate([(probability(k, *counts), 1) for counts in counts_at_k], is_share=True)
     return PassReport(
         problems=len(problems),
         attempts=sum(problem.scored for problem in problems),

@@ -16,7 +16,7 @@ from trainer.collection.host import EpisodeHost
 from trainer.collection.work import RunEpisode
 from trainer.config import SamplingConfig
 from trainer.engines.engine import SamplingParams
-from trainer.environments.environment import InitialState
+from trainer.environments.environment import Environment, InitialState
 from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
 from trainer.episodes.turn_parser import ToolCallRequest
@@ -35,10 +35,12 @@ def count_to_answer(context: str, sampling: SamplingParams) -> str:
 
 
 @dataclass
-class CountingEnvironment:
+class CountingEnvironment(Environment):
     """Answers each action with the number of actions so far. The right answer is the number of actions."""
 
-    is_stateful: bool = True
+    services: Any = None
+    options: Any = None
+    is_stateful: bool = True  # type: ignore[misc]  # a class variable of other environments
     before_step: Callable[[int], Any] = lambda count: None
     """Called with the number of actions so far. May raise, or return an awaitable that `step` waits for."""
     num_actions: int = 0
@@ -69,12 +71,13 @@ def make_host(
     *,
     pool: ScriptedPool | None = None,
     deadline_s: float = 60.0,
+    system_prompt: str = "",
 ) -> EpisodeHost:
     pool = pool or ScriptedPool(count_to_answer)
     tokenizer = qwen_tokenizer()
     return EpisodeHost(
         pool,  # type: ignore[arg-type]
-        lambda tools: rstar2_format(tokenizer, tools=tools),
+        lambda tools: rstar2_format(tokenizer, tools=tools, system_prompt=system_prompt),
         environment,
         LIMITS,
         seed=1,

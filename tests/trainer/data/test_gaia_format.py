@@ -1,4 +1,4 @@
-"""Data sets in GAIA's file format: what is read, what is refused, and the generated problems."""
+"""Data sets in GAIA's file format: reading, malformed rows, generated problems, and submissions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ ROW: dict[str, Any] = {
 }
 
 
-def data_set(folder: Path, *rows: Any) -> Path:
+def write_metadata(folder: Path, *rows: Any) -> Path:
+    """Write rows as the metadata of a data set, and return its directory."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
@@ -42,7 +43,7 @@ def read(path: Path | str) -> list[Problem]:
 
 def test_a_row_becomes_a_qa_problem(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x\n1\n")
-    data_set(tmp_path, {**ROW, "file_name": "a.csv"})
+    write_metadata(tmp_path, {**ROW, "file_name": "a.csv"})
     (problem,) = read(tmp_path)
     options = {"level": 2, "files": [str(tmp_path / "a.csv")]}
     assert problem == Problem(ROW["task_id"], "How many?", "egalitarian", "gaia-format-level-2", "qa", options)
@@ -50,17 +51,17 @@ def test_a_row_becomes_a_qa_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", [1, "1"])
 def test_a_level_is_a_number_or_text(tmp_path: Path, level: object) -> None:
-    (problem,) = read(data_set(tmp_path, {**ROW, "Level": level}))
+    (problem,) = read(write_metadata(tmp_path, {**ROW, "Level": level}))
     assert problem.options["level"] == 1
 
 
 def test_the_canary_row_is_skipped_and_a_numeric_answer_is_text(tmp_path: Path) -> None:
     rows = [{"task_id": "0-0-0-0-0"}, {**ROW, "Final answer": 17}]
-    assert [problem.answer for problem in read(data_set(tmp_path, *rows))] == ["17"]
+    assert [problem.answer for problem in read(write_metadata(tmp_path, *rows))] == ["17"]
 
 
 def test_a_hidden_answer_is_marked(tmp_path: Path) -> None:
-    (problem,) = read(data_set(tmp_path, {**ROW, "Final answer": "?"}))
+    (problem,) = read(write_metadata(tmp_path, {**ROW, "Final answer": "?"}))
     assert problem.options == {"level": 2, "answer_is_hidden": True}
 
 
@@ -83,7 +84,7 @@ def test_a_hidden_answer_is_marked(tmp_path: Path) -> None:
 def test_a_malformed_row_is_named_and_the_others_are_read(
     tmp_path: Path, change: dict[str, Any], expected_text: str
 ) -> None:
-    folder = data_set(tmp_path, {**ROW, **change}, {**ROW, "task_id": "other"}, [1], {**ROW, "task_id": "other"})
+    folder = write_metadata(tmp_path, {**ROW, **change}, {**ROW, "task_id": "other"}, [1], {**ROW, "task_id": "other"})
     errors: list[str] = []
     problems = list(iter_problems(f"gaia:{folder}", lambda name, number, error: errors.append(f"{number}: {error}")))
     assert [problem.id for problem in problems] == ["other"]
@@ -95,7 +96,7 @@ def test_a_malformed_row_is_named_and_the_others_are_read(
 
 def test_the_metadata_is_found_in_all_layouts(tmp_path: Path) -> None:
     for split in ("validation", "test"):
-        data_set(tmp_path / "2023" / split, {**ROW, "Question": split})
+        write_metadata(tmp_path / "2023" / split, {**ROW, "Question": split})
     root = tmp_path
     texts = {
         f"{root}": "validation",
@@ -122,7 +123,7 @@ def test_parquet_is_read_with_its_file_path(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "metadata.parquet")
     (problem,) = read(tmp_path)
     assert problem.options == {"level": 3, "files": [str(folder / "b.txt")]}
-    (folder / "metadata.parquet").write_text("not this")
+    (folder / "metadata.parquet").write_text("not Parquet")
     with pytest.raises(DataError, match="expected a Parquet file"):
         read(tmp_path)
 
@@ -144,8 +145,8 @@ def orders_of(problem: Problem) -> list[dict[str, Any]]:
     return [{**row, "units": int(row["units"]), "price": int(row["price"])} for row in rows]
 
 
-def solved(problem: Problem) -> str:
-    """Answer a generated question from its file, by a slow obvious program of its own."""
+def solve(problem: Problem) -> str:
+    """Answer a generated question from its file, by a program that shares no code with the generator."""
     orders = orders_of(problem)
 
     def totals(key: str) -> list[tuple[int, str]]:
@@ -172,13 +173,13 @@ def solved(problem: Problem) -> str:
 def test_every_generated_answer_follows_from_its_file() -> None:
     problems = read_problems("generated-gaia-format:120", seed=3)
     assert [problem.options["level"] for problem in problems] == [1, 2, 3] * 40
-    assert all(solved(problem) == problem.answer for problem in problems)
+    assert all(solve(problem) == problem.answer for problem in problems)
     suffixes = {Path(name).suffix for problem in problems for name in problem.options["texts"]}
     assert suffixes == {".csv", ".json", ".txt"}
     assert {len(problem.options["texts"]) for problem in problems} == {1}
 
 
-def test_generated_problems_follow_from_the_seed_and_held_out_ones_are_others() -> None:
+def test_generated_problems_follow_from_the_seed_and_held_out_ones_differ_from_training() -> None:
     def ids(seed: int, held_out: bool) -> set[str]:
         return {problem.id for problem in generated_gaia_format.generate(60, seed, held_out=held_out)}
 
@@ -222,7 +223,7 @@ def test_a_row_from_the_hub_cannot_choose_an_environment(tmp_path: Path, monkeyp
     monkeypatch.setattr("trainer.data.sources._hub_rows", lambda source: iter([row]))
     with pytest.raises(DataError, match="a row of the hub cannot choose the environment 'mcp'"):
         read_problems("owner/name")
-    data_set(tmp_path, row)
+    write_metadata(tmp_path, row)
     assert read_problems(str(tmp_path / "metadata.jsonl"))[0].environment == "mcp"
 
 
@@ -247,7 +248,7 @@ def test_a_submission_has_the_first_attempt_at_each_task(tmp_path: Path) -> None
     ]
 
 
-def test_nothing_generated_calls_itself_gaia() -> None:
+def test_the_source_of_generated_problems_is_not_named_gaia() -> None:
     names = {problem.source for problem in generated_gaia_format.generate(6, 0)}
     assert names == {gaia_format.SOURCE.format(level) for level in (1, 2, 3)}
     assert all(name.startswith("gaia-format") for name in names)

@@ -15,7 +15,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
 from tests.trainer.environments.episodes import action, finished, opened, problem
-from tests.trainer.environments.test_python_tool import LEAN
+from tests.trainer.environments.test_python_tool import SMALL_SERVICE
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.data.generated_gaia_format import generate
 from trainer.environments.connection import SandboxConnection, open_sandbox
@@ -26,7 +26,7 @@ from trainer.episodes.episode import StopReason, ToolCall, ToolCallStatus
 
 
 class FileTool(FakePythonTool):
-    """A fake that remembers the files of its last call."""
+    """A fake that records the files of its last call."""
 
     files: Mapping[str, bytes] | None = None
 
@@ -98,10 +98,10 @@ async def test_a_score_is_exact_match_and_a_missing_answer_is_wrong() -> None:
 def sandbox(guest_python: Path) -> Iterator[tuple[asyncio.Runner, SandboxConnection]]:
     try:
         choose_level("auto")
-    except (SandboxConfigError, IsolationError) as missing:
-        pytest.skip(f"needs some isolation: {missing}")
+    except (SandboxConfigError, IsolationError) as error:
+        pytest.skip(f"needs a level of isolation: {error}")
     with asyncio.Runner() as runner:
-        local = open_sandbox("local", timeout_s=5, arguments=LEAN)
+        local = open_sandbox("local", timeout_s=5, arguments=SMALL_SERVICE)
         yield runner, runner.run(local.__aenter__())
         runner.run(local.__aexit__(None, None, None))
 

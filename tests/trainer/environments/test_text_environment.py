@@ -1,4 +1,4 @@
-"""A game depends on its moves, forbids what the rules forbid, and ends."""
+"""The environment `text`: games are won, refuse illegal moves, and end after the last move."""
 
 from __future__ import annotations
 

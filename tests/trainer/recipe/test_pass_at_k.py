@@ -1,4 +1,4 @@
-"""pass@k and pass^k against enumeration, and the counts beside them."""
+"""Reports of pass@k and pass^k: the values, the intervals, and the counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.recipe.pass_at_k import Attempt, pass_hat, pass_reports, pass_table
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 5, 6), (6, 4, 3)])
-def test_pass_hat_counts_the_draws(samples: int, correct: int, k: int) -> None:
+def test_pass_hat_k_is_the_share_of_draws_with_correct_samples_only(samples: int, correct: int, k: int) -> None:
     draws = list(itertools.combinations([True] * correct + [False] * (samples - correct), k))
     assert pass_hat(k, samples, correct) == pytest.approx(sum(map(all, draws)) / len(draws))
 
@@ -24,7 +24,7 @@ def attempts(problem: str, label: str, *rewards: float | None) -> list[Attempt]:
     return [Attempt(problem, label, reward) for reward in rewards]
 
 
-def test_numbers_by_hand() -> None:
+def test_the_measures_equal_a_computation_by_hand() -> None:
     reports = pass_reports(
         [
             *attempts("a", "level 1", 1, 0, 0, 0),
@@ -51,7 +51,7 @@ def test_the_largest_number_of_attempts_is_a_k() -> None:
     assert list(pass_reports(attempts("a", "x", 1, 0, 0))[ALL].problems_at_k) == [1, 2, 3]
 
 
-def test_no_attempt_gives_no_measure() -> None:
+def test_without_a_scored_attempt_there_is_no_measure() -> None:
     for report in (pass_reports([])[ALL], pass_reports(attempts("a", "x", None))[ALL]):
         assert (report.attempts, report.measures, report.problems_at_k) == (0, {}, {})
 
@@ -60,12 +60,12 @@ def test_the_interval_is_over_problems_and_agrees_with_a_bootstrap() -> None:
     rng = random.Random(5)
     chances = [rng.random() for _ in range(60)]
     outcomes = [[float(rng.random() < chance) for _ in range(4)] for chance in chances]
-    made = pass_reports(
+    estimate = pass_reports(
         Attempt(str(number), "x", reward) for number, rewards in enumerate(outcomes) for reward in rewards
     )[ALL].measures["pass@1"]
     drawn = [statistics.mean(map(statistics.mean, rng.choices(outcomes, k=60))) for _ in range(2000)]
-    low, *_, high = statistics.quantiles(drawn, n=40)  # 2.5 % apart
-    assert (made.low, made.high) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
+    low, *_, high = statistics.quantiles(drawn, n=40)  # 2.5 % and 97.5 %
+    assert (estimate.low, estimate.high) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
 
 
 def test_an_attempt_is_read_from_an_episode() -> None:
@@ -79,7 +79,7 @@ def test_an_attempt_is_read_from_an_episode() -> None:
     assert hidden == Attempt("p", "level 1", 0.0, is_hidden=True)
 
 
-def test_the_table_has_a_column_per_label_and_counts_failures_apart() -> None:
+def test_the_table_has_a_column_per_label_and_counts_failures_separately() -> None:
     reports = pass_reports([*attempts("a", "level 1", 1, 0), *attempts("b", "level 2", None, 0)])
     console = Console(width=120, record=True)
     console.print(pass_table(reports, "GAIA-format"))
