@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -43,6 +44,9 @@ class McpSession:
     def __init__(self, target: str | Sequence[str], env: Mapping[str, str], start_timeout_s: float) -> None:
         import anyio
 
+        sdk_logger = logging.getLogger("mcp")
+        if sdk_logger.level == logging.NOTSET:  # a server could fill the log with lines that are no messages
+            sdk_logger.setLevel(logging.CRITICAL)
         self.name = target if isinstance(target, str) else " ".join(target)
         self.tools: dict[str, Tool] = {}
         self.is_broken = False

@@ -133,7 +133,9 @@ async def test_a_server_gets_only_listed_variables(monkeypatch: pytest.MonkeyPat
     ],
 )
 @pytest.mark.asyncio
-async def test_a_server_that_does_not_start_fails_its_episode(target: Problem, expected_text: str) -> None:
+async def test_a_server_that_does_not_start_fails_its_episode(
+    target: Problem, expected_text: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     before = children()
     start = time.monotonic()
     with pytest.raises(EnvironmentFailure) as raised:
@@ -144,6 +146,8 @@ async def test_a_server_that_does_not_start_fails_its_episode(target: Problem, e
     assert len(str(raised.value)) <= 500
     assert time.monotonic() - start < 30
     assert children() == before
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err, caplog.records) == ("", "", [])
 
 
 @pytest.mark.parametrize(
