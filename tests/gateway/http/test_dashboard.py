@@ -234,7 +234,7 @@ async def test_every_text_has_enough_contrast(browser: Browser, dark: bool) -> N
 
 
 def _rows_of(table: str) -> str:
-    """Return a JavaScript expression for the rows of a table: the other cells by the text of the first one."""
+    """Return a JavaScript expression for the rows of a table: the other cells by the text of the first cell."""
     return (
         f"Object.fromEntries([...document.getElementById('{table}').tBodies[0]?.rows ?? []]"
         ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest]))"
