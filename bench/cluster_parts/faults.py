@@ -1,8 +1,9 @@
 """Lost, doubled and mixed-up calls while nodes are killed and one is cut off.
 
 - A kill ends all processes of a node with SIGKILL. A new node takes its place.
-- A cut stops all processes of a node with SIGSTOP for `cut_s`: it is silent, and its connections stay open. Then they
-  continue, with what they still want to send.
+- A cut takes a node's network down for `cut_s`, if this process may create network namespaces. Otherwise it stops all
+  processes of the node with SIGSTOP, which then continue with what they still have to send. In both cases the node is
+  silent, and its connections stay open.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bench.harness.statistics import percentiles
 from bench.harness.tables import Result
 from bench.probes import processes
 from bench.probes.leftovers import surviving
-from bench.servers import service
+from bench.servers import node_networks, service
 from bench.servers.ray_cluster import RayCluster
 from bench.servers.server_under_test import CheckedLoad
 from bench.servers.service import Service
@@ -63,14 +64,25 @@ class _Faults:
         await asyncio.sleep(FIRST_CUT_S)
         async with self.lock:
             number = self.nodes.pop(0)
-        pids = self.cluster.processes(number)
-        _signal(pids, signal.SIGSTOP)
-        try:
-            self.cuts += 1
-            await asyncio.sleep(seconds)
-        finally:
-            _signal(reversed(pids), signal.SIGCONT)
+            pids = self.cluster.processes(number)
+            await self._cut(number, pids)
+        self.cuts += 1
+        await asyncio.sleep(seconds)
+        async with self.lock:
+            await self._restore(number, pids)
             self.nodes.append(number)
+
+    async def _cut(self, number: int, pids: list[int]) -> None:
+        if self.cluster.has_networks:
+            await asyncio.to_thread(self.cluster.cut, number)
+        else:
+            _signal(pids, signal.SIGSTOP)
+
+    async def _restore(self, number: int, pids: list[int]) -> None:
+        if self.cluster.has_networks:
+            await asyncio.to_thread(self.cluster.restore, number)
+        else:
+            _signal(reversed(pids), signal.SIGCONT)
 
 
 @dataclass
@@ -92,7 +104,7 @@ def measure(
 ) -> dict[str, Any]:
     """Send the calls under faults and return the counts."""
     tally, rng = CallTally(calls), random.Random(seed)
-    with RayCluster() as cluster:
+    with RayCluster(networks=node_networks.are_available()) as cluster:
         numbers = [cluster.add_node() for _ in range(nodes)]
         faults = _Faults(cluster, rng, numbers)
         with service.running(flags=[*FLAGS, "--cluster", f"ray={cluster.address}"]) as server:
@@ -110,6 +122,7 @@ def measure(
         "seconds": round(seconds, 1),
         "kills": faults.kills,
         "cuts": faults.cuts,
+        "cut_by": "network" if cluster.has_networks else "SIGSTOP",
         **tally.errors,
         "unavailable": tally.unavailable.total(),
         "retried": tally.retried,
@@ -139,8 +152,9 @@ def needed(result: Result) -> list[Requirement]:
 def sentence(result: Result) -> str:
     return (
         f"{result['calls']:,} calls over {result['nodes']} nodes in {result['seconds']:.0f} s, {result['kills']} nodes "
-        f"killed and {result['cuts']} cut off: {result['lost']:,} lost, {result['doubled']:,} doubled, "
-        f"{result['mismatched']:,} mixed up, {result['unavailable']:,} `unavailable`, {result['retried']:,} retried."
+        f"killed and {result['cuts']} cut off ({result['cut_by']}): {result['lost']:,} lost, "
+        f"{result['doubled']:,} doubled, {result['mismatched']:,} mixed up, {result['unavailable']:,} `unavailable`, "
+        f"{result['retried']:,} retried."
     )
 
 

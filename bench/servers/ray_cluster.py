@@ -3,8 +3,8 @@
 `python -m bench.servers.ray_cluster` holds the cluster: it reads commands from its standard input as JSON, one per
 line, and answers each with one line. So Ray is never loaded into the process that measures or tests.
 
-The head has no CPUs, so it gets no executors. All nodes share one address and one machine: this shows what happens when
-a node is lost, and no speed-up.
+The head has no CPUs, so it gets no executors. All nodes are on one machine: this shows the effects of a lost node, and
+no speed-up. With `networks`, each node has an address and a network of its own, which can be cut.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from bench.harness.command import BenchFailed
 from bench.probes import processes
+from bench.servers.node_networks import NodeNetworks
 from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 
 STOP_TIMEOUT_S = 30.0
@@ -30,10 +32,14 @@ OBJECT_STORE_BYTES = 100 << 20
 class RayCluster:
     """A context manager. Nodes have numbers in the order of their addition, which are never used again."""
 
+    def __init__(self, *, networks: bool = False) -> None:
+        self.has_networks = networks
+        self._flags = ["--networks"] if networks else []
+
     def __enter__(self) -> RayCluster:
         self._directory = tempfile.TemporaryDirectory(prefix="rayt-", dir="/tmp")  # a socket's path must be short
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.servers.ray_cluster"],
+            [sys.executable, "-m", "bench.servers.ray_cluster", *self._flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -73,6 +79,14 @@ class RayCluster:
     def kill_node(self, number: int) -> None:
         """Kill the processes of a node with SIGKILL."""
         self._ask("kill", number)
+
+    def cut(self, number: int) -> None:
+        """Have all packets from and to a node vanish."""
+        self._ask("cut", number)
+
+    def restore(self, number: int) -> None:
+        """Undo `cut`."""
+        self._ask("restore", number)
 
     def processes(self, number: int) -> list[int]:
         """Return the raylet of a node and all processes below it."""
@@ -124,21 +138,37 @@ def _hold_cluster() -> None:
     def answer(**fields: object) -> None:
         os.write(answers, (json.dumps(fields) + "\n").encode())
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes: list[Any] = []
-    answer(address=cluster.address)
-    for line in sys.stdin:
-        match json.loads(line):
-            case ["add", num_cpus, environ]:
-                node = cluster.add_node(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, env_vars=environ)
-                nodes.append(node)
-                answer(raylet=node.all_processes["raylet"][0].process.pid)
-            case ["kill", number]:
-                cluster.remove_node(nodes[number], allow_graceful=False)
-                answer()
-    threading.Timer(STOP_TIMEOUT_S, os._exit, [1]).start()
-    cluster.shutdown()
+    with ExitStack() as stack:
+        networks = stack.enter_context(NodeNetworks()) if "--networks" in sys.argv else None
+        options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        head = options | {"num_cpus": 0} | ({"node_ip_address": networks.host} if networks else {})
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        nodes: list[Any] = []
+        answer(address=cluster.address)
+        for line in sys.stdin:
+            match json.loads(line):
+                case ["add", num_cpus, environ]:
+                    options |= {"num_cpus": num_cpus, "env_vars": environ}
+                    if networks is None:
+                        node = cluster.add_node(**options)
+                    else:
+                        number, address = networks.add()
+                        with networks.entered(number):
+                            node = cluster.add_node(node_ip_address=address, **options)
+                    nodes.append(node)
+                    answer(raylet=node.all_processes["raylet"][0].process.pid)
+                case ["kill", number]:
+                    cluster.remove_node(nodes[number], allow_graceful=False)
+                    answer()
+                case ["cut", number] if networks:
+                    networks.cut(number)
+                    answer()
+                case ["restore", number] if networks:
+                    networks.restore(number)
+                    answer()
+        timer = threading.Timer(STOP_TIMEOUT_S, os._exit, [1])
+        timer.start()
+        cluster.shutdown()
     os._exit(0)
 
 
