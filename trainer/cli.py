@@ -228,13 +228,13 @@ def rescore(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write stored episodes as JSONL: token ids as they were generated, or chat messages."""
+    """Write stored episodes as JSONL: token ids as they were generated, chat messages, or a GAIA submission."""
     from trainer.collection.store import StoreReader
     from trainer.recipe.stored_episodes import export
 
     with StoreReader(args.store) as reader:
         count = export(reader, args.format, args.out, where=args.where, rewards=args.rewards)
-    print(f"{args.out}: {count} episodes", file=sys.stderr)
+    print(f"{args.out}: {count} rows", file=sys.stderr)
 
 
 def data(args: argparse.Namespace) -> None:
@@ -359,7 +359,7 @@ def _parser() -> argparse.ArgumentParser:
     subparser.add_argument("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
     subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
     subparser = add("export", export, store, where)
-    subparser.add_argument("--format", required=True, choices=("tokens", "chat"), help="what each row has")
+    subparser.add_argument("--format", required=True, choices=("tokens", "chat", "gaia"), help="what each row has")
     subparser.add_argument("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
     subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
 
