@@ -83,7 +83,7 @@ class McpSession:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise McpArgumentError(error.message) from error
-            self.is_broken = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+            self.is_broken |= error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
             reason = f"{tool}: {error}"
         except Exception as error:  # the SDK's checks of a foreign server's answers raise anything
             reason = f"{tool}: {_describe(error)}"
@@ -112,7 +112,7 @@ class McpSession:
         except Exception as error:  # as in `call`
             reason = _describe(error)
         finally:
-            if not self._started.is_set():
+            if reason or not self._started.is_set():
                 self._reason = f"{self.name}: {reason or 'cancelled'}{self._stderr_line()}"[:MAX_REASON_CHARS]
             self._started.set()
             self._stderr.close()

@@ -11,7 +11,7 @@ Invariants:
   of this program (PR_SET_CHILD_SUBREAPER).
 - It ends with the server, on SIGTERM, and when its parent dies.
 - stdout has only lines that are JSON-RPC objects. A line or an output beyond its limit ends the server.
-- stderr is written once, at the end: `MAX_STDERR_BYTES` of the server's.
+- stderr is written once, at the end: the last `MAX_STDERR_BYTES` of the server's, or its exit code if it wrote none.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def main() -> int:
         kill_descendants()
         for thread in threads:
             thread.join(timeout=0.2)
-        os.write(2, reason.encode() or bytes(stderr))
+        os.write(2, reason.encode() or bytes(stderr) or b"exit code %d" % exit_codes[-1])
     return exit_codes[-1]
 
 

@@ -127,7 +127,7 @@ async def test_a_server_gets_only_listed_variables(monkeypatch: pytest.MonkeyPat
         (stdio("nonsense", start_timeout_s=5), "mcp_server.py nonsense: "),
         (stdio("endless_line"), "(the server wrote a line of more than 16 MiB)"),
         (problem("mcp", {"command": ["no-such-program"]}), "(no-such-program: cannot be started ("),
-        (problem("mcp", {"command": ["true"]}), "true: MCPError: Connection closed"),
+        (problem("mcp", {"command": ["false"]}), "false: MCPError: Connection closed (exit code 1)"),
         (problem("mcp", {"command": ["cat"], "start_timeout_s": 5}), "cat: "),
         (problem("mcp", {"url": "http://127.0.0.1:1/mcp", "start_timeout_s": 5}), "http://127.0.0.1:1/mcp: "),
     ],
