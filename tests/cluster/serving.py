@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,18 @@ class Server:
 
 
 @contextmanager
-def serving(address: str, tmp_path: Path, *flags: str, nodes: int = 1) -> Iterator[Server]:
-    """Run the server until `nodes` are ready."""
+def serving(
+    address: str, tmp_path: Path, *flags: str, nodes: int = 1, environ: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Run the server, and yield it when `nodes` are ready."""
     log = tmp_path / "serve.log"
     command = [sys.executable, "-m", "sandbox", "serve", "--cluster", f"ray={address}", "--port", "0"]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [*command, "--profiles", "bare", "--slots", "4", "--long-slots", "4", *flags], stderr=stderr, text=True
+            [*command, "--profiles", "bare", "--slots", "4", "--long-slots", "4", *flags],
+            stderr=stderr,
+            text=True,
+            env={**os.environ, **(environ or {})},
         )
     try:
 
