@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout when it exits; without this it would report the closed pipe once more.
+        # The interpreter flushes stdout at its exit. On the closed pipe that would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SandboxError as error:

@@ -216,7 +216,7 @@ def _check_replaceable(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, log: Log) -> Iterator[None]:
-    """Allow one builder per directory. The kernel releases the lock when its process ends."""
+    """Allow one builder per directory. The kernel releases the lock when the builder's process ends."""
     path = directory.parent / f".{directory.name}.lock"
     while True:
         with path.open("w") as lock:

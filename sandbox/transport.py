@@ -41,7 +41,7 @@ CONNECT_TIMEOUT_S = 10.0
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
 MAX_RESULT_BYTES = 1 << 30
-"""Bytes of one encoded result. A longer one is a malformed response."""
+"""Bytes of one encoded result. A longer result is treated as a malformed response."""
 STREAM = "application/x-msgpack-stream"
 """Content type of a streamed response."""
 RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
@@ -373,7 +373,7 @@ class Transport:
             asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
 
     def _requeue(self, calls: tuple[PendingResult, ...]) -> None:
-        """Put calls in front of the waiting ones, unless the transport was closed meanwhile."""
+        """Put calls in front of the waiting calls, unless the transport was closed meanwhile."""
         if calls in self._pausing:
             self._pausing.discard(calls)
             self._waiting.extendleft(reversed(calls))

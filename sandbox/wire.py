@@ -56,7 +56,7 @@ class Unpacker:
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield complete messages. Raises `ProtocolError` for a frame that is too long or no array `[kind, ...]`.
 
-        If the loop ends early, the next one continues with the following frame.
+        If the loop ends early, the next loop continues with the following frame.
         """
         start = 0
         buffer = self._buffer

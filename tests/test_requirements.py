@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DECLARED = {
     "runtime": PROJECT["dependencies"],
-    "test": PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["bench"],
+    "test": PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["bench"] + EXTRAS["cluster"],
     "train": PROJECT["dependencies"] + EXTRAS["train"],
 }
 GPU_PACKAGES = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")

@@ -228,13 +228,13 @@ def rescore(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write stored episodes as JSONL: token ids as they were generated, or chat messages."""
+    """Write stored episodes as JSONL: token ids as they were generated, chat messages, or a GAIA submission."""
     from trainer.collection.store import StoreReader
     from trainer.recipe.stored_episodes import export
 
     with StoreReader(args.store) as reader:
         count = export(reader, args.format, args.out, where=args.where, rewards=args.rewards)
-    print(f"{args.out}: {count} episodes", file=sys.stderr)
+    print(f"{args.out}: {count} rows", file=sys.stderr)
 
 
 def data(args: argparse.Namespace) -> None:
@@ -294,34 +294,23 @@ def _parser() -> argparse.ArgumentParser:
     as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last line")
 
     add("preflight", preflight, run)
-    subparser = add("recipe", recipe, run, skip, as_json)
-    subparser.add_argument(
+    command = add("recipe", recipe, run, skip, as_json)
+    command.add_argument(
         "--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing"
     )
-    subparser = add(
-        "prepare",
-        run_phase,
-        run,
-        skip,
-        doc="Write a run's data, and its model if it is generated, to its folder.",
+    command = add(
+        "prepare", run_phase, run, skip, doc="Write a run's data, and its model if it is generated, to its folder."
     )
-    subparser.set_defaults(stage="initial")
+    command.set_defaults(stage="initial")
     add("sft", run_phase, run, skip, doc="Fine-tune on conversations.").set_defaults(stage="sft")
-    add(
-        "filter",
-        run_phase,
-        run,
-        skip,
-        stage,
-        doc="Drop the problems that the model before a stage always solves.",
-    )
+    add("filter", run_phase, run, skip, stage, doc="Drop the problems that the model before a stage always solves.")
     add("grpo", run_phase, run, skip, stage, doc="Train one stage of GRPO-RoC.")
 
-    subparser = add("eval", evaluate, run, skip, as_json)
-    model_choice = subparser.add_mutually_exclusive_group(required=True)
+    command = add("eval", evaluate, run, skip, as_json)
+    model_choice = command.add_mutually_exclusive_group(required=True)
     model_choice.add_argument("--stage", help="evaluate the model of sft, or of one of the stages in CONFIG")
     model_choice.add_argument("--model", metavar="PATH", help="evaluate any model's folder on the problems of [eval]")
-    subparser.add_argument(
+    command.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
@@ -329,65 +318,63 @@ def _parser() -> argparse.ArgumentParser:
         "(default: a folder in eval/ of the run)",
     )
 
-    subparser = add("rollout", rollout, run, skip)
-    subparser.add_argument(
-        "--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG"
-    )
-    subparser.add_argument(
+    command = add("rollout", rollout, run, skip)
+    command.add_argument("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")
+    command.add_argument(
         "--num-problems", type=int, default=16, metavar="N", help="use the first N problems (default: 16)"
     )
-    subparser.add_argument(
+    command.add_argument(
         "--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)"
     )
-    subparser.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+    command.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
 
-    subparser = add("collect", collect, run, as_json)
-    subparser.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
-    subparser.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
+    command = add("collect", collect, run, as_json)
+    command.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
+    command.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
 
     where.add_argument(
         "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'reward = 1 AND turns > 2'"
     )
     store.add_argument("store", type=Path, metavar="STORE", help="the directory of a store of episodes")
-    subparser = add("episodes", episodes, store, where, as_json)
-    subparser.add_argument("--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)")
-    subparser = add("replay", replay, store)
-    subparser.add_argument("problem", metavar="PROBLEM", help="the id of a problem")
-    subparser.add_argument("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
-    subparser = add("rescore", rescore, store, where, as_json)
-    subparser.add_argument("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
-    subparser.add_argument("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
-    subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
-    subparser = add("export", export, store, where)
-    subparser.add_argument("--format", required=True, choices=("tokens", "chat"), help="what each row has")
-    subparser.add_argument("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
-    subparser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+    command = add("episodes", episodes, store, where, as_json)
+    command.add_argument("--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)")
+    command = add("replay", replay, store)
+    command.add_argument("problem", metavar="PROBLEM", help="the id of a problem")
+    command.add_argument("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
+    command = add("rescore", rescore, store, where, as_json)
+    command.add_argument("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
+    command.add_argument("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
+    command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+    command = add("export", export, store, where)
+    command.add_argument("--format", required=True, choices=("tokens", "chat", "gaia"), help="what each row has")
+    command.add_argument("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
+    command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
 
-    subparser = add("data", data, as_json)
-    subparser.add_argument(
+    command = add("data", data, as_json)
+    command.add_argument(
         "source",
         nargs="+",
         metavar="SOURCE",
         help="generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]",
     )
-    subparser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
-    subparser.add_argument(
+    command.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
+    command.add_argument(
         "--decontaminate-against",
         action="append",
         default=[],
         metavar="SOURCE",
         help="drop problems that share 8 consecutive words with a problem of SOURCE",
     )
-    subparser.add_argument("--allow-non-integer", action="store_true", help="keep answers that are not integers")
-    subparser.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
+    command.add_argument("--allow-non-integer", action="store_true", help="keep answers that are not integers")
+    command.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
 
-    subparser = add("show", show)
-    subparser.add_argument("run", type=Path, help="the run folder")
-    subparser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
-    subparser.add_argument(
+    command = add("show", show)
+    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    command.add_argument(
         "--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)"
     )
-    subparser.add_argument("--step", type=int, metavar="STEP", help="show only the episodes of this step")
+    command.add_argument("--step", type=int, metavar="STEP", help="show only the episodes of this step")
     return parser
 
 

@@ -26,8 +26,8 @@ from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript, Workload
 from bench.simulator.simulation import TurnTrace, teach_lengths
 from trainer.engines.engine import SamplingParams
-from trainer.engines.engine_health import TurnRecord
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import TurnRecord
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.scheduling.scheduler import Scheduler

@@ -14,6 +14,11 @@ from sandbox.errors import ClusterError
 from sandbox.gateway import serve
 
 CONNECT_TIMEOUT_S = 5.0
+"""Seconds to connect, and seconds to wait for the first bytes."""
+HTTP2_SETTINGS = b"\x04"
+"""Type of the frame that each end of an HTTP/2 connection, and so of a gRPC connection, sends first (RFC 9113, 3.4)."""
+HTTP2_HEADER_BYTES = 9
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + bytes(5)
 
 
 def serve_cluster(config: ServeConfig) -> int:
@@ -37,9 +42,13 @@ def _driver(config: ServeConfig, secret: bytes) -> RayDriver:
 
 
 def _check_address(address: str) -> None:
-    """Raises `ClusterError` if nothing listens at HOST:PORT. Ray itself would try for a minute."""
+    """Raises `ClusterError` if no gRPC server listens at HOST:PORT. Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as sock:
+            sock.sendall(HTTP2_START)
+            answer = sock.recv(HTTP2_HEADER_BYTES, socket.MSG_WAITALL)
+    except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(f"--cluster ray={address}: no Ray answers there ({error})") from None
+    if answer[3:4] != HTTP2_SETTINGS:
+        raise ClusterError(f"--cluster ray={address}: no Ray answers there, but another server: {answer!r}")

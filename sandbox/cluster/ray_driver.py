@@ -43,6 +43,8 @@ class RayDriver:
         self._process: asyncio.subprocess.Process
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
+        self._is_connected = False
+        """A list of nodes has come, so there may be actors."""
 
     async def __aenter__(self) -> RayDriver:
         own_end, driver_end = socket.socketpair()
@@ -63,7 +65,7 @@ class RayDriver:
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(STOP_TIMEOUT_S if self._is_connected else 0):
                 await self._process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -87,7 +89,7 @@ class RayDriver:
             for message in unpacker:
                 match message:
                     case ["nodes", list(nodes)]:
-                        timeout_s = SILENCE_TIMEOUT_S
+                        timeout_s, self._is_connected = SILENCE_TIMEOUT_S, True
                         yield nodes
                     case ["failed", str(reason)]:
                         raise ClusterError(reason)

@@ -68,7 +68,7 @@ class History:
 
 
 def interval(before: Snapshot, after: Snapshot) -> Step:
-    """Return the growth of the counters between two snapshots, and the gauges of the later one."""
+    """Return the growth of the counters between two snapshots, and the gauges of the later snapshot."""
     return {
         "at_s": round(after.at_s, 3),
         "seconds": round(after.at_s - before.at_s, 3),

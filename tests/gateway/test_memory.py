@@ -105,7 +105,7 @@ def _busy_snapshot(second: int) -> Snapshot:
 
 
 def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
-    """The history fills after the start of a server, so a large one would look like a leak."""
+    """The history fills after the start of a server, so a large history would look like a leak."""
     tracemalloc.start()
     try:
         history = History(_busy_snapshot(0))

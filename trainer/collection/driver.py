@@ -68,7 +68,7 @@ class CollectionStatus:
     timed_out: int = 0
     """Episodes among `done` that exceeded their deadline."""
     failed: int = 0
-    failed_tries: Counter[str] = field(default_factory=Counter)
+    failed_tries: dict[str, int] = field(default_factory=dict)
     """By kind of failure."""
     resumed: int = 0
     """Episodes that continued after a turn that an earlier try had finished."""
@@ -268,7 +268,7 @@ class Collection:
         key, kind, limits = event.key, event.kind, self._limits
         pending = self._pending[key]
         pending.failures[kind] += 1
-        self.status.failed_tries[kind] += 1
+        self.status.failed_tries[kind] = self.status.failed_tries.get(kind, 0) + 1
         failures = pending.failures[kind]
         is_infrastructure = kind is FailureKind.INFRASTRUCTURE
         if failures <= (limits.max_infrastructure_failures if is_infrastructure else limits.max_environment_failures):

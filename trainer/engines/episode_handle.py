@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams
-from trainer.engines.engine_health import EngineHealth, TurnRecord
+from trainer.engines.pool_state import PoolState, TurnRecord
 from trainer.scheduling.scheduler import Placement
 
 MAX_FAILURES_PER_TURN = 3
@@ -25,7 +25,7 @@ class EpisodeHandle:
     """An episode's access to the pool. It generates one turn after another; each turn continues the last one's
     context."""
 
-    def __init__(self, pool: EngineHealth, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
+    def __init__(self, pool: PoolState, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
         self.key = key
         self.length = 0
         """Tokens of the context after the last turn."""

@@ -214,6 +214,7 @@ class LocalEngine:
             self._release(slot)
 
     def _start_request(self, request: _LocalRequest) -> None:
+        """Give a request a slot, and restore the longest cached prefix of its ids there."""
         slot = self._free_slots.pop()
         self._running[slot] = request
         if request.sampling:  # a scoring request needs the logits of every position
@@ -223,6 +224,7 @@ class LocalEngine:
                 self._cache.write(slot, states)
 
     def _release(self, slot: int, *, is_broken: bool = False) -> None:
+        """Free a slot. Unless it `is_broken` by NaN, its context is kept for requests that begin with the same ids."""
         request = self._running.pop(slot)
         self._free_slots.append(slot)
         if is_broken:

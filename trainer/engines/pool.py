@@ -41,9 +41,9 @@ from trainer.engines.engine import (
     WeightStore,
     WeightTransfer,
 )
-from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S, EngineHealth, TurnRecord
 from trainer.engines.engine_state import EngineState
 from trainer.engines.episode_handle import EpisodeHandle
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S, PoolState, TurnRecord
 from trainer.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ LIVENESS_PROBE_IDS = (0, 0)
 model hangs."""
 
 
-class EnginePool(EngineHealth):
+class EnginePool(PoolState):
     """A context manager that owns its engines and `scheduler`, and closes the engines. No other pool may use them.
 
     `transfer`, `probe`: needed only for `sync_weights`.

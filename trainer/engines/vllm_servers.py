@@ -137,7 +137,7 @@ class VllmServers:
         if len(gpus) < self.gpus_per_server:
             raise ConfigError(
                 f"engine {index + 1} of {count}: expected {end} GPUs or more, got {variable}={base[variable]}; lower "
-                "engines.count or engines.tensor_parallel, or make more GPUs visible to this process"
+                "engines.count or engines.tensor_parallel_size, or make more GPUs visible to this process"
             )
         return dict.fromkeys(set_variables or GPU_VARIABLES[1:], ",".join(gpus))
 

@@ -1,1 +1,1 @@
-"""The tools of an episode and the checker of its answer, both in the sandbox. Only this package imports `sandbox`."""
+"""Environments: the tools of an episode, and its score. Only this package imports `sandbox`."""

@@ -51,7 +51,7 @@ class NoOptions:
 class Environment(ABC):
     """One episode's environment. It is created without starting anything."""
 
-    is_stateful: ClassVar[bool] = False
+    is_stateful: bool = False
     """Whether a response depends on the actions before it. A resumed episode replays the actions of such an
     environment; others are only reset."""
     needs_sandbox: ClassVar[bool] = False

@@ -44,6 +44,9 @@ class McpOptions:
     """Variables of `command`. They are stored with each episode, so they are no place for secrets."""
     per_episode: bool = False
     """Whether each episode has a session of its own with `url`."""
+    is_stateful: bool = True
+    """Whether a response depends on the calls before it. With false, an episode that continues does not repeat its
+    calls. A web search is an example: its responses may have changed."""
     start_timeout_s: PositiveFloat = 30.0
     call_timeout_s: PositiveFloat = 60.0
     level: int | None = None
@@ -59,12 +62,12 @@ class McpOptions:
 
 
 class McpEnvironment(Environment):
-    is_stateful = True
     options_type = McpOptions
     options: McpOptions
 
     def __init__(self, services: Services, options: McpOptions) -> None:
         super().__init__(services, options)
+        self.is_stateful = options.is_stateful
         self._session: McpSession | None = None
         self._is_shared = options.url is not None and not options.per_episode
 

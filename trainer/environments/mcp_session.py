@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -43,6 +44,9 @@ class McpSession:
     def __init__(self, target: str | Sequence[str], env: Mapping[str, str], start_timeout_s: float) -> None:
         import anyio
 
+        sdk_logger = logging.getLogger("mcp")
+        if sdk_logger.level == logging.NOTSET:  # a server could fill the log with lines that are no messages
+            sdk_logger.setLevel(logging.CRITICAL)
         self.name = target if isinstance(target, str) else " ".join(target)
         self.tools: dict[str, Tool] = {}
         self.is_broken = False
@@ -79,7 +83,7 @@ class McpSession:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise McpArgumentError(error.message) from error
-            self.is_broken = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+            self.is_broken |= error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
             reason = f"{tool}: {error}"
         except Exception as error:  # the SDK's checks of a foreign server's answers raise anything
             reason = f"{tool}: {_describe(error)}"
@@ -108,7 +112,7 @@ class McpSession:
         except Exception as error:  # as in `call`
             reason = _describe(error)
         finally:
-            if not self._started.is_set():
+            if reason or not self._started.is_set():
                 self._reason = f"{self.name}: {reason or 'cancelled'}{self._stderr_line()}"[:MAX_REASON_CHARS]
             self._started.set()
             self._stderr.close()

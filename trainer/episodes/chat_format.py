@@ -78,23 +78,23 @@ class ChatFormat:
     """A format of conversations, made by `rstar2_format` or `tokenizer_format`. It is immutable and can be shared."""
 
     def __init__(self, tokenizer: Tokenizer, render: Render, *, system_prompt: str, answer_instructions: str) -> None:
-        """Derive the text around messages by rendering placeholders. Raises `ValueError` if it is not append-only."""
+        """Render placeholders to learn the text around messages. Raises `ValueError` if `render` is not append-only."""
         self._tokenizer, self._render = tokenizer, render
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
-        # A single character cannot be split, and runs of blanks have no meaning of their own.
+        # Tokens of one character cannot be split, and tokens of blanks have no special meaning: both are left out.
         added = {text: id for text, id in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
         self._special_token_splits = _special_token_splits(added)
-        self._encoded = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
+        self._encode_cached = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
 
         # The text before a problem, and the text between a problem and the first turn.
         self.prompt_prefix, self._generation_prompt = self._template_segments("user")
         before_responses, self._between_responses, self._after_responses = self._template_segments(
             "user", "assistant", "tool", "tool"
         )[2:]
-        prefix, finished_opening, *segments = self._template_segments(
+        prefix, finished_turn_opening, *segments = self._template_segments(
             "user", "assistant", "tool", "tool", "assistant", "tool"
         )
-        del segments[2]  # the text before the second turn, which may differ like `finished_opening`
+        del segments[2]  # the text before the second turn, which may differ like `finished_turn_opening`
         between, after = self._between_responses, self._after_responses
         if [prefix, *segments] != [self.prompt_prefix, before_responses, between, before_responses, after]:
             raise ValueError(
@@ -106,7 +106,7 @@ class ChatFormat:
         opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
         self._turn_opening = opening_tag[0] if opening_tag else ""
         self._finished_turn_opening = (
-            finished_opening.removeprefix(self._generation_prompt.removesuffix(self._turn_opening))
+            finished_turn_opening.removeprefix(self._generation_prompt.removesuffix(self._turn_opening))
             if self._turn_opening
             else ""
         )
@@ -219,16 +219,16 @@ class ChatFormat:
         return [*segments, rest]
 
     def _interleave(self, segments: Sequence[str], contents: Iterable[str]) -> list[int]:
-        ids = list(self._encoded(segments[0]))
+        ids = list(self._encode_cached(segments[0]))
         for text, segment in zip(contents, segments[1:], strict=True):
             ids += self._encode_untrusted(text)
-            ids += self._encoded(segment)
+            ids += self._encode_cached(segment)
         return ids
 
     def _encode_untrusted(self, text: str) -> list[int]:
         """Encode text that must not yield special tokens. Spellings of special tokens are split, so they stay text."""
         text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers reject
-        return [id for part in self._special_token_splits.split(text) for id in self._encoded(part)]
+        return [id for part in self._special_token_splits.split(text) for id in self._encode_cached(part)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -30,8 +30,8 @@ from trainer.collection.work import EpisodeExecutor, RunEpisode
 from trainer.config import ConfigError, RunConfig, SamplingConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
-from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.environments.connection import open_sandbox
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import EnginesConfig, RunConfig, SandboxConfig, expand_urls
-from trainer.engines.engine_health import ALL_DOWN_TIMEOUT_S
 from trainer.engines.local import LocalEngine
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_by_engine

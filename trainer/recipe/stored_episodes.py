@@ -14,6 +14,7 @@ from trainer.collection.host import replay_actions
 from trainer.collection.store import Key, StoreReader
 from trainer.collection.work import TryError
 from trainer.config import ConfigError, ModelConfig, RunConfig, SamplingConfig
+from trainer.data.gaia_format import write_submission
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import Generation, SamplingParams
 from trainer.engines.episode_handle import EpisodeHandle
@@ -109,16 +110,19 @@ class Score:
 def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1", sandbox: str = "") -> Counter[str]:
     """Score stored episodes by another environment, or by their own if `environment` is empty, and write the scores.
 
-    Nothing is sampled. A stateful environment repeats the recorded actions first. Episodes that the infrastructure
-    ended are left out. Returns the number of scores by their change, such as "0 -> 1".
+    Another environment gets no options, since those of a problem are for its own. Nothing is sampled. A stateful
+    environment repeats the recorded actions first. Episodes that the infrastructure ended are left out. Returns the
+    number of scores by their change, such as "0 -> 1".
     """
     (total,) = next(reader.query("count(*)", where))
 
     def episodes() -> Iterator[Episode]:
         for episode in reader.episodes(where):
             if episode.stop_reason not in INFRASTRUCTURE_STOPS:
-                problem = episode.problem
-                yield replace(episode, problem=replace(problem, environment=environment or problem.environment))
+                if environment not in ("", episode.problem.environment):
+                    problem = replace(episode.problem, environment=environment, options={})
+                    episode = replace(episode, problem=problem)
+                yield episode
 
     for episode in episodes():
         check_problem(episode.problem)
@@ -170,8 +174,10 @@ def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewar
     """Write episodes as JSONL, and return their number. `rewards` is a file of `rescore`.
 
     `form` is "tokens": the token ids, log-probabilities and loss mask as they were generated; or "chat": messages with
-    the roles system, user, assistant and tool.
+    the roles system, user, assistant and tool; or "gaia": the submission for GAIA's leaderboard, one row per problem.
     """
+    if form == "gaia":
+        return write_submission(out, reader.episodes(where))
     rescored = {(row["problem"], row["sample"]): row["reward"] for row in read_rows(rewards)} if rewards else {}
     to_row = _chat_rows(_chat_format(reader)) if form == "chat" else _token_row
     count = 0

@@ -72,8 +72,8 @@ class EpisodeCollector:
         must_complete: int = 0,
         is_decided: IsGroupDecided | None = None,
     ) -> list[list[Episode] | None]:
-        """Continue the episodes of each problem until `min_complete` groups (default: all) are complete, the first
-        `must_complete` groups among them. Then abort the others and return None for each of them.
+        """Continue the episodes of each group until at least `min_complete` groups (default: all) are complete, among
+        them the first `must_complete` groups. Then abort the other groups and return None for each of them.
 
         `is_decided` is called after each finished episode. If it returns true, the group's unfinished episodes are
         cancelled and the group is complete.
@@ -108,7 +108,7 @@ class EpisodeCollector:
     async def _collect_group(
         self, episodes: Sequence[Episode], runner: EpisodeRunner, is_decided: IsGroupDecided | None
     ) -> list[Episode] | None:
-        """Return the finished and scored episodes of a problem, or None if they were aborted."""
+        """Return the finished and scored episodes of a group, or None if they were aborted."""
         prompt = tuple(self._chat_format.encode_prompt(episodes[0].problem.text))
         rewards: list[float | None] = []
         is_group_decided = False

@@ -53,8 +53,8 @@ class FifoQueue:
 class LongestFirstQueue:
     """Admits the group with the longest expected episodes first, so that no long episode starts last.
 
-    Groups of equal expectation go by the number of admitted episodes, fewest first: each group's first episodes teach
-    the length model. Within a group, episodes go in the order of their arrival.
+    Among groups of equal expected length, the one with the fewest admitted episodes comes first, so that the length
+    model soon has a length of each group. Within a group, episodes are admitted in the order of their arrival.
     """
 
     def __init__(self, lengths: LengthModel) -> None:

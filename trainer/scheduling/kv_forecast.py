@@ -1,8 +1,8 @@
 """Forecasts how many tokens of an engine's KV cache its episodes will use. Pure.
 
-Time is measured in decode steps, because every running context grows by one token per step. An episode may still end at
-several lengths; the forecast lets an equal share of it end at each of them. Reserving every episode's mean length
-instead would leave half of the cache empty, because few of many episodes are long at the same time.
+Time is measured in decode steps, because every running context grows by one token per step. The forecast splits each
+episode into equal shares, one for each length at which the episode may end. To reserve the mean final length of every
+episode would leave half of the cache empty, because the episodes do not reach that length at the same time.
 
 Example: `reserve(context=100, step=0, growths=[50, 150])` with a bucket width of 100 steps
 
@@ -49,8 +49,10 @@ class KvForecast:
         self.block_slack = 0.0
         """Tokens that each context occupies beyond its length, because the engine allocates whole blocks."""
         self._first_bucket = 0
-        self._counts, self._offsets = array("d"), array("d")
-        """Number of episodes that end in each bucket from `_first_bucket` on, and their sum of context - step."""
+        self._counts = array("d")
+        """Number of episodes that end in each bucket, from `_first_bucket` on."""
+        self._offsets = array("d")
+        """Sum of (context - step) over these episodes, by the same buckets."""
         self._total_offset = 0.0
         self.num_episodes = 0
         self.resident_tokens = 0
@@ -84,7 +86,7 @@ class KvForecast:
                 counts[index] -= share
                 offsets[index] = offsets[index] - offset if counts[index] else 0.0
         self._add_to_totals(reservation, -1)
-        if not self.num_episodes:  # removes what rounding has left
+        if not self.num_episodes:  # the sums may differ from 0 by rounding errors
             self._total_offset = 0.0
             del self._counts[:], self._offsets[:]
             self._variance = 0.0

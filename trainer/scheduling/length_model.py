@@ -72,7 +72,7 @@ class LengthModel:
         self.on_removed(max(before, length))
 
     def on_removed(self, length: int) -> None:
-        """Drop an unfinished episode whose last known length is `length`. It says that it became at least as long."""
+        """Drop an unfinished episode whose last known length is `length`. The buckets that it passed stay counted."""
         self._in_bucket[self._bucket(length)] -= 1
         self._invalidate()
 

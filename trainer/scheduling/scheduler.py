@@ -20,7 +20,7 @@ Invariants:
 - An episode is placed at most once per turn. Only `complete` drops it; losing its engine does not.
 - A reservation covers every running and parked episode of an engine. So the forecast is exact where the engine's own
   metrics lag, and it is all zeros once every episode is complete.
-- `kv` never leaves an engine without episodes while one waits, so every episode is admitted at some time.
+- `kv` never leaves an engine without episodes while an episode waits, so every episode is admitted at some time.
 - The same events lead to the same decisions.
 
 Lengths are tokens of a whole context: prompt and response, tool responses included.
@@ -50,10 +50,11 @@ from trainer.scheduling.state import (
 
 _FREE_TOKENS = attrgetter("free_tokens")
 
-TARGET_INCREASE, TARGET_DECREASE_FACTOR = 0.01, 0.95
-"""`TARGET_INCREASE` is added to the target utilization per scrape without preemptions while episodes wait.
-`TARGET_DECREASE_FACTOR` multiplies it once per burst of preemptions. It is close to 1 because recomputing a few
-contexts costs less than leaving a fifth of the cache empty."""
+TARGET_INCREASE = 0.01
+"""Added to the target utilization per scrape without preemptions, while episodes wait."""
+TARGET_DECREASE_FACTOR = 0.95
+"""The target utilization is multiplied by this once per burst of preemptions. The factor is close to 1 because
+recomputing a few contexts costs less than leaving a fifth of the cache empty."""
 KV_USAGE_FULL = 0.9
 """The target utilization does not rise while the engine reports a KV usage of at least this."""
 MIGRATION_RATIO = 0.7

@@ -12,7 +12,9 @@ from trainer.scheduling.kv_forecast import KvForecast, Reservation
 
 EpisodeKey = Hashable
 
-INITIAL_TARGET_UTILIZATION, MIN_TARGET_UTILIZATION, MAX_TARGET_UTILIZATION = 0.95, 0.5, 1.0
+INITIAL_TARGET_UTILIZATION = 0.95
+MIN_TARGET_UTILIZATION = 0.5
+MAX_TARGET_UTILIZATION = 1.0
 RATE_SMOOTHING = 0.05
 """Weight of a new turn's decode speed in its engine's moving average."""
 

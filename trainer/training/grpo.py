@@ -256,14 +256,14 @@ class TrlAdapter(MetricsCallback):
         now = perf_counter()
         step_s, optimize_s = now - self._step_started_at, now - self._rollout_ended_at
         assert self._rollouts, "only the first rank logs"
-        collector, sampled = self._rollouts.collector, self._step_metrics
-        rest_s = step_s - sampled["weight_sync_s"] - sampled["rollout_s"] - optimize_s
+        collector, metrics = self._rollouts.collector, self._step_metrics
+        rest_s = step_s - metrics["weight_sync_s"] - metrics["rollout_s"] - optimize_s
         self._step_started_at = now
         # For a step without a token in the loss TRL logs 0, which would look like perfect agreement.
-        has_loss = sampled["episodes_in_loss"] > 0
+        has_loss = metrics["episodes_in_loss"] > 0
         return {
             **super().metrics_from_logs(logs),
-            **sampled,
+            **metrics,
             **{name: self._logged(key, logs) if has_loss else nan for name, key in TRL_METRICS.items()},
             "weight_version": self._weight_version,
             "step_s": step_s,

@@ -92,7 +92,8 @@ class Batch:
             self.on_done()
 
     def forget_calls(self) -> None:
-        """Drop the calls. They refer to this batch, and a cycle would keep both until a garbage collection."""
+        """Drop the calls. They refer to this batch, and the reference cycle would keep calls and batch in memory until
+        a garbage collection."""
         self.calls.clear()
         self.requeued.clear()
         self.first_never_sent = 0

@@ -4,14 +4,14 @@
     (batch) ------> waiting ---------> running ---finish--------> result
                       ^  |                |
                       |  +--expire,       +---executor_lost, last attempt---> `unavailable`
-                      |     stop_waiting -> `unavailable`
+                      |     fail_waiting -> `unavailable`
                       +---executor_lost---+
 
 Invariants:
 - A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
   never exceed its share.
-- While unread results exceed `max_result_bytes`, no batch is admitted. A batch whose part of them is larger than an
-  equal one gets `unavailable` in place of further results.
+- While unread results exceed `max_result_bytes`, no batch is admitted. A batch that then holds more unread results than
+  an equal share per batch gets `unavailable` in place of further results.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
 - A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
   `max_attempts`.
@@ -38,13 +38,13 @@ RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
 MAX_EXPIRED_AT_ONCE = 512
-"""Maximum number of calls that one `expire` finishes. So many block the event loop for some milliseconds."""
+"""Maximum number of calls that one `expire` finishes, which blocks the event loop for some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """Limits on unfinished calls. The server does not verify who a tenant is: a tenant's share protects against a
-    greedy tenant, not against one that uses several names."""
+    greedy tenant, not against a client that uses several names."""
 
     max_calls: int
     max_bytes: int
@@ -71,8 +71,8 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True)
 class _CapacityCheck:
-    """Whether `wanted` more calls or bytes fit beside the `held` ones of the queue or of a tenant. The texts are parts
-    of the error message."""
+    """A comparison: do `wanted` more calls or bytes fit beside the `held` calls or bytes of the queue or of a tenant?
+    The texts are parts of the error message."""
 
     holder: str
     """The queue or the tenant."""
@@ -197,7 +197,7 @@ class CallTable:
 
     def expire(self, batch: Batch, now: float) -> list[PendingCall]:
         """Finish calls of a batch that have waited for `queue_timeout_s` with `unavailable`, and return them. At most
-        `MAX_EXPIRED_AT_ONCE`, so that the event loop is not blocked; call it again for the rest."""
+        `MAX_EXPIRED_AT_ONCE`, so that the event loop is not blocked; a further `expire` finishes more."""
         timeout_s, expired = batch.queue_timeout_s, list[PendingCall]()
         while len(expired) < MAX_EXPIRED_AT_ONCE:
             call = batch.longest_waiting()
@@ -218,7 +218,7 @@ class CallTable:
         return None if call is None else call.waiting_since + batch.queue_timeout_s
 
     def cancel(self, batch: Batch) -> dict[ExecutorId, list[int]]:
-        """Forget the unfinished calls of a batch. Returns the `seq`s of the running ones, by executor."""
+        """Forget the unfinished calls of a batch. Returns the `seq`s of the running calls, by executor."""
         cancelled: dict[ExecutorId, list[int]] = {}
         for call in batch.calls:
             if call.call is None:
@@ -266,7 +266,7 @@ class CallTable:
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
     def _buffer_result(self, batch: Batch, result: EncodedResult, size_bytes: int) -> None:
-        """Count a result as unread. If it does not fit, it becomes `unavailable`, in place."""
+        """Count a result as unread. A result that does not fit is changed to `unavailable`, in place."""
         maximum, unread_bytes = self.limits.max_result_bytes, self.unread_result_bytes
         equal_part = maximum / max(1, self._unread_batches)
         if unread_bytes + size_bytes > maximum and batch.unread_bytes + size_bytes > equal_part:

@@ -179,8 +179,8 @@ class Dispatcher:
         return None
 
     async def drain(self, timeout_s: float) -> None:
-        """Reject new calls, answer waiting ones with `unavailable`, and give running ones `timeout_s` to finish; the
-        rest gets `unavailable` too."""
+        """Reject new calls, answer waiting calls with `unavailable`, and give running calls `timeout_s` to finish.
+        Calls that still run then get `unavailable` too."""
         self.is_draining = True
         self._schedule_dispatch()
         self._check_idle()
@@ -203,7 +203,7 @@ class Dispatcher:
 
     @property
     def isolation(self) -> dict[str, str]:
-        """The weakest isolation level that the executors report, and why `auto` did not choose a stronger one."""
+        """The weakest isolation level that the executors report, and why `auto` did not choose a stronger level."""
         levels = {executor.ready_report.isolation for executor in self.executors if executor.ready_report}
         weakest = max(filter(None, levels), key=weakness, default="")
         return {"isolation": weakest, "isolation_reason": self.config.isolation_reason}

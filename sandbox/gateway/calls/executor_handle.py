@@ -10,7 +10,7 @@ Invariants:
 - The executor's process group is killed before the owner learns of the loss.
 - Each start has a connection of its own, which is closed before the owner learns of the loss. So a result of an earlier
   start cannot arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
-- If the first start fails, `started` gets the reason and there is no further one. Later starts are retried with
+- If the first start fails, `started` gets the reason and there is no further start. Later starts are retried with
   back-off and `is_replacement`, which makes the executor ready as soon as one zygote is, because calls wait for it.
 """
 
@@ -103,7 +103,7 @@ class ExecutorHandle:
         self.window = 0
         """Calls that the executor accepts at once: twice its slots until it sends a "window" frame."""
         self.ready_report: ReadyReport | None = None
-        """The last "ready" frame; None before the first one."""
+        """The last "ready" frame; None before the executor has sent one."""
         self.stats = ExecutorStats()
         self.restarts = 0
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -55,7 +55,7 @@ class ReadyReport:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStats:
-    """The last "stats" frame, about a second old. Empty before the first one."""
+    """The last "stats" frame, about a second old. Empty before the first frame."""
 
     gauges: Mapping[str, int] = field(default_factory=dict)
     """The reported numbers of `EXECUTOR_GAUGES`, by name."""

@@ -119,7 +119,7 @@ class _PriorityLevel(Generic[Item]):
     def __init__(self) -> None:
         self.requeued: OrderedSet[Item] = OrderedDict()
         self.tenants: dict[str, _TenantQueue[Item]] = {}
-        """Tenants with calls that wait (the requeued ones aside) or run."""
+        """Tenants with running calls, or with waiting calls that are not requeued."""
         self._rings: dict[int, OrderedDict[str, _TenantQueue[Item]]] = {}
 
     @property

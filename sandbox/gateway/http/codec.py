@@ -27,14 +27,14 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 NDJSON = "application/x-ndjson"
 MSGPACK_STREAM = "application/x-msgpack-stream"
-"""A sequence of msgpack mappings, as NDJSON is one of JSON objects."""
+"""Content type of a sequence of msgpack mappings. NDJSON is the same for JSON objects."""
 
 THREADED_DECODE_BYTES = 1 << 20
 """Size from which a body is decoded in a thread. The decoders call hooks that are written in Python, so the
 thread does not block the event loop."""
 HEARTBEAT_S = 15.0
 """Seconds without a result after which a stream sends a heartbeat (an empty line, or nil in msgpack), so that clients
-and proxies can tell a busy server from a dead one."""
+and proxies can tell a busy server from a dead server."""
 HEARTBEAT = {NDJSON: b"\n", MSGPACK_STREAM: b"\xc0"}
 """Heartbeats by content type of the stream."""
 RESULTS_PER_YIELD = 64
@@ -65,7 +65,7 @@ class BodyReader:
         self.buffered_bytes = 0
         """Bytes of bodies that are being read, or were read and not released."""
         self._large = asyncio.Semaphore(1)
-        """Held while a large body is decoded: a hostile one takes many times its size."""
+        """Held while a large body is decoded, since a hostile body takes many times its size in memory."""
 
     async def read(self, request: web.Request) -> bytes:
         """Return the body. The caller must `release` its size once its calls are admitted or rejected.

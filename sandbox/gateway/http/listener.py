@@ -20,8 +20,8 @@ from sandbox import machine
 from sandbox.errors import ConfigError
 
 KEEPALIVE_S = 75.0
-"""Seconds that a connection is kept without a request. Longer than clients and proxies keep one (aiohttp 15 s,
-nginx 60 s), so that they close first."""
+"""Seconds that a connection is kept without a request. Clients and proxies keep it for a shorter time (aiohttp 15 s,
+nginx 60 s), so that they close it first."""
 BACKLOG = 1024
 """Connections that the kernel keeps until the event loop accepts them."""
 REJECT_LINGER_S = 2.0

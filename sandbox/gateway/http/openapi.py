@@ -224,6 +224,7 @@ def _stats_schemas() -> dict[str, Schema]:
         "now": {**_ref("Span"), "description": "the last ten seconds"},
         "totals": _object("since the server started", totals),
         "executors": _field("array", "one row for each executor", items={"type": "object"}),
+        "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
         "missed_imports": _counts("imports of calls that no zygote had preloaded, by module"),
         "steps": _field("array", "the last ten minutes", items=_ref("Step")),
     }
@@ -231,7 +232,10 @@ def _stats_schemas() -> dict[str, Schema]:
         "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
         "Span": _object("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
         "Step": _object("An interval of about a second.", step, additionalProperties=gauge),
-        "Stats": _object("The data of the dashboard.", stats),
+        "Stats": {
+            **_object("The data of the dashboard.", stats),
+            "required": [name for name in stats if name != "nodes"],
+        },
     }
 
 

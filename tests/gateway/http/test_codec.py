@@ -42,7 +42,7 @@ def decode(body: bytes, content_type: str) -> Any:
 async def test_large_bodies_are_decoded_one_at_a_time_even_if_a_client_disconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The bodies consist of the bytes 1 and 2. A thread decodes the first one when its request is cancelled."""
+    """The bodies consist of the bytes 1 and 2. A thread decodes the first body when its request is cancelled."""
     started, may_finish = [], threading.Event()
 
     def decode_slowly(body: bytes, max_calls: int) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from sandbox.gateway.calls.dispatcher import Dispatcher, NodeRow
+from sandbox.gateway.calls.executor_handle import ExecutorHandle
 from sandbox.gateway.calls.executor_report import ReadyReport
 from sandbox.gateway.history import History
 from sandbox.gateway.http.routes import STATS
@@ -60,6 +62,38 @@ async def test_the_page_shows_the_numbers_of_the_server(browser: Browser) -> Non
         assert page.faults == []
         hanging.cancel()
         await asyncio.wait([hanging])
+
+
+class _TwoNodes:
+    """A membership with a node that is ready and one that is refused."""
+
+    def __init__(self, executors: list[ExecutorHandle]) -> None:
+        self._executors = executors
+
+    async def run(self, dispatcher: Dispatcher) -> None: ...
+
+    async def started(self) -> None: ...
+
+    def rows(self) -> list[NodeRow]:
+        return [
+            NodeRow("a", "10.0.0.1", "ready", "", "namespaces", tuple(self._executors), 2),
+            NodeRow("<b>", "10.0.0.2", "refused", "has no guest runtime", "landlock", (), 0),
+        ]
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_page_shows_nodes_if_there_are_any(browser: Browser) -> None:
+    async with serving() as served, browser.page(served.url) as page:
+        await page.until(PAGE_IS_SHOWN)
+        assert await page.run("document.getElementById('nodes-part').hidden")
+        served.dispatcher.membership = _TwoNodes(served.dispatcher.executors)
+        await page.until("!document.getElementById('nodes-part').hidden")
+        assert await _table(page, "nodes") == {
+            "● a ready": ["namespaces", "0", "4", "0", "2"],
+            "⊘ <b> refused: has no guest runtime": ["landlock", "0", "0", "–", "0"],
+        }
+        assert page.faults == []
 
 
 @in_a_browser
@@ -200,7 +234,7 @@ async def test_every_text_has_enough_contrast(browser: Browser, dark: bool) -> N
 
 
 def _rows_of(table: str) -> str:
-    """Return a JavaScript expression for the rows of a table: the other cells by the text of the first one."""
+    """Return a JavaScript expression for the rows of a table: the other cells by the text of the first cell."""
     return (
         f"Object.fromEntries([...document.getElementById('{table}').tBodies[0]?.rows ?? []]"
         ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest]))"

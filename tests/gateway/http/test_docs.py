@@ -92,7 +92,7 @@ async def _enter(page: Page, token: str) -> None:
 
 async def _try_execute(page: Page, status: int) -> None:
     """Send the example of /v1/execute until it has a response with `status`. A click is lost while the page renders, so
-    one is sent at each poll."""
+    each poll clicks again."""
     await page.until(f"""(() => {{
         const operation = document.querySelector('.opblock-post');
         const shown = operation.querySelector('.live-responses-table .response .response-col_status');

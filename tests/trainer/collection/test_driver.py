@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,7 @@ async def test_a_failed_try_is_repeated_within_its_budget(tmp_path: Path) -> Non
     status = await collect(tmp_path, runs, max_infrastructure_failures=3, max_environment_failures=1)
     assert len(stored(tmp_path)) == 6
     assert (status.failed, status.failed_tries) == (0, {"infrastructure": 3, "environment": 2})
+    assert json.loads(json.dumps(asdict(status)))["failed_tries"] == status.failed_tries
     assert runs.tries[("p0", 0)] == 5
 
 

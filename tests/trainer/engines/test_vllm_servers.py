@@ -42,13 +42,14 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
-"""Writes its environment to `environment.PORT`, and to `MODEL.PORT`: its process id, its child's, the cores that it was
-given, and the cores on which its child may run. Exits at once if the model's name ends with `broken`."""
+"""Writes its environment to `environment.PORT`, and four fields to `MODEL.PORT`: its process id, the process id of its
+child, the cores that it should use, and the cores on which its child may run. Exits at once if the name of the model
+ends with `broken`."""
 
 
 @pytest.fixture
 def servers(tmp_path, monkeypatch):
-    """Servers whose Python has a fake `vllm` package."""
+    """Settings of servers whose interpreter finds a fake `vllm` package."""
     module = tmp_path / "site/vllm/entrypoints/openai/api_server.py"
     module.parent.mkdir(parents=True)
     module.write_text(FAKE_VLLM)
@@ -69,7 +70,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.asyncio
 async def test_servers_started_by_a_rank_get_no_launcher_variables(servers, tmp_path, monkeypatch):
-    """Variables that the installed torchrun sets, and those of accelerate and other versions of torchrun."""
+    """Check the variables of the installed torchrun, and some of accelerate and of other versions of torchrun."""
     pytest.importorskip("torch")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # torchrun sets it only if it is not set
     (tmp_path / "rank.py").write_text(RANK_SCRIPT)

@@ -127,13 +127,15 @@ async def test_a_server_gets_only_listed_variables(monkeypatch: pytest.MonkeyPat
         (stdio("nonsense", start_timeout_s=5), "mcp_server.py nonsense: "),
         (stdio("endless_line"), "(the server wrote a line of more than 16 MiB)"),
         (problem("mcp", {"command": ["no-such-program"]}), "(no-such-program: cannot be started ("),
-        (problem("mcp", {"command": ["true"]}), "true: MCPError: Connection closed"),
+        (problem("mcp", {"command": ["false"]}), "false: MCPError: Connection closed (exit code 1)"),
         (problem("mcp", {"command": ["cat"], "start_timeout_s": 5}), "cat: "),
         (problem("mcp", {"url": "http://127.0.0.1:1/mcp", "start_timeout_s": 5}), "http://127.0.0.1:1/mcp: "),
     ],
 )
 @pytest.mark.asyncio
-async def test_a_server_that_does_not_start_fails_its_episode(target: Problem, expected_text: str) -> None:
+async def test_a_server_that_does_not_start_fails_its_episode(
+    target: Problem, expected_text: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     before = children()
     start = time.monotonic()
     with pytest.raises(EnvironmentFailure) as raised:
@@ -144,6 +146,8 @@ async def test_a_server_that_does_not_start_fails_its_episode(target: Problem, e
     assert len(str(raised.value)) <= 500
     assert time.monotonic() - start < 30
     assert children() == before
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err, caplog.records) == ("", "", [])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The public scoring rule of GAIA, edge by edge, and against its published form."""
+"""GAIA's scoring rule: edge cases, and equal results to the published code."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def normalize_text(text, remove_punct=True):
 
 
 def published_rule(model_answer, ground_truth):
-    """The rule in the form and order of the leaderboard's scorer."""
+    """Apply the rule as the leaderboard's scorer does, in the same order of steps."""
     if model_answer is None:
         model_answer = "None"
     if is_float(ground_truth):
@@ -129,7 +129,7 @@ TEXTS = st.one_of(
 
 
 @given(st.one_of(st.none(), TEXTS), TEXTS)
-def test_the_rule_equals_the_published_one(answer: str | None, truth: str) -> None:
+def test_the_rule_gives_the_results_of_the_published_code(answer: str | None, truth: str) -> None:
     assert is_exact_match(answer, truth) == published_rule(answer, truth)
 
 

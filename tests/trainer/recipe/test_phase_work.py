@@ -93,8 +93,8 @@ def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
     """A run after SFT, with a sandbox. Torch has one thread, as in child processes, since sums depend on the number."""
     try:
         default_python()
-    except NodeError as reason:
-        pytest.skip(f"needs the guest runtime: {reason}")
+    except NodeError as error:
+        pytest.skip(f"needs the guest runtime: {error}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with LoopThread() as loop_thread:
@@ -129,11 +129,12 @@ def _write_rows(file: Path, rows: Sequence[Any]) -> None:
 
 
 def _in_this_process(last_stage: str) -> RunPhase:
-    """Return a function that runs the training phases up to `last_stage` in this process. It skips all other phases."""
+    """Return a function that runs `prepare`, `sft` and the training of `last_stage` in this process, and skips the
+    other phases."""
 
     def run_phase(phase: Phase, command: Sequence[str], lock: int) -> int:
         run = RecipeRun(load_config(Path(command[command.index(phase.command) + 1]), {}))
-        if phase.command in ("prepare", "sft") or (phase.command == "grpo" and phase.stage <= last_stage != "sft"):
+        if phase.command in ("prepare", "sft") or phase == Phase("grpo", last_stage):
             phase_work.PHASE_FUNCTIONS[phase.command](run, phase)
         return 0
 

@@ -17,7 +17,7 @@ from trainer.collection.local import LocalExecutor
 from trainer.collection.store import EpisodeStore, Key, StoreReader
 from trainer.config import ConfigError
 from trainer.episodes.chat_format import rstar2_format
-from trainer.episodes.episode import Problem
+from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.json_files import RecordError
 from trainer.recipe.collect_work import LIMIT_NAMES
 from trainer.recipe.stored_episodes import ReplayError, export, replay, rescore
@@ -106,6 +106,24 @@ def test_an_export_takes_the_rewards_of_a_rescore(reader: StoreReader, tmp_path:
     (tmp_path / "scores").write_text(json.dumps({"problem": "p0", "sample": 1, "reward": 0.25}) + "\n")
     export(reader, "tokens", tmp_path / "tokens", where="problem = 'p0'", rewards=tmp_path / "scores")
     assert [row["reward"] for row in rows(tmp_path / "tokens")] == [1.0, 0.25]
+
+
+def test_an_export_for_gaia_is_a_submission(reader: StoreReader, tmp_path: Path) -> None:
+    assert export(reader, "gaia", tmp_path / "submission") == NUM_PROBLEMS
+    for index, row in enumerate(rows(tmp_path / "submission")):
+        assert (row["task_id"], row["model_answer"]) == (f"p{index}", str(NUM_TURNS - 1))
+        assert row["reasoning_trace"].count("<tool_call>") == NUM_TURNS - 1
+
+
+def test_another_environment_scores_problems_that_have_options_of_their_own(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    problem = Problem("p", "Count.", "3", environment="qa", options={"level": 1, "texts": {"a": ""}})
+    episode = Episode(problem, 0, stop_reason=StopReason.FINISHED, answer="3", reward=0.0)
+    with EpisodeStore(tmp_path / "store", settings) as store:
+        store.write([episode])
+    with StoreReader(tmp_path / "store") as reader:
+        assert rescore(reader, COUNTING, tmp_path / "scores") == {"0 -> 1": 1}
 
 
 def test_a_wrong_condition_names_the_columns(reader: StoreReader, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for asynchronous work from synchronous code, and not leaving it behind."""
+"""Synchronous code runs jobs in the loop's thread, gets their results and errors, and leaves no job running."""
 
 from __future__ import annotations
 
@@ -14,124 +14,127 @@ import pytest
 from trainer.rollout.loop_thread import LoopThread
 
 
-async def sleep_bounded() -> str:
-    async with asyncio.timeout(60):  # which counts the cancellations of its task
+async def sleep_with_timeout() -> str:
+    """Raises `CancelledError` if an earlier cancellation of the task is still pending, as `asyncio.timeout` does."""
+    async with asyncio.timeout(60):
         await asyncio.sleep(0)
     return "slept"
 
 
 def test_a_job_runs_in_the_loop_thread_and_returns_its_result() -> None:
-    async def where(offset: int, *, times: int) -> int:
-        return threading.get_ident() + offset * times
+    async def thread_and_product(factor: int, *, other_factor: int) -> tuple[int, int]:
+        return threading.get_ident(), factor * other_factor
 
     with LoopThread() as loop_thread:
-        assert loop_thread.run(where, 0, times=2) != threading.get_ident()
-        assert loop_thread.run(where, 3, times=2) - loop_thread.run(where, 0, times=2) == 6
+        thread, product = loop_thread.run(thread_and_product, 3, other_factor=2)
+    assert thread != threading.get_ident()
+    assert product == 6
 
 
 def test_an_error_is_raised_with_its_traceback_and_the_loop_continues() -> None:
     async def fail() -> None:
         raise LookupError("here")
 
-    async def fine() -> int:
+    async def succeed() -> int:
         return 1
 
     with LoopThread() as loop_thread:
         with pytest.raises(LookupError, match="here") as caught:
             loop_thread.run(fail)
         assert caught.traceback[-1].name == "fail"
-        assert loop_thread.run(fine) == 1
+        assert loop_thread.run(succeed) == 1
 
 
 def test_context_managers_are_left_in_their_task_in_reverse_order() -> None:
-    left: list[str] = []
+    exited: list[str] = []
 
     @asynccontextmanager
-    async def room(name: str) -> AsyncIterator[str]:
-        task = asyncio.current_task()  # task groups and time-outs must be left by the task that entered them
+    async def manager(name: str) -> AsyncIterator[str]:
+        task = asyncio.current_task()  # the task that enters a task group or a timeout must also leave it
         try:
             yield name
         finally:
             assert asyncio.current_task() is task
-            left.append(name)
+            exited.append(name)
 
-    def leave_badly() -> None:
+    def enter_and_raise() -> None:
         with LoopThread() as loop_thread:
-            assert loop_thread.enter(room("outer")) == "outer"
-            assert loop_thread.enter(room("inner")) == "inner"
-            raise LookupError("in between")
+            assert loop_thread.enter(manager("outer")) == "outer"
+            assert loop_thread.enter(manager("inner")) == "inner"
+            raise LookupError("in the block")
 
-    with pytest.raises(LookupError, match="in between"):
-        leave_badly()
-    assert left == ["inner", "outer"]
+    with pytest.raises(LookupError, match="in the block"):
+        enter_and_raise()
+    assert exited == ["inner", "outer"]
 
 
 def test_ctrl_c_cancels_the_job_and_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_begun = threading.Event()
+    has_started = threading.Event()
     ended: list[str] = []
 
-    async def work() -> None:
+    async def run_until_cancelled() -> None:
         try:
-            has_begun.set()
+            has_started.set()
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
-            ended.append("work")
+            ended.append("job")
 
-    waits: list[Any] = []
+    num_waits = 0
 
-    def interrupted_once(*args: Any, **more: Any) -> Any:
-        waits.append(args)
-        if len(waits) == 1:
-            has_begun.wait()
+    def interrupt_first_wait(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 1:
+            has_started.wait()
             raise KeyboardInterrupt
-        return wait(*args, **more)
+        return wait(*args, **kwargs)
 
     with LoopThread() as loop_thread:
         with monkeypatch.context() as patch:
-            patch.setattr("trainer.rollout.loop_thread.wait", interrupted_once)
+            patch.setattr("trainer.rollout.loop_thread.wait", interrupt_first_wait)
             with pytest.raises(KeyboardInterrupt):
-                loop_thread.run(work)
-        assert ended == ["work"]
-        assert loop_thread.run(sleep_bounded) == "slept"
+                loop_thread.run(run_until_cancelled)
+        assert ended == ["job"]
+        assert loop_thread.run(sleep_with_timeout) == "slept"
 
 
 def test_a_job_that_still_runs_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_begun = threading.Event()
+    has_started = threading.Event()
     ended: list[str] = []
 
-    async def work() -> None:
+    async def run_until_cancelled() -> None:
         try:
-            has_begun.set()
+            has_started.set()
             await asyncio.Event().wait()
         finally:
-            ended.append("work")
+            ended.append("job")
 
-    def aborted(*args: Any, **more: Any) -> Any:  # also while it waits for the end
-        has_begun.wait()
+    def interrupt_every_wait(*args: Any, **kwargs: Any) -> Any:  # also the one after the job's cancellation
+        has_started.wait()
         raise KeyboardInterrupt
 
     with LoopThread() as loop_thread, monkeypatch.context() as patch:
-        patch.setattr("trainer.rollout.loop_thread.wait", aborted)
+        patch.setattr("trainer.rollout.loop_thread.wait", interrupt_every_wait)
         with pytest.raises(KeyboardInterrupt):
-            loop_thread.run(work)
-    assert ended == ["work"]
+            loop_thread.run(run_until_cancelled)
+    assert ended == ["job"]
 
 
-def test_a_job_for_an_ended_loop_is_an_error_at_once() -> None:
+def test_an_error_of_a_context_manager_is_raised_at_the_end_of_the_block() -> None:
     @asynccontextmanager
-    async def broken() -> AsyncIterator[None]:
+    async def fail_at_exit() -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
             yield
             group.create_task(fail())
 
     async def fail() -> None:
-        raise LookupError("its own")
+        raise LookupError("of the group's task")
 
-    def use() -> None:
+    def enter_and_leave() -> None:
         with LoopThread() as loop_thread:
-            loop_thread.enter(broken())
+            loop_thread.enter(fail_at_exit())
 
     with pytest.raises(ExceptionGroup) as caught:
-        use()
-    assert caught.group_contains(LookupError, match="its own")
+        enter_and_leave()
+    assert caught.group_contains(LookupError, match="of the group's task")

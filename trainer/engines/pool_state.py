@@ -1,4 +1,4 @@
-"""The states of the pool's engines, and the rules by which an engine is marked down."""
+"""The state of an engine pool, and the rules by which an engine is marked down."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Handle(Protocol):
     def notify(self) -> None: ...
 
 
-class EngineHealth:
-    """The pool's state that episode handles use, and the rules for marking engines down. `EnginePool` is its only
-    subclass and describes the arguments."""
+class PoolState:
+    """The part of an engine pool that its episode handles use. `EnginePool` is the only subclass and describes the
+    arguments."""
 
     def __init__(
         self,

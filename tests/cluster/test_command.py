@@ -1,0 +1,74 @@
+"""Tests of `--cluster` without a cluster: wrong settings, wrong addresses, and a machine without Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sandbox import cli
+from sandbox.config import ServeConfig
+from sandbox.errors import ConfigError
+from sandbox.executor.executor import GUEST_ENV
+from tests.cluster.ray_cluster import needs_ray
+
+
+@pytest.mark.parametrize("text", ["ray=", "k8s", "rays", "ray=host", "ray=host:port", "ray=ray://host:1 2"])
+def test_a_malformed_cluster_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected ray or ray=HOST:PORT"):
+        ServeConfig(cluster=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("ray", "auto"), ("ray=auto", "auto"), ("ray=head:6379", "head:6379"), ("ray=[::1]:6379", "[::1]:6379")],
+)
+def test_a_cluster_has_an_address(text: str, address: str) -> None:
+    assert ServeConfig(cluster=text).ray_address == address
+
+
+@needs_ray
+def test_an_address_where_nothing_listens_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    start = time.monotonic()
+    command = [sys.executable, "-m", "sandbox", "serve", "--cluster", f"ray=127.0.0.1:{port}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and time.monotonic() - start < 10
+    expected = f"rstar-sandbox: --cluster ray=127.0.0.1:{port}: no Ray answers there ([Errno 111] Connection refused)\n"
+    assert done.stderr == expected
+
+
+@needs_ray
+def test_an_address_where_another_server_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(64)
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert cli.main(["serve", "--cluster", f"ray=127.0.0.1:{server.getsockname()[1]}"]) == 2
+        thread.join()
+    assert "no Ray answers there, but another server: b'HTTP/1.1 '" in capsys.readouterr().err
+
+
+def test_without_ray_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["serve", "--cluster", "ray"]) == 2
+    expected = "rstar-sandbox: --cluster needs Ray; install it with pip install 'rstar-sandbox[cluster]'\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_the_environment_of_calls_has_no_variable_of_ray() -> None:
+    assert not [name for name in GUEST_ENV if name.startswith("RAY")]
