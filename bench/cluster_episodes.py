@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import os
 import random
-import resource
+import re
 import signal
 import subprocess
 import sys
@@ -330,7 +330,8 @@ def collect_stubs(path: str, num_episodes: int) -> None:
                 await run_collection(store, executor, num_episodes)
 
     asyncio.run(run())
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024)  # type: ignore[index]
 
 
 def tables(result: Result) -> list[Block]:

@@ -15,13 +15,12 @@ from typing import Any
 
 from aiohttp import web
 
-KV_TOKENS = 1 << 24
-METRICS = f"""vllm:num_preemptions_total{{engine="0"}} 0
-vllm:num_requests_waiting{{engine="0"}} 0
-vllm:kv_cache_usage_perc{{engine="0"}} 0
-vllm:prompt_tokens_total{{engine="0"}} 1
-vllm:generation_tokens_total{{engine="0"}} {{tokens}}
-vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{KV_TOKENS // 16}"}} 1
+METRICS = """vllm:num_preemptions_total{engine="0"} 0
+vllm:num_requests_waiting{engine="0"} 0
+vllm:kv_cache_usage_perc{engine="0"} 0
+vllm:prompt_tokens_total{engine="0"} 1
+vllm:generation_tokens_total{engine="0"} TOKENS
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1048576"} 1
 """
 
 
@@ -61,7 +60,7 @@ class ModelEndpoint:
         return web.json_response({"choices": [choice | {"logprobs": {"token_logprobs": [-1.0] * len(ids)}}]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=METRICS.format(tokens=self._tokens))
+        return web.Response(text=METRICS.replace("TOKENS", str(self._tokens)))
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({})
