@@ -56,11 +56,17 @@ class RayDriver:
                 stdout=DEVNULL,
                 pass_fds=(fd,),
                 start_new_session=True,
-                env={**os.environ, **RAY_SETTINGS},
+                env=self._environment(),
             )
         self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
         self._writer.write(wire.pack(["start", dict(self._start)]))
         return self
+
+    def _environment(self) -> dict[str, str]:
+        environ = {**os.environ, **RAY_SETTINGS}
+        if self._start["address"] != "auto":
+            environ.pop("RAY_ADDRESS", None)  # Ray prefers it in some versions
+        return environ
 
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()

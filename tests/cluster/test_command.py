@@ -15,7 +15,7 @@ from sandbox import cli
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.executor.executor import GUEST_ENV
-from tests.cluster.ray_cluster import needs_ray
+from tests.cluster.serving import needs_ray
 
 
 @pytest.mark.parametrize("text", ["ray=", "k8s", "rays", "ray=host", "ray=host:port", "ray=ray://host:1 2"])

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from bench.probes import processes
+from bench.servers.ray_cluster import RayCluster
 from sandbox import wire
 from tests.cluster.processes import running
-from tests.cluster.ray_cluster import RayCluster, Server, needs_ray, serving, until
+from tests.cluster.serving import Server, needs_ray, serving, until
 
 pytestmark = [needs_ray, pytest.mark.slow, pytest.mark.usefixtures("needs_isolation", "guest_python")]
 CALLS = 120
@@ -125,7 +126,7 @@ def test_calls_of_a_killed_node_run_elsewhere_and_a_new_node_gets_calls(server: 
 
 
 def test_a_node_without_a_guest_runtime_is_refused_by_name(server: Server, cluster: RayCluster, tmp_path: Path) -> None:
-    number = cluster.add_node({"RSTAR_RUNTIME": str(tmp_path)})
+    number = cluster.add_node(environ={"RSTAR_RUNTIME": str(tmp_path)})
     server.wait_for_nodes(1, "refused")
     (row,) = server.nodes("refused")
     assert row["reason"] == "has no guest runtime; run `rstar-sandbox runtime` there"
