@@ -158,7 +158,8 @@ class Collection:
         self._submit()
         while self._pending or self._has_problems:
             self._report()
-            next_retry_s = self._retries[0][0] - time.monotonic() if self._retries else math.inf
+            can_retry = bool(self._retries) and self._executor.free_slots > 0
+            next_retry_s = self._retries[0][0] - time.monotonic() if can_retry else math.inf
             events: list[Event] = []
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(STATUS_INTERVAL_S, next_retry_s))):

@@ -42,7 +42,8 @@ SILENCE_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 """Seconds that a worker may take to start: import torch, connect to the engines and the sandbox."""
 MAX_START_FAILURES = 3
-"""Failed starts of workers in a row, on whatever node, that end a collection without a running worker."""
+"""Starts in a row, on whatever node, in which the worker's own code failed. They end a collection without a running
+worker. A worker that was killed while it started does not count."""
 NO_NODE_TIMEOUT_S = 300.0
 """Seconds without any worker after which the collection ends."""
 NAMESPACE = "rstar-train"
@@ -87,7 +88,7 @@ class _Worker:
 
     def __init__(self, node_id: str, node_name: str, actor: Any) -> None:
         self.node_id, self.node_name, self.actor = node_id, node_name, actor
-        self.is_ready = False
+        self.is_ready = self.has_failed_to_start = False
         self.keys: set[Key] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The reason of the loss. It is empty if the executor ends."""
@@ -193,9 +194,7 @@ class RayExecutor:
                 ray.kill(worker.actor)
         if worker.is_ready:
             self.lost_workers += 1
-            self._start_failures = 0
-        else:
-            self._start_failures += 1
+        self._start_failures = self._start_failures + 1 if worker.has_failed_to_start else 0
         logger.warning("worker on node %s lost with %d episodes: %s", node_name, len(worker.keys), reason)
         for key in worker.keys:
             self._events.put(TryFailed(key, FailureKind.INFRASTRUCTURE, f"worker on node {node_name} lost: {reason}"))
@@ -237,7 +236,9 @@ class RayExecutor:
         except TimeoutError:
             reason = f"no answer to {method} in {timeout_s:g} s"
         except Exception as error:  # Ray raises the actor's exceptions and its own
-            reason = _reason(error)
+            cause = getattr(error, "cause", None)
+            worker.has_failed_to_start = not worker.is_ready and cause is not None
+            reason = f"{type(cause or error).__name__}: {str(cause or error).partition(chr(10))[0]}"
         else:
             if not worker.lost.done() and result is not None:
                 self._accept(worker, result)
@@ -302,9 +303,3 @@ def _nodes_with_cpus() -> dict[str, str]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     workers = [node for node in alive if node["Resources"].get("CPU")]
     return {node["NodeID"]: f"{node['NodeManagerHostname']}:{node['NodeManagerPort']}" for node in workers or alive}
-
-
-def _reason(error: Exception) -> str:
-    """Return what the actor's own exception says, or the first line of Ray's."""
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
