@@ -65,15 +65,14 @@ def store_dir(run: RecipeRun) -> Path:
     return Path(run.config.collect.store) if run.config.collect.store else run.dir / "collection"
 
 
-def collect(run: RecipeRun, stage: str = "") -> CollectionStatus:
-    """Collect episodes of a stage's model (default: the model in `[model] path`) into the store.
+def collect(run: RecipeRun, model: Path) -> CollectionStatus:
+    """Collect episodes of `model` into the store, as `[collect]` describes it.
 
     Raises `ConfigError`, `DataError`, `RecordError` or `CollectionError`.
     """
     config = run.config.collect
     run.config.check_model_len("collect", config)
     counted = _count_problems(run.config)
-    model = _model_path(run, stage)
     spec = HostSpec(run.config, model, run.dir.resolve(), counted.has_sandbox)
     with (
         EpisodeStore(store_dir(run), _store_settings(run.config, model)) as store,
@@ -211,7 +210,8 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         yield from iter_problems(source, refuse, seed=config.seed)
 
 
-def _model_path(run: RecipeRun, stage: str) -> Path:
+def model_of(run: RecipeRun, stage: str) -> Path:
+    """Return the model of a stage, or the one in `[model] path` if `stage` is empty."""
     if not stage and run.config.model.path != TINY_MODEL:
         return Path(run.config.model.path)
     return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)
