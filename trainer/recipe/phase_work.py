@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
-from trainer.config import ConfigError, RunConfig, SamplingConfig
+from trainer.config import ConfigError, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import read_conversations, read_problems
@@ -135,14 +135,7 @@ def collect(run: RecipeRun, phase: Phase) -> None:
     used = dict.fromkeys(problem_schedule(problems, stage.problems_per_step, stage.steps, seed))
     file, store = run.stage_dir(phase.stage) / "collected_problems.jsonl", run.collection_dir(stage)
     problem_data.write_problems(used, file)
-    limits = {name: getattr(stage, name) for name in collect_work.LIMIT_NAMES}
-    settings = replace(
-        run.config.collect,
-        data=(str(file),),
-        store=str(store),
-        samples_per_problem=stage.samples_per_problem,
-        **limits,
-    )
+    settings = replace(collect_work.stage_settings(run.config, stage), data=(str(file),), store=str(store))
     model = run.model_path(run.trained_model(phase.stage, before=True).model)
     status = collect_work.collect(RecipeRun(replace(run.config, seed=seed, collect=settings)), model)
     run.write_result(phase, CollectResult(status.stored_before + status.done, status.failed))
@@ -163,7 +156,7 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
         problems = stored_problems(store, min_episodes=stage.kept_per_problem)
     with (
         _training_context(run, phase, stage.steps) as context,
-        _open_rollout(run, context.model, store) if is_first_rank else nullcontext() as rollouts,
+        _open_rollout(run, stage, context.model, store) if is_first_rank else nullcontext() as rollouts,
     ):
         wait_for_ranks(run.config.hardware)  # until the first rank has opened its engines, which may take minutes
         trained = train_stage(
@@ -179,14 +172,17 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
 
 
 @contextmanager
-def _open_rollout(run: RecipeRun, model: Path, store: Path | None) -> Iterator[RolloutRuntime]:
-    """Open engines that sample, or the episodes of a store."""
-    if store is None:
-        with open_rollout(run, model) as rollouts:
-            yield rollouts
-    else:
+def _open_rollout(run: RecipeRun, stage: StageConfig, model: Path, store: Path | None) -> Iterator[RolloutRuntime]:
+    """Open the source of a stage's episodes: a store, the nodes of a cluster, or engines of this process."""
+    if store is not None:
         with LoopThread() as loop_thread, StoreReader(store) as reader:
             yield RolloutRuntime(loop_thread, StoredCollector(reader), NoEngines())
+    elif stage.episodes == "cluster":
+        with collect_work.open_cluster_rollout(run, stage, model) as rollouts:
+            yield rollouts
+    else:
+        with open_rollout(run, model) as rollouts:
+            yield rollouts
 
 
 def filter_problems(run: RecipeRun, phase: Phase) -> None:
