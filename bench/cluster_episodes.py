@@ -48,7 +48,8 @@ STORE_BYTES = 80 << 20
 STUB_EPISODES = (2_000, 100_000)
 """Sizes of the collections without a model that show the memory of the driver."""
 MAX_MEMORY_GROWTH_MB = 30
-START_TIMEOUT_S = 120.0
+FAULT_EPISODES_PER_WORKER = 1
+"""Episodes at once per node in the fault test. With few, the test lasts long enough for many kills."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -265,7 +266,7 @@ class _FaultDriver:
     """The driver of a collection as a process that can be killed and started again."""
 
     def __init__(self, setup: _Setup, address: str, path: Path, num_episodes: int) -> None:
-        parts = (setup.directory, setup.url, setup.per_worker, address, path, num_episodes)
+        parts = (setup.directory, setup.url, FAULT_EPISODES_PER_WORKER, address, path, num_episodes)
         self._command = [sys.executable, "-m", __spec__.name, "--driver", *map(str, parts)]
         self._path = path
 
