@@ -92,9 +92,9 @@ class _Node:
             try:
                 self._report, self._reason, self._answered_at = ray.get(self._answer), "", now
             except ActorDiedError as error:
-                self._report, self._reason, self._failed_at = None, _last_line(error), now
+                self._report, self._reason, self._failed_at = None, _reason(error), now
             except RayError as error:  # Ray restarts the actor
-                self._report, self._reason = None, _last_line(error)
+                self._report, self._reason = None, _reason(error)
             if self._failed_at is None:
                 self._answer = self._actor.report.remote()
         if self._failed_at is not None:
@@ -156,8 +156,10 @@ def _name(info: dict[str, Any]) -> str:
     return name if name and name != address else str(info["NodeManagerHostname"] or address)
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _reason(error: Exception) -> str:
+    """Return the line of Ray's error that has the reason: the last one, without details and a general remark."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
+    lines = [line for line in lines if not line.startswith("The actor never ran")]
     return (lines[-1] if lines else type(error).__name__)[:MAX_REASON_CHARS]
 
 
