@@ -111,7 +111,7 @@ def stage_settings(config: RunConfig, stage: StageConfig) -> CollectConfig:
 
 
 def collection_limits(config: CollectConfig) -> CollectionLimits:
-    """Return the driver's limits. A try that does not hang ends by itself: its turns and its score have a deadline each."""
+    """Return the driver's limits. Turns and score of a try have a deadline each, so a try ends unless it hangs."""
     max_try_s = 2 * config.deadline_s + TRY_GRACE_S
     names = [field.name for field in fields(CollectionLimits) if field.name != "max_try_s"]
     return CollectionLimits(**{name: getattr(config, name) for name in names}, max_try_s=max_try_s)
