@@ -49,7 +49,9 @@ def test_a_store_keeps_unknown_logprobs_and_grpo_refuses_them_by_name(tmp_path: 
         store.write([make_episode(1, None)])
     with StoreReader(tmp_path) as reader:
         assert [episode.logprobs for episode in reader.episodes("NOT has_logprobs")] == [[None, None, 0.0]]
-    with pytest.raises(ConfigError, match=r"1 episodes have .* without log-probabilities, the first is sample 1 of .* p:"):
+    with pytest.raises(
+        ConfigError, match=r"1 episodes have .* without log-probabilities, the first is sample 1 of .* p:"
+    ):
         stored_problems(tmp_path, 1)
 
 
