@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 from unicodedata import normalize
@@ -140,8 +141,10 @@ class OpenAIEngine:
             raise self._error("a token", f"no text and finish_reason {reason!r}")
         # A server does not say which stop string ended the turn, but its log-probabilities may show it.
         candidates = [[*sampled, stop] for stop in sampling.stop_ids] if is_stopped else [sampled]
-        scored = [(candidate, aligned_logprobs(choice, candidate, self._decode)) for candidate in candidates]
-        sampled, logprobs = next((pair for pair in scored if pair[1] is not None), scored[0])
+        sampled, logprobs = candidates[0], None
+        if self._settings.request_logprobs:
+            scored = [(candidate, aligned_logprobs(choice, candidate, self._decode)) for candidate in candidates]
+            sampled, logprobs = next((pair for pair in scored if pair[1] is not None), scored[0])
         limit = sampling.max_tokens  # the server has counted tokens of its own tokenizer
         return Generation(
             tuple(sampled[:limit]),
@@ -186,7 +189,7 @@ class OpenAIEngine:
         if special != read:
             raise self._error(
                 "a context whose text does not spell special tokens (or set engines.prompt_format to ids)",
-                [self._decode([id]) for id in sorted(set(read) - set(special))] or "spelled ones",
+                [self._decode([id]) for id in Counter(read) - Counter(special)],
                 TurnError,
             )
         return text
