@@ -168,7 +168,7 @@ def drive(sock: socket.socket) -> int:
     start = _receive_start(sock)
     try:
         _connect(start["address"])
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+    except Exception as error:  # whatever Ray raises, the operator gets one line
         sock.sendall(wire.pack(["failed", f"--cluster ray={start['address']}: {_summary(error)}"]))
         return 1
     nodes = RayNodes(start)
