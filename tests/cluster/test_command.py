@@ -80,8 +80,8 @@ def test_without_ray_the_error_says_how_to_install_it(
             "[2026-11-25 14:54:45,857 W 19847 19847] a warning\n"
             "[2026-11-25 14:54:58,842 C 20215 20215] raylet_ipc_client.cc:85: Failed at /tmp/ray/s/sockets/raylet\n"
             "*** StackTrace Information ***\n/lib/python3.11.so(_Py) [0x7f92] _Py\n",
-            "raylet_ipc_client.cc:85: Failed at /tmp/ray/s/sockets/raylet; this machine is no node of the cluster: start "
-            "one with `ray start --address=HOST:PORT --num-cpus=0`",
+            "raylet_ipc_client.cc:85: Failed at /tmp/ray/s/sockets/raylet; this machine is no node of the cluster: "
+            "start one with `ray start --address=HOST:PORT --num-cpus=0`",
         ),
     ],
 )
