@@ -1,4 +1,4 @@
-"""Follows the nodes of a cluster for the dispatcher: which there are, which are accepted, where their executors run.
+"""Follows the nodes of a cluster: accepts or refuses each node, and adds and removes its executors.
 
              report accepted                 all executors lost
     starting ----------------> ready <------------------------------> lost
@@ -6,8 +6,8 @@
         +--> refused <-----------+                                     +--> removed: Ray does not list the node
 
 Invariants:
-- An executor is lost by its own connection alone (end, error, silence). The word of Ray removes the executors of a node
-  only if none of them answers, or if the node's agent has been started again.
+- Only its own connection decides that an executor is lost (end, error, silence). A loss that Ray reports removes the
+  executors of a node only if none of them answers. If the node's agent has been started again, they are replaced.
 - A node that comes back has new executors with new numbers.
 - An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. Only while no
   node has been ready yet, an unusable cluster is an error of the start.
