@@ -313,7 +313,7 @@ class _FaultDriver:
         self._path = path
 
     def __enter__(self) -> _FaultDriver:
-        self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         return self
 
     def __exit__(self, *_: object) -> None:
