@@ -234,8 +234,8 @@ class ServeConfig(ExecutorConfig):
         "cluster",
         None,
         "run the calls on the nodes of a Ray cluster. ray or ray=auto: this machine's cluster, which is started if "
-        "there is none; ray=HOST:PORT: the cluster with this head. The settings of executors, such as slots, then apply "
-        "to each node separately",
+        "there is none; ray=HOST:PORT: the cluster with this head. The settings of executors, such as slots, then "
+        "apply to each node separately",
     )
     cluster_min_isolation: str = _text(
         "cluster",
