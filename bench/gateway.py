@@ -32,7 +32,7 @@ MIN_CALLS_PER_S = 8_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the measurement; exit code 1 if the gateway is slower than promised."""
+    """Run the measurement. Return exit code 1 if the gateway is slower than required."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
