@@ -5,7 +5,7 @@
 The calls are the mix of real traffic or, with `--from`, those of a file, which are repeated as often as necessary.
 Among them are calls that leave something behind if the sandbox does not remove it (`bench.workloads.hostile_calls`).
 Between them whole batches are abandoned and zygotes are killed. After every `--every` calls the server comes to rest,
-and its processes, descriptors, mounts, control groups, temporary files and memory are counted. After its end,
+and its processes, descriptors, mounts, control groups, temporary files and memory are counted. After the server's end,
 everything that it created must be gone.
 """
 

@@ -5,8 +5,8 @@
 The calls and the forms of requests are those of `bench.chaos`, but nothing is killed. Meanwhile the server's memory,
 descriptors, processes, zombies, mounts and control groups are sampled. A rise over the last half that exceeds the noise
 is growth (`bench.harness.statistics`). The traffic pauses four times, and the resources at rest are compared as in
-`bench.leaks`. After its end, everything that it created must be gone. The kernel's slab is shown but not judged, since
-it belongs to the whole machine.
+`bench.leaks`. After the server's end, everything that it created must be gone. The kernel's slab is shown but not
+judged, since it belongs to the whole machine.
 """
 
 from __future__ import annotations
