@@ -282,7 +282,9 @@ class StoreReader:
     def __init__(self, path: Path) -> None:
         self._manifest = _read_manifest(path / "manifest.json")
         self.path = path
-        self._index = sqlite3.connect(f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30)
+        self._index = sqlite3.connect(
+            f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30, check_same_thread=False
+        )
 
     def __enter__(self) -> Self:
         return self

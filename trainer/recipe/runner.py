@@ -130,7 +130,7 @@ def _time_left(run: RecipeRun) -> str:
 
 def _work(run: RecipeRun, phase: Phase) -> int:
     """Return a phase's largest possible number of sampled tokens; 1 for a phase that does not sample."""
-    if phase.command == "grpo":
+    if phase.command in ("collect", "grpo"):
         stage = run.config.stage_config(phase.stage)
         return stage.steps * stage.problems_per_step * stage.samples_per_problem * stage.max_response_tokens
     if phase.command == "eval":

@@ -60,7 +60,7 @@ from trainer.training.context import (
 )
 
 if TYPE_CHECKING:
-    from trainer.engines.pool import EnginePool
+    from trainer.engines.engine import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +105,19 @@ class GroupCollector(Protocol):
     ) -> list[list[Episode]]: ...
 
 
+class WeightSync(Protocol):
+    """The part of `trainer.engines.pool.EnginePool` that training uses."""
+
+    async def sync_weights(self, weights: Weights, version: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRuntime:
     """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
 
     loop_thread: LoopThread
     collector: GroupCollector
-    pool: EnginePool
+    pool: WeightSync
 
 
 class TrainingRow(NamedTuple):
