@@ -136,7 +136,7 @@ def collect(run: RecipeRun, phase: Phase) -> None:
     file, store = run.stage_dir(phase.stage) / "collected_problems.jsonl", run.collection_dir(stage)
     problem_data.write_problems(used, file)
     settings = replace(collect_work.stage_settings(run.config, stage), data=(str(file),), store=str(store))
-    model = run.model_path(run.trained_model(phase.stage, before=True).model)
+    model = run.model_path(run.trained_model(phase.stage, of_previous_stage=True).model)
     status = collect_work.collect(RecipeRun(replace(run.config, seed=seed, collect=settings)), model)
     run.write_result(phase, CollectResult(status.stored_before + status.done, status.failed))
 
