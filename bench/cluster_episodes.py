@@ -48,7 +48,9 @@ STORE_BYTES = 80 << 20
 STUB_EPISODES = (2_000, 100_000)
 """Sizes of the collections without a model that show the memory of the driver."""
 MAX_MEMORY_GROWTH_MB = 30
-START_TIMEOUT_S = 120.0
+SAMPLES_PER_PROBLEM = 4
+FAULT_EPISODES_PER_WORKER = 1
+"""Episodes at once per node in the fault test. With few, the test lasts long enough for many kills."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +95,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         setup = _Setup(directory, url, args.per_worker)
         advance = stack.enter_context(command.counted_progress("runs", 3 + len(node_counts)))
         sequential_s, _ = setup.collect("sequential", args.episodes)
+        train_s = _train_s(directory, directory / "sequential-0", args.episodes)
         advance()
         local_s, local_latency = setup.collect("local", args.episodes)
         advance()
@@ -127,6 +130,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "sequential_s": sequential_s,
             "local_s": local_s,
             "ray_s": ray_s,
+            "train_s": train_s,
             "local_episode_s": local_latency,
             "ray_episode_s": ray_latency,
         },
@@ -184,11 +188,50 @@ class _Setup:
 
 
 async def run_collection(store: EpisodeStore, executor: EpisodeExecutor, num_episodes: int) -> CollectionStatus:
-    """Collect one episode of each problem. A kill counts as a failed try, so tries are not limited."""
+    """Collect episodes, `SAMPLES_PER_PROBLEM` of each problem. Tries are not limited, since a kill costs one."""
     options = {"game": "number_guessing", "low": 2, "max_moves": 50}
-    problems = (Problem(f"game-{index}", "Play.", "1", "", "text", options) for index in range(num_episodes))
-    limits = CollectionLimits(1, max_infrastructure_failures=1000)
+    problems = (
+        Problem(f"game-{index}", "Play.", "1", "", "text", options) for index in range(num_problems(num_episodes))
+    )
+    limits = CollectionLimits(SAMPLES_PER_PROBLEM, max_infrastructure_failures=1000)
     return await Collection(store, executor, problems, limits).run()
+
+
+def num_problems(num_episodes: int) -> int:
+    if num_episodes % SAMPLES_PER_PROBLEM:
+        raise command.Misuse(f"expected a multiple of {SAMPLES_PER_PROBLEM} episodes, got {num_episodes}")
+    return num_episodes // SAMPLES_PER_PROBLEM
+
+
+def _train_s(directory: Path, store: Path, num_episodes: int) -> float:
+    """Return the seconds of a training step of the tiny model on the episodes of a store."""
+    from trainer.collection.store import StoreReader
+    from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
+    from trainer.config import StageConfig
+    from trainer.rollout.loop_thread import LoopThread
+    from trainer.runs.run_folder import RunFolder
+    from trainer.training.context import TrainingContext
+    from trainer.training.grpo import RolloutRuntime, train_stage
+
+    stage = StageConfig(
+        name="step",
+        steps=1,
+        problems_per_step=num_problems(num_episodes),
+        samples_per_problem=SAMPLES_PER_PROBLEM,
+        kept_per_problem=SAMPLES_PER_PROBLEM,
+        roc_mode="off",
+        micro_batch_size=SAMPLES_PER_PROBLEM,
+    )
+    run_folder = RunFolder(directory / "train")
+    with LoopThread() as loop_thread, StoreReader(store) as reader:
+        train_stage(
+            stage,
+            TrainingContext(directory / "model", run_folder.path / "stages/step", run_folder, seed=0),
+            problems=stored_problems(store, SAMPLES_PER_PROBLEM),
+            rollouts=RolloutRuntime(loop_thread, StoredCollector(reader), NoEngines()),
+        )
+    (row,) = run_folder.read_metrics()
+    return round(float(row["step_s"]), 3)
 
 
 @contextmanager
@@ -250,7 +293,7 @@ def _faults(setup: _Setup, cluster: Any, args: argparse.Namespace) -> dict[str, 
         if driver.process.returncode:
             raise command.BenchFailed(f"the driver ended with exit code {driver.process.returncode}")
     with StoreReader(path) as reader:
-        stored = Counter(problem for (problem,) in reader.query("problem"))
+        stored = Counter(reader.query("problem, sample"))
         rows = sum(len(shard.read_bytes().splitlines()) for shard in (path / "episodes").glob("*.jsonl"))
     return {
         "episodes": args.fault_episodes,
@@ -265,7 +308,7 @@ class _FaultDriver:
     """The driver of a collection as a process that can be killed and started again."""
 
     def __init__(self, setup: _Setup, address: str, path: Path, num_episodes: int) -> None:
-        parts = (setup.directory, setup.url, setup.per_worker, address, path, num_episodes)
+        parts = (setup.directory, setup.url, FAULT_EPISODES_PER_WORKER, address, path, num_episodes)
         self._command = [sys.executable, "-m", __spec__.name, "--driver", *map(str, parts)]
         self._path = path
 
@@ -346,13 +389,17 @@ def tables(result: Result) -> list[Block]:
             for count, seconds in episodes["ray_s"].items()
         },
     }
-    rows = [(name, f"{seconds:.2f}", f"{sequential_s / seconds:.1f}") for name, seconds in times.items()]
+    train_s = episodes["train_s"]
+    rows = [
+        (name, f"{seconds:.2f}", f"{train_s:.2f}", f"{seconds + train_s:.2f}", f"{sequential_s / seconds:.1f}")
+        for name, seconds in times.items()
+    ]
     title = (
         f"{episodes['count']} episodes of {episodes['turns']} turns, an endpoint that takes "
         f"{episodes['latency_s']:g} s per turn, all nodes on one machine"
     )
     return [
-        Table(("executor", "seconds", "times faster"), rows, title),
+        Table(("executor", "rollout s", "train s", "cycle s", "rollout, times faster"), rows, title),
         f"{faults['episodes']} episodes while a worker, a node or the driver was killed {faults['kills']} times: "
         f"{faults['stored']} stored, {faults['doubled']} stored twice.",
         "Memory of the driver: "

@@ -1,6 +1,7 @@
 """Lost, doubled and mixed-up calls while nodes are killed and one is cut off.
 
-- A kill ends all processes of a node with SIGKILL. A new node takes its place.
+- A kill ends all processes of a node with SIGKILL. A new node takes its place as soon as Ray has started it. The last
+  node is not killed.
 - A cut takes a node's network down for `cut_s`, if this process may create network namespaces. Otherwise it stops all
   processes of the node with SIGSTOP, which then continue with what they still have to send. In both cases the node is
   silent, and its connections stay open.
@@ -48,17 +49,25 @@ class _Faults:
     nodes: list[int]
     kills: int = 0
     cuts: int = 0
+    replacements: list[asyncio.Task[None]] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The holder of the cluster does one thing at a time."""
 
-    async def kill_nodes(self, every_s: float) -> None:
+    async def kill_nodes(self, every_s: float, tasks: asyncio.TaskGroup) -> None:
+        due = time.monotonic()
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / every_s))
-            async with self.lock:
+            due += self.rng.expovariate(1 / every_s)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if len(self.nodes) > 1:
                 number = self.nodes.pop(self.rng.randrange(len(self.nodes)))
-                await asyncio.to_thread(self.cluster.kill_node, number)
+                _signal(self.cluster.processes(number), signal.SIGKILL)
                 self.kills += 1
-                self.nodes.append(await asyncio.to_thread(self.cluster.add_node))
+                self.replacements.append(tasks.create_task(self._replace(number)))
+
+    async def _replace(self, number: int) -> None:
+        async with self.lock:
+            await asyncio.to_thread(self.cluster.kill_node, number)
+            self.nodes.append(await asyncio.to_thread(self.cluster.add_node))
 
     async def cut_one(self, seconds: float) -> None:
         await asyncio.sleep(FIRST_CUT_S)
@@ -137,9 +146,12 @@ def measure(
 async def _attack(load: CheckedLoad, faults: _Faults, kill_every_s: float, cut_s: float) -> None:
     with contextlib.suppress(TimeoutError):  # the unanswered calls count as lost
         async with asyncio.timeout(MAX_S), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(faults.kill_nodes(kill_every_s)), group.create_task(faults.cut_one(cut_s))]
+            tasks = [
+                group.create_task(faults.kill_nodes(kill_every_s, group)),
+                group.create_task(faults.cut_one(cut_s)),
+            ]
             await load.run(IN_FLIGHT)
-            for task in tasks:
+            for task in (*tasks, *faults.replacements):
                 task.cancel()
 
 

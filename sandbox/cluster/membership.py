@@ -1,4 +1,4 @@
-"""Follows the nodes of a cluster for the dispatcher: which there are, which are accepted, where their executors run.
+"""Follows the nodes of a cluster: accepts or refuses each node, and adds and removes its executors.
 
              report accepted                 all executors lost
     starting ----------------> ready <------------------------------> lost
@@ -6,9 +6,9 @@
         +--> refused <-----------+                                     +--> removed: Ray does not list the node
 
 Invariants:
-- An executor counts as lost if its own connection ends, fails or is silent, and for no other reason. Ray's list of
-  nodes removes the executors of a node only if none of them answers, or if the node's agent (the process that starts
-  them, `node_agent.py`) has been started again.
+- Only its own connection decides that an executor is lost (end, error, silence). A loss that Ray reports removes the
+  executors of a node only if none of them answers. If the node's agent (`node_agent.py`) has been started
+  again, they are replaced.
 - A node that comes back has new executors with new numbers.
 - An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. The start of
   the server fails if the cluster is unusable before any node has been ready.

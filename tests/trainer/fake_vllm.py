@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from trainer.engines.engine import EngineCapacity, EngineError, Generation, SamplingParams
+from trainer.engines.engine import LIVENESS_IDS, EngineCapacity, EngineError, Generation, SamplingParams
 from trainer.scheduling.scheduler import EngineStats
 
 
@@ -91,6 +91,9 @@ class MarkovEngine:
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         await self.before_scrape()
         return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
+
+    async def check_alive(self) -> None:
+        await self.logprobs(LIVENESS_IDS)
 
     async def load_weights(self, weights: Any, version: int) -> None:
         """Take the new salt from the file in a directory, or from `weights["salt"]`."""

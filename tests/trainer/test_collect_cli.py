@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_an_address_without_ray_is_named(tmp_path: Path, capsys: pytest.CaptureF
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         path = config(tmp_path, [game], executor="ray", ray_address=address)
         assert f"Ray at {address}: nothing answers" in misuse(capsys, "collect", path)
+
+
+def test_a_missing_ray_is_reported_with_the_command_that_installs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    game = {**NUMBER_GAME, "options": {"game": "number_guessing"}}
+    assert "pip install 'rstar-sandbox[cluster]'" in misuse(capsys, "collect", config(tmp_path, [game], executor="ray"))
 
 
 def test_a_directory_without_a_store_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

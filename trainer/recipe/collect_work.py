@@ -48,6 +48,8 @@ from trainer.training.context import model_errors_as_config_errors
 from trainer.training.grpo import RolloutRuntime
 
 STATUS_FILE = "status.json"
+TRY_GRACE_S = 60.0
+"""Seconds that a try may take in addition to its deadlines, for example to close its environment."""
 LIMIT_NAMES = tuple(field.name for field in fields(SamplingConfig))
 
 
@@ -109,8 +111,10 @@ def stage_settings(config: RunConfig, stage: StageConfig) -> CollectConfig:
 
 
 def collection_limits(config: CollectConfig) -> CollectionLimits:
-    names = [field.name for field in fields(CollectionLimits)]
-    return CollectionLimits(**{name: getattr(config, name) for name in names})
+    """Return the driver's limits. Turns and score of a try have a deadline each, so a try ends unless it hangs."""
+    max_try_s = 2 * config.deadline_s + TRY_GRACE_S
+    names = [field.name for field in fields(CollectionLimits) if field.name != "max_try_s"]
+    return CollectionLimits(**{name: getattr(config, name) for name in names}, max_try_s=max_try_s)
 
 
 async def _collect(
