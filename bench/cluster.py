@@ -23,7 +23,7 @@ PARTS = ("calls", "faults")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts; exit code 1 if one does not reach what the project promises."""
+    """Run the parts. Return exit code 1 if a requirement is not met."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
