@@ -28,7 +28,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--parts", "nodes"), ("--kill-node-every", "0"), ("--call-nodes", "0")])
+@pytest.mark.parametrize(("flag", "value"), [("--parts", "nodes"), ("--kill-every", "0"), ("--nodes", "0")])
 def test_wrong_arguments_are_refused(flag: str, value: str, refused_arguments: RefusedArguments) -> None:
     assert flag in refused_arguments(cluster.main, flag, value)
 

@@ -21,7 +21,7 @@ from tests.cluster.serving import needs_ray
 
 @pytest.mark.parametrize("text", ["ray=", "k8s", "rays", "ray=host", "ray=host:port", "ray=ray://host:1 2"])
 def test_a_malformed_cluster_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected ray or ray=HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"expected ray, ray=auto or ray=HOST:PORT"):
         ServeConfig(cluster=text)
 
 
