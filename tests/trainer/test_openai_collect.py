@@ -1,4 +1,4 @@
-"""The commands that use an OpenAI-compatible server as their policy, and those that refuse it."""
+"""The commands that sample from an OpenAI-compatible server, and the settings that they refuse."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from aiohttp import web
 
 from tests.trainer.collection.hosts import NUM_TURNS, count_to_answer
 from tests.trainer.fake_openai import API_KEY, FakeOpenAI
-from tests.trainer.fakes import qwen_tokenizer, scripted_logprob
+from tests.trainer.fakes import END, answer_text, qwen_tokenizer, scripted_logprob
 from trainer.cli import main
 from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import stored_problems
 from trainer.config import ConfigError
 from trainer.config_loading import load_config
 from trainer.episodes.chat_format import rstar2_format
+from trainer.recipe.phases import Phase, RecipeRun
+from trainer.recipe.preflight import missing
 from trainer.rollout.loop_thread import LoopThread
 
 COUNTING = "tests.trainer.collection.hosts:CountingEnvironment"
@@ -114,6 +116,32 @@ def test_a_server_that_is_overloaded_at_times_costs_no_episode(config: str, serv
     server.change_answer = fail_at_times
     assert main(["collect", config, "--json"]) == 0
     assert len(server.bodies) > NUM_PROBLEMS * NUM_SAMPLES * NUM_TURNS
+
+
+@pytest.mark.timeout(300)
+def test_eval_and_rollout_sample_from_the_server(
+    tmp_path: Path, config: str, server: FakeOpenAI, guest_python: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = lambda prompt, sampling: answer_text("42") + END
+    small = ["--set", "data.train=generated:4", "--set", "eval.data=generated:4"]
+    assert main(["eval", config, *small, "--model", str(tmp_path / "model"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])["all"]
+    assert (report["episodes"], report["unavailable"], report["stop_reasons"]) == (4, 0, {"finished": 4})
+    other = [*small, "--set", "engines.model_name=other"]
+    assert "engines.model_name" in fails(capsys, 2, "eval", config, *other, "--model", str(tmp_path / "model"))
+
+    assert main(["prepare", config, *small]) == 0
+    assert main(["rollout", config, *small, "--stage", "initial", "--out", str(tmp_path / "rollout")]) == 0
+    assert len(rows_of(tmp_path / "rollout" / "outcomes.jsonl")) == 16
+
+
+def test_preflight_names_a_server_that_does_not_answer(
+    config: str, guest_python: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["preflight", config]) == 0
+    run = RecipeRun(load_config(Path(config), {}, ["engines.endpoints=http://127.0.0.1:9"]))
+    (line,) = missing(run, [Phase("rollout")])
+    assert "expected an answer of /v1/completions, got ClientConnectorError" in line
 
 
 def fails(capsys: pytest.CaptureFixture[str], exit_code: int, *arguments: str) -> str:
