@@ -32,7 +32,8 @@ class _Logprobs(BaseModel, strict=True):
 
 
 class Choice(BaseModel, strict=True):
-    text: str
+    text: str | None
+    """Some servers send null if the content filter has removed the text."""
     finish_reason: str
     logprobs: Any = None
     """Checked by `_Logprobs` when they are used: unusable ones are unknown ones."""

@@ -8,7 +8,7 @@ Invariants:
 - A context whose text would be read as other special tokens than its ids have is not sent: text that merely spells a
   special token, such as a tool response, must not become one.
 - A server that refuses requests for some time gets none in that time. Its other requests go on.
-- The API key is sent in a header. No error message contains it.
+- The API key is sent in a header, and removed from answers that repeat it. So nothing that is logged or stored has it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ CONNECT_TIMEOUT_S = 30.0
 CHECK_TIMEOUT_S = 60.0
 CHECK_TEXT = "1 + 1 ="
 MAX_ANSWER_BYTES = 64 << 20
+MAX_SHOWN_CHARS = 500
+"""Characters of an answer in an error message."""
 MAX_REFUSALS = 6
 """A request that was refused this often for some time fails."""
 MAX_PAUSE_S = 60.0
@@ -129,6 +131,8 @@ class OpenAIEngine:
         text, reason = choice.text, choice.finish_reason
         if reason == CONTENT_FILTER:
             raise self._error("a turn", "a turn that the server's content filter has removed", TurnError)
+        if text is None:
+            raise self._error("text", f"null, and finish_reason {reason!r}")
         stops = self._stop_strings(sampling)
         ending = next((stop for stop in stops if text.endswith(stop)), "")  # some servers return the stop string
         text, is_stopped = text.removesuffix(ending), reason == "stop" or bool(ending)
@@ -212,7 +216,7 @@ class OpenAIEngine:
         if status in (400, 413, 422):
             if CONTENT_FILTER in text:
                 raise self._error("a turn", f"status {status}: {text}", TurnError)
-            raise ValueError(f"engine {self.name} rejected the request: {self._redacted(text)}")
+            raise ValueError(f"engine {self.name} rejected the request: {text[:MAX_SHOWN_CHARS]}")
         raise self._error(f"status 200 of {COMPLETIONS}", f"{status}: {text}")
 
     async def _wait_while_refused(self, max_extra_s: float) -> None:
@@ -229,7 +233,7 @@ class OpenAIEngine:
             headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        content = bytearray()
+        content, key = bytearray(), self._api_key.encode()
         try:
             async with self._session.post(
                 self.url + COMPLETIONS, json=body, timeout=timeout, allow_redirects=False
@@ -238,7 +242,8 @@ class OpenAIEngine:
                     content += part
                     if len(content) > MAX_ANSWER_BYTES:
                         raise self._error(f"an answer of at most {MAX_ANSWER_BYTES} bytes", "a longer one")
-                return response.status, retry_after_s(response.headers.get("Retry-After", "")), bytes(content)
+                pause_s = retry_after_s(response.headers.get("Retry-After", ""))
+                return response.status, pause_s, bytes(content.replace(key, b"***") if key else content)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._error(f"an answer of {COMPLETIONS}", f"{type(error).__name__}: {error}") from error
 
@@ -251,7 +256,4 @@ class OpenAIEngine:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _error(self, expected: str, got: object, kind: type[EngineError] = EngineError) -> EngineError:
-        return kind(f"engine {self.name}: expected {expected}, got {self._redacted(str(got))}")
-
-    def _redacted(self, text: str) -> str:
-        return (text.replace(self._api_key, "***") if self._api_key else text)[:500]
+        return kind(f"engine {self.name}: expected {expected}, got {str(got)[:MAX_SHOWN_CHARS]}")

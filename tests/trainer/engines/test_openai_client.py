@@ -172,7 +172,8 @@ async def test_a_turn_that_a_content_filter_removed_is_an_error_of_the_turn():
     def reject(answer):
         raise web.HTTPBadRequest(text='{"error": {"code": "content_filter"}}')
 
-    for server in (answers(finish_reason="content_filter"), FakeOpenAI(lambda *_: TEXT, reject)):
+    removed = answers(finish_reason="content_filter"), answers(text=None, finish_reason="content_filter")
+    for server in (*removed, FakeOpenAI(lambda *_: TEXT, reject)):
         async with client_of(server) as engine:
             with pytest.raises(TurnError, match="expected a turn"):
                 await engine.generate(PROMPT, SAMPLING)
@@ -378,7 +379,7 @@ async def test_retry_after_is_seconds_or_a_date(value, seconds):
     assert retry_after_s(value) == seconds
 
 
-async def test_the_key_is_sent_and_no_error_contains_it():
+async def test_the_key_is_sent_and_removed_from_answers_that_repeat_it():
     server = FakeOpenAI(lambda *_: TEXT + END, api_key=API_KEY)
     async with client_of(server, api_key=API_KEY) as engine:
         await engine.generate(PROMPT, SAMPLING)
@@ -389,7 +390,9 @@ async def test_the_key_is_sent_and_no_error_contains_it():
     async with client_of(echo, api_key=API_KEY) as engine:
         with pytest.raises(EngineError) as caught:
             await engine.generate(PROMPT, SAMPLING)
-    assert API_KEY[:6] not in str(caught.value)
+    assert not {API_KEY[:6], API_KEY[-6:]} & {str(caught.value)[i : i + 6] for i in range(len(str(caught.value)))}
+    async with client_of(answers(text=f"The key is {API_KEY}."), api_key=API_KEY) as engine:
+        assert TOKENIZER.decode((await engine.generate(PROMPT, SAMPLING)).ids) == "The key is ***.<|im_end|>"
 
 
 async def test_a_server_that_hangs_is_an_engine_error_of_the_check(monkeypatch):
