@@ -13,6 +13,9 @@ pytest.importorskip("transformers")
 
 from aiohttp import web
 
+from sandbox.errors import ConfigError as SandboxConfigError
+from sandbox.local import local_service
+from sandbox.runtime import default_python
 from tests.trainer.collection.hosts import NUM_TURNS, count_to_answer
 from tests.trainer.fake_openai import API_KEY, FakeOpenAI
 from tests.trainer.fakes import END, answer_text, qwen_tokenizer, scripted_logprob
@@ -62,6 +65,17 @@ def config(tmp_path: Path, url: str) -> str:
     }
     (tmp_path / "config.json").write_text(json.dumps(content))
     return str(tmp_path / "config.json")
+
+
+@pytest.fixture(scope="module")
+def sandbox_url() -> Iterator[str]:
+    """A sandbox that the tests share, since each start takes seconds."""
+    try:
+        default_python()
+    except SandboxConfigError as error:
+        pytest.skip(f"needs the guest runtime: {error}")
+    with LoopThread() as loop_thread:
+        yield loop_thread.enter(local_service())
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -118,12 +132,13 @@ def test_a_server_that_is_overloaded_at_times_costs_no_episode(config: str, serv
     assert len(server.bodies) > NUM_PROBLEMS * NUM_SAMPLES * NUM_TURNS
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_eval_and_rollout_sample_from_the_server(
-    tmp_path: Path, config: str, server: FakeOpenAI, guest_python: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, config: str, server: FakeOpenAI, sandbox_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.script = lambda prompt, sampling: answer_text("42") + END
-    small = ["--set", "data.train=generated:4", "--set", "eval.data=generated:4"]
+    sets = (f"sandbox.endpoints={sandbox_url}", "data.train=generated:4", "eval.data=generated:4")
+    small = [argument for setting in sets for argument in ("--set", setting)]
     assert main(["eval", config, *small, "--model", str(tmp_path / "model"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])["all"]
     assert (report["episodes"], report["unavailable"], report["stop_reasons"]) == (4, 0, {"finished": 4})
@@ -135,11 +150,11 @@ def test_eval_and_rollout_sample_from_the_server(
     assert len(rows_of(tmp_path / "rollout" / "outcomes.jsonl")) == 16
 
 
-def test_preflight_names_a_server_that_does_not_answer(
-    config: str, guest_python: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["preflight", config]) == 0
-    run = RecipeRun(load_config(Path(config), {}, ["engines.endpoints=http://127.0.0.1:9"]))
+@pytest.mark.slow
+def test_preflight_names_a_server_that_does_not_answer(config: str, sandbox_url: str) -> None:
+    sandbox = f"sandbox.endpoints={sandbox_url}"
+    assert main(["preflight", config, "--set", sandbox]) == 0
+    run = RecipeRun(load_config(Path(config), {}, [sandbox, "engines.endpoints=http://127.0.0.1:9"]))
     (line,) = missing(run, [Phase("rollout")])
     assert "expected an answer of /v1/completions, got ClientConnectorError" in line
 
