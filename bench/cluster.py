@@ -1,7 +1,8 @@
-"""How fast and how safe are calls on the nodes of a Ray cluster?
+"""How fast and how safe are calls and episodes on the nodes of a Ray cluster?
 
-    python -m bench.cluster [--parts calls,faults] [--calls 30000] [--kill-every 10] [--cut 20] [--json]
+    python -m bench.cluster [--parts episodes,calls,faults] [--calls 30000] [--kill-every 10] [--cut 20] [--json]
 
+- `episodes`: seconds to collect episodes one at a time, in one process, and on 1 to 8 nodes; and with kills;
 - `calls`: calls/s and latency on one node, beside the same executors as processes of the gateway;
 - `faults`: calls over several nodes while nodes are killed and one is cut off.
 
@@ -15,15 +16,15 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cluster_parts import calls, faults
+from bench.cluster_parts import calls, episodes, faults
 from bench.harness import arguments, command
 from bench.harness.tables import Block, Result
 
-PARTS = ("calls", "faults")
+PARTS = ("episodes", "calls", "faults")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts; exit code 1 if one does not reach what the project promises."""
+    """Run the parts. Return exit code 1 if a requirement is not met."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
@@ -37,11 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=count, default=4, help="nodes under faults (default: 4)")
     parser.add_argument("--kill-every", type=seconds, default=10.0, metavar="S", help="mean seconds between two kills")
     parser.add_argument("--cut", type=seconds, default=20.0, metavar="S", help="seconds for which a node is cut off")
+    episodes.add_options(parser)
     return parser
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"requirements": []}
+    if "episodes" in args.parts:
+        result = episodes.measure(args)
     if "calls" in args.parts:
         total = calls.num_calls(args.calls_per_round, args.rounds)
         with command.counted_progress("calls", total) as advance:
@@ -58,6 +62,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def tables(result: Result) -> list[Block]:
     """One table or sentence for each part."""
     blocks: list[Block] = []
+    if "episodes" in result:
+        blocks += episodes.tables(result)
     if "calls" in result:
         blocks.append(calls.table(result["calls"]))
     if "faults" in result:

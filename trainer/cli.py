@@ -421,7 +421,7 @@ def _require(args: argparse.Namespace, run: RecipeRun, phase: Phase) -> None:
     if args.no_preflight or os.environ.get("RANK", "0") != "0":
         return
     if phase.command != "prepare" and phase.stage:
-        run.trained_model(phase.stage, before=phase.command in ("sft", "filter", "collect", "grpo"))
+        run.trained_model(phase.stage, of_previous_stage=phase.command in ("sft", "filter", "collect", "grpo"))
     from trainer.recipe.preflight import require
 
     require(run, [phase])

@@ -1,7 +1,7 @@
 """Throughput and latency of `serve --cluster ray` with one node, beside the same executors as processes of the gateway.
 
 Both servers have the same settings and all cores of the machine. They run one after the other, so the local one has no
-Ray beside it: what Ray's own processes cost counts against the cluster.
+Ray beside it: the cost of Ray's own processes counts against the cluster.
 """
 
 from __future__ import annotations

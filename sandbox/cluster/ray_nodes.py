@@ -5,7 +5,8 @@ Invariants:
   loses nothing, since its limits are in virtual time.
 - Actors belong to the driver: they die with it, and Ray restarts them as often as they die before. They are named in a
   namespace of the driver's own.
-- All that an actor needs is made in its constructor, which is all that Ray runs again.
+- An actor makes everything in its constructor, since a restart by Ray runs nothing else. It ends its process if its
+  agent has failed, so that Ray restarts it.
 - The driver never waits for an actor or a node, so one of them cannot delay the list of the others.
 """
 
@@ -54,6 +55,8 @@ class NodeActor:
         self._report = {**report, "host": host, "port": port}
 
     def report(self) -> dict[str, object]:
+        if not self._agent.is_alive:
+            os._exit(1)
         return self._report
 
 
@@ -168,7 +171,7 @@ def drive(sock: socket.socket) -> int:
     start = _receive_start(sock)
     try:
         _connect(start["address"])
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+    except Exception as error:  # whatever Ray raises, the operator gets one line
         sock.sendall(wire.pack(["failed", f"--cluster ray={start['address']}: {_summary(error)}"]))
         return 1
     nodes = RayNodes(start)

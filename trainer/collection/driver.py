@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 30.0
 """Seconds until a failed episode is tried again. The delay doubles with each failure of the episode."""
 MIN_UNAVAILABLE = 10
-"""Episodes that infrastructure failures may cost before `max_unavailable_share` applies."""
+"""Number of unavailable episodes, which have failed because of the infrastructure, up to which `max_unavailable_share`
+does not apply."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two writes of status.json."""
 
@@ -88,6 +89,7 @@ class CollectionStatus:
     def queued(self) -> int | None:
         if self.total is None:
             return None
+        # A failed episode and the refill that replaces it count as one of `total`.
         open_or_done = self.stored_before + self.done + self.failed - self.refills + self.running + self.retrying
         return max(0, self.total - open_or_done)
 
@@ -119,7 +121,7 @@ class _Pending:
 
     group: _Group
     episode: Episode
-    """The episode up to its last turn on disk or in the events at hand."""
+    """The episode up to its last reported turn. `_handle` writes that turn before it acts on the events."""
     failures: Counter[FailureKind]
     num_tries: int = 0
     submitted_at: float = math.inf
@@ -226,7 +228,7 @@ class Collection:
         self.status.stored_before += num_stored
         for _ in range(limits.samples_per_problem - num_stored):
             self._open_sample(group)
-        self._close_group(group)
+        self._close_group(group)  # nothing is open if all episodes are stored or given up
 
     def _is_given_up(self, key: Key) -> bool:
         return self._store.failures[key, FailureKind.ENVIRONMENT] > self._limits.max_environment_failures
@@ -245,6 +247,7 @@ class Collection:
         return sample
 
     def _close_group(self, group: _Group) -> None:
+        """Count and report the group if none of its episodes is open."""
         if not group.num_open:
             self.status.groups += 1
             self.status.incomplete_groups += bool(group.num_missing)
@@ -261,7 +264,7 @@ class Collection:
             pending = self._pending[event.by.key]
             match event:
                 case Progress(_, gained):
-                    is_restart = gained.start_token == 0
+                    is_restart = gained.start_token == 0  # also true for the first turn, which nothing precedes
                     pending.episode = gained.tail if is_restart else pending.episode.with_tail(gained.tail)
                     growth.append(gained)
                 case Finished(_, reward):

@@ -44,9 +44,12 @@ START_TIMEOUT_S = 300.0
 MAX_START_FAILURES = 3
 """Starts in a row, on whatever node, in which the worker's own code failed. They end a collection without a running
 worker. A worker that was killed while it started does not count."""
+MAX_RESTART_DELAY_S = 30.0
+"""Longest wait before a node gets another worker. The wait doubles with each worker that was lost while it started."""
 NO_NODE_TIMEOUT_S = 300.0
 """Seconds without any worker after which the collection ends."""
 NAMESPACE = "rstar-train"
+MAX_REASON_CHARS = 300
 
 OpenHost = Callable[[], AbstractAsyncContextManager[RunEpisode]]
 """Opens what a worker process needs. It is sent to the nodes, so it has to be importable there."""
@@ -106,6 +109,8 @@ class RayExecutor:
         self._workers: dict[str, _Worker] = {}
         """By node id."""
         self._start_failures = 0
+        self._losses_in_a_row: dict[str, int] = {}
+        """By node id, how many workers in a row were lost before they were ready."""
         self._events = EventQueue()
         self._tasks = asyncio.TaskGroup()
         self._watcher: asyncio.Task[None] | None = None
@@ -202,7 +207,8 @@ class RayExecutor:
             self._events.fail(
                 CollectionError(f"no worker could be started; the last failure, on {node_name}: {reason}")
             )
-        await asyncio.sleep(NODE_POLL_S * self._start_failures)
+        self._losses_in_a_row[node_id] = 0 if worker.is_ready else self._losses_in_a_row.get(node_id, 0) + 1
+        await asyncio.sleep(min(MAX_RESTART_DELAY_S, NODE_POLL_S * (2 ** self._losses_in_a_row[node_id] - 1)))
         del self._workers[node_id]
 
     def _create_actor(self, node_id: str) -> Any:
@@ -238,7 +244,7 @@ class RayExecutor:
         except Exception as error:  # Ray raises the actor's exceptions and its own
             cause = getattr(error, "cause", None)
             worker.has_failed_to_start = not worker.is_ready and cause is not None
-            reason = f"{type(cause or error).__name__}: {str(cause or error).partition(chr(10))[0]}"
+            reason = _reason(cause or error)
         else:
             if not worker.lost.done() and result is not None:
                 self._accept(worker, result)
@@ -303,3 +309,11 @@ def _nodes_with_cpus() -> dict[str, str]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     workers = [node for node in alive if node["Resources"].get("CPU")]
     return {node["NodeID"]: f"{node['NodeManagerHostname']}:{node['NodeManagerPort']}" for node in workers or alive}
+
+
+def _reason(error: Exception) -> str:
+    """Return the error in one line. In Ray's own errors the last line that is not indented has the cause."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
+    is_ray = type(error).__module__.startswith("ray.")
+    text = (lines[-1] if is_ray else lines[0]) if lines else ""
+    return f"{type(error).__name__}: {text}"[:MAX_REASON_CHARS]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.collection.store import StoreReader
-from trainer.episodes.episode import Episode, Problem
+from trainer.config import ConfigError
+from trainer.episodes.episode import WITHOUT_LOGPROBS_ADVICE, Episode, Problem
 
 
 class StoredCollector:
@@ -44,9 +45,19 @@ class NoEngines:
 
 
 def stored_problems(path: Path, min_episodes: int) -> list[Problem]:
-    """Return the problems that have at least so many episodes in the store at `path`, ordered by id."""
+    """Return the problems that have at least so many episodes in the store at `path`, ordered by id.
+
+    Raises `ConfigError` if an episode has no log-probabilities, since GRPO cannot train on it.
+    """
     first_samples = "SELECT problem, min(sample) FROM episodes GROUP BY problem HAVING count(*) >= ?"
     with StoreReader(path) as reader:
+        without = list(reader.query("problem, sample", "NOT has_logprobs"))
+        if without:
+            problem, sample = without[0]
+            raise ConfigError(
+                f"{path}: {len(without)} episodes have tokens without log-probabilities, the first is sample {sample} "
+                f"of problem {problem}: {WITHOUT_LOGPROBS_ADVICE}"
+            )
         return [
             episode.problem for episode in reader.episodes(f"(problem, sample) IN ({first_samples})", (min_episodes,))
         ]

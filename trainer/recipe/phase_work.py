@@ -42,7 +42,7 @@ from trainer.recipe.phases import (
     RecipeRun,
     TrainResult,
 )
-from trainer.recipe.rollout_session import load_chat_format, open_rollout, open_run_sandbox
+from trainer.recipe.rollout_session import endpoint_settings, load_chat_format, open_rollout, open_run_sandbox
 from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
@@ -136,7 +136,7 @@ def collect(run: RecipeRun, phase: Phase) -> None:
     file, store = run.stage_dir(phase.stage) / "collected_problems.jsonl", run.collection_dir(stage)
     problem_data.write_problems(used, file)
     settings = replace(collect_work.stage_settings(run.config, stage), data=(str(file),), store=str(store))
-    model = run.model_path(run.trained_model(phase.stage, before=True).model)
+    model = run.model_path(run.trained_model(phase.stage, of_previous_stage=True).model)
     status = collect_work.collect(RecipeRun(replace(run.config, seed=seed, collect=settings)), model)
     run.write_result(phase, CollectResult(status.stored_before + status.done, status.failed))
 
@@ -144,7 +144,7 @@ def collect(run: RecipeRun, phase: Phase) -> None:
 def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
     """Train one RL stage, on the episodes in `store` if that is given."""
     stage, is_first_rank = run.config.stage_config(phase.stage), distributed_state(run.config.hardware).is_main_process
-    checkpoint = run.trained_model(phase.stage, before=True).checkpoint
+    checkpoint = run.trained_model(phase.stage, of_previous_stage=True).checkpoint
     if stage.difficulty_filter_samples:
         run.require_result(Phase("filter", phase.stage))
     if store is None and stage.episodes == "collected":
@@ -187,7 +187,7 @@ def _open_rollout(run: RecipeRun, stage: StageConfig, model: Path, store: Path |
 
 def filter_problems(run: RecipeRun, phase: Phase) -> None:
     """Keep the stage's problems that the model before it does not solve in every sample."""
-    stage, model = run.config.stage_config(phase.stage), run.trained_model(phase.stage, before=True).model
+    stage, model = run.config.stage_config(phase.stage), run.trained_model(phase.stage, of_previous_stage=True).model
     problems, filter_dir = read_problems(str(run.unfiltered_path(stage))), run.stage_dir(phase.stage) / "filter"
     samples = stage.difficulty_filter_samples
     run_evaluation(run, model, problems, filter_dir, stage, samples, seed_name=str(phase), outcomes_only=True)
@@ -274,6 +274,7 @@ def run_evaluation(
             "top_p": limits.top_p,
             "seed": seed,
             "model": model,
+            **endpoint_settings(run.config.engines),
             **(identity or {}),
         }
     )
@@ -306,7 +307,7 @@ def rollout(run: RecipeRun, stage: str, *, num_problems: int, samples: int, out:
 def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[TrainingContext]:
     """Yield the inputs of a training. Its metrics go to the trackers and a progress bar as well."""
     config, stage, run_folder = run.config, phase.stage, run.run_folder
-    before = run.trained_model(stage, before=True)
+    before = run.trained_model(stage, of_previous_stage=True)
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
             tracking = config.tracking

@@ -135,14 +135,15 @@ class RecipeRun:
             raise ConfigError(f"{self.dir}: run `rstar-train {phase}` first, or `rstar-train recipe` for all phases")
         return result
 
-    def trained_model(self, stage: str, *, before: bool = False) -> TrainResult:
-        """Return the model of a stage, or of the stage `before` it. Raises `ConfigError` if it does not exist yet."""
+    def trained_model(self, stage: str, *, of_previous_stage: bool = False) -> TrainResult:
+        """Return the model of a stage, or the model that the stage starts from. Raises `ConfigError` if it does not
+        exist yet."""
         phases = [phase for phase in self.phases() if phase.command in ("prepare", *DISTRIBUTED_PHASES)]
         stages = [phase.stage for phase in phases]
         if stage not in stages:
             self.config.stage_config(stage)
         index = stages.index(stage)
-        result = self.require_result(phases[index - 1 if before else index])
+        result = self.require_result(phases[index - 1 if of_previous_stage else index])
         assert isinstance(result, TrainResult)
         return result
 

@@ -83,7 +83,7 @@ def test_the_weights_of_a_pass_equal_a_computation_by_hand() -> None:
     assert pass_weight_bytes(SMALL, "float32", is_sharded=False) == 0
 
 
-def test_the_paper_s_run_fits_its_machines() -> None:
+def test_the_run_of_the_paper_fits_its_machines() -> None:
     config = load_config(CONFIGS / "qwen3-14b-mi300x.toml", {})
     assert config.model.shape == QWEN3_14B
     run = resource_plan(config, QWEN3_14B)
@@ -115,7 +115,7 @@ def test_docs_mi300x_md_states_the_sizes_of_a_weight_sync() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_configuration_that_states_a_gpu_s_memory_fits_it(file: Path) -> None:
+def test_a_configuration_that_states_the_memory_of_a_gpu_fits_it(file: Path) -> None:
     config = load_config(file, {})
     assert config.model.shape
     run = resource_plan(config, config.model.shape)
@@ -195,7 +195,7 @@ def gpu_shares(file: str, shape: ModelShape, *sets: str) -> list[float]:
     return [stage.gpu_share for stage in resource_plan(load_config(CONFIGS / file, {}, sets), shape).stages.values()]
 
 
-def test_the_paper_s_run_does_not_fit_without_sharding_or_with_too_small_a_kv_cache() -> None:
+def test_the_run_of_the_paper_does_not_fit_without_sharding_or_with_too_small_a_kv_cache() -> None:
     assert min(gpu_shares("qwen3-14b-mi300x.toml", QWEN3_14B, "hardware.sharding=none")) > 1
     config = load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory_utilization=0.15"])
     assert resource_plan(config, QWEN3_14B).stages["rl1"].episodes_per_engine == 0
@@ -224,7 +224,7 @@ def test_the_kv_cache_of_a_local_engine_holds_max_num_seqs_sequences_of_maximum_
     assert run.engine_gpu_bytes == 8 * 32 * kv_bytes_per_token(SMALL, "float32")
 
 
-def test_a_shape_is_read_from_the_model_s_config_json() -> None:
+def test_a_shape_is_read_from_the_config_json_of_the_model() -> None:
     model_config = {**sizes(40, 5120, 17408, 40, 8, 151936, 128), "tie_word_embeddings": False, "model_type": "qwen3"}
     assert shape_of(model_config) == QWEN3_14B
     del model_config["head_dim"]

@@ -1,15 +1,12 @@
-"""How much faster are episodes collected over the nodes of a Ray cluster, and are they safe from kills?
-
-    python -m bench.cluster_episodes [--episodes 128] [--latency-s 0.25] [--turns 4] [--nodes 1,2,4,8] [--json]
-
-All nodes are on this machine, so this shows the protocol and its overhead, and the gain as far as episodes wait for a
-model endpoint of stated latency. It does not show the gain of more cores.
+"""The part `episodes`: collections of episodes with each executor, and one whose processes are killed.
 
 - `sequential`: one episode after the other, as AWorld's baseline (arXiv 2508.20404);
 - `local`: `--per-worker` episodes at once in one process;
 - `ray`: `--per-worker` episodes at once on each node, timed from the moment at which all workers are ready.
 
-The faults: a collection whose workers and nodes are killed at random, and whose driver is killed twice.
+Episodes wait for a model endpoint of stated latency. The faults: a collection whose workers and nodes are killed at
+random, and whose driver is killed twice. The memory of the driver is that of a process which collects episodes that a
+stub makes.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -53,16 +50,6 @@ FAULT_EPISODES_PER_WORKER = 1
 """Episodes at once per node in the fault test. With few, the test lasts long enough for many kills."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return command.run_benchmark(_parser(), argv, _measure, tables)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("cluster_episodes", __doc__, "seed")
-    add_options(parser)
-    return parser
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=arguments.count, default=128, help="episodes per executor (default: 128)")
     parser.add_argument("--turns", type=arguments.count, default=4, help="turns per episode (default: 4)")
@@ -70,26 +57,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--latency-s", type=arguments.seconds, default=0.25, help="latency of the model per turn (default: 0.25)"
     )
     parser.add_argument("--per-worker", type=arguments.count, default=8, help="episodes at once per node (default: 8)")
-    parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes, ascending (default: 1,2,4,8)")
+    parser.add_argument(
+        "--episode-nodes", default="1,2,4,8", help="numbers of nodes of the part episodes (default: 1,2,4,8)"
+    )
     parser.add_argument(
         "--fault-episodes", type=arguments.count, default=500, help="episodes of the fault test (default: 500)"
     )
     parser.add_argument(
-        "--kill-every", type=arguments.seconds, default=5.0, help="mean seconds between two kills (default: 5)"
+        "--kill-episodes-every",
+        type=arguments.seconds,
+        default=5.0,
+        metavar="S",
+        help="mean seconds between two kills of the part episodes (default: 5)",
     )
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="bench-cluster-") as directory:
-        return measure(args, Path(directory))
-
-
-def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return `episodes`, `episode_faults`, `driver_memory_mb` and the requirements."""
+    with tempfile.TemporaryDirectory(prefix="bench-cluster-") as directory:
+        return _measure(args, Path(directory))
+
+
+def _measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from trainer.data.tiny_model import write_tiny_model
 
     write_tiny_model(directory / "model")
-    node_counts = [int(number) for number in args.nodes.split(",")]
+    node_counts = [int(number) for number in args.episode_nodes.split(",")]
     with ExitStack() as stack:
         url = stack.enter_context(_model_endpoint(directory / "model", args.latency_s, args.turns))
         setup = _Setup(directory, url, args.per_worker)
@@ -277,7 +270,7 @@ def _faults(setup: _Setup, cluster: Any, args: argparse.Namespace) -> dict[str, 
         driver = stack.enter_context(_FaultDriver(setup, cluster.address, path, args.fault_episodes))
         while True:
             with suppress(subprocess.TimeoutExpired):
-                driver.process.wait(rng.expovariate(1 / args.kill_every))
+                driver.process.wait(rng.expovariate(1 / args.kill_episodes_every))
                 break
             if kills["driver"] < 2 and driver.num_stored() > args.fault_episodes * (kills["driver"] + 1) / 3:
                 kills["driver"] += 1
@@ -309,11 +302,11 @@ class _FaultDriver:
 
     def __init__(self, setup: _Setup, address: str, path: Path, num_episodes: int) -> None:
         parts = (setup.directory, setup.url, FAULT_EPISODES_PER_WORKER, address, path, num_episodes)
-        self._command = [sys.executable, "-m", __spec__.name, "--driver", *map(str, parts)]
+        self._command = [sys.executable, "-m", __spec__.name, *map(str, parts)]
         self._path = path
 
     def __enter__(self) -> _FaultDriver:
-        self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -351,7 +344,7 @@ def _worker_pids() -> list[int]:
 
 def _driver_memory_mb(path: Path, num_episodes: int) -> float:
     """Return the maximum resident memory of a process that collects so many episodes without a model."""
-    code = f"from bench.cluster_episodes import collect_stubs; collect_stubs({str(path)!r}, {num_episodes})"
+    code = f"from bench.cluster_parts.episodes import collect_stubs; collect_stubs({str(path)!r}, {num_episodes})"
     output = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
     return float(output)
 
@@ -409,7 +402,4 @@ def tables(result: Result) -> list[Block]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--driver"]:
-        run_driver(*sys.argv[2:])
-    else:
-        sys.exit(main())
+    run_driver(*sys.argv[1:])
