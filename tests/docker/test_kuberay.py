@@ -46,7 +46,9 @@ def ray_pods(cluster: dict[str, Any]) -> Iterator[dict[str, Any]]:
 ALL_PODS = [*(pod for cluster in CLUSTERS for pod in ray_pods(cluster)), GATEWAY, RAY_JOB["submitterPodTemplate"]]
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}")
+@pytest.mark.parametrize(
+    "manifest", MANIFESTS, ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}"
+)
 def test_manifest_is_valid_by_the_published_schema(manifest: dict[str, Any]) -> None:
     assert errors(manifest) == []
 
@@ -104,7 +106,9 @@ def test_gateway_is_a_ray_node_of_the_cluster_and_knows_its_token() -> None:
     assert container["command"][0] == "bash"
     (script,) = container["args"]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
-    head = f"{BY_KIND['RayCluster']['metadata']['name']}-head-svc:6379"  # the name that KubeRay gives the head's Service
+    head = (
+        f"{BY_KIND['RayCluster']['metadata']['name']}-head-svc:6379"  # the name that KubeRay gives the head's Service
+    )
     assert f"ray start --address={head} --num-cpus=0" in script
     flags = shlex.split(script.splitlines()[-1])
     assert flags[:3] == ["exec", "rstar-sandbox", "serve"]
