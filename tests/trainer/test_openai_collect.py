@@ -113,6 +113,16 @@ def test_episodes_are_collected_shown_exported_for_sft_and_refused_by_grpo(
         assert API_KEY.encode() not in file.read_bytes(), f"{file} must not contain the key"
 
 
+@pytest.mark.slow
+def test_the_nodes_of_a_ray_cluster_use_the_server(
+    config: str, server: FakeOpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (the extra `cluster`)")
+    assert main(["collect", config, "--json", "--set", "collect.executor=ray"]) == 0
+    status = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (status["done"], status["failed"]) == (NUM_PROBLEMS * NUM_SAMPLES, 0)
+
+
 def test_episodes_with_aligned_logprobs_can_be_trained(tmp_path: Path, config: str) -> None:
     assert main(["collect", config, "--set", "engines.request_logprobs=true"]) == 0
     assert [problem.id for problem in stored_problems(tmp_path / "store", NUM_SAMPLES)] == ["p0", "p1", "p2"]
