@@ -52,7 +52,7 @@ class Difference:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; exit code 1 if too few calls agree."""
+    """Run the comparison. Return exit code 1 if too few calls agree."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

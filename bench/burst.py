@@ -117,7 +117,7 @@ class Memory:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the burst; exit code 1 if a result is missing or wrong, or a requirement is not met."""
+    """Run the burst. Return exit code 1 if a result is missing or wrong, or a requirement is not met."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

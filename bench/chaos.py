@@ -10,8 +10,8 @@ and response, some requests are abandoned half-way, and zygotes, jails and execu
 - doubled: a call with two answers in one response;
 - mismatched: a call with another result than its own. `unavailable` is no mismatch, since it is no result of the code.
 
-With `--kill-gateway` the gateway is killed too. Its connections break, it may leave nothing behind, and its unanswered
-calls are sent to the next gateway.
+With `--kill-gateway` the gateway is killed too. Its connections break, and its unanswered calls are sent to the next
+gateway. A killed gateway must leave no process, file or mount behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bench.workloads.checked_calls import KIND_WEIGHTS, STDLIB_WEIGHTS, checked_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the attack; exit code 1 if a call was lost, doubled or mismatched, or something was left behind."""
+    """Run the benchmark. Return exit code 1 if a call was lost, doubled or mismatched, or something is left behind."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
@@ -110,7 +110,7 @@ async def _attack(
 
 
 def tables(result: Result) -> list[Block]:
-    """One sentence."""
+    """The numbers of kills and of lost, doubled and mismatched calls, as text."""
     return [
         f"{sum(result['statuses'].values()):,} calls while a process of the server was killed every "
         f"{result['kill_every_s']:g} s ({sum(result['kills'].values()):,} kills): {result['lost']:,} lost, "

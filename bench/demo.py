@@ -29,7 +29,7 @@ NEXT_STEPS = """Next:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; exit code 1 if it failed or a call was unavailable."""
+    """Run the demo. Return exit code 1 if it failed or a call was unavailable."""
     parser = arguments.parser("demo", __doc__, "seed")
     parser.add_argument("--calls", type=arguments.file, metavar="FILE", help="JSONL with a 'code' in each row")
     parser.add_argument("--n", type=arguments.count, default=500, help="calls of the sample (default: 500)")

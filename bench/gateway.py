@@ -32,7 +32,7 @@ MIN_CALLS_PER_S = 8_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the measurement; exit code 1 if the gateway is slower than promised."""
+    """Run the measurement. Return exit code 1 if the gateway is slower than required."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
@@ -121,7 +121,7 @@ async def _send_all(url: str, calls: int, batch: int, in_flight: int, parent: Co
 
 
 def tables(result: Result) -> list[Block]:
-    """One sentence."""
+    """The calls per second and the CPU time per call, as text."""
     return [
         f"One gateway process with stub executors, in batches of {result['batch']}: "
         f"{result['calls_per_s']:,.0f} calls/s, {result['cpu_us']:.0f} µs of its CPU per call.",

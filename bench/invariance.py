@@ -37,7 +37,8 @@ from sandbox.client import AsyncClient
 from sandbox.types import Call, Result
 
 FACTORS = (0.5, 0.7, 0.9, 1.1, 1.3, 2.0)
-"""Times that calls need, as multiples of their limit. With values nearer to 1, the start of a process would decide."""
+"""Times that calls need, as multiples of their limit. A process also needs a few milliseconds to start. With values
+nearer to 1, these would decide whether a call exceeds its limit."""
 CHILDREN_IN_TURN = 4
 CHILDREN_SIDE_BY_SIDE = 2
 TIME_USES = {
@@ -50,13 +51,19 @@ TIME_USES = {
     "for thread in threads: thread.start()\nfor thread in threads: thread.join()",
     "children in turn": f"for _ in range({CHILDREN_IN_TURN}):\n    if os.fork() == 0:\n"
     f"        while time.process_time() < NEED / {CHILDREN_IN_TURN}: pass\n        os._exit(0)\n    os.wait()",
-    "programs in turn": "import subprocess, sys\nfor _ in range(2):\n    subprocess.run([sys.executable, '-c', "
-    "f'import time\\nwhile time.process_time() < {NEED / 2}: pass'], check=True)",
+    # The call formats the program of its child processes, because only the call knows NEED.
+    "programs in turn": r"""
+import subprocess, sys
+program = f'import time\nwhile time.process_time() < {NEED / 2}: pass'
+for _ in range(2): subprocess.run([sys.executable, '-c', program], check=True)
+""",
+    # On cores of their own, all children run at the same time, so together they use NEED seconds of the limit.
     "children side by side": f"for _ in range({CHILDREN_SIDE_BY_SIDE}):\n    if os.fork() == 0:\n"
     f"        while time.process_time() < NEED: pass\n        os._exit(0)\n"
     f"for _ in range({CHILDREN_SIDE_BY_SIDE}): os.wait()",
 }
-"""Programs that use NEED seconds of their time limit. CPU time counts from the start of a process."""
+"""Programs that use NEED seconds of their time limit, in virtual time: what they would take on an idle machine. The
+clock of `time.process_time` starts at 0 in each process, and counts all threads of the process."""
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
 """A program that uses a core until its parent process is gone."""
 REPEATS = 5
@@ -83,7 +90,8 @@ class Change:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; exit code 1 if a result changed, or a known one is wrong."""
+    """Run the benchmark. Return exit code 1 if a result changed, or if a call whose status is known ended with
+    another."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
@@ -106,7 +114,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     cases = [*_corpus(args), *calls_using(args.uses, args.limit_s)]
     flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]  # no call may time out in the queue
     with service.running(args.python, flags) as server:
-        idle = asyncio.run(_one_by_one("alone", server.url, cases))
+        idle = asyncio.run(_one_by_one("idle", server.url, cases))
         with busy_processes(args.load):
             overloaded = asyncio.run(_all_at_once(server.url, cases, args.loops, args.seed))
     changed = {change.name for change in compare(cases, idle, overloaded)}
@@ -115,7 +123,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     again: list[Result] = []
     if suspects:
         with service.running(args.python, flags) as server:
-            again = asyncio.run(_one_by_one("alone again", server.url, suspect_cases))
+            again = asyncio.run(_one_by_one("idle again", server.url, suspect_cases))
     unstable = compare(suspect_cases, [result for _, result in suspects], again)
     result = {
         "corpus": {
@@ -133,7 +141,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _corpus(args: argparse.Namespace) -> list[Case]:
-    if args.stdlib_only and not args.calls:
+    if args.stdlib_only and not args.calls:  # the generated calls import libraries
         return []
     calls = load_calls(args.calls)[: args.n] if args.calls else sample_calls(args.n or 300, args.seed)
     return [Case(f"corpus {number}", call) for number, call in enumerate(calls)]
@@ -173,7 +181,7 @@ async def _all_at_once(url: str, cases: Sequence[Case], loops: int, seed: int) -
     with command.counted_progress("overloaded", len(cases)) as advance:
         async with AsyncClient(url) as client, asyncio.TaskGroup() as group:
             looping = group.create_task(client.run_batch([Call.decode(BACKGROUND_LOOP)] * loops))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets that task send the loops first
             async for position, result in client.stream([Call.decode(cases[index].call) for index in order]):
                 results[order[position]] = result
                 advance()
@@ -198,9 +206,9 @@ def compare(cases: Sequence[Case], idle: Sequence[Result], overloaded: Sequence[
     """The calls whose outcomes differ."""
     changes = []
     for case, *results in zip(cases, idle, overloaded, strict=True):
-        alone, beside_load = map(CallOutcome.of_result, results)
-        if fields := differing_fields(alone, beside_load):
-            changes.append(Change(case.name, fields, alone, beside_load))
+        idle_outcome, overloaded_outcome = map(CallOutcome.of_result, results)
+        if fields := differing_fields(idle_outcome, overloaded_outcome):
+            changes.append(Change(case.name, fields, idle_outcome, overloaded_outcome))
     return changes
 
 
@@ -213,9 +221,9 @@ def summarize(
         change for change in compare(cases, idle, overloaded) if change.name in known or change.name not in unstable
     ]
     misjudged = [
-        f"{case.name}: expected {case.status}, got {_described(alone)} alone and {_described(beside_load)} overloaded"
-        for case, alone, beside_load in zip(cases, idle, overloaded, strict=True)
-        if case.status and {alone.status.value, beside_load.status.value} != {case.status}
+        f"{case.name}: expected {case.status}, got {_described(first)} idle and {_described(second)} overloaded"
+        for case, first, second in zip(cases, idle, overloaded, strict=True)
+        if case.status and {first.status.value, second.status.value} != {case.status}
     ]
     runs = {"idle": idle, "overloaded": overloaded}
     return {
@@ -248,7 +256,7 @@ def _row(change: Change) -> dict[str, Any]:
 
 
 def tables(result: Mapping[str, Any]) -> list[Block]:
-    """One sentence."""
+    """The numbers of changed and misjudged results, as text."""
     num_known, corpus = result["known"], result["corpus"]
     return [
         f"{result['calls']:,} calls alone, then all at once beside {result['loops']} endless loops and "

@@ -56,7 +56,7 @@ to the floor, which is lower (fork by machine code), is reported only."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the measurement; exit code 1 if a profile's ratio to os.fork exceeds `--at-most`."""
+    """Run the measurement. Return exit code 1 if a profile's ratio to os.fork exceeds `--at-most`."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

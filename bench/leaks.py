@@ -2,10 +2,11 @@
 
     python -m bench.leaks [--calls 10000] [--json]
 
-The calls are the mix of real traffic and, among them, calls that leave something behind if the sandbox does not remove
-it (`bench.workloads.hostile_calls`). Between them whole batches are abandoned and zygotes are killed. After every
-`--every` calls the server comes to rest, and its processes, descriptors, mounts, control groups, temporary files and
-memory are counted. After its end, nothing may be left behind.
+The calls are the mix of real traffic or, with `--from`, those of a file, which are repeated as often as necessary.
+Among them are calls that leave something behind if the sandbox does not remove it (`bench.workloads.hostile_calls`).
+Between them whole batches are abandoned and zygotes are killed. After every `--every` calls the server comes to rest,
+and its processes, descriptors, mounts, control groups, temporary files and memory are counted. After the server's end,
+everything that it created must be gone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -42,7 +44,7 @@ KILL_AFTER_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the search; exit code 1 if something has grown or is left behind."""
+    """Run the benchmark. Return exit code 1 if a resource has grown or something is left behind."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 
@@ -80,7 +82,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "grown": grown,
         "leftovers": server.leftovers,
         "requirements": [
-            *(requirements.at_most(name, before, after) for name, (before, after) in grown.items()),
+            # `grown` has only resources beyond their tolerance, so each of these requirements is unmet.
+            *(requirements.at_most(name, bound=before, measured=after) for name, (before, after) in grown.items()),
             *requirements.none_of({"leftovers": len(server.leftovers)}),
         ],
     }
@@ -116,10 +119,11 @@ class _LeakLoad:
 
     def _calls(self, count: int) -> list[Call]:
         seed = self._rng.randrange(1 << 30)
-        calls = load_calls(self._source)[:count] if self._source else sample_calls(count, seed)
-        calls += calls[: count - len(calls)]
+        calls = sample_calls(count, seed)
+        if self._source:
+            calls = list(itertools.islice(itertools.cycle(load_calls(self._source)), count))
         for index, call in enumerate(calls):
-            if call.get("limits"):  # the endless loops of the mix
+            if call.get("limits"):  # `sample_calls` gives limits only to endless loops
                 call["limits"] = SHORT_LIMITS
             if self._rng.random() < HOSTILE_SHARE:
                 calls[index] = self._rng.choice(HOSTILE_CALLS)
@@ -144,7 +148,7 @@ class _LeakLoad:
 
 
 def tables(result: Result) -> list[Block]:
-    """One sentence."""
+    """The resources that have grown and the leftovers, as text."""
     grown, leftovers = (", ".join(result[name]) or "nothing" for name in ("grown", "leftovers"))
     memory = [row["memory_mb"] for row in result["snapshots"] if row["calls"] >= result["warm_up"]]
     return [

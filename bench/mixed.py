@@ -111,7 +111,7 @@ class LoopsRun:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both parts; exit code 1 if endless calls delay short ones too much, or a result is wrong."""
+    """Run both parts. Return exit code 1 if endless calls delay short ones too much, or a result is wrong."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

@@ -166,7 +166,7 @@ class SystemRound:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; exit code 1 if a call of our own service has no correct result."""
+    """Run the comparison. Return exit code 1 if a call of our own service has no correct result."""
     return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables, draw)
 
 

@@ -35,7 +35,7 @@ BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write, check, draw or print; exit code 1 if `--check` finds a difference."""
+    """Write, check, draw or print. Return exit code 1 if `--check` finds a difference."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").splitlines()[0])
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--tables", action="store_true", help="rewrite the tables in README.md and docs/")

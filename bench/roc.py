@@ -67,7 +67,7 @@ CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; exit code 1 if a run failed."""
+    """Run the comparison. Return exit code 1 if a run failed."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

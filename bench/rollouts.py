@@ -58,7 +58,7 @@ Passes = dict[int, list[list[float]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison, the fit or the timing of decisions; exit code 1 if it failed."""
+    """Run the comparison, the fit or the timing of decisions. Return exit code 1 if it failed."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

@@ -57,7 +57,7 @@ Arrivals = list[float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute the estimate; exit code 1 if a measurement is missing."""
+    """Compute the estimate. Return exit code 1 if a measurement is missing."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

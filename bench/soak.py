@@ -5,8 +5,8 @@
 The calls and the forms of requests are those of `bench.chaos`, but nothing is killed. Meanwhile the server's memory,
 descriptors, processes, zombies, mounts and control groups are sampled. A rise over the last half that exceeds the noise
 is growth (`bench.harness.statistics`). The traffic pauses four times, and the resources at rest are compared as in
-`bench.leaks`. After the end, nothing may be left behind. The kernel's slab is shown but not judged, since it belongs to
-the whole machine.
+`bench.leaks`. After the server's end, everything that it created must be gone. The kernel's slab is shown but not
+judged, since it belongs to the whole machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_PLOTTED_SAMPLES = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the soak; exit code 1 if a result is missing or wrong, or something grows or is left behind."""
+    """Run the soak. Return exit code 1 if a result is missing or wrong, or something grows or is left behind."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

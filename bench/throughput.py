@@ -71,7 +71,7 @@ class Round:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; exit code 1 if a promised ratio is not reached."""
+    """Run the comparison. Return exit code 1 if a promised ratio is not reached."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

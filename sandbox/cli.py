@@ -287,7 +287,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     for title, description in _GROUPS.items():
-        shown = [name for name in names if SETTINGS[name].group == title and SETTINGS[name].is_flag]
+        shown = [name for name in names if SETTINGS[name].group == title and not SETTINGS[name].is_secret]
         group = parser.add_argument_group(title, description) if shown else parser
         for name in shown:
             setting = SETTINGS[name]

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from sandbox.transport import PendingResult, Transport
 from sandbox.types import Call, Result, Verdict
-from sandbox.verify import check_call, decode_pair, shared_fields, verdict_of
+from sandbox.verify import build_check, decode_pair, template_call, verdict_of
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
@@ -168,11 +168,13 @@ class AsyncClient:
         `fields` may be `limits`, `priority` and `tenant` of `Call`. Each pair is a call of its own. Raises as
         `run_batch` does.
         """
-        shared = shared_fields(fields)
+        template = template_call(fields)
         decoded = [
             _decode_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_as_list(pairs, "pairs", _EXPECTED_PAIR))
         ]
-        return [verdict_of(result) for result in await self.run_batch([check_call(*pair, shared) for pair in decoded])]
+        return [
+            verdict_of(result) for result in await self.run_batch([build_check(*pair, template) for pair in decoded])
+        ]
 
     async def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""

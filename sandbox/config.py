@@ -27,16 +27,19 @@ ENV_PREFIX = "RSTAR_SANDBOX_"
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 SLOTS_PER_CORE = 16
-"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and frames carry
-several small calls (with 8, each call costs 10 % more CPU time)."""
+"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and enough slots
+become free together that the gateway sends several small calls in one message. With 8 slots, each call costs 10 % more
+CPU time."""
 CORES_PER_ZYGOTE_POOL = 2
 """Cores for which one zygote pool is started. A zygote forks one call at a time, and a fork takes a third of the CPU
-time of a small call, so a zygote can keep about three cores busy. Each further pool costs memory."""
+time of a small call, so a zygote can keep at most about three cores busy. With 2 it does not become the bottleneck.
+Each further pool costs memory."""
 LONG_SLOTS_PER_CORE = 32
 """Long calls per core that run in addition to short ones. They use the CPU time that short calls leave, so only memory
 and descriptors bound their number (`jail.max_slots_for_fds`)."""
 MIN_LONG_SLOTS = 512
-"""Minimum of long slots on a small machine: 1 % of a burst of 50,000 calls."""
+"""Minimum of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000 calls, of
+which 1 % are endless loops."""
 CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""
@@ -44,6 +47,8 @@ call; the call itself takes several milliseconds of a core."""
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 """All levels, the strongest first."""
 ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
+"""Profiles that `--profiles` may name. `auto` is resolved to one of them; the zygote of `verify` is spawned on first
+use and needs no setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +108,18 @@ class Setting:
     default: Any
     rule: SettingRule
     doc: str
-    is_flag: bool = True
+    is_secret: bool = False
 
     def checked(self, value: Any, where: str) -> Any:
         """Return the value in its final type. Raises `ConfigError`; `where` names the setting as its source does."""
         if self.rule.accepts(value):
             return self.rule.convert(value)
-        received = f"{value!r:.80}" if self.is_flag else "something else"  # a secret must not reach the log
+        received = "something else" if self.is_secret else f"{value!r:.80}"  # a secret must not reach the log
         raise ConfigError(f"{where}: expected {self.rule.expected}, got {received}")
 
 
 def _setting(group: str, default: Any, rule: SettingRule, doc: str, *, secret: bool = False) -> Any:
-    setting = Setting(group, default, rule, doc, is_flag=not secret)
+    setting = Setting(group, default, rule, doc, is_secret=secret)
     return field(default=default, metadata={"setting": setting}, repr=not secret)
 
 
@@ -124,7 +129,8 @@ def _text(group: str, default: str | None, doc: str, *choices: str, secret: bool
 
 
 def _count(group: str, default: int, low: int, high: int, doc: str) -> Any:
-    """Declare a whole number from `low` to `high`."""
+    """Declare a whole number from `low` to `high`. The arguments have the order of all declarations below: group,
+    default, minimum, maximum, description."""
     return _setting(group, default, NumberRule(low, high), doc)
 
 
@@ -135,7 +141,8 @@ def _number(group: str, default: float, low: float, high: float, doc: str) -> An
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """The settings of one executor."""
+    """The settings that executors receive. In a `ServeConfig` the numbers of `SPLIT_BY_EXECUTOR` are those of all
+    executors together; `ServeConfig.per_executor` divides them."""
 
     python: str | None = _text("isolation", None, "Python that runs the calls (default: the guest runtime)")
     isolation: str = _text(
@@ -174,7 +181,8 @@ class ExecutorConfig:
         100.0,
         1,
         1e9,
-        "milliseconds of virtual time after which a call counts as long and runs at idle priority",
+        "milliseconds of virtual time (waiting for a core does not count) after which a call is long: it then runs at "
+        "idle priority",
     )
     profiles: tuple[str, ...] = _setting(
         "tuning", ZYGOTE_PROFILES, NameListRule(ZYGOTE_PROFILES), "profiles that each zygote pool keeps a zygote for"
@@ -188,10 +196,11 @@ class ExecutorConfig:
     @staticmethod
     def decode(raw: Mapping[str, Any]) -> ExecutorConfig:
         """Invert `encode`. Raises `ConfigError`."""
-        values = {name: value for name, value in raw.items() if (name, value) != ("python", None)}  # None: the default
-        settings = _settings_of(ExecutorConfig)
+        values, settings = dict(raw), _settings_of(ExecutorConfig)
+        if values.get("python") is None:  # the only setting whose default, None, is not a value that its rule accepts
+            values.pop("python", None)
         return ExecutorConfig(
-            **{name: _find(name, settings, name).checked(value, name) for name, value in values.items()}
+            **{name: _find(name, settings, where=name).checked(value, where=name) for name, value in values.items()}
         )
 
 
@@ -224,8 +233,9 @@ class ServeConfig(ExecutorConfig):
     cluster: str | None = _text(
         "cluster",
         None,
-        "ray: run the calls on the nodes of the Ray cluster of this machine, or start Ray if none runs; "
-        "ray=HOST:PORT: on those of another cluster. The settings of executors then count for each node",
+        "run the calls on the nodes of a Ray cluster. ray or ray=auto: this machine's cluster, which is started if "
+        "there is none; ray=HOST:PORT: the cluster with this head. The settings of executors, such as slots, then "
+        "apply to each node separately",
     )
     cluster_min_isolation: str = _text(
         "cluster",
@@ -235,16 +245,16 @@ class ServeConfig(ExecutorConfig):
     )
     max_limits: Limits = DEFAULT_MAX_LIMITS
     isolation_reason: str = ""
-    """The reason why the level `auto` did not choose a stronger level."""
+    """With `isolation` auto: the reason why the chosen level is not a stronger one. Empty for the strongest."""
 
     def __post_init__(self) -> None:
-        if self.token is None and not _is_loopback(self.host):
+        if self.token is None and not _is_loopback(self.host):  # `load` has read the token of `token_file`
             raise ConfigError(
                 f"host={self.host} can be reached from other machines and needs a token; "
                 f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
             )
         if self.cluster is not None and not re.fullmatch(r"ray(=(auto|\S+:\d+))?", self.cluster):
-            raise ConfigError(f"cluster={self.cluster}: expected ray or ray=HOST:PORT")
+            raise ConfigError(f"cluster={self.cluster}: expected ray, ray=auto or ray=HOST:PORT")
 
     @property
     def ray_address(self) -> str:
@@ -382,6 +392,7 @@ def _read_token(file: str, where: str) -> str:
 
 
 def _find(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
+    """Return the setting `name`. Raises `ConfigError`; `where` names the setting as its source does."""
     if name in settings:
         return settings[name]
     if name in FORMER_SETTINGS:

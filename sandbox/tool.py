@@ -61,8 +61,8 @@ def parse_arguments(arguments: str | Mapping[str, Any]) -> Call:
     if "code" not in arguments:
         raise InvalidCall("TypeError: missing argument 'code'")
     stdin = arguments.get("input")
-    code = _text("code", arguments["code"], MAX_CODE_CHARS)
-    return Call(code=code, stdin=_text("input", "" if stdin is None else stdin, MAX_STDIN_CHARS))
+    code = _checked_text("code", arguments["code"], MAX_CODE_CHARS)
+    return Call(code=code, stdin=_checked_text("input", "" if stdin is None else stdin, MAX_STDIN_CHARS))
 
 
 def render(result: Result, *, max_chars: int = MAX_RESPONSE_CHARS) -> str:
@@ -77,7 +77,8 @@ def render(result: Result, *, max_chars: int = MAX_RESPONSE_CHARS) -> str:
     return _truncate(text or "(no output)", max_chars)
 
 
-def _text(name: str, value: Any, max_chars: int) -> str:
+def _checked_text(name: str, value: Any, max_chars: int) -> str:
+    """Return the argument `name`. Raises `InvalidCall` if it is not text or too long."""
     if not isinstance(value, str):
         raise InvalidCall(f"TypeError: argument {name!r} must be a string, not {type(value).__name__}")
     if len(value) > max_chars:
@@ -87,21 +88,22 @@ def _text(name: str, value: Any, max_chars: int) -> str:
 
 def _stdout(result: Result) -> str:
     """Return stdout, or the value of the last expression if the call ended as ok without output."""
-    shown, name = result.stdout.rstrip("\n"), "stdout"
+    text, field_name = result.stdout.rstrip("\n"), "stdout"
     if not result.stdout and result.status is Status.OK:
-        shown, name = result.value or "", "value"
-    return f"{shown}\n... the rest of the output was cut" if name in result.truncated else shown
+        text, field_name = result.value or "", "value"
+    return f"{text}\n... the rest of the output was cut" if field_name in result.truncated else text
 
 
 def _failure_text(result: Result) -> str:
     """Return the reason why the call did not end as ok, or an empty string."""
     match result.status:
         case Status.ERROR:
-            return _error(result)
+            return _traceback_or_stderr(result)
         case Status.TIMEOUT:
             return "TimeoutError: the code was stopped because it ran longer than its time limit"
         case Status.MEMORY_LIMIT:
-            return _join_lines(_error(result), "MemoryError: the code ran out of the memory it may use")
+            # This line is always added: a traceback may end with a MemoryError of its own, or be absent.
+            return _join_lines(_traceback_or_stderr(result), "MemoryError: the code ran out of the memory it may use")
         case Status.OUTPUT_LIMIT:
             return "OutputLimitError: the code was stopped because it printed too much"
         case Status.KILLED:
@@ -109,7 +111,8 @@ def _failure_text(result: Result) -> str:
     return ""
 
 
-def _error(result: Result) -> str:
+def _traceback_or_stderr(result: Result) -> str:
+    """Return the traceback, or stderr and the exit code if the code ended without an exception."""
     if result.error is not None:
         error = result.error
         return error.traceback.rstrip("\n") or f"{error.type}: {error.message}"

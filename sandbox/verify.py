@@ -1,7 +1,8 @@
 """Answer checks as calls: a pair of answers becomes a `Call`, and the call's `Result` becomes a `Verdict`.
 
-math-verify compares the answers inside the sandbox (`guest/checker.py`), in a call of its own for each pair. A pair on
-which it hangs or crashes affects no other pair.
+A pair is the reference answer, `gold`, and the `answer` to check. math-verify compares them inside the sandbox, in a
+call of its own for each pair. A pair on which it hangs or crashes affects no other pair. The code of the call imports
+`guest/checker.py`, to which the zygote gives the module name `rstar_checker`.
 
 - Both answers are data: they are sent as standard input and never executed.
 - If the pair causes a failure (a time-out, a crash, used up memory), the outcome is `unparsable`. After a failure of
@@ -21,7 +22,7 @@ from sandbox.types import CALL_FIELDS, MAX_STDIN_CHARS, Call, Outcome, Profile, 
 
 MAX_ANSWER_CHARS = 4096
 """Maximum length of an answer in characters; longer answers are unparsable. The checker in the guest has the same
-number."""
+number. A text over `MAX_STDIN_CHARS` is refused before, as in every call, because it is a malformed request."""
 VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant")}
 """Fields of a call that a request may set for its checks."""
 
@@ -30,19 +31,22 @@ _VERDICT_BY_VALUE = {
     "'equivalent'": Verdict(Outcome.EQUIVALENT),
     "'not_equivalent'": Verdict(Outcome.NOT_EQUIVALENT),
     "'no gold'": Verdict(
-        Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_ANSWER_CHARS} characters), or no answer"
+        Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_ANSWER_CHARS} characters), or not mathematics"
     ),
     "'no answer'": Verdict(
-        Outcome.UNPARSABLE, message=f"answer is empty, too long (over {MAX_ANSWER_CHARS} characters), or no answer"
+        Outcome.UNPARSABLE,
+        message=f"answer is empty, too long (over {MAX_ANSWER_CHARS} characters), or not mathematics",
     ),
     "'failed'": Verdict(Outcome.UNPARSABLE, message="math-verify failed on this pair"),
 }
 """Verdict for each `Result.value` of a check: the `repr` of the text that the checker returns."""
 _STATUSES_CAUSED_BY_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
+"""`Status.ERROR` is not among them: the checker catches all exceptions that a pair causes, so any other exception is a
+fault of the guest's Python, such as a missing library."""
 
 
-def shared_fields(fields: Mapping[str, Any], where: str = "verify") -> Call:
-    """Return a call with the fields that all checks of a request share. Raises `InvalidCall`."""
+def template_call(fields: Mapping[str, Any], where: str = "verify") -> Call:
+    """Return a call without code that has the fields that all checks of a request share. Raises `InvalidCall`."""
     check_names(fields, VERIFY_CALL_FIELDS, where)
     return Call.decode_defaults(fields, where)
 
@@ -59,11 +63,11 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
     return raw["gold"], raw["answer"]
 
 
-def check_call(gold: str, answer: str, shared: Call) -> Call:
-    """Return the call that compares `gold` and `answer`, with the limits, priority and tenant of `shared`. A text that
-    is too long is cut one character above the maximum, so that the checker still refuses it."""
+def build_check(gold: str, answer: str, template: Call) -> Call:
+    """Return the call that compares `gold` and `answer`, with the limits, priority and tenant of `template`. A text
+    that is too long is cut one character above the maximum, so that the checker still refuses it."""
     texts = json.dumps([gold[: MAX_ANSWER_CHARS + 1], answer[: MAX_ANSWER_CHARS + 1]])
-    return replace(shared, code=_CODE, stdin=texts, profile=Profile.VERIFY)
+    return replace(template, code=_CODE, stdin=texts, profile=Profile.VERIFY)
 
 
 def verdict_of(result: Result) -> Verdict:

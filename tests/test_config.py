@@ -119,7 +119,7 @@ def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_token_is_in_no_repr_message_or_flag(tmp_path: Path) -> None:
     assert "secret" not in repr(ServeConfig(token="secret"))
-    assert not SETTINGS["token"].is_flag
+    assert SETTINGS["token"].is_secret
     with pytest.raises(ConfigError) as caught:
         load(_write_toml(tmp_path, "token = 12345678\n"), {}, {})
     assert "12345678" not in str(caught.value)

@@ -19,7 +19,7 @@ from sandbox.executor.zygote_pool import ZygotePool
 from sandbox.types import Call, Limits, Profile, Result, Status
 from tests.executor.calling import OWN_PYTHON, wait_gone
 from tests.jail import jails
-from tests.jail.jails import descendants
+from tests.jail.jails import tree_pids
 
 pytestmark = pytest.mark.usefixtures("needs_isolation")
 
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_run_without_output_or_leftover_processes() -> None:
     # Background jobs of a shell, and so perhaps these tests and their children, ignore SIGINT.
     accept_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=accept_sigint) as process:
-        while len(pids := descendants(process.pid)) < 5:  # the command itself, launcher, init, zygote, call
+        while len(pids := tree_pids(process.pid)) < 5:  # the command itself, launcher, init, zygote, call
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, output = process.communicate(timeout=DEADLINE_S)
@@ -139,11 +139,11 @@ def test_run_once_returns_a_complete_result() -> None:
 
 def test_run_once_leaves_nothing_behind() -> None:
     before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
-    children = set(descendants(os.getpid()))
+    children = set(tree_pids(os.getpid()))
     for _ in range(3):
         assert run_once(Call("1"), config()).value == "1"
     assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
-    assert set(descendants(os.getpid())) == children
+    assert set(tree_pids(os.getpid())) == children
 
 
 @pytest.mark.runtime

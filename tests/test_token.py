@@ -15,7 +15,7 @@ from sandbox.client import Client
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from tests.executor.calling import OWN_PYTHON
-from tests.jail.jails import all_users_can_reach, descendants, system_python
+from tests.jail.jails import all_users_can_reach, system_python, tree_pids
 
 DEADLINE_S = 60
 TOKEN = "token-b0b4c5d2a9e14f7f"
@@ -47,13 +47,13 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
         try:
             line = next(line for line in process.stderr if " on http://" in line)
             with Client(line.split(" on ")[1].split()[0], token=TOKEN) as client:
-                idle_pids = descendants(process.pid)
+                idle_pids = tree_pids(process.pid)
                 call = pool.submit(client.execute, "import time\ntime.sleep(2)")
                 pids = idle_pids
                 give_up_at = time.monotonic() + DEADLINE_S
                 while len(pids) == len(idle_pids) and not call.done():  # until the process of the call exists
                     assert time.monotonic() < give_up_at, "the call does not start"
-                    pids = descendants(process.pid)
+                    pids = tree_pids(process.pid)
                 environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in pids}
                 call.result()
             process.terminate()

@@ -20,7 +20,7 @@ from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Sta
 from tests.executor.calling import Caller, executor
 
 MATH_500 = Path(__file__).parents[2] / "shared" / "data" / "math500.jsonl"
-DEFAULT_FIELDS = verify.shared_fields({})
+DEFAULT_FIELDS = verify.template_call({})
 EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE = Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE
 
 
@@ -64,12 +64,12 @@ def test_a_malformed_pair_is_invalid() -> None:
 
 
 def test_a_check_is_a_call_with_both_answers_as_input() -> None:
-    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
-    call = verify.check_call("1'\n", "\ud800" * 10_000, shared)
+    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
+    call = verify.build_check("1'\n", "\ud800" * 10_000, shared)
     assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
     assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_ANSWER_CHARS + 1)], "longer answers are truncated"
     assert Call.decode(call.encode(binary=True)) == call
-    assert verify.check_call("7", "8", DEFAULT_FIELDS).code == call.code
+    assert verify.build_check("7", "8", DEFAULT_FIELDS).code == call.code
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_error_of_a_malformed_pair_names_the_expectation(raw: Any, message: 
 
 def test_a_request_cannot_set_the_code_of_its_checks() -> None:
     with pytest.raises(InvalidCall, match="unknown field 'code'; the fields are limits, priority, tenant"):
-        verify.shared_fields({"code": "1"})
+        verify.template_call({"code": "1"})
 
 
 # The checker in the sandbox
@@ -102,9 +102,9 @@ def caller(guest_python: Path) -> Iterator[Caller]:
 
 
 def check(caller: Caller, pairs: Sequence[tuple[str, str]], **fields: Any) -> list[Verdict]:
-    shared = verify.shared_fields(fields)
+    shared = verify.template_call(fields)
     return [
-        verify.verdict_of(result) for result in caller.run_all([verify.check_call(*pair, shared) for pair in pairs])
+        verify.verdict_of(result) for result in caller.run_all([verify.build_check(*pair, shared) for pair in pairs])
     ]
 
 

@@ -128,6 +128,19 @@ def run_phase(args: argparse.Namespace) -> None:
     PHASE_FUNCTIONS[args.phase](run, phase)
 
 
+def train(args: argparse.Namespace) -> None:
+    """Train one stage of GRPO-RoC."""
+    if args.episodes is None:
+        return run_phase(args)
+    from trainer.recipe.phases import Phase
+
+    run, phase = _run(args), Phase("grpo", args.stage)
+    _require(args, run, phase)
+    from trainer.recipe.phase_work import grpo
+
+    grpo(run, phase, args.episodes)
+
+
 def evaluate(args: argparse.Namespace) -> None:
     """Evaluate a model: accuracy, tool use, format, lengths."""
     from rich.console import Console
@@ -164,13 +177,15 @@ def rollout(args: argparse.Namespace) -> None:
 
 def collect(args: argparse.Namespace) -> None:
     """Collect episodes into a store, in this process or on a Ray cluster; after a kill, the same command continues."""
+    if args.stage:
+        return run_phase(args)
     from trainer.recipe import collect_work
 
     run = _run(args)
     if args.status:
         status = collect_work.read_status(collect_work.store_dir(run))
     else:
-        status = asdict(collect_work.collect(run, args.stage))
+        status = asdict(collect_work.collect(run, collect_work.model_of(run, args.model_of)))
     if args.json:
         print(json.dumps(status))
     else:
@@ -179,26 +194,17 @@ def collect(args: argparse.Namespace) -> None:
 
 def episodes(args: argparse.Namespace) -> None:
     """List the episodes of a store, and what share of the problems they solve."""
-    from itertools import islice
-
     from rich.console import Console
 
-    from trainer.collection.store import COLUMNS, StoreReader
-    from trainer.recipe.pass_at_k import Attempt, pass_reports, pass_table
-    from trainer.runs.text_tables import format_number, table
+    from trainer.collection.store import StoreReader
+    from trainer.recipe.episode_table import episode_report
 
-    names = [name for name in COLUMNS if name not in ("shard", "offset", "length")]
     with StoreReader(args.store) as reader:
-        listed = list(islice(reader.query(", ".join(names), args.where), args.limit))
-        reports = pass_reports(map(Attempt.of, reader.episodes(args.where)))
+        content, tables = episode_report(reader, args.where, args.limit)
     if args.json:
-        rows = [dict(zip(names, row, strict=True)) for row in listed]
-        print(json.dumps({"episodes": rows, "reports": {name: asdict(report) for name, report in reports.items()}}))
-        return
-    shown = table(*(f"{name}…" for name in names))
-    for row in listed:
-        shown.add_row(*(value if isinstance(value, str) else format_number(value) for value in row))
-    Console().print(shown, pass_table(reports, title="solved"))
+        print(json.dumps(content))
+    else:
+        Console().print(*tables)
 
 
 def replay(args: argparse.Namespace) -> None:
@@ -304,7 +310,10 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(stage="initial")
     add("sft", run_phase, run, skip, doc="Fine-tune on conversations.").set_defaults(stage="sft")
     add("filter", run_phase, run, skip, stage, doc="Drop the problems that the model before a stage always solves.")
-    add("grpo", run_phase, run, skip, stage, doc="Train one stage of GRPO-RoC.")
+    command = add("grpo", train, run, skip, stage)
+    command.add_argument(
+        "--episodes", type=Path, metavar="STORE", help="train on the episodes of this store, and sample nothing"
+    )
 
     command = add("eval", evaluate, run, skip, as_json)
     model_choice = command.add_mutually_exclusive_group(required=True)
@@ -328,8 +337,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
 
-    command = add("collect", collect, run, as_json)
-    command.add_argument("--stage", default="", help="use a stage's model, or initial or sft (default: model.path)")
+    command = add("collect", collect, run, skip, as_json)
+    which = command.add_mutually_exclusive_group()
+    which.add_argument(
+        "--model-of", default="", metavar="STAGE", help="use the model of a stage, initial or sft (default: model.path)"
+    )
+    which.add_argument(
+        "--stage", default="", help="collect what a stage with episodes=collected trains on, with the model before it"
+    )
     command.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
 
     where.add_argument(
@@ -406,7 +421,7 @@ def _require(args: argparse.Namespace, run: RecipeRun, phase: Phase) -> None:
     if args.no_preflight or os.environ.get("RANK", "0") != "0":
         return
     if phase.command != "prepare" and phase.stage:
-        run.trained_model(phase.stage, before=phase.command in ("sft", "filter", "grpo"))
+        run.trained_model(phase.stage, of_previous_stage=phase.command in ("sft", "filter", "collect", "grpo"))
     from trainer.recipe.preflight import require
 
     require(run, [phase])

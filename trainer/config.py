@@ -165,6 +165,9 @@ class StageConfig(SamplingConfig):
     kept_per_problem: Annotated[int, Field(ge=2)] = 16  # episodes that RoC selects, the paper's G
     roc_mode: Literal["paper", "released", "off"] = "paper"  # the paper's rule, the released code's, or no selection
     cancel_stragglers: bool = False  # cancel a group's last episodes if RoC does not need them; favours short ones
+    # Where episodes come from: `online` samples them in each step in this process, `cluster` in each step on Ray nodes,
+    # `collected` all before the stage. [collect] has the settings of the last two.
+    episodes: Literal["online", "cluster", "collected"] = "online"
     partial_rollouts: Fraction = 0.0  # share of extra problems in flight; the next step continues them; 0 is off
     max_staleness_steps: NonNegativeInt = 2  # training steps for which an unfinished episode may be continued
     learning_rate: Fraction = 1e-6  # constant after the warm-up
@@ -283,6 +286,11 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         problems * kept % (stage.micro_batch_size * ranks) == 0,
         f"{table}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of "
         f"micro_batch_size={stage.micro_batch_size} x {ranks} ranks; change one of them",
+    )
+    _require(
+        stage.episodes == "online" or not (stage.cancel_stragglers or stage.partial_rollouts),
+        f"{table}: episodes={stage.episodes}: expected cancel_stragglers=false and partial_rollouts=0, which need "
+        "episodes=online",
     )
     _require(
         stage.top_p == 1,

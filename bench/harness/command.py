@@ -6,7 +6,7 @@ An entry point `bench/NAME.py` exports:
 - `draw(axes, result)`, if it has a picture;
 - `main(argv)`, which calls `run_benchmark` with a function that measures and returns the result.
 
-Tables and progress never go to the last line of stdout, which is the JSON object alone if `--json` is given.
+Tables go to stdout, progress and errors to stderr. With `--json` the last line of stdout is the JSON object.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def counted_progress(description: str, total: int | None) -> Iterator[Callable[.
 def _interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGTERM too, so that a killed benchmark stops its server."""
     previous = {
+        # A shell starts background jobs with SIGINT ignored, so Python does not install this handler in them.
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)),
     }

@@ -31,7 +31,8 @@ ENVIRON = {name: value for name, value in GUEST_ENV.items() if name != "LD_BIND_
 
 @dataclass(frozen=True, slots=True)
 class FreshRun:
-    """One call. `report` is the JSON that `fresh_script` wrote; empty if the code was not wrapped."""
+    """One call. `report` is the JSON that `fresh_script` wrote (see `FreshInterpreters`); empty if `wrapped` was
+    false."""
 
     stdout: str
     stderr: str
@@ -50,8 +51,8 @@ class FreshRun:
 class FreshInterpreters:
     """Fresh interpreters of `python`, one per core at a time.
 
-    With `wrapped`, the value of the last expression and the error are reported as the service reports them. Without,
-    the code is the script itself.
+    With `wrapped`, the interpreter runs `fresh_script.py`, which executes the code and reports the value of its last
+    expression and its error, as the service does. Without, the interpreter runs the code itself and reports nothing.
     """
 
     def __init__(self, python: str, directory: Path, *, wrapped: bool = False) -> None:
@@ -158,7 +159,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool
     if timed_out:
         _kill(process.pid)
     _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    process.returncode = os.waitstatus_to_exitcode(status)  # so that `Popen` does not wait for the reaped process
     return process.returncode, timed_out, usage.ru_utime + usage.ru_stime
 
 

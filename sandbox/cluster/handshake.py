@@ -35,7 +35,7 @@ CUT_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStart:
-    """The executor that a gateway wants an agent to start: its number, and the number of this start."""
+    """One start of an executor: the executor's number on its node, and the number of the start."""
 
     executor: int
     generation: int

@@ -1,4 +1,4 @@
-"""Follows the nodes of a cluster for the dispatcher: which there are, which are accepted, where their executors run.
+"""Follows the nodes of a cluster: accepts or refuses each node, and adds and removes its executors.
 
              report accepted                 all executors lost
     starting ----------------> ready <------------------------------> lost
@@ -6,11 +6,12 @@
         +--> refused <-----------+                                     +--> removed: Ray does not list the node
 
 Invariants:
-- An executor is lost by its own connection alone (end, error, silence). The word of Ray removes the executors of a node
-  only if none of them answers, or if the node's agent has been started again.
+- Only its own connection decides that an executor is lost (end, error, silence). A loss that Ray reports removes the
+  executors of a node only if none of them answers. If the node's agent (`node_agent.py`) has been started
+  again, they are replaced.
 - A node that comes back has new executors with new numbers.
-- An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. Only while no
-  node has been ready yet, an unusable cluster is an error of the start.
+- An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. The start of
+  the server fails if the cluster is unusable before any node has been ready.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Node:
     refusal: str = ""
     """The reason why the node is not accepted."""
     loss: str = ""
-    """The reason that Ray has for a loss."""
+    """The reason, according to Ray, why the node may not answer. Empty if Ray knows none."""
     failed_starts: int = 0
     """Starts in a row that failed."""
     retry_at: float = 0.0
@@ -115,7 +116,9 @@ class ClusterMembership:
         self._runtime_identity = ""
         """The guest runtime of the first accepted node."""
         self._generations = itertools.count(1)
+        """Numbers of all starts of executors (`handshake.py`)."""
         self._start_ended = asyncio.Event()
+        """Set when the start of the server has succeeded or failed."""
         self._start_error: ClusterError | None = None
         self._dispatcher: Dispatcher
 
@@ -175,9 +178,9 @@ class ClusterMembership:
         except ProtocolError as error:
             node.refusal = str(error)
             return
-        if raw["cpus"] >= 1:
+        if raw["cpus"] >= 1:  # a node without CPUs, which is used if it is the only one, uses all its cores
             report = replace(report, cores=min(report.cores, int(raw["cpus"])))
-        if node.report is None or node.report.instance != report.instance:
+        if node.report is None or node.report.instance != report.instance:  # another start of the agent
             node.past_restarts += node.report is not None
             self._remove_executors(node)
             node.report, node.retry_at = report, 0.0
@@ -197,7 +200,7 @@ class ClusterMembership:
             node.refusal = str(error)
             return
         self._runtime_identity = self._runtime_identity or report.runtime
-        self._dispatcher.limit_memory(report.memory_mb)
+        self._dispatcher.limit_memory(report.memory_mb)  # for good, since any node may run a call
         for index, share in enumerate(shares):
             launch = functools.partial(self._launch, report, index)
             executor = self._dispatcher.add_executor(launch, share.encode(), SILENCE_TIMEOUT_S)

@@ -59,6 +59,11 @@ class NodeAgent:
         self._thread = threading.Thread(target=self._run, name="node agent", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and after a failure of the agent."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Kill all executors and stop listening."""
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -1,4 +1,4 @@
-"""What a node offers, and whether the gateway accepts it.
+"""The report of a node, and the rules by which the gateway accepts or refuses the node.
 
 `python -m sandbox.cluster.node_report ISOLATION [PYTHON]` prints the report of its machine as JSON. It is a process of
 its own, since the probe of isolation layers forks and the process of a Ray actor has threads.
@@ -28,7 +28,7 @@ class NodeReport:
     """The report of one start of a node's agent."""
 
     instance: str
-    """A random name of this start."""
+    """Random name of this start of the agent."""
     version: str
     """Version of rstar-sandbox."""
     cores: int

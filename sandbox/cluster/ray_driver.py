@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -32,6 +34,11 @@ RAY_SETTINGS = {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV":
 """Environment of the driver. Without the first two, Ray may start a cluster by itself, and may install packages on the
 nodes."""
 
+MAX_STDERR_BYTES = 1 << 16
+FATAL_LINE = re.compile(r"\[[^]]* [CF] \d+ \d+\] ")
+"""A line of Ray's own log at the level of an error that ends the process."""
+START_NODE = "start one with `ray start --address=HOST:PORT --num-cpus=0`"
+
 RawNodes = list[dict[str, Any]]
 
 
@@ -43,6 +50,8 @@ class RayDriver:
         self._process: asyncio.subprocess.Process
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  `__aexit__` closes it
+        """Ray writes warnings and stack traces. The operator gets the one line with the reason."""
         self._is_connected = False
         """A list of nodes has come, so there may be actors."""
 
@@ -54,13 +63,20 @@ class RayDriver:
                 *(sys.executable, "-m", "sandbox.cluster", "--fd", str(fd)),
                 stdin=DEVNULL,
                 stdout=DEVNULL,
+                stderr=self._stderr,
                 pass_fds=(fd,),
                 start_new_session=True,
-                env={**os.environ, **RAY_SETTINGS},
+                env=self._environment(),
             )
         self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
         self._writer.write(wire.pack(["start", dict(self._start)]))
         return self
+
+    def _environment(self) -> dict[str, str]:
+        environ = {**os.environ, **RAY_SETTINGS}
+        if self._start["address"] != "auto":
+            environ.pop("RAY_ADDRESS", None)  # Ray prefers it in some versions
+        return environ
 
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
@@ -70,6 +86,17 @@ class RayDriver:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
+        self._stderr.close()
+
+    def _last_error(self) -> str:
+        """Return the line of the driver's stderr with the reason of its end."""
+        end = os.fstat(self._stderr.fileno()).st_size
+        text = os.pread(self._stderr.fileno(), MAX_STDERR_BYTES, max(0, end - MAX_STDERR_BYTES))
+        lines = [line for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+        fatal = [FATAL_LINE.sub("", line) for line in lines if FATAL_LINE.match(line)]
+        line = (fatal or lines or ["it printed nothing"])[-1]
+        is_no_node = "/sockets/raylet" in line
+        return line + (f"; this machine is no node of the cluster: {START_NODE}" if is_no_node else "")
 
     async def snapshots(self) -> AsyncIterator[RawNodes]:
         """Yield the list of nodes each time it comes. Raises `ClusterError` if the cluster cannot be used, and
@@ -84,7 +111,9 @@ class RayDriver:
             except OSError as error:
                 raise NodeError(f"the Ray driver: {error}") from None
             if not data:
-                raise NodeError("the Ray driver has ended; Ray's log has the reason")
+                raise NodeError(
+                    f"the Ray driver has ended with code {await self._process.wait()}: {self._last_error()}"
+                )
             unpacker.feed(data)
             for message in unpacker:
                 match message:

@@ -5,7 +5,8 @@ Invariants:
   loses nothing, since its limits are in virtual time.
 - Actors belong to the driver: they die with it, and Ray restarts them as often as they die before. They are named in a
   namespace of the driver's own.
-- All that an actor needs is made in its constructor, which is all that Ray runs again.
+- An actor makes everything in its constructor, since a restart by Ray runs nothing else. It ends its process if its
+  agent has failed, so that Ray restarts it.
 - The driver never waits for an actor or a node, so one of them cannot delay the list of the others.
 """
 
@@ -54,6 +55,8 @@ class NodeActor:
         self._report = {**report, "host": host, "port": port}
 
     def report(self) -> dict[str, object]:
+        if not self._agent.is_alive:
+            os._exit(1)
         return self._report
 
 
@@ -92,9 +95,9 @@ class _Node:
             try:
                 self._report, self._reason, self._answered_at = ray.get(self._answer), "", now
             except ActorDiedError as error:
-                self._report, self._reason, self._failed_at = None, _last_line(error), now
+                self._report, self._reason, self._failed_at = None, _reason(error), now
             except RayError as error:  # Ray restarts the actor
-                self._report, self._reason = None, _last_line(error)
+                self._report, self._reason = None, _reason(error)
             if self._failed_at is None:
                 self._answer = self._actor.report.remote()
         if self._failed_at is not None:
@@ -156,8 +159,10 @@ def _name(info: dict[str, Any]) -> str:
     return name if name and name != address else str(info["NodeManagerHostname"] or address)
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _reason(error: Exception) -> str:
+    """Return the line of Ray's error that has the reason: the last one, without details and a general remark."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
+    lines = [line for line in lines if not line.startswith("The actor never ran")]
     return (lines[-1] if lines else type(error).__name__)[:MAX_REASON_CHARS]
 
 
@@ -166,7 +171,7 @@ def drive(sock: socket.socket) -> int:
     start = _receive_start(sock)
     try:
         _connect(start["address"])
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+    except Exception as error:  # whatever Ray raises, the operator gets one line
         sock.sendall(wire.pack(["failed", f"--cluster ray={start['address']}: {_summary(error)}"]))
         return 1
     nodes = RayNodes(start)

@@ -4,10 +4,11 @@
     exit status, signal, length of the output      yes       status
     usage that the call's cgroup has counted       yes       status (memory), usage
     time-out noticed by the executor               yes       status
-    report, written by the call's own process      no        value, error text, `MemoryError`
+    report, written by the call's own process      no        value, error; `memory_limit` instead of `error`
     returned files, written by the same process    no        files
 
-The report may contain anything, so it is parsed like any untrusted input.
+The report may contain anything, so it is parsed like any untrusted input. It can change the status only from `error` to
+`memory_limit`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def build_result(
         "truncated": [name for name, is_truncated in truncated.items() if is_truncated],
         "files": files,
         "usage": {
-            "queue_ms": 0.0,
+            "queue_ms": 0.0,  # the gateway fills in this value and `clamped`
             "run_ms": get_number(ended, "wall_ms"),
             "cpu_ms": total_cpu_ms(ended, usage),
             "peak_memory_mb": round(_peak_bytes(ended, usage) / (1 << 20), 1),
@@ -122,7 +123,10 @@ def total_cpu_ms(ended: Header, usage: CgroupUsage | None) -> float:
 
 def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
     """Return the largest amount of memory that the processes and files of a call have held beyond the memory inherited
-    from the zygote. Without a cgroup, count only the largest process, without files and copies of inherited pages."""
+    from the zygote. Without a cgroup, count only the largest process, without files and copies of inherited pages.
+
+    The cgroup's peak is relative to its usage before the call, and negative if the kernel has freed cached files since.
+    """
     reported_bytes = get_number(ended, "peak_kb") * 1024
     return reported_bytes if usage is None or usage.peak_bytes is None else max(0, usage.peak_bytes)
 
@@ -130,7 +134,9 @@ def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
 def _status(
     exit_code: int | None, report: Report, *, timed_out: bool, output_exceeded: bool, oom_killed: bool
 ) -> Status:
-    if output_exceeded:  # checked first: the load decides whether a call that prints for ever also times out
+    if output_exceeded:
+        # Checked first, so that the same code has the same status each time: whether code that prints for ever also
+        # times out depends on the load.
         return Status.OUTPUT_LIMIT
     if timed_out:
         return Status.TIMEOUT

@@ -1,7 +1,8 @@
 """The gateway's counters and histograms, and the Prometheus text of all metrics.
 
 `METRICS` is the only list of metric names. Gauges are read from their owners at scrape time. Counters are plain
-numbers, since they change several times per call; `prometheus-client` reads them only during a scrape.
+numbers and not objects of `prometheus-client`, because they change several times per call and those objects take a lock
+for each change. `prometheus-client` only renders the numbers at a scrape.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "executor_retried_total": ("counter", "calls retried because their zygote died"),
     "executor_demoted_total": ("counter", "demotions of long calls to idle priority"),
     "executor_promoted_total": ("counter", "promotions of long calls to normal priority"),
-    "executor_missed_imports_total": ("counter", "imports of calls that no zygote had preloaded, by module"),
+    "executor_missed_imports_total": ("counter", "imports by calls of modules that no zygote had preloaded, by module"),
 }
 """Type and description of every metric, by its name without prefix."""
 PREFIX = "rstar_sandbox_"
@@ -61,7 +62,8 @@ BOUNDS_S = tuple(float(f"{number}e{decade}") for decade in _DECADES for number i
 SCRAPED_BUCKETS = tuple(
     BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5)
 )
-"""Indexes in `BOUNDS_S` of the buckets in the Prometheus text."""
+"""Indexes in `BOUNDS_S` of the buckets in the Prometheus text: three per decade, from 1 ms on. Each of them is a time
+series of its own, and few durations are below 1 ms. A cumulative count contains the counts of the buckets left out."""
 
 MetricSample = tuple[str, Mapping[str, str], float]
 """Name without prefix, labels, value."""

@@ -10,7 +10,7 @@ import asyncio
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sandbox import machine
@@ -128,8 +128,7 @@ class Stats:
         events["retried"] = counters.retried
         events["cancelled"] = counters.cancelled
         events["executor_restarts"] = self._dispatcher.executor_restarts
-        for executor in executors:
-            self._executor_counters.update(executor)
+        self._executor_counters.update(executors)
         return events + self._executor_counters.counts
 
     def _missed_imports(self) -> dict[str, int]:
@@ -147,11 +146,14 @@ class _RestartSafeCounters:
         self._last: dict[tuple[int, str], int] = {}
         """The last value, by executor and name."""
 
-    def update(self, executor: ExecutorHandle) -> None:
-        for name, value in executor.stats.totals.items():
-            last = self._last.get((executor.number, name), 0)
-            self.counts[name] += value - last if value >= last else value
-            self._last[executor.number, name] = value
+    def update(self, executors: Sequence[ExecutorHandle]) -> None:
+        """Add the growth since the last update. Executors that have been removed are forgotten."""
+        previous, self._last = self._last, {}
+        for executor in executors:
+            for name, value in executor.stats.totals.items():
+                last = previous.get((executor.number, name), 0)
+                self.counts[name] += value - last if value >= last else value
+                self._last[executor.number, name] = value
 
 
 class _MachineUsage:

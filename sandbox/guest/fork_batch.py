@@ -4,11 +4,12 @@ This is an optimisation. After a fork, both processes share all memory, and the 
 interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
 pages for every call. The machine code writes only to a stack, a page of results and the buffer of the child's input.
 
-A job is a copy of the call's input and a list of system calls, which `confine` chooses. `fork_batch.S` is the
-source of the machine code and documents the layout of a job.
+A job is a copy of the call's input and a list of system calls (steps), which `Confinement.syscall_steps` in
+`confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the layout of a job.
 
 Python executes the same jobs, more slowly, where memory cannot be made executable (PR_SET_MDWE, systemd's
-MemoryDenyWriteExecute, SELinux), and at the levels without namespaces, which also run on other processors.
+MemoryDenyWriteExecute, SELinux), and at the isolation levels `landlock` and `none`. Only these two levels support other
+processors than x86-64.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ DATA_OFFSET = 260
 """Words of a job in front of its data. The steps may point to the data."""
 _JOB_WORDS = 320
 _HEADER_WORDS = 5
-"""Words of a job in front of its steps: the result, and the four words of the copy plan."""
+"""Words of a job in front of its steps: the result, and the four words of the copy plan. If a step fails in a child,
+the first word of the copy plan, which is not needed any more, becomes the address of that step."""
 _END = -1
 _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
     "5355415441554989fc4c8d2cf74d39ec744e498b1c24488b7308488b7b10488b"
@@ -47,16 +49,20 @@ class ForkBatch:
         # The pages are private: what a call writes to them must not reach the zygote or another call.
         flags, rights = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
         self._jobs = mmap.mmap(-1, 8 * MAX_JOBS * (_JOB_WORDS + 1), flags, rights)
-        self._list_address = ctypes.addressof(ctypes.c_char.from_buffer(self._jobs))
+        self._base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._jobs))  # also that of the list of jobs
         self.words = memoryview(self._jobs).cast("q")  # the addresses of the jobs, then the jobs
-        self.data_addresses = [self._list_address + 8 * (_job_word(number) + DATA_OFFSET) for number in range(MAX_JOBS)]
+        self.data_addresses = [self._base_address + 8 * (_job_word(number) + DATA_OFFSET) for number in range(MAX_JOBS)]
         """Address of the data of each job."""
         for number in range(MAX_JOBS):
-            self.words[number] = self._list_address + 8 * _job_word(number)
+            self.words[number] = self._base_address + 8 * _job_word(number)
         self._own_job = 0
+        # The warm-up (`fork_warmup.py`) replaces these two functions for a while, so they are public attributes.
         self.invoke: Callable[..., int] = system_calls.invoke
+        """Function that makes a system call for `execute_in_python`."""
         self.execute: Callable[[int, int], int] = self.execute_in_python
-        """Function that executes jobs. Its arguments are the address of the list of jobs and the number of jobs."""
+        """Function that executes jobs. Its arguments are the address of the list of jobs and the number of jobs. It
+        returns an address in that list: in a child the address of its own job's entry, in the parent the address behind
+        the last entry."""
         self.has_machine_code = False
         if use_machine_code:
             self._code = mmap.mmap(-1, mmap.PAGESIZE, flags, rights)
@@ -64,12 +70,14 @@ class ForkBatch:
             code = ctypes.addressof(ctypes.c_char.from_buffer(self._code))
             if system_calls.mprotect(code, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) == 0:
                 self.has_machine_code = True
+                # CFUNCTYPE would release the GIL around the forks, which writes to memory; PYFUNCTYPE keeps it.
                 self.execute = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(code)
 
     def add(self, number: int, copy_plan: tuple[int, int, int, int], steps: list[int], data: list[int]) -> None:
-        """Write a job. Its first step reads the clock into the data, its second forks.
+        """Write a job.
 
-        The copy plan is source, target, bytes to copy, and zero bytes to write behind them.
+        The first two of `steps` must read the clock into the data and fork. The copy plan is source, target, bytes to
+        copy, and zero bytes to write behind them.
         """
         start = _job_word(number)
         job = array.array("q", (0, *copy_plan, *steps, _END))
@@ -79,7 +87,7 @@ class ForkBatch:
 
     def run(self, count: int) -> int | None:
         """Fork the first `count` jobs. Return None in the parent and the job's number in a child."""
-        number = (int(self.execute(self._list_address, count)) - self._list_address) // 8
+        number = (int(self.execute(self._base_address, count)) - self._base_address) // 8
         if number == count:
             return None
         self._own_job = _job_word(number)
@@ -102,7 +110,7 @@ class ForkBatch:
             step += STEP_WORDS
             while words[step] != _END:
                 result = self.invoke(*words[step : step + STEP_WORDS])
-                if result < 0:
+                if result < 0:  # for `raise_if_step_failed`
                     words[job], words[job + 1] = result, list_address + 8 * step
                     break
                 step += STEP_WORDS
@@ -113,7 +121,7 @@ class ForkBatch:
         """In a child: raise `OSError` if a step of its job failed."""
         error, step_address = self.words[self._own_job : self._own_job + 2]
         if error:
-            number = self.words[(step_address - self._list_address) // 8]
+            number = self.words[(step_address - self._base_address) // 8]
             raise OSError(-error, f"system call {number}: {os.strerror(-error)}")
 
     def child_pid(self, number: int) -> int:

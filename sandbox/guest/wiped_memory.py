@@ -26,7 +26,8 @@ def wiped_buffer(size: int) -> memoryview:
 class CallInput:
     """The input of the next call, in memory that its process inherits by the fork.
 
-    The whole buffer is written before each fork, so no byte of an earlier call is left in it.
+    Before each fork, the new input replaces that of the call before, and zeros replace the rest of a longer one. So no
+    byte of an earlier call is left in the buffer.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class CallInput:
     def copy_plan(self, body: memoryview) -> tuple[int, int, int, int]:
         """Return how to copy a body before the fork: source, target, bytes to copy, zero bytes to write behind them.
 
-        A body over `USUAL_BYTES` must be the only one of its batch.
+        `ForkBatch` forks several calls in a row and copies each body just before its fork, in machine code. So this
+        method returns addresses and copies nothing. A body over `USUAL_BYTES` must be the only one of its batch,
+        because there is one buffer for it; `Zygote.on_call` ensures this.
         """
         size = len(body)
         source = _address(body) if size else 0
@@ -51,7 +54,7 @@ class CallInput:
         return source, self._usual_address, size, zeros
 
     def expose(self, size: int) -> None:
-        """In the child: set `body` to its input of `size` bytes."""
+        """In the child: set `body` to its input of `size` bytes. `copy_plan` has already set a large one."""
         if size <= USUAL_BYTES:
             self.body = memoryview(self._usual)[:size]
 

@@ -38,7 +38,7 @@ files that their removal takes longer."""
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server_pidfd = launcher.detach_from_server()
+    server_pidfd = launcher.leave_server_session()
     try:
         scratch = _ScratchRoot(spec)
         scratch.create()
@@ -134,9 +134,9 @@ def _kill_slots(spec: JailSpec) -> None:
     """
     if spec.uid_base is None:
         return
-    for slot in range(spec.slots):
+    for slot in range(spec.landlock_slots):
         uid = spec.uid_base + FIRST_SLOT_UID + slot
-        os.setresuid(uid + spec.slots, uid, 0)
+        os.setresuid(uid + spec.landlock_slots, uid, 0)
         try:
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)

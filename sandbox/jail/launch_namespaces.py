@@ -18,12 +18,12 @@ from typing import NoReturn
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, launcher, root_fs, userns
 from sandbox.jail.spec import JailSpec
-from sandbox.jail.userns import layer_errors
+from sandbox.jail.userns import isolation_errors
 
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server_pidfd = launcher.detach_from_server()
+    server_pidfd = launcher.leave_server_session()
     try:
         enter_jail(spec)
     except IsolationError as error:
@@ -52,13 +52,13 @@ def enter_jail(spec: JailSpec) -> None:
     """
     proc_self = userns.open_proc_self()  # to write the id maps, when /proc is gone
     privileged = launcher.prepare_root(spec)
-    with layer_errors("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
+    with isolation_errors("pivot_root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root_fs.pivot()
     userns.enter_jail_namespaces(spec.uid_base, spec.uid_count, proc_self, privileged=privileged)
     os.close(proc_self)
-    with layer_errors("hostname"):
+    with isolation_errors("hostname"):
         kernel.set_hostname(launcher.HOSTNAME)
-    with layer_errors("capabilities"):
+    with isolation_errors("capabilities"):
         kernel.limit_bounding_set(frozenset(launcher.ZYGOTE_CAPABILITIES.values()))
 
 

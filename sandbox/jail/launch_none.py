@@ -16,7 +16,7 @@ from sandbox.jail.spec import JailSpec
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server_pidfd = launcher.detach_from_server()
+    server_pidfd = launcher.leave_server_session()
     guest = os.fork()
     if guest == 0:
         launcher.exec_guest(spec, socket_fd)

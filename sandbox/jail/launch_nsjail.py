@@ -17,7 +17,7 @@ from typing import NoReturn
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, launcher, nsjail_binary, nsjail_config, root_fs, userns
 from sandbox.jail.spec import JailSpec
-from sandbox.jail.userns import layer_errors
+from sandbox.jail.userns import isolation_errors
 
 EXIT_NSJAIL_FAILED = 255
 """nsjail's exit status if it could not build the jail. The zygote never exits with it."""
@@ -30,7 +30,7 @@ MAX_LOG_BYTES = 4096
 
 def main() -> NoReturn:
     spec, socket_fd = JailSpec.decode(sys.argv[1]), int(sys.argv[2])
-    server_pidfd = launcher.detach_from_server()
+    server_pidfd = launcher.leave_server_session()
     try:
         status = _run_nsjail(spec, socket_fd, server_pidfd)
         if status == EXIT_NSJAIL_FAILED:
@@ -64,7 +64,7 @@ def _run_nsjail(spec: JailSpec, socket_fd: int, server_pidfd: int) -> int:
 def prepare_host_side(spec: JailSpec) -> str:
     """Build the root and a private work directory for nsjail. Returns the id map that nsjail has to write."""
     privileged = launcher.prepare_root(spec)
-    with layer_errors("work directory", f"nsjail needs {NSJAIL_WORK_DIR}; create that directory"):
+    with isolation_errors("work directory", f"nsjail needs {NSJAIL_WORK_DIR}; create that directory"):
         kernel.mount("nsjail", NSJAIL_WORK_DIR, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         work_dir = f"{NSJAIL_WORK_DIR}/user/{os.getuid()}/nsjail"  # the path that nsjail tries first
         os.makedirs(work_dir)
@@ -74,7 +74,7 @@ def prepare_host_side(spec: JailSpec) -> str:
         # Clear all flags but read-only. Some versions of nsjail remount the root, in a user namespace, with this flag
         # alone, and the kernel would refuse to clear any other flag there.
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
-    with layer_errors("id map", userns.ID_MAP_REMEDY):
+    with isolation_errors("id map", userns.ID_MAP_REMEDY):
         return userns.zygote_id_map(spec.uid_base, spec.uid_count, userns.open_proc_self(), privileged=privileged)
 
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 from sandbox.errors import IsolationError
 from sandbox.jail import kernel, root_fs, userns
 from sandbox.jail.spec import JailSpec
-from sandbox.jail.userns import layer_errors
+from sandbox.jail.userns import isolation_errors
 
 HOSTNAME = "sandbox"
 EXIT_LAYER_REFUSED = 78
@@ -42,8 +42,9 @@ OOM_SCORE = "1000"
 of memory, the kernel kills a process in a jail before one of the server (proc_pid_oom_score_adj(5))."""
 
 
-def detach_from_server() -> int:
-    """Leave the server's session and reset what is inherited from it. Returns a pidfd of the server."""
+def leave_server_session() -> int:
+    """Leave the server's session and reset what is inherited from it. Return a pidfd of the server, with which the
+    launcher notices the server's end."""
     server_pidfd = os.pidfd_open(os.getppid())
     if os.getsid(0) != os.getpid():
         os.setsid()  # Ctrl-C on the server's terminal must reach the server alone, which then stops gracefully
@@ -94,13 +95,13 @@ def prepare_root(spec: JailSpec) -> bool:
     ids.
     """
     privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
-    with layer_errors("no_new_privs"):  # only now, because it disables set-uid programs such as newuidmap
+    with isolation_errors("no_new_privs"):  # only now, because it disables set-uid programs such as newuidmap
         kernel.set_no_new_privs()
     if (privileged or spec.uid_base is not None) and (hidden := root_fs.first_unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
-    with layer_errors("mount namespace", "grant CAP_SYS_ADMIN"):
+    with isolation_errors("mount namespace", "grant CAP_SYS_ADMIN"):
         kernel.unshare(kernel.CLONE_NEWNS)
-    with layer_errors("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
+    with isolation_errors("read-only root", "let the container mount (CAP_SYS_ADMIN, seccomp, AppArmor)"):
         root_fs.build(spec)
     return privileged
 

@@ -123,7 +123,7 @@ def _add_landlock_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
         **asdict(rules_for(spec, abi)),
         "slots_dir": f"{spec.scratch_root}/calls",
         "uid_base": plan["uid_base"],
-        "slots": spec.slots,
+        "slots": spec.landlock_slots,
     }
     plan["call_filter"] = _encoded_filter(kind)
     plan["own_pid_offsets"] = seccomp.own_pid_offsets(seccomp.program(kind))

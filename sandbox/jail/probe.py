@@ -52,16 +52,17 @@ class ProbedLayer:
     found: str
     """Text for users: the result of the attempt, or the reason why the layer is missing."""
     purpose: str
+    """Text for users: the protection or the function that the layer provides."""
 
 
 def probe(environ: Mapping[str, str] = os.environ) -> tuple[ProbedLayer, ...]:
     """Try all layers, in well under a second. It forks, so the process must have a single thread."""
-    return (*(_probe_in_child(*attempt) for attempt in _ATTEMPTS), probe_nsjail(environ))
+    return (*(_probe_in_child(*layer) for layer in _LAYERS), probe_nsjail(environ))
 
 
 def probe_layers(names: Container[str]) -> tuple[ProbedLayer, ...]:
     """Try the named layers, except nsjail."""
-    return tuple(_probe_in_child(*attempt) for attempt in _ATTEMPTS if attempt[0] in names)
+    return tuple(_probe_in_child(*layer) for layer in _LAYERS if layer[0] in names)
 
 
 def probe_process_limits() -> ProbedLayer:
@@ -78,21 +79,22 @@ def probe_nsjail(environ: Mapping[str, str]) -> ProbedLayer:
             return _TRANSIENT if _is_transient(error) else _REFUSED, str(error)
         return _OK, path
 
-    outcome, found = _repeat_while_transient(attempt)
-    return ProbedLayer(NSJAIL, outcome == _OK, found, "level nsjail")
+    outcome, text = _repeat_while_transient(attempt)
+    return ProbedLayer(NSJAIL, outcome == _OK, text, "level nsjail")
 
 
 def _probe_in_child(name: str, attempt: Callable[[], str], purpose: str) -> ProbedLayer:
-    """Run `attempt` in a child process. `attempt` returns a text for users, or raises if the layer is missing."""
-    outcome, found = _repeat_while_transient(lambda: _run_in_child(attempt))
-    return ProbedLayer(name, outcome == _OK, found, purpose)
+    """Run `attempt` in a child process. `attempt` returns a text for users, or raises an exception with such a text if
+    the layer is missing."""
+    outcome, text = _repeat_while_transient(lambda: _run_in_child(attempt))
+    return ProbedLayer(name, outcome == _OK, text, purpose)
 
 
 def _repeat_while_transient(attempt: Callable[[], tuple[int, str]]) -> tuple[int, str]:
     for _ in range(MAX_TRIES - 1):
-        outcome, found = attempt()
+        outcome, text = attempt()
         if outcome != _TRANSIENT:
-            return outcome, found
+            return outcome, text
         time.sleep(RETRY_DELAY_S)
     return attempt()
 
@@ -113,10 +115,10 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
         os._exit(outcome)
     os.close(writable)
     with open(readable, "rb") as pipe:
-        found = pipe.read().decode(errors="replace")
+        text = pipe.read().decode(errors="replace")
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code >= 0:
-        return code, found
+        return code, text
     # SIGSYS comes from a seccomp filter, which would kill the next attempt too. No other signal means a refusal.
     return _REFUSED if code == -signal.SIGSYS else _TRANSIENT, f"killed by signal {-code}"
 
@@ -130,10 +132,11 @@ def _is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def _found_or_raise(holds: bool, found: str, problem: str) -> str:
+def _text_or_raise(holds: bool, text: str, problem: str) -> str:
+    """Return `text` if the attempt has succeeded, and raise `problem` otherwise."""
     if not holds:
         raise OSError(problem)
-    return found
+    return text
 
 
 def _try_user_namespace() -> str:
@@ -146,15 +149,16 @@ def _try_uid_range() -> str:
     base, count = _enter_jail_namespaces()
     if base is None:
         raise IsolationError(
-            "needs root with CAP_SETUID and enough ids, or newuidmap with ids in /etc/subuid and /etc/subgid, and no "
-            "no_new_privs; all calls share one host uid"
+            "all calls share one host uid; a range needs either root with CAP_SETUID and enough ids, or newuidmap "
+            "without no_new_privs and ids in /etc/subuid and /etc/subgid"
         )
+    # This fails unless the last id of the range is mapped.
     os.setresuid(count - 1, count - 1, count - 1)
     return f"host uids from {base}"
 
 
 def _enter_jail_namespaces() -> tuple[int | None, int]:
-    base, count = host_uids(0, 1)
+    base, count = host_uids(jail=0, slots=1)
     proc_self = userns.open_proc_self()
     privileged = userns.become_privileged(base, count)
     userns.enter_jail_namespaces(base, count, proc_self, privileged=privileged)
@@ -206,7 +210,7 @@ def _try_pid_namespace() -> str:
     if child == 0:
         os._exit(os.getpid())
     first = kernel.wait_for_exit(child)
-    return _found_or_raise(first == 1, "its first process is PID 1", f"its first process has PID {first}")
+    return _text_or_raise(first == 1, "its first process is PID 1", f"its first process has PID {first}")
 
 
 def _try_tmpfs() -> str:
@@ -217,7 +221,7 @@ def _try_tmpfs() -> str:
     kernel.mount("probe", ROOT_STAGING_DIR, "tmpfs", flags, "size=1m,mode=700")
     stat = os.statvfs(ROOT_STAGING_DIR)
     size = stat.f_blocks * stat.f_frsize
-    return _found_or_raise(size == MIB, "sizes hold", f"asked for {MIB} bytes, got {size}")
+    return _text_or_raise(size == MIB, "its size is limited as asked for", f"asked for {MIB} bytes, got {size}")
 
 
 def _try_pivot_root() -> str:
@@ -225,7 +229,7 @@ def _try_pivot_root() -> str:
     os.chdir(ROOT_STAGING_DIR)
     kernel.pivot_root(".", ".")
     kernel.unmount_lazily(".")
-    return _found_or_raise(os.listdir("/") == [], "the old root is gone", "the old root is still there")
+    return _text_or_raise(os.listdir("/") == [], "the old root is gone", "the old root is still there")
 
 
 def _try_ipc_namespace() -> str:
@@ -238,14 +242,14 @@ def _try_uts_namespace() -> str:
     userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWUTS)
     kernel.set_hostname("probe")
-    return _found_or_raise(os.uname().nodename == "probe", "granted", "the host name did not change")
+    return _text_or_raise(os.uname().nodename == "probe", "granted", "the host name did not change")
 
 
 def _try_net_namespace() -> str:
     userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWNET)
     names = [name for _, name in socket.if_nameindex()]
-    return _found_or_raise(names == ["lo"], "only a loopback, down", f"interfaces {names}")
+    return _text_or_raise(names == ["lo"], "it has no interface but a loopback of its own", f"interfaces {names}")
 
 
 def _try_capability_drop() -> str:
@@ -253,7 +257,7 @@ def _try_capability_drop() -> str:
     kernel.limit_bounding_set(frozenset())
     kernel.drop_capabilities()
     left = kernel.effective_capabilities()
-    return _found_or_raise(not left, "all dropped", f"{len(left)} are left")
+    return _text_or_raise(not left, "all dropped", f"{len(left)} are left")
 
 
 def _try_no_new_privs() -> str:
@@ -268,7 +272,7 @@ def _try_seccomp() -> str:
     try:
         socket.socket().close()
     except PermissionError:
-        return f"{len(program) // 8} instructions, loaded and obeyed"
+        return f"{len(program) // 8} instructions; a refused call fails"
     raise OSError("the filter was loaded but a refused call went through")
 
 
@@ -277,7 +281,7 @@ def _try_rlimits() -> str:
     try:
         bytearray(512 * MIB)
     except MemoryError:
-        return "RLIMIT_AS holds"
+        return "RLIMIT_AS limits memory"
     raise OSError("512 MiB were granted under an RLIMIT_AS of 256")
 
 
@@ -293,7 +297,7 @@ def _try_schedstat() -> str:
     with open("/proc/self/schedstat", encoding="ascii") as file:
         cpu_ns, run_delay_ns, _ = map(int, file.read().split())
     problem = "the kernel does not count (CONFIG_SCHED_INFO)"
-    return _found_or_raise(cpu_ns > 0, f"waited {run_delay_ns / 1e6:.3f} ms so far", problem)
+    return _text_or_raise(cpu_ns > 0, f"waited {run_delay_ns / 1e6:.3f} ms so far", problem)
 
 
 def _try_priorities() -> str:
@@ -307,7 +311,7 @@ def _try_priorities() -> str:
 def _try_landlock() -> str:
     abi = kernel.landlock_abi()
     handled = landlock_rules.handled_rights(abi)
-    has_uids = host_uids(0, 1, Level.LANDLOCK)[0] is not None
+    has_uids = host_uids(jail=0, slots=1, level=Level.LANDLOCK)[0] is not None
     if abi < landlock_rules.TRUNCATE_ABI and not has_uids:
         raise IsolationError(
             f"ABI {abi}; without root and Docker's default capabilities, ABI {landlock_rules.TRUNCATE_ABI} is needed"
@@ -335,7 +339,7 @@ def _try_cgroups() -> str:
         if kernel.wait_for_exit(child):
             raise OSError("a process could not enter, or its limit did not hold")
         peak = cgroup.read_usage().peak_bytes
-        return _found_or_raise(peak is None or peak >= 4 * MIB, str(tree), f"4 MiB were counted as {peak} bytes")
+        return _text_or_raise(peak is None or peak >= 4 * MIB, str(tree), f"4 MiB were counted as {peak} bytes")
     finally:
         tree.close()
 
@@ -356,7 +360,9 @@ def _use_memory_and_fork(procs_fds: list[int]) -> int:
 def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
     """Run one line of this Python in a jail, started as for a zygote. Takes half a second."""
     is_jailed = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
-    spec = JailSpec(Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(0, 1))
+    spec = JailSpec(
+        Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(jail=0, slots=1)
+    )
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({is_jailed}))"))
     with open(os.devnull) as null:  # in place of the guest's socket, which this one line does not use
         argv, fd = launch_argv(spec, null.fileno()), null.fileno()
@@ -370,8 +376,9 @@ def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
         raise IsolationError(f"a trial failed: {message[:MAX_TRIAL_ERROR_CHARS]}")
 
 
-_Attempt = tuple[str, Callable[[], str], str]
-_NAMESPACE_ATTEMPTS: tuple[_Attempt, ...] = (
+_Layer = tuple[str, Callable[[], str], str]
+"""Name of a layer, the attempt to set it up, and its purpose."""
+_NAMESPACE_LAYERS: tuple[_Layer, ...] = (
     ("user namespace", _try_user_namespace, "root inside is nobody outside"),
     ("PID namespace", _try_pid_namespace, "calls see and signal only their own processes, and end with them"),
     ("mount namespace, tmpfs", _try_tmpfs, "private scratch directories of limited size"),
@@ -384,15 +391,15 @@ _NAMESPACE_ATTEMPTS: tuple[_Attempt, ...] = (
     ("seccomp", _try_seccomp, "only the system calls that Python needs"),
     ("rlimits", _try_rlimits, "memory, files and processes of each call"),
 )
-NAMESPACE_LAYERS = frozenset(name for name, _, _ in _NAMESPACE_ATTEMPTS)
+NAMESPACE_LAYERS = frozenset(name for name, _, _ in _NAMESPACE_LAYERS)
 """Names of the layers that levels `nsjail` and `namespaces` require."""
-_PROCESS_LIMITS: _Attempt = (
+_PROCESS_LIMITS: _Layer = (
     "process limits",
     _try_process_limits,
     "a limit on the processes of each call where calls share a uid; without it only cgroups limit them",
 )
-_ATTEMPTS: tuple[_Attempt, ...] = (
-    *_NAMESPACE_ATTEMPTS,
+_LAYERS: tuple[_Layer, ...] = (
+    *_NAMESPACE_LAYERS,
     ("uid range", _try_uid_range, "a host uid of its own for every slot"),
     _PROCESS_LIMITS,
     ("schedstat", _try_schedstat, "time limits in virtual time, independent of load"),

@@ -5,6 +5,9 @@ A jail holds the zygotes of one pool, which fork the calls. Uids inside the jail
     0                        the zygotes
     FIRST_SLOT_UID + slot    the calls of a slot
 
+Level `landlock` has no user namespace: the calls of a slot have host uid `uid_base` + FIRST_SLOT_UID + slot, and each
+slot has two further uids (`UIDS_PER_SLOT`).
+
 Jails with disjoint ranges of host uids (`host_uids`) share no uid, so they share no limit that the kernel counts per
 uid, and no process of one jail can signal a process of another.
 """
@@ -24,7 +27,8 @@ from sandbox.jail.interpreter import PYTHON_DIR_IN_JAIL, Interpreter
 FIRST_SLOT_UID = 1000
 """Uid, inside the jail, of the calls of slot 0."""
 UIDS_PER_SLOT = 3
-"""Uids that a slot has at level `landlock`; `guest/landlock_slots.py` explains them."""
+"""Number of uids that a slot has at level `landlock`; `guest/landlock_slots.py` explains them. At the other levels a
+slot has one."""
 GUEST_SOURCE_DIR = Path(__file__).resolve().parents[1] / "guest"
 GUEST_DIR_IN_JAIL = "/guest"
 
@@ -76,8 +80,8 @@ class JailSpec:
             )
 
     @property
-    def slots(self) -> int:
-        """Number of slots for which the range has uids, at level `landlock`."""
+    def landlock_slots(self) -> int:
+        """Number of slots for which the range has uids at level `landlock`."""
         return max(0, self.uid_count - FIRST_SLOT_UID) // UIDS_PER_SLOT
 
     @property
@@ -100,6 +104,7 @@ class JailSpec:
     def guest_env(self) -> dict[str, str]:
         """Return the whole environment of the guest."""
         if self.level is Level.LANDLOCK:
+            # `env` has the PATH of a jail with a root of its own. Python finds its packages itself at the host's paths.
             # zoneinfo fails on the host's time zone directories, which exist but are not readable at this level.
             return {**self.env, "PATH": os.path.dirname(self.guest_python), "PYTHONTZPATH": ""}
         paths = () if self.level is Level.NONE else self.python.pythonpath

@@ -1,9 +1,11 @@
 """User namespaces and their id maps (user_namespaces(7)).
 
-A map has lines `inside outside count`. An ordinary user may map only its own id. A process outside of the new namespace
-writes the map of a range. It needs CAP_SETUID and CAP_SETGID there: it is a child of this process, or newuidmap(1), a
-set-uid program that maps the ids that /etc/subuid and /etc/subgid list for a user. Under no_new_privs newuidmap has no
-privilege.
+A map has lines `inside outside count`. An ordinary user may map only its own id. Only a process outside of the new
+namespace, with CAP_SETUID and CAP_SETGID outside, may map a range:
+
+    a child of this process           if this process has these capabilities
+    newuidmap(1) and newgidmap(1)     otherwise: set-uid programs for the ids that /etc/subuid and /etc/subgid list for
+                                      a user. Under no_new_privs they have no privilege.
 """
 
 from __future__ import annotations
@@ -29,11 +31,17 @@ JAIL_NAMESPACES = (
 RANGE_START_INSIDE = 1
 """First id of the range inside the namespace of `enter_as_root`, where id 0 is the user who started the process."""
 MAPPING_PROGRAMS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
+"""Program that writes each of the two id maps in /proc/PID."""
+ID_MAP_FILES = tuple(MAPPING_PROGRAMS)
 SUBORDINATE_ID_FILES = "/etc/subuid", "/etc/subgid"
 
 
 def open_proc_self() -> int:
-    """Return a descriptor of this process's directory in /proc. It stays usable when /proc is unmounted."""
+    """Return a descriptor of this process's directory in /proc.
+
+    It stays usable when /proc is unmounted. In a child process it is still the directory of this process, because
+    /proc/self is resolved here.
+    """
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
 
@@ -44,7 +52,7 @@ def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
     """
     if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
         return True
-    with layer_errors("user namespace", "enable unprivileged user namespaces, or start as root"):
+    with isolation_errors("user namespace", "enable unprivileged user namespaces, or start as root"):
         enter_as_root(uid_base, uid_count)
     return False
 
@@ -97,18 +105,21 @@ def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privi
     The map's outside ids are the host's if `privileged`. Otherwise they are those in the namespace of `enter_as_root`,
     where the range starts at `RANGE_START_INSIDE`.
     """
-    return id_map(uid_base if privileged or uid_base is None else RANGE_START_INSIDE, uid_count, proc_self)
+    if uid_base is not None and not privileged:
+        uid_base = RANGE_START_INSIDE
+    return id_map(uid_base, uid_count, proc_self)
 
 
 def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
     """Return a map of the range to ids from 0. Without a range, return a map of a single id to id 0.
 
-    The single id is `NOBODY` if that exists. Then root, who owns the host's files, has no id inside.
+    The single id is `NOBODY`, so that root, who owns the host's files, has no id inside. In a container without that id
+    it is 0.
     """
     if uid_base is not None:
         return f"0 {uid_base} {uid_count}"
     for outside in (NOBODY, 0):
-        if all(_id_exists(proc_self, name, outside) for name in MAPPING_PROGRAMS):
+        if all(_id_exists(proc_self, file, outside) for file in ID_MAP_FILES):
             return f"0 {outside} 1"
     raise IsolationError("user namespace: expected id 65534 or 0 to exist in this container, but neither does")
 
@@ -118,15 +129,15 @@ def enter_jail_namespaces(uid_base: int | None, uid_count: int, proc_self: int, 
 
     `proc_self` is from `open_proc_self`, `privileged` from `become_privileged` with the same range.
     """
-    with layer_errors("namespaces and id map", ID_MAP_REMEDY):
+    with isolation_errors("namespaces and id map", ID_MAP_REMEDY):
         unshare_mapped(JAIL_NAMESPACES, zygote_id_map(uid_base, uid_count, proc_self, privileged=privileged), proc_self)
-    with layer_errors("user ids"):
+    with isolation_errors("user ids"):
         become_uid_0(can_change_groups=privileged or uid_base is not None)
 
 
 def unshare_mapped(flags: int, mapping: str, proc_self: int) -> None:
     """Enter a user namespace with this id map, and new namespaces of all `flags` that belong to it."""
-    maps = dict.fromkeys(MAPPING_PROGRAMS, mapping)
+    maps = dict.fromkeys(ID_MAP_FILES, mapping)
     _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc_self, maps), repr(mapping))
 
 
@@ -139,12 +150,12 @@ def become_uid_0(*, can_change_groups: bool) -> None:
 
 
 @contextmanager
-def layer_errors(name: str, remedy: str = "") -> Iterator[None]:
-    """Turn an `OSError` in the block into an `IsolationError` that names the layer and the remedy."""
+def isolation_errors(layer: str, remedy: str = "") -> Iterator[None]:
+    """Turn an `OSError` in the block into an `IsolationError` that names the isolation layer and the remedy."""
     try:
         yield
     except OSError as error:
-        raise IsolationError(f"{name}: the kernel refused ({error})" + (f"; {remedy}" if remedy else "")) from None
+        raise IsolationError(f"{layer}: the kernel refused ({error})" + (f"; {remedy}" if remedy else "")) from None
 
 
 def _unshare(flags: int, write_maps: Callable[[], None], description: str) -> None:
@@ -203,14 +214,15 @@ def _listed_ranges(path: str, owners: list[str]) -> list[tuple[int, int]]:
 
 
 def _write(proc_self: int, name: str, text: str) -> None:
-    file = os.open(name, os.O_WRONLY, dir_fd=proc_self)
+    fd = os.open(name, os.O_WRONLY, dir_fd=proc_self)
     try:
-        os.write(file, text.encode())
+        os.write(fd, text.encode())
     finally:
-        os.close(file)
+        os.close(fd)
 
 
-def _id_exists(proc_self: int, name: str, number: int) -> bool:
-    with open(os.open(name, os.O_RDONLY, dir_fd=proc_self), encoding="ascii") as file:
-        extents = [tuple(map(int, line.split())) for line in file]
+def _id_exists(proc_self: int, map_file: str, number: int) -> bool:
+    """Return whether this process's user namespace has an id: a line of a map is `inside outside count`."""
+    with open(os.open(map_file, os.O_RDONLY, dir_fd=proc_self), encoding="ascii") as lines:
+        extents = [tuple(map(int, line.split())) for line in lines]
     return any(first <= number < first + count for first, _, count in extents)

@@ -17,7 +17,7 @@ from bench.simulator.scripts import EpisodeScript, Workload, recorded_scripts
 from bench.simulator.simulation import TurnTrace
 from bench.simulator.timeline import timeline
 from tests.bench.conftest import RefusedArguments, RunBenchmark
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 
 SMALL_SIMULATION = ("--simulate", "--engines", "2", "--groups", "6", "--samples", "4")
 
@@ -158,7 +158,7 @@ def test_a_file_without_episodes_is_reported(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_the_pool_runs_every_scripted_episode_to_its_end(policy: str) -> None:
     testbed = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
-    engines = [TableEngine("e0"), TableEngine("e1")]
+    engines = [MarkovEngine("e0"), MarkovEngine("e1")]
     scripts = [EpisodeScript(number // 3, 20 + number // 3, ((10, 5, 0.0), (8, 0, 0.0))) for number in range(9)]
     turns = await testbed.played(engines, policy, Workload(scripts, 30, scripts[:3]), seed=1, vocab_size=50)
     assert sorted((turn.episode, turn.context, turn.sampled) for turn in turns) == sorted(

@@ -34,7 +34,7 @@ def server() -> Iterator[ServerUnderTest]:
         pytest.skip(str(error))
     with ServerUnderTest(OWN_PYTHON, FLAGS) as server:
         yield server
-    assert not [line for line in server.leftovers if line.startswith("process: ")]
+    assert not [line for line in server.leftovers if line.startswith("process: ")], server.leftovers
 
 
 def run_calls(
@@ -58,7 +58,7 @@ def test_every_call_gets_one_result_while_its_processes_are_killed(server: Serve
 
     tally = run_calls(server, 300, kill)
     assert injector.kills.total() >= 5, "the test needs some kills"
-    assert tally.statuses["ok"] > 100, "most calls are not unavailable"
+    assert tally.statuses["ok"] > 100, "at least a third of the calls must get their result in spite of the kills"
 
 
 def test_a_killed_gateway_leaves_no_processes_and_its_calls_are_sent_again(server: ServerUnderTest) -> None:

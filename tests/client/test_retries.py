@@ -206,8 +206,8 @@ async def test_checks_are_sent_and_retried_as_calls() -> None:
         assert await client.verify([]) == []
     assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
     assert server.batch_sizes == [3, 1]
-    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
-    assert Call.decode(server.requests[1][0]) == verify.check_call("3", "3", shared)
+    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert Call.decode(server.requests[1][0]) == verify.build_check("3", "3", shared)
 
 
 def test_the_retry_delay_grows_and_is_at_least_retry_after() -> None:

@@ -12,15 +12,16 @@ import time
 import pytest
 
 from sandbox import cli
+from sandbox.cluster.ray_driver import RayDriver
 from sandbox.config import ServeConfig
 from sandbox.errors import ConfigError
 from sandbox.executor.executor import GUEST_ENV
-from tests.cluster.ray_cluster import needs_ray
+from tests.cluster.serving import needs_ray
 
 
 @pytest.mark.parametrize("text", ["ray=", "k8s", "rays", "ray=host", "ray=host:port", "ray=ray://host:1 2"])
 def test_a_malformed_cluster_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected ray or ray=HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"expected ray, ray=auto or ray=HOST:PORT"):
         ServeConfig(cluster=text)
 
 
@@ -68,6 +69,28 @@ def test_without_ray_the_error_says_how_to_install_it(
     assert cli.main(["serve", "--cluster", "ray"]) == 2
     expected = "rstar-sandbox: --cluster needs Ray; install it with pip install 'rstar-sandbox[cluster]'\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        ("", "it printed nothing"),
+        ("Traceback (most recent call last):\n  ...\nValueError: x[0] is wrong\n\n", "ValueError: x[0] is wrong"),
+        (
+            "[2026-11-25 14:54:45,857 W 19847 19847] a warning\n"
+            "[2026-11-25 14:54:58,842 C 20215 20215] raylet_ipc_client.cc:85: Failed at /tmp/ray/s/sockets/raylet\n"
+            "*** StackTrace Information ***\n/lib/python3.11.so(_Py) [0x7f92] _Py\n",
+            "raylet_ipc_client.cc:85: Failed at /tmp/ray/s/sockets/raylet; this machine is no node of the cluster: "
+            "start one with `ray start --address=HOST:PORT --num-cpus=0`",
+        ),
+    ],
+)
+def test_the_reason_why_a_driver_has_ended_is_one_line(stderr: str, reason: str) -> None:
+    driver = RayDriver({})
+    driver._stderr.write(stderr.encode())
+    driver._stderr.flush()
+    assert driver._last_error() == reason
+    driver._stderr.close()
 
 
 def test_the_environment_of_calls_has_no_variable_of_ray() -> None:

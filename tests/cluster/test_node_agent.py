@@ -211,9 +211,11 @@ async def test_an_executor_that_ignores_eof_is_killed(monkeypatch: pytest.Monkey
 @pytest.mark.asyncio
 async def test_closing_the_agent_kills_its_executors() -> None:
     agent = NodeAgent(SECRET, "127.0.0.1", FAKE)
+    assert agent.is_alive
     async with running(agent) as (_, _, pid):
         os.kill(pid, signal.SIGSTOP)
         await asyncio.to_thread(agent.close)
+        assert not agent.is_alive
         await until_gone([pid])
 
 

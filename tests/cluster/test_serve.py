@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from bench.probes import processes
+from bench.servers.ray_cluster import RayCluster
 from sandbox import wire
-from tests.cluster.processes import running
-from tests.cluster.ray_cluster import RayCluster, Server, needs_ray, serving, until
+from tests.cluster.processes import children, running
+from tests.cluster.serving import Server, needs_ray, serving, until
 
 pytestmark = [needs_ray, pytest.mark.slow, pytest.mark.usefixtures("needs_isolation", "guest_python")]
 CALLS = 120
@@ -96,6 +97,18 @@ def test_calls_of_a_killed_actor_run_elsewhere(server: Server, cluster: RayClust
     assert sum(row["restarts"] > 0 for row in server.nodes()) == 1
 
 
+def test_the_gateway_survives_its_ray_driver(server: Server, cluster: RayCluster) -> None:
+    """The actors die with the driver. The next driver makes new ones."""
+    load = Load(server)
+    pids = cluster.sandbox_processes()
+    (driver,) = [pid for pid in children(server.process.pid) if "sandbox.cluster" in processes.command(pid)]
+    os.kill(driver, signal.SIGKILL)
+    load.check()
+    until(lambda: not running(pids), lambda: [processes.command(pid) for pid in running(pids)])
+    server.wait_for_nodes(2)
+    assert "the Ray driver will be started again: the Ray driver has ended" in server.log
+
+
 def test_a_silent_node_is_lost_and_its_late_results_are_dropped(server: Server, cluster: RayCluster) -> None:
     load = Load(server)
     (executor,) = cluster.executors(0)
@@ -125,7 +138,7 @@ def test_calls_of_a_killed_node_run_elsewhere_and_a_new_node_gets_calls(server: 
 
 
 def test_a_node_without_a_guest_runtime_is_refused_by_name(server: Server, cluster: RayCluster, tmp_path: Path) -> None:
-    number = cluster.add_node({"RSTAR_RUNTIME": str(tmp_path)})
+    number = cluster.add_node(environ={"RSTAR_RUNTIME": str(tmp_path)})
     server.wait_for_nodes(1, "refused")
     (row,) = server.nodes("refused")
     assert row["reason"] == "has no guest runtime; run `rstar-sandbox runtime` there"

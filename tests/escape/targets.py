@@ -3,7 +3,7 @@
 - An attack is code that prints BREACH when it has reached something. `Target.resists` runs the attack as a call, which
   must come to its end without printing BREACH.
 - Each attack has a control: `succeeds_without_jail` runs the same code without a jail, where it must print BREACH.
-- Attackers know everything about the host except its secrets: pids, paths and ports are in `HOST`.
+- Attackers know everything about the host except its secrets: pids, paths and ports are in `HOST` (`make_host`).
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ def attempt(action, *arguments):
     try: return action(*arguments)
     except OSError as error: return error
 def works(action, *arguments): return not isinstance(attempt(action, *arguments), OSError)
-# Directories to write to, files to change, and a device. In a jail an attack tries many. A control succeeds and must not
-# change the machine, so it uses only a directory and a file of its own.
-DIRS, SHARED, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
+# Directories to write to, paths of files and directories to change, and a device. In a jail an attack tries many paths. A
+# control (an attack without a jail) succeeds and must not change the machine, so it tries only paths of its own.
+DIRS, PROTECTED_PATHS, DEVICE = [".", HOST["directory"]], [HOST["file"]], HOST["file"]
 if HOST["is_jailed"]:
     library = os.path.dirname(os.__file__)
     DIRS += [*"/tmp /var/tmp /dev/shm /run /run/lock /dev / /guest /python /home /root /mnt /srv /etc".split(),
                *"/proc/self /proc/1/cwd /proc/1/root /sys/fs/cgroup".split(), os.path.expanduser("~"), *filter(None, sys.path),
                os.path.dirname(sys.executable), library + "/site-packages", library + "/__pycache__"]
-    SHARED += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *DIRS[2:]]
+    # Not the first two directories, in which a call may make changes.
+    PROTECTED_PATHS += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *DIRS[2:]]
     DEVICE = "/dev/null"
 """
 """Beginning of each attack. `raw` makes a system call by its number and returns its result or the negative errno, `breach`
@@ -86,9 +87,9 @@ class Host:
     facts: dict[str, Any]
     """Everything that attackers know. This dictionary is `HOST` in their code."""
     environ: dict[str, str]
-    """Variables to add to the server's environment."""
+    """Variables to add to the executor's environment."""
     secret: str
-    """A canary in the server's environment and command line, in a file and in shared memory."""
+    """A canary in the executor's environment and command line, in a file and in shared memory."""
 
     def attack_program(self, code: str) -> str:
         """Return an attack as a whole program: `HOST`, `PRELUDE`, the code, and a line END."""
@@ -110,7 +111,8 @@ class Target:
         """Run an attack as a call, and return its result without a check."""
         return self.caller.run(self.host.attack_program(code), **options)
 
-    def call(self, code: str, **options: Any) -> Call:
+    def build_call(self, code: str, **options: Any) -> Call:
+        """Return an attack as a call, without running it."""
         return call(self.host.attack_program(code), **options)
 
     def resists(self, code: str, **options: Any) -> Result:
@@ -128,7 +130,7 @@ class Target:
 
     @contextmanager
     def zygotes_stopped(self) -> Iterator[None]:
-        """Stop the zygotes by SIGSTOP within the block, so that they receive all its calls before they start one."""
+        """Stop the zygotes by SIGSTOP within the block. The calls that the block submits start together at its end."""
         pids = [pid for pid in self.processes() if _is_zygote(pid)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -238,8 +240,8 @@ def make_host() -> Iterator[Host]:
             "file": str(file),
             "directory": str(directory),
             "shm": str(shared_memory),
-            "pid": victim.pid,  # of a process with the secret
-            "server": victim.pid,  # in a target: the executor
+            "victim_pid": victim.pid,  # of a process with the secret
+            "executor_pid": victim.pid,  # replaced in a target; a control has no executor
             "port": tcp_server.getsockname()[1],
             "path": socket_path,  # of a listening Unix socket
             "abstract": abstract_name,  # of another one, in the abstract namespace
@@ -266,19 +268,19 @@ def target(name: str, host: Host) -> Iterator[Target]:
     except IsolationError as error:
         pytest.skip(str(error))
     with ExitStack() as stack:
-        server_python, guest_python = sys.executable, OWN_PYTHON
+        executor_python, guest_python = sys.executable, OWN_PYTHON
         options: dict[str, Any] = {"env": {**os.environ, **host.environ}, "cwd": host.facts["directory"]}
         if user:
             if os.geteuid() != 0:
                 pytest.skip(f"{name}: the tests run as an ordinary user already")
-            server_python = python_for_all_users(stack.enter_context(dir_for_all_users()))
-            guest_python = str(Path(server_python).resolve())
+            executor_python = python_for_all_users(stack.enter_context(dir_for_all_users()))
+            guest_python = str(Path(executor_python).resolve())
             options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         elif level == "landlock":
             guest_python = reachable_python(guest_python)
-        argv = [server_python, "-X", f"secret={host.secret}"]
+        argv = [executor_python, "-X", f"secret={host.secret}"]
         with calling.executor(
             guest_python, server=argv, process_options=options, isolation=level, slots=SLOTS
         ) as caller:
-            facts = {**host.facts, "is_jailed": True, "server": caller.process.pid}
+            facts = {**host.facts, "is_jailed": True, "executor_pid": caller.process.pid}
             yield Target(name, caller, Host(facts, host.environ, host.secret))

@@ -105,7 +105,7 @@ def test_other_calls_survive_a_bomb_of(attack: str, target: Target) -> None:
     code, statuses = BOMBS[attack]
     timeout_s = 0.3 if statuses.startswith("timeout") else 10.0  # short for code that never ends by itself
     limits = Limits(timeout_s=timeout_s, memory_mb=128, processes=16, disk_mb=16, output_kb=64)
-    bomb = target.caller.submit(target.call(code, **{name: getattr(limits, name) for name in Limits.__slots__}))
+    bomb = target.caller.submit(target.build_call(code, **{name: getattr(limits, name) for name in Limits.__slots__}))
     neighbours = [call(f"sum(range({n}))", timeout_s=30.0) for n in range(6)]
     for n, result in enumerate(target.caller.run_all(neighbours)):
         assert (result.status, result.value, result.attempts) == (Status.OK, f"{sum(range(n))}", 1), result

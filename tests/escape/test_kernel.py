@@ -135,7 +135,7 @@ ours, theirs = socket.socketpair()
 if attempt(ours.send, b'x', socket.MSG_OOB) == 1: breach('sent')
 """,
     "a lease on a shared file": """
-for path in SHARED:
+for path in PROTECTED_PATHS:
     fd = attempt(os.open, path, os.O_RDONLY)
     for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
         if isinstance(fd, int) and works(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind): breach(path)

@@ -61,12 +61,12 @@ for directory in DIRS:
     ),
     "times, modes and attributes of shared files": (
         """
-for path in SHARED:
+for path in PROTECTED_PATHS:
     attempt(os.utime, path, (7e8, 7e8)), attempt(os.setxattr, path, "user.message", MESSAGE.encode())
     if os.path.isdir(path): attempt(os.chmod, path, 0o1753)
 """,
         """
-for path in SHARED:
+for path in PROTECTED_PATHS:
     about = attempt(os.stat, path)
     if not isinstance(about, OSError) and about.st_mtime == 7e8: breach(MESSAGE)
     got = attempt(os.getxattr, path, "user.message")
@@ -128,10 +128,10 @@ raw(250, 9, key, -4)
         "attempt(fcntl.fcntl, 0, fcntl.F_SETOWN, os.getpid()), attempt(fcntl.fcntl, 0, 10, 41)  # F_SETSIG",
         "if attempt(fcntl.fcntl, 0, 11) == 41: breach(MESSAGE)  # F_GETSIG",
     ),
-    # In a jail SHARED has many files, and this is the second; a control has only one.
+    # In a jail PROTECTED_PATHS has many files, and this is the second; a control has only one.
     "a lock on a file": (
-        "kept = open(SHARED[:2][-1]); attempt(fcntl.flock, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "if not works(fcntl.flock, open(SHARED[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB): breach(MESSAGE)",
+        "kept = open(PROTECTED_PATHS[:2][-1]); attempt(fcntl.flock, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "if not works(fcntl.flock, open(PROTECTED_PATHS[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB): breach(MESSAGE)",
     ),
     "a lock on a device": (
         "kept = open(DEVICE, 'r+b', buffering=0); attempt(fcntl.lockf, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",

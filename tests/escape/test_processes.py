@@ -1,4 +1,7 @@
-"""Attacks on other processes, and attempts to outlive the call or its time limit."""
+"""Attacks on other processes, and attempts to outlive the call or its time limit.
+
+The functions of the attacks (`works`, `raw`, `attempt`, `breach`) and their imports are in `targets.PRELUDE`.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,36 @@ from tests.executor.calling import OWN_PYTHON, call, wait_gone
 
 REACHING = {
     "a signal to a process of the host": """
-for pid in (HOST["pid"], HOST["server"], os.getppid()):
+for pid in (HOST["victim_pid"], HOST["executor_pid"], os.getppid()):
     if pid and works(os.kill, pid, 0): breach(pid)
 """,
     "a signal to a thread of the host": """
-for pid in (HOST["pid"], HOST["server"]):
+for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     if raw(234, pid, pid, 0) == 0 or raw(200, pid, 0) == 0: breach(pid)  # tgkill(2), tkill(2)
 """,
     "a queued signal": """
 siginfo = struct.pack("iiiii108x", 0, 0, -1, os.getpid(), os.getuid())
-for pid in (HOST["pid"], HOST["server"]):
+for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     # rt_sigqueueinfo(2), rt_tgsigqueueinfo(2)
     if raw(129, pid, 0, siginfo) == 0 or raw(297, pid, pid, 0, siginfo) == 0: breach(pid)
 """,
     "a pidfd of a process": """
-for pid in (HOST["pid"], HOST["server"]):
+for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     fd = attempt(os.pidfd_open, pid)
     if not isinstance(fd, OSError): breach(pid)
 """,
     "the limits of a process": """
-for pid in (HOST["pid"], HOST["server"]):
+for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     if works(resource.prlimit, pid, resource.RLIMIT_NOFILE): breach(pid)
 """,
     "the priority of a process": """
-for pid in (HOST["pid"], HOST["server"]):
+for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     if works(os.getpriority, os.PRIO_PROCESS, pid): breach(pid)
     if works(os.sched_getaffinity, pid): breach(pid)
     if works(os.getsid, pid): breach(pid)
 """,
     "the session of a process": """
-for pid in (HOST["pid"], HOST["server"]):
+for pid in (HOST["victim_pid"], HOST["executor_pid"]):
     if works(os.getpgid, pid): breach(pid)
 """,
     "any process by trying all pids": """
@@ -55,7 +58,8 @@ def exists(pid): return not isinstance(attempt(os.kill, pid, 0), ProcessLookupEr
 pids = [pid for pid in range(2, 70_000) if pid not in (os.getpid(), os.getppid()) and exists(pid)]
 if pids: breach(pids[:9])
 """,
-    "a higher priority": """
+    # A call cannot lower its priority either: the filter refuses setpriority(2).
+    "another priority": """
 if works(os.nice, -5) or works(os.nice, 1): breach("nice")
 """,
     "more by raising a limit": """
@@ -238,6 +242,7 @@ def test_endless_code_times_out_even_if_it(behaviour: str, target: Target) -> No
 
 
 def test_no_process_is_left_after_all_attacks(target: Target) -> None:
+    """This test is the last of the file, because the fixture's executor has then run all attacks above."""
     target.check_healthy()
     deadline = time.monotonic() + DEADLINE_S
     while len(target.processes()) != target.idle_process_count and time.monotonic() < deadline:

@@ -28,7 +28,7 @@ if "secret" in names(HOST["directory"]): breach(names(HOST["directory"]))
     "the environment of the server": "scan(read(f'/proc/{HOST[\"server\"]}/environ'))",
     "the command line of the server": "scan(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
     "files through the root of another process": """
-for pid in (HOST["server"], os.getppid(), 1, "self"):
+for pid in (HOST["executor_pid"], os.getppid(), 1, "self"):
     for entry in ("root", "cwd/../../../../../../.."): scan(read(f"/proc/{pid}/{entry}{HOST['file']}"))
 """,
     "every environment and command line in /proc": """
@@ -36,7 +36,7 @@ for pid in names("/proc"):
     if pid.isdigit() and int(pid) != os.getpid(): scan(read(f"/proc/{pid}/environ") + read(f"/proc/{pid}/cmdline"))
 """,
     "the memory of the server": """
-for pid in (HOST["server"], os.getppid()):
+for pid in (HOST["executor_pid"], os.getppid()):
     for line in read(f"/proc/{pid}/maps").decode().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if "rw" not in line or last - first > 64 << 20: continue
@@ -46,7 +46,7 @@ for pid in (HOST["server"], os.getppid()):
 """,
     "a new mount of /proc": """
 libc.unshare(0x10020000)  # CLONE_NEWUSER | CLONE_NEWNS
-if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: scan(read(f"/tmp/{HOST['server']}/environ")); libc.umount(b"/tmp")
+if libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0: scan(read(f"/tmp/{HOST['executor_pid']}/environ")); libc.umount(b"/tmp")
 if names("/proc/1"): breach("/proc/1")
 """,
     "an inherited descriptor": """
@@ -197,7 +197,7 @@ for first, last in runs:
 def test_a_call_finds_no_secrets_of_other_calls_in(search: str, target: Target) -> None:
     """The attacker runs beside an earlier call, and is the second of four calls that the zygote forks as one batch."""
     earlier, first, following = other_calls(), other_calls(), other_calls()
-    attack = target.call(SEARCHES[search], timeout_s=120.0, memory_mb=1024)
+    attack = target.build_call(SEARCHES[search], timeout_s=120.0, memory_mb=1024)
     caller = target.caller
     earlier_endless = caller.submit(earlier.endless)
     caller.run_all([earlier.short] * 3)
@@ -221,7 +221,7 @@ def test_a_call_finds_no_secrets_of_other_calls_in(search: str, target: Target) 
 
 def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target) -> None:
     """The zygote forks the calls of a batch one after another, while it has the files of all of them open."""
-    attack = target.call(READING["an inherited descriptor"], stdin="of this call alone")
+    attack = target.build_call(READING["an inherited descriptor"], stdin="of this call alone")
     caller = target.caller
     caller.stats.clear()
     caller.until(lambda: caller.stats.get("running") == 0)  # the calls that the last test cancelled have ended

@@ -21,7 +21,7 @@ from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from sandbox.types import Call, Limits, Result
-from tests.jail.jails import descendants
+from tests.jail.jails import tree_pids
 
 DEADLINE_S = 60
 """Seconds after which a test gives up waiting for an executor or a process."""
@@ -95,7 +95,7 @@ class Caller:
 
     def processes(self) -> list[int]:
         """Pids of the executor and all its descendants."""
-        return descendants(self.process.pid)
+        return tree_pids(self.process.pid)
 
 
 def call(code: str, **more: Any) -> Call:

@@ -17,7 +17,7 @@ from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupTree, choose_level
 from sandbox.types import Call, Profile, Result
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, is_gone
-from tests.jail.jails import all_users_can_reach, descendants, system_python
+from tests.jail.jails import all_users_can_reach, system_python, tree_pids
 
 PROCESSES = 24
 FORKING_CODE = f"""
@@ -89,7 +89,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
             executor.start_queued_calls()
             while len(call_pids) < PROCESSES:
                 await trio.sleep(0.01)
-                call_pids[:] = descendants(zygote.stream.peer_pid)[1:]
+                call_pids[:] = tree_pids(zygote.stream.peer_pid)[1:]
             assert zygote.jail_process is not None
             if victim == "call":
                 executor.cancel(1)

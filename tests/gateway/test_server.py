@@ -1,4 +1,7 @@
-"""Tests of `serve` in its own process, with fake executors in further processes."""
+"""Tests of `serve` in its own process, with fake executors in further processes.
+
+A fake executor runs no Python: the text of a call's code, such as "slow", selects its result (`tests.fakes`).
+"""
 
 from __future__ import annotations
 

@@ -152,8 +152,9 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def descendants(pid: int) -> list[int]:
-    return [pid, *(descendant for child in children(pid) for descendant in descendants(child))]
+def tree_pids(pid: int) -> list[int]:
+    """Return the process ids of a process and all its descendants, the process first."""
+    return [pid, *(descendant for child in children(pid) for descendant in tree_pids(child))]
 
 
 def host_uid(pid: int) -> int:

@@ -173,7 +173,7 @@ os.waitpid(child, 0)
         assert mounted_again == os.strerror(errno.EPERM)
         # At level nsjail, the launcher and nsjail stay root on the host.
         host_processes = 2 if jail_setup.spec.level is Level.NSJAIL else 0
-        uids = {jails.host_uid(pid) for pid in jails.descendants(jail.process.pid)[host_processes:]}
+        uids = {jails.host_uid(pid) for pid in jails.tree_pids(jail.process.pid)[host_processes:]}
         if uid_base is not None:
             assert uids == {uid_base, uid_base + call_uid}
         assert 0 not in uids
@@ -225,7 +225,7 @@ def test_killing_the_launcher_ends_the_jail(jail_setup: JailSetup, signum: signa
     mounts = Path("/proc/self/mounts").read_text()
     with jail_setup.running(TWO_DESCENDANTS) as jail:
         assert jail.receive() == "ready"
-        pidfds = [os.pidfd_open(pid) for pid in jails.descendants(jail.process.pid)[1:]]
+        pidfds = [os.pidfd_open(pid) for pid in jails.tree_pids(jail.process.pid)[1:]]
         # init, the guest, its two descendants, and at level nsjail the process nsjail
         assert len(pidfds) == (5 if jail_setup.spec.level is Level.NSJAIL else 4)
         jail.process.send_signal(signum)

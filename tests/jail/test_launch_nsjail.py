@@ -157,7 +157,7 @@ def test_killing_nsjail_ends_the_jail_and_leaves_nothing(nsjail_available: None,
     state_before = Path("/proc/self/mounts").read_text(), files_of_nsjail()
     with jails.running(spec, "send('up'); wait()") as jail:
         assert jail.receive() == "up"
-        _launcher, nsjail, *jailed = jails.descendants(jail.process.pid)
+        _launcher, nsjail, *jailed = jails.tree_pids(jail.process.pid)
         assert len(jailed) == 2, "init and the guest"
         pidfds = [os.pidfd_open(pid) for pid in jailed]
         os.kill(nsjail, signal.SIGKILL)
@@ -201,7 +201,7 @@ def test_calls_have_no_capabilities_no_files_and_a_filter(nsjail_available: None
 def test_calls_are_retried_after_the_death_of_nsjail(nsjail_available: None) -> None:
     with executor(isolation="nsjail") as caller:
         (launcher,) = jails.children(caller.process.pid)
-        _launcher, nsjail, *jailed = jails.descendants(launcher)
+        _launcher, nsjail, *jailed = jails.tree_pids(launcher)
         seq = caller.submit(call("print('still here')"))
         os.kill(nsjail, signal.SIGKILL)
         wait_gone(jailed)

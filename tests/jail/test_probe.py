@@ -109,7 +109,7 @@ def attempt_raising(error: Exception) -> Callable[[], str]:
 
 
 def attempt_raising_isolation_error(error: OSError) -> Callable[[], str]:
-    """Return an attempt that turns `error` into an `IsolationError`, as `userns.layer_errors` does."""
+    """Return an attempt that turns `error` into an `IsolationError`, as `userns.isolation_errors` does."""
 
     def attempt() -> str:
         try:

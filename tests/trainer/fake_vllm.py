@@ -15,15 +15,16 @@ from typing import Any
 
 from aiohttp import web
 
-from trainer.engines.engine import EngineCapacity, EngineError, Generation, SamplingParams
+from trainer.engines.engine import LIVENESS_IDS, EngineCapacity, EngineError, Generation, SamplingParams
 from trainer.scheduling.scheduler import EngineStats
 
 
 @dataclass
-class TableEngine:
-    """An engine whose next-id distribution depends on the last id and on `salt`, which stands for its weights."""
+class MarkovEngine:
+    """An engine without a model: its ids are a Markov chain. The distribution of the next id depends on the last id
+    only, and on `salt`, which stands for the weights."""
 
-    name: str = "table"
+    name: str = "markov"
     salt: Any = 0
     vocab_size: int = 50
     max_model_len: int = 256
@@ -43,7 +44,7 @@ class TableEngine:
     aborted_ids: set[str] = field(default_factory=set)
     abort_called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `abort`."""
-    waiting_requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    waiting_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Released by each request that calls `wait_for_abort`."""
     is_closed: bool = False
 
@@ -54,7 +55,8 @@ class TableEngine:
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         if not 0 < len(ids) <= self.max_model_len - sampling.max_tokens or max(ids) >= self.vocab_size:
             raise ValueError(
-                f"expected at most {self.max_model_len} known ids, got {len(ids)} and {sampling.max_tokens}"
+                f"expected at most {self.max_model_len} ids below {self.vocab_size}, "
+                f"got {len(ids)} ids and max_tokens {sampling.max_tokens}"
             )
         self.requests.append((tuple(ids), sampling))
         self.num_running += 1
@@ -79,7 +81,7 @@ class TableEngine:
 
     async def wait_for_abort(self) -> None:
         """A value for `before_generate`: requests run until one of them is aborted."""
-        self.waiting_requests.release()
+        self.waiting_semaphore.release()
         await self.abort_called.wait()
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -89,6 +91,9 @@ class TableEngine:
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         await self.before_scrape()
         return [math.log(self.distribution(last)[id]) for last, id in pairwise(ids)]
+
+    async def check_alive(self) -> None:
+        await self.logprobs(LIVENESS_IDS)
 
     async def load_weights(self, weights: Any, version: int) -> None:
         """Take the new salt from the file in a directory, or from `weights["salt"]`."""

@@ -219,7 +219,7 @@ def test_ranges_in_endpoints_are_expanded() -> None:
     )
 
 
-def test_a_response_must_be_shorter_than_the_engine_s_context() -> None:
+def test_a_response_must_be_shorter_than_the_context_of_the_engine() -> None:
     with pytest.raises(
         ConfigError, match=r"eval: max_response_tokens=100: expected less than engines\.max_model_len=100"
     ):

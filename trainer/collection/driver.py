@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key
-from trainer.collection.work import CollectionError, EpisodeExecutor, Event, Finished, Progress, TryFailed
+from trainer.collection.work import CollectionError, EpisodeExecutor, Event, Finished, Progress, Try, TryFailed
 from trainer.episodes.episode import Episode, Problem, StopReason
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 30.0
 """Seconds until a failed episode is tried again. The delay doubles with each failure of the episode."""
 MIN_UNAVAILABLE = 10
-"""Episodes that infrastructure failures may cost before `max_unavailable_share` applies."""
+"""Number of unavailable episodes, which have failed because of the infrastructure, up to which `max_unavailable_share`
+does not apply."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two writes of status.json."""
 
@@ -49,6 +50,9 @@ class CollectionLimits:
     """Failed tries that an episode may have because of its environment."""
     max_refills: int = 2
     """Further samples of a problem that may replace failed ones."""
+    max_try_s: float = math.inf
+    """Seconds that one try may take. A try that takes longer is cancelled, as a failure of the environment, which has
+    neither ended nor kept its deadline."""
     max_unavailable_share: float = 0.2
     """Share of the episodes that may fail because of the infrastructure. With more, the collection ends."""
 
@@ -85,6 +89,7 @@ class CollectionStatus:
     def queued(self) -> int | None:
         if self.total is None:
             return None
+        # A failed episode and the refill that replaces it count as one of `total`.
         open_or_done = self.stored_before + self.done + self.failed - self.refills + self.running + self.retrying
         return max(0, self.total - open_or_done)
 
@@ -116,8 +121,11 @@ class _Pending:
 
     group: _Group
     episode: Episode
-    """The episode up to its last turn on disk or in the events at hand."""
+    """The episode up to its last reported turn. `_handle` writes that turn before it acts on the events."""
     failures: Counter[FailureKind]
+    num_tries: int = 0
+    submitted_at: float = math.inf
+    """Monotonic time of the last try; infinite while no executor has the episode."""
 
 
 class Collection:
@@ -158,13 +166,14 @@ class Collection:
         self._submit()
         while self._pending or self._has_problems:
             self._report()
-            next_retry_s = self._retries[0][0] - time.monotonic() if self._retries else math.inf
+            can_retry = bool(self._retries) and self._executor.free_slots > 0
+            next_retry_s = self._retries[0][0] - time.monotonic() if can_retry else math.inf
             events: list[Event] = []
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(STATUS_INTERVAL_S, next_retry_s))):
                     events = await self._executor.next_events()
-            if events:
-                await self._handle(events)
+            if current := [*self._current(events), *self._cancel_overdue()]:
+                await self._handle(current)
             self._submit()
         self._report(is_last=True)
         return self.status
@@ -172,9 +181,32 @@ class Collection:
     def _submit(self) -> None:
         """Submit episodes while the executor has free slots: first those to be tried again, then new ones."""
         while self._executor.free_slots > 0 and (key := self._next_key()) is not None:
-            episode = self._pending[key].episode
-            self.status.resumed += bool(episode.turns)
-            self._executor.submit(episode.tail(0, 0))  # a copy, which the executor changes
+            pending = self._pending[key]
+            self.status.resumed += bool(pending.episode.turns)
+            pending.num_tries += 1
+            pending.submitted_at = time.monotonic()
+            # The executor changes the episode, so it gets a copy.
+            self._executor.submit(Try(key, pending.num_tries), pending.episode.tail(0, 0))
+
+    def _current(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events of tries that still run. Events of earlier ones come too late."""
+        for event in events:
+            pending = self._pending.get(event.by.key)
+            if pending and event.by.number == pending.num_tries and math.isfinite(pending.submitted_at):
+                if not isinstance(event, Progress):
+                    pending.submitted_at = math.inf
+                yield event
+
+    def _cancel_overdue(self) -> Iterator[Event]:
+        """Cancel tries that exceed `max_try_s`, and yield their failures."""
+        limit = self._limits.max_try_s
+        submitted_before = time.monotonic() - limit
+        for key, pending in self._pending.items():
+            if pending.submitted_at < submitted_before:
+                pending.submitted_at = math.inf
+                overdue = Try(key, pending.num_tries)
+                self._executor.cancel(overdue)
+                yield TryFailed(overdue, FailureKind.ENVIRONMENT, f"did not end within {limit:g} s")
 
     def _next_key(self) -> Key | None:
         if self._retries and self._retries[0][0] <= time.monotonic():
@@ -196,7 +228,7 @@ class Collection:
         self.status.stored_before += num_stored
         for _ in range(limits.samples_per_problem - num_stored):
             self._open_sample(group)
-        self._close_group(group)
+        self._close_group(group)  # nothing is open if all episodes are stored or given up
 
     def _is_given_up(self, key: Key) -> bool:
         return self._store.failures[key, FailureKind.ENVIRONMENT] > self._limits.max_environment_failures
@@ -215,6 +247,7 @@ class Collection:
         return sample
 
     def _close_group(self, group: _Group) -> None:
+        """Count and report the group if none of its episodes is open."""
         if not group.num_open:
             self.status.groups += 1
             self.status.incomplete_groups += bool(group.num_missing)
@@ -228,10 +261,10 @@ class Collection:
         growth: list[Growth] = []
         failed: list[TryFailed] = []
         for event in events:
-            pending = self._pending[event.key]
+            pending = self._pending[event.by.key]
             match event:
                 case Progress(_, gained):
-                    is_restart = gained.start_token == 0
+                    is_restart = gained.start_token == 0  # also true for the first turn, which nothing precedes
                     pending.episode = gained.tail if is_restart else pending.episode.with_tail(gained.tail)
                     growth.append(gained)
                 case Finished(_, reward):
@@ -241,7 +274,7 @@ class Collection:
                     failed.append(event)
         ended = {Key.of(episode) for episode in finished}
         growth = [gained for gained in growth if Key.of(gained.tail) not in ended]
-        failures = [Failure(event.key, event.kind, event.error) for event in failed]
+        failures = [Failure(event.by.key, event.kind, event.error) for event in failed]
         await self._write(finished, growth, failures)
         for episode in finished:
             self.status.count_episode(episode)
@@ -265,7 +298,7 @@ class Collection:
 
     def _try_failed(self, event: TryFailed) -> None:
         """Try an episode again after a delay, or give it up and open another sample of its problem."""
-        key, kind, limits = event.key, event.kind, self._limits
+        key, kind, limits = event.by.key, event.kind, self._limits
         pending = self._pending[key]
         pending.failures[kind] += 1
         self.status.failed_tries[kind] = self.status.failed_tries.get(kind, 0) + 1

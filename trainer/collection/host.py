@@ -1,11 +1,12 @@
 """Runs one episode in this process: environment, turns, score.
 
 Invariants:
-- An episode continues after its last finished turn. Its tokens are kept as they were sampled. A stateful environment is
-  rebuilt by repeating the recorded actions; a response that differs from the recorded one fails the try.
+- A repeated try of an episode continues after its last finished turn. The tokens are kept as they were sampled. A
+  stateful environment is rebuilt by repeating the recorded actions; a response that differs from the recorded one fails
+  the try.
 - The environment is closed, whatever happens.
 - A failure of an engine or of the sandbox, and a score that could not be computed, is an infrastructure failure. An
-  exception of the environment is a failure of the environment. Neither gives an episode.
+  exception of the environment is a failure of the environment. Both end the try with `TryError`, without an episode.
 - An episode that exceeds its deadline ends there, with `StopReason.DEADLINE` and without a reward.
 """
 
@@ -41,9 +42,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeHost:
-    """Runs episodes, any number at once. `run` is a `RunEpisode`.
+    """Runs episodes, any number at once. `run` has the type `trainer.collection.work.RunEpisode`.
 
-    `deadline_s`: seconds of wall-clock time for each episode, over all its tries.
+    `deadline_s`: seconds of wall-clock time for the turns of each episode, over all its tries. The score has the same
+    time again.
     """
 
     pool: EnginePool
@@ -75,6 +77,7 @@ class EpisodeHost:
                 if episode.stop_reason is None:
                     await self._sample(episode, environment, chat_format, journal)
                 return
+        # The deadline has passed: all other ways out of the block return or raise.
         episode.stop_reason, episode.duration_s = StopReason.DEADLINE, self.deadline_s
         journal.write(episode)
 
@@ -139,8 +142,8 @@ async def replay_actions(episode: Episode, environment: Environment, max_respons
 
 
 class _EnvironmentTool:
-    """The tools of an environment, as `EpisodeRunner` calls them. Calls of one turn run one after the other, because
-    those of a stateful environment may depend on each other."""
+    """The tools of an environment, as `EpisodeRunner` calls them. The calls of one turn run at the same time, but in a
+    stateful environment one after the other, because they may depend on each other."""
 
     def __init__(self, environment: Environment) -> None:
         self.error: TryError | None = None
@@ -158,7 +161,7 @@ class _EnvironmentTool:
 
 
 class _Journal:
-    """Reports what an episode has gained since the last report."""
+    """Calls `on_growth` with the tokens and turns that an episode has gained since the last call."""
 
     def __init__(self, episode: Episode, on_growth: Callable[[Growth], None]) -> None:
         self._on_growth = on_growth

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Self
 
-from trainer.collection.store import Key
-from trainer.collection.work import Event, EventQueue, Finished, Progress, RunEpisode, TryError, TryFailed
+from trainer.collection.work import Event, EventQueue, Finished, Progress, RunEpisode, Try, TryError, TryFailed
 from trainer.episodes.episode import Episode
 
 
@@ -16,7 +14,7 @@ class LocalExecutor:
 
     def __init__(self, run_episode: RunEpisode, max_episodes: int) -> None:
         self._run_episode, self._max_episodes = run_episode, max_episodes
-        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._tasks: dict[Try, asyncio.Task[None]] = {}
         self._events = EventQueue()
 
     async def __aenter__(self) -> Self:
@@ -31,33 +29,25 @@ class LocalExecutor:
     def free_slots(self) -> int:
         return self._max_episodes - len(self._tasks)
 
-    def submit(self, episode: Episode) -> None:
-        key = Key.of(episode)
-        assert key not in self._tasks, f"{key} is running"
-        self._tasks[key] = asyncio.create_task(self._run(key, episode))
+    def submit(self, by: Try, episode: Episode) -> None:
+        self._tasks[by] = asyncio.create_task(self._run(by, episode))
 
-    def cancel(self, key: Key) -> None:
-        if task := self._tasks.get(key):
+    def cancel(self, by: Try) -> None:
+        if task := self._tasks.get(by):
             task.cancel()
 
     async def next_events(self) -> list[Event]:
         return await self._events.next()
 
-    async def _run(self, key: Key, episode: Episode) -> None:
+    async def _run(self, by: Try, episode: Episode) -> None:
         try:
-            event = await run_to_event(key, episode, self._run_episode, self._events.put)
+            reward = await self._run_episode(episode, lambda growth: self._events.put(Progress(by, growth)))
+        except TryError as error:
+            self._events.put(TryFailed(by, error.kind, str(error)))
         except Exception as error:
             self._events.fail(error)
         else:
-            self._events.put(event)
+            self._events.put(Finished(by, reward))
         finally:
-            del self._tasks[key]
-
-
-async def run_to_event(key: Key, episode: Episode, run_episode: RunEpisode, on_event: Callable[[Event], None]) -> Event:
-    """Run an episode, and return its last event. The others go to `on_event`."""
-    try:
-        reward = await run_episode(episode, lambda growth: on_event(Progress(key, growth)))
-    except TryError as error:
-        return TryFailed(key, error.kind, str(error))
-    return Finished(key, reward)
+            del self._tasks[by]
+            self._events.wake()

@@ -24,8 +24,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self
 
 from trainer.collection.local import LocalExecutor
-from trainer.collection.store import FailureKind, Key
-from trainer.collection.work import CollectionError, Event, EventQueue, Progress, RunEpisode, TryFailed
+from trainer.collection.store import FailureKind
+from trainer.collection.work import CollectionError, Event, EventQueue, Progress, RunEpisode, Try, TryFailed
 from trainer.config import ConfigError
 from trainer.episodes.episode import Episode
 
@@ -42,10 +42,14 @@ SILENCE_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 """Seconds that a worker may take to start: import torch, connect to the engines and the sandbox."""
 MAX_START_FAILURES = 3
-"""Failed starts of workers in a row, on whatever node, that end a collection without a running worker."""
+"""Starts in a row, on whatever node, in which the worker's own code failed. They end a collection without a running
+worker. A worker that was killed while it started does not count."""
+MAX_RESTART_DELAY_S = 30.0
+"""Longest wait before a node gets another worker. The wait doubles with each worker that was lost while it started."""
 NO_NODE_TIMEOUT_S = 300.0
 """Seconds without any worker after which the collection ends."""
 NAMESPACE = "rstar-train"
+MAX_REASON_CHARS = 300
 
 OpenHost = Callable[[], AbstractAsyncContextManager[RunEpisode]]
 """Opens what a worker process needs. It is sent to the nodes, so it has to be importable there."""
@@ -63,13 +67,13 @@ class EpisodeWorker:
         run_episode = await self._stack.enter_async_context(self._open_host())
         self._executor = await self._stack.enter_async_context(LocalExecutor(run_episode, self._max_episodes))
 
-    async def submit(self, episode: Episode) -> None:
+    async def submit(self, by: Try, episode: Episode) -> None:
         assert self._executor is not None
-        self._executor.submit(episode)
+        self._executor.submit(by, episode)
 
-    async def cancel(self, key: Key) -> None:
+    async def cancel(self, by: Try) -> None:
         assert self._executor is not None
-        self._executor.cancel(key)
+        self._executor.cancel(by)
 
     async def next_events(self) -> list[Event]:
         assert self._executor is not None
@@ -87,8 +91,8 @@ class _Worker:
 
     def __init__(self, node_id: str, node_name: str, actor: Any) -> None:
         self.node_id, self.node_name, self.actor = node_id, node_name, actor
-        self.is_ready = False
-        self.keys: set[Key] = set()
+        self.is_ready = self.has_failed_to_start = False
+        self.tries: set[Try] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The reason of the loss. It is empty if the executor ends."""
 
@@ -105,6 +109,8 @@ class RayExecutor:
         self._workers: dict[str, _Worker] = {}
         """By node id."""
         self._start_failures = 0
+        self._losses_in_a_row: dict[str, int] = {}
+        """By node id, how many workers in a row were lost before they were ready."""
         self._events = EventQueue()
         self._tasks = asyncio.TaskGroup()
         self._watcher: asyncio.Task[None] | None = None
@@ -134,19 +140,19 @@ class RayExecutor:
         return sum(worker.is_ready for worker in self._workers.values())
 
     def _free_slots(self, worker: _Worker) -> int:
-        return self._episodes_per_worker - len(worker.keys) if worker.is_ready else 0
+        return self._episodes_per_worker - len(worker.tries) if worker.is_ready else 0
 
-    def submit(self, episode: Episode) -> None:
+    def submit(self, by: Try, episode: Episode) -> None:
         """Give an episode to the worker with most free slots."""
         worker = max(self._workers.values(), key=self._free_slots)
-        worker.keys.add(Key.of(episode))
-        self._tasks.create_task(self._call(worker, "submit", episode))
+        worker.tries.add(by)
+        self._tasks.create_task(self._call(worker, "submit", by, episode))
 
-    def cancel(self, key: Key) -> None:
+    def cancel(self, by: Try) -> None:
         for worker in self._workers.values():
-            if key in worker.keys:
-                worker.keys.remove(key)
-                self._tasks.create_task(self._call(worker, "cancel", key))
+            if by in worker.tries:
+                worker.tries.remove(by)
+                self._tasks.create_task(self._call(worker, "cancel", by))
 
     async def next_events(self) -> list[Event]:
         return await self._events.next()
@@ -193,17 +199,16 @@ class RayExecutor:
                 ray.kill(worker.actor)
         if worker.is_ready:
             self.lost_workers += 1
-            self._start_failures = 0
-        else:
-            self._start_failures += 1
-        logger.warning("worker on node %s lost with %d episodes: %s", node_name, len(worker.keys), reason)
-        for key in worker.keys:
-            self._events.put(TryFailed(key, FailureKind.INFRASTRUCTURE, f"worker on node {node_name} lost: {reason}"))
+        self._start_failures = self._start_failures + 1 if worker.has_failed_to_start else 0
+        logger.warning("worker on node %s lost with %d episodes: %s", node_name, len(worker.tries), reason)
+        for by in worker.tries:
+            self._events.put(TryFailed(by, FailureKind.INFRASTRUCTURE, f"worker on node {node_name} lost: {reason}"))
         if self._start_failures >= MAX_START_FAILURES and not self.num_workers:
             self._events.fail(
                 CollectionError(f"no worker could be started; the last failure, on {node_name}: {reason}")
             )
-        await asyncio.sleep(NODE_POLL_S * self._start_failures)
+        self._losses_in_a_row[node_id] = 0 if worker.is_ready else self._losses_in_a_row.get(node_id, 0) + 1
+        await asyncio.sleep(min(MAX_RESTART_DELAY_S, NODE_POLL_S * (2 ** self._losses_in_a_row[node_id] - 1)))
         del self._workers[node_id]
 
     def _create_actor(self, node_id: str) -> Any:
@@ -237,7 +242,9 @@ class RayExecutor:
         except TimeoutError:
             reason = f"no answer to {method} in {timeout_s:g} s"
         except Exception as error:  # Ray raises the actor's exceptions and its own
-            reason = _reason(error)
+            cause = getattr(error, "cause", None)
+            worker.has_failed_to_start = not worker.is_ready and cause is not None
+            reason = _reason(cause or error)
         else:
             if not worker.lost.done() and result is not None:
                 self._accept(worker, result)
@@ -249,10 +256,10 @@ class RayExecutor:
     def _accept(self, worker: _Worker, events: list[Event]) -> None:
         """Take the events of episodes that the worker still has; others were cancelled."""
         for event in events:
-            if event.key in worker.keys:
+            if event.by in worker.tries:
                 self._events.put(event)
                 if not isinstance(event, Progress):
-                    worker.keys.remove(event.key)
+                    worker.tries.remove(event.by)
 
 
 def connect(address: str = "") -> None:
@@ -305,6 +312,8 @@ def _nodes_with_cpus() -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what the actor's own exception says, or the first line of Ray's."""
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    """Return the error in one line. In Ray's own errors the last line that is not indented has the cause."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
+    is_ray = type(error).__module__.startswith("ray.")
+    text = (lines[-1] if is_ray else lines[0]) if lines else ""
+    return f"{type(error).__name__}: {text}"[:MAX_REASON_CHARS]

@@ -52,13 +52,13 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
     problem TEXT, sample INTEGER, shard INTEGER, offset INTEGER, length INTEGER,
     reward REAL, stop_reason TEXT, turns INTEGER, tool_calls INTEGER, failed_tool_calls INTEGER,
-    sampled_tokens INTEGER, duration_s REAL,
+    sampled_tokens INTEGER, duration_s REAL, has_logprobs INTEGER,
     PRIMARY KEY (problem, sample)
 ) WITHOUT ROWID
 """
 COLUMNS = (
     "problem", "sample", "shard", "offset", "length",
-    "reward", "stop_reason", "turns", "tool_calls", "failed_tool_calls", "sampled_tokens", "duration_s",
+    "reward", "stop_reason", "turns", "tool_calls", "failed_tool_calls", "sampled_tokens", "duration_s", "has_logprobs",
 )  # fmt: skip
 """The columns that a query may name."""
 
@@ -234,6 +234,7 @@ class EpisodeStore:
     def _update_index(self, index: sqlite3.Connection) -> None:
         index.execute("PRAGMA synchronous = OFF")  # the shards are what must be durable
         index.execute(_SCHEMA)
+        index.execute(f"SELECT {', '.join(COLUMNS)} FROM episodes LIMIT 0")  # fails for an index of other columns
         for number, path in _numbered_files(self.path / "episodes"):
             (end,) = index.execute("SELECT max(offset + length) FROM episodes WHERE shard = ?", (number,)).fetchone()
             if (end or 0) > path.stat().st_size:
@@ -282,7 +283,9 @@ class StoreReader:
     def __init__(self, path: Path) -> None:
         self._manifest = _read_manifest(path / "manifest.json")
         self.path = path
-        self._index = sqlite3.connect(f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30)
+        self._index = sqlite3.connect(
+            f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30, check_same_thread=False
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -404,7 +407,7 @@ def _summary(episode: Episode) -> tuple[Any, ...]:
     """Return the values of the columns from `reward` on."""
     return (
         episode.reward, episode.stop_reason, len(episode.turns), episode.num_tool_calls, episode.num_failed_tool_calls,
-        episode.sampled_tokens, episode.duration_s,
+        episode.sampled_tokens, episode.duration_s, episode.known_logprobs is not None,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@
     driver <-- Progress: one finished turn, several times ------ worker
     driver <-- Finished | TryFailed: once ---------------------- worker
 
-A worker may end at any moment without a word. The driver then has all turns whose `Progress` arrived, and gives the
-episode to another worker.
+A worker may end at any moment. The driver then has all turns whose `Progress` arrived, and gives the episode to another
+worker. Each submission of an episode is a try with a number of its own. The driver drops events of earlier tries.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trainer.collection.store import FailureKind, Growth, Key
 from trainer.episodes.episode import Episode
+
+
+class Try(NamedTuple):
+    """One submission of an episode."""
+
+    key: Key
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """An episode has gained a turn, or is complete but for its score."""
 
-    key: Key
+    by: Try
     growth: Growth
 
 
@@ -31,7 +38,7 @@ class Progress:
 class Finished:
     """An episode is complete and scored. All its turns were sent before."""
 
-    key: Key
+    by: Try
     reward: float | None
 
 
@@ -39,7 +46,7 @@ class Finished:
 class TryFailed:
     """A try of an episode ended without a result."""
 
-    key: Key
+    by: Try
     kind: FailureKind
     error: str
 
@@ -99,12 +106,12 @@ class EpisodeExecutor(Protocol):
         """The number of episodes that can be submitted now."""
         ...
 
-    def submit(self, episode: Episode) -> None:
-        """Run an episode. Its events come from `next_events`, and end with `Finished` or `TryFailed`."""
+    def submit(self, by: Try, episode: Episode) -> None:
+        """Begin a try of an episode. Its events come from `next_events`, and end with `Finished` or `TryFailed`."""
         ...
 
-    def cancel(self, key: Key) -> None:
-        """End an episode. No event of it comes from now on."""
+    def cancel(self, by: Try) -> None:
+        """End a try. Some of its events may still come."""
         ...
 
     async def next_events(self) -> list[Event]:

@@ -8,9 +8,11 @@
 | `.jsonl`, `.json`, `.parquet`    | the rows of a file                                                        |
 | `owner/name[@config][:split]`    | the rows of a data set on the hub                                         |
 
-A row is recognised by its keys: those of DAPO, verl, ORZ, GSM8K, AIME, MATH, and any with a problem and its answer.
-A row of a file may name an environment and its options. A row from the hub may not, since an environment can start
-programs on this machine.
+A row is recognised by its keys: a problem is read from the first of `TEXT_PATHS` that the row has, its answer from the
+first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME and MATH, among others.
+
+A row of a file may name an environment and its options. A row from the hub may name only the default environment,
+`python`, since another one can start programs on this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ GENERATED_GAIA_FORMAT = "generated-gaia-format:"
 GAIA_FORMAT = "gaia:"
 CONVERSATION_SEED_OFFSET = 1 << 20
 """Added to the seed for conversations, so that they are not about the problems of the training."""
-# Paths of keys and indices. ORZ's rows are lists of messages (0 and 1); DAPO and verl have one under `prompt`.
+# Paths of keys and indices. A row of ORZ is itself a list of messages (0 and 1); DAPO and verl have a list of messages
+# under the key `prompt`.
 TEXT_PATHS = ("0.value", "prompt.-1.content", "problem", "question", "prompt", "text")
 ANSWER_PATHS = (
     "1.ground_truth.value",
@@ -84,7 +87,7 @@ def iter_problems(
     for number, row in enumerate(_rows(source)):
         try:
             problem = _problem(row, name, number)
-            if _match_hub_name(source) and problem.environment != "python":
+            if _match_hub_name(source) and problem.environment != "python":  # the default of `Problem.environment`
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
         except DataError as error:
             on_malformed(name, number, error)
@@ -95,14 +98,16 @@ def iter_problems(
 def read_conversations(source: str, *, seed: int = 0) -> list[synthetic.Messages]:
     """Return the conversations of `source`, rows of `{"messages": [{"role", "content"}, ...]}`. Raises `DataError`."""
     if source.startswith(GENERATED):
+        # The second seed chooses the faults that the conversations contain on purpose (`trainer.data.synthetic`).
         return synthetic.conversations(_generated_count(source), seed + CONVERSATION_SEED_OFFSET, fault_seed=seed)
     return [_conversation(source, number, row) for number, row in enumerate(_rows(source))]
 
 
 def check_source(source: str, *, has_conversations: bool = False) -> None:
-    """Raise `DataError` if `source` does not exist, has no rows, or must have conversations and the first row is none.
+    """Raise `DataError` if `source` does not exist or has no rows.
 
-    For a data set on the hub, only its description is read, not its rows.
+    With `has_conversations`, raise it also if the first row of a file is not a conversation. For a data set on the hub,
+    only its description is read, not its rows.
     """
     if source.startswith((GENERATED, GENERATED_GAIA_FORMAT)):
         _generated_count(source)
@@ -147,7 +152,10 @@ def _match_hub_name(source: str) -> re.Match[str] | None:
 
 
 def _rows(source: str) -> Iterator[Any]:
-    """Yield the decoded rows of a file or a data set. A line that is not JSON is yielded as bytes."""
+    """Yield the decoded rows of a file or a data set.
+
+    A line that is not JSON is yielded as bytes, so that the caller reports it as a malformed row with its number.
+    """
     return file_rows(Path(source)) if source.endswith(FILE_SUFFIXES) else _hub_rows(source)
 
 
@@ -192,7 +200,8 @@ def _first_present(row: Any, paths: Iterable[str]) -> Any:
 
 
 def _get_path(row: Any, path: Iterable[str]) -> Any:
-    """Return the value at a path of keys, without regard to case, and of indices; None if there is none."""
+    """Return the value at a path of keys and indices, or None if the row has none there. The case of keys is
+    ignored."""
     for name in path:
         if isinstance(row, Mapping):
             row = next((row[key] for key in row if str(key).lower() == name), None)
@@ -208,14 +217,17 @@ def _answer_text(answer: Any) -> str:
     """Return an answer as text; empty if it is neither text nor a number."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return ""
+    if answer != answer:  # NaN, which data sets use for a missing value
         return ""
     # GSM8K's answers end with the number, after their derivation.
     return str(answer).rpartition("####")[2].strip()
 
 
 def _answer_from_solution(solution: object) -> str | None:
-    """Return the answer in a worked solution: MATH's last box. DAPO-Math-17k-Processed has the bare answer there."""
+    """Return the answer in the field `solution`: in a worked solution (MATH) the last box, otherwise the field itself
+    if it is a single word (DAPO-Math-17k-Processed)."""
     if not isinstance(solution, str):
         return None
     if "\\boxed{" in solution:

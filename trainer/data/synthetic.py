@@ -75,7 +75,10 @@ def generate(n: int, seed: int, *, held_out: bool = False) -> list[Problem]:
 
 
 def conversations(n: int, seed: int, *, fault_seed: int) -> list[Messages]:
-    """Return a conversation for each of `generate(n, seed)`, from the problem to the boxed answer."""
+    """Return a conversation for each of `generate(n, seed)`, from the problem to the boxed answer.
+
+    `fault_seed` chooses the faults of the conversations (module docstring).
+    """
     rng = random.Random(f"traces {fault_seed}")
     return [
         _conversation(text, calculation, rng) for text, calculation in _calculations(n, seed, held_out=False).items()

@@ -1,7 +1,8 @@
 """The interface of an engine: token ids in, token ids and their log-probabilities out.
 
 Invariants of every engine:
-- Log-probabilities are those of the distribution that was sampled from, after temperature and top-p.
+- Log-probabilities are those of the distribution that was sampled from, after temperature and top-p. An engine that
+  cannot be sure of that returns None instead.
 - An engine that is down, hangs or returns an invalid answer raises `EngineError`. No token of an invalid answer is
   used, so another engine can generate the turn from the same ids.
 - A request that no engine could serve raises `ValueError`.
@@ -42,9 +43,10 @@ class Generation:
     """A sampled turn. `ids` is empty only if the request was aborted before the first id."""
 
     ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
+    """One per id; None if they are unknown."""
     has_stop_token: bool
-    """True if the last id is a stop id. Otherwise there are `max_tokens` ids, or the request was aborted."""
+    """True if the last id is a stop id. Otherwise the turn was cut at a token limit, or the request was aborted."""
     engine: str
     weight_version: int
     is_aborted: bool = False
@@ -62,13 +64,22 @@ class EngineCapacity:
     """Tokens of a KV block."""
 
 
+LIVENESS_IDS = (0, 0)
+"""Token ids that every vocabulary has. An engine that scores them runs its model; `/metrics` may be answered while the
+model hangs."""
+
+
 class EngineError(Exception):
     """An infrastructure failure: the engine is down, hangs or returned an invalid answer. Another engine may
     continue the turn."""
 
 
-class NonFiniteLogprobError(EngineError):
-    """A log-probability of this turn is not a finite number. The engine may still serve other turns."""
+class TurnError(EngineError):
+    """This turn failed. The engine may still serve other turns."""
+
+
+class NonFiniteLogprobError(TurnError):
+    """A log-probability of this turn is not a finite number."""
 
 
 class Engine(Protocol):
@@ -81,6 +92,10 @@ class Engine(Protocol):
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
+        ...
+
+    async def check_alive(self) -> None:
+        """Run the model on a token or two. Raises `EngineError`."""
         ...
 
     async def capacity(self) -> EngineCapacity: ...

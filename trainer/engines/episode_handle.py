@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams
+from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams, TurnError
 from trainer.engines.pool_state import PoolState, TurnRecord
 from trainer.scheduling.scheduler import Placement
 
 MAX_FAILURES_PER_TURN = 3
 """A turn that has failed this often fails its episode, because the turn itself may be the cause."""
-MAX_NON_FINITE_EPISODES = 3
-"""An engine is marked down when turns of this many episodes, without a valid turn between them, had a log-probability
-that is not finite."""
+MAX_TURN_ERROR_EPISODES = 3
+"""An engine is marked down when turns of this many episodes, without a valid turn between them, failed with a
+`TurnError`."""
 
 
 class _Aborted(Exception):
@@ -118,16 +118,16 @@ class EpisodeHandle:
                         generation = await state.engine.generate(ids, sampling)
                 # Otherwise the engine was marked down meanwhile, and the scheduler places the turn again.
                 if self.placement is placement:
-                    state.non_finite_episodes.clear()
+                    state.turn_error_episodes.clear()
                     return generation, placement, started_at
-            except NonFiniteLogprobError as error:
-                pool.nan_turns += 1
+            except TurnError as error:
+                pool.nan_turns += isinstance(error, NonFiniteLogprobError)
                 failures += 1
                 if failures == MAX_FAILURES_PER_TURN:
                     raise
-                state.non_finite_episodes.add(self.key)  # an episode counts once, since its turn may be the cause
-                if self.placement is placement and len(state.non_finite_episodes) >= MAX_NON_FINITE_EPISODES:
-                    pool.mark_failed(state, f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: {error}")
+                state.turn_error_episodes.add(self.key)  # an episode counts once, since its turn may be the cause
+                if self.placement is placement and len(state.turn_error_episodes) >= MAX_TURN_ERROR_EPISODES:
+                    pool.mark_failed(state, f"{MAX_TURN_ERROR_EPISODES} episodes in a row failed; the last: {error}")
             except (EngineError, TimeoutError) as error:
                 if self.placement is placement:  # otherwise the engine is already down, because of another request
                     reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"

@@ -38,6 +38,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.engines.engine import (
+    LIVENESS_IDS,
     EngineCapacity,
     EngineError,
     Generation,
@@ -129,6 +130,10 @@ class LocalEngine:
         if not request.is_complete:
             await self._submit(request.finished, lambda: self._waiting.append(request))
         return request.logprobs
+
+    async def check_alive(self) -> None:
+        """Raises `EngineError`."""
+        await self.logprobs(LIVENESS_IDS)
 
     async def load_weights(self, weights: Weights | Path, version: int) -> None:
         """Copy a state dict's tensors, or load a saved model. Raises `RuntimeError` while requests are in flight."""

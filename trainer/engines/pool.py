@@ -6,7 +6,7 @@ An engine is up or down. While it is down, it is also unresponsive until it answ
     down                    bring-up (weights checked, capacity and stats read)   up
     up                      a turn failed or timed out, the token counter         down and unresponsive
                             stalled, or `MAX_MISSED_SCRAPES` scrapes failed
-    down and unresponsive   the liveness probe computed log-probabilities         down; bring-up after `retry_after_s`
+    down and unresponsive   the liveness probe ran the model                      down; bring-up after `retry_after_s`
     up or down              weight sync                                           down; bring-up with the new weights
 
 Invariants:
@@ -17,8 +17,7 @@ Invariants:
   gets the last weights again before its bring-up, since it may have restarted. Without a store it waits for the next
   sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
-- A turn with a log-probability that is not finite runs again. Its engine is marked down only after several such turns
-  in a row.
+- A turn that fails with a `TurnError` runs again. Its engine is marked down only after several such turns in a row.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
 - All tasks run in one event loop and end with the pool's `async with` block.
 """
@@ -62,9 +61,6 @@ BRING_UP_TIMEOUT_S = 60.0
 """Seconds that a bring-up or a liveness probe may take."""
 UNKNOWN_VERSION = -1
 """The weight version of an engine whose weights are not those of the last sync."""
-LIVENESS_PROBE_IDS = (0, 0)
-"""Token ids that every vocabulary has. An engine that scores them runs its model; `/metrics` may be answered while the
-model hangs."""
 
 
 class EnginePool(PoolState):
@@ -240,7 +236,7 @@ class EnginePool(PoolState):
         )
         state.is_up, state.is_unresponsive, state.missed_scrapes = True, False, 0
         state.last_progress_at = self.now()
-        state.non_finite_episodes.clear()
+        state.turn_error_episodes.clear()
         self.scheduler_event.set()
 
     async def _retry(self, state: EngineState) -> None:
@@ -263,7 +259,7 @@ class EnginePool(PoolState):
     async def _probe_liveness(self, state: EngineState) -> None:
         with suppress(Exception):  # boundary: whatever the probe raises, the engine stays down
             async with self.request(state, state, BRING_UP_TIMEOUT_S):
-                await state.engine.logprobs(LIVENESS_PROBE_IDS)
+                await state.engine.check_alive()
                 state.is_unresponsive = False
 
     async def _monitor(self, state: EngineState) -> None:

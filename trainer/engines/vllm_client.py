@@ -19,7 +19,14 @@ from typing import Annotated, Any
 import aiohttp
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from trainer.engines.engine import EngineCapacity, EngineError, Generation, NonFiniteLogprobError, SamplingParams
+from trainer.engines.engine import (
+    LIVENESS_IDS,
+    EngineCapacity,
+    EngineError,
+    Generation,
+    NonFiniteLogprobError,
+    SamplingParams,
+)
 from trainer.scheduling.scheduler import EngineStats
 
 MAX_CONNECTIONS = 1024
@@ -152,6 +159,10 @@ class VllmEngine:
         ):
             raise self._error(f"prompt_logprobs of {len(ids)} ids", scores)
         return [by_id[str(id)].logprob for id, by_id in zip(ids[1:], scores[1:], strict=True) if by_id]
+
+    async def check_alive(self) -> None:
+        """Raises `EngineError`."""
+        await self.logprobs(LIVENESS_IDS)
 
     async def load_weights(self, directory: Path, version: int) -> None:
         """Load a saved model from a path that the server sees as well. No request may be in flight."""

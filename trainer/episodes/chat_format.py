@@ -81,40 +81,46 @@ class ChatFormat:
         """Render placeholders to learn the text around messages. Raises `ValueError` if `render` is not append-only."""
         self._tokenizer, self._render = tokenizer, render
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
-        # Tokens of one character cannot be split, and tokens of blanks have no special meaning: both are left out.
+        # The tokens that `_encode_untrusted` must avoid, by splitting their text in two. Tokens of one character cannot
+        # be split, and tokens of blanks have no special meaning: both are left out.
         added = {text: id for text, id in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
-        self._special_token_splits = _special_token_splits(added)
+        self._special_token_pattern = _compile_special_token_pattern(added)
         self._encode_cached = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
 
         # The text before a problem, and the text between a problem and the first turn.
         self.prompt_prefix, self._generation_prompt = self._template_segments("user")
-        before_responses, self._between_responses, self._after_responses = self._template_segments(
+        # The text around each message: before the user's, before the assistant's, before the two tool responses, at the
+        # end.
+        _, _, before_responses, self._between_responses, self._after_responses = self._template_segments(
             "user", "assistant", "tool", "tool"
-        )[2:]
-        prefix, finished_turn_opening, *segments = self._template_segments(
+        )
+        # The same conversation, one turn longer.
+        prefix, before_turn, before_first, between, _, before_second, after = self._template_segments(
             "user", "assistant", "tool", "tool", "assistant", "tool"
         )
-        del segments[2]  # the text before the second turn, which may differ like `finished_turn_opening`
-        between, after = self._between_responses, self._after_responses
-        if [prefix, *segments] != [self.prompt_prefix, before_responses, between, before_responses, after]:
+        longer = (prefix, before_first, between, before_second, after)
+        between_responses, after_responses = self._between_responses, self._after_responses
+        # The text before the turns is not compared: `_finished_turn_opening`, below, is what may differ there.
+        if longer != (self.prompt_prefix, before_responses, between_responses, before_responses, after_responses):
             raise ValueError(
                 "the chat template is not append-only: it renders a turn differently if other messages follow. Set "
                 "model.chat_format to rstar2, or use a template that leaves earlier turns unchanged"
             )
         # A template may open the assistant's turn with a tag, such as `<reason>`. Before a finished turn without that
         # tag it may render something else, such as an empty block of thoughts.
+        #   generation prompt   <|im_start|>assistant\n + _turn_opening
+        #   before_turn         <|im_start|>assistant\n + _finished_turn_opening
         opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
-        self._turn_opening = opening_tag[0] if opening_tag else ""
-        self._finished_turn_opening = (
-            finished_turn_opening.removeprefix(self._generation_prompt.removesuffix(self._turn_opening))
-            if self._turn_opening
-            else ""
-        )
+        self._turn_opening = self._finished_turn_opening = ""
+        if opening_tag:
+            self._turn_opening = opening_tag[0]
+            turn_start = self._generation_prompt.removesuffix(self._turn_opening)
+            self._finished_turn_opening = before_turn.removeprefix(turn_start)
         self._end_of_turn = max((text for text in added if before_responses.startswith(text)), key=len, default="")
         if not self._end_of_turn:
             raise ValueError(
-                f"the chat template ends a turn with {before_responses[:40]!r}; expected it to begin with a special "
-                "token"
+                f"the chat template renders {before_responses[:40]!r} after a turn; expected this text to begin with a "
+                "special token that ends the turn"
             )
         self._before_responses = before_responses.removeprefix(self._end_of_turn)
         stops = (added[self._end_of_turn], tokenizer.eos_token_id)
@@ -131,19 +137,22 @@ class ChatFormat:
     def messages(self, prompt_ids: Sequence[int], turns: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
         """Return an episode as messages. `turns` are texts, each with the texts of its tool responses.
 
-        If the last turn has an end token, `encode_conversation` gives the episode's ids again. Raises `ValueError` for
-        the prompt of another format, for example with other tools.
+        The responses to the last turn are left out, so that the assistant's message is the last. If the last turn has
+        an end token, `encode_conversation` gives the episode's ids again. Raises `ValueError` for the prompt of another
+        format, for example with other tools.
         """
         prompt = self.decode(prompt_ids)
         if not (prompt.startswith(self.prompt_prefix) and prompt.endswith(self._generation_prompt)):
             raise ValueError(f"expected a prompt that begins with {self.prompt_prefix[-80:]!r}, got {prompt[:200]!r}")
         problem = prompt.removeprefix(self.prompt_prefix).removesuffix(self._generation_prompt)
-        found = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        found.append({"role": "user", "content": self._answer_instructions + problem})
-        for text, responses in turns:
-            found.append({"role": "assistant", "content": self._turn_opening + text})
-            found += [{"role": "tool", "content": response} for response in responses]
-        return found[: len(found) - len(turns[-1][1])] if turns else found
+        messages = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        messages.append({"role": "user", "content": self._answer_instructions + problem})
+        responses: Sequence[str] = ()  # to the previous turn
+        for text, next_responses in turns:
+            messages += [{"role": "tool", "content": response} for response in responses]
+            messages.append({"role": "assistant", "content": self._turn_opening + text})
+            responses = next_responses
+        return messages
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens included."""
@@ -163,6 +172,8 @@ class ChatFormat:
             raise ValueError(f"expected the roles (system,) user, ..., assistant; got {roles}")
         ids: list[int] = []
         mask: list[int] = []
+        # The text before, between and after `pending_texts`: messages that are encoded together with the turn after
+        # them. `segments` is empty after a turn, until the next messages follow.
         segments = self._template_segments(*roles[:position])
         pending_texts = contents[:position]
         for role, same_role in groupby(roles[position:]):
@@ -189,7 +200,7 @@ class ChatFormat:
         return ids, mask
 
     def _response_segments(self, count: int) -> list[str]:
-        assert count, "a turn without tool calls is the last"
+        assert count, "expected a tool response; an episode ends after a turn without tool calls"
         return [self._before_responses, *[self._between_responses] * (count - 1), self._after_responses]
 
     @functools.cached_property
@@ -212,8 +223,8 @@ class ChatFormat:
                 messages.insert(0, {"role": "system", "content": self._system_prompt})
         segments, rest = [], self._render(messages, has_instructions)
         for mark, role in zip(marks, roles, strict=True):
-            segment, found, rest = rest.partition(mark)
-            if not found:
+            segment, has_mark, rest = rest.partition(mark)
+            if not has_mark:
                 raise ValueError(f"the chat template omits or changes the content of a message from {role!r}")
             segments.append(segment)
         return [*segments, rest]
@@ -228,7 +239,7 @@ class ChatFormat:
     def _encode_untrusted(self, text: str) -> list[int]:
         """Encode text that must not yield special tokens. Spellings of special tokens are split, so they stay text."""
         text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers reject
-        return [id for part in self._special_token_splits.split(text) for id in self._encode_cached(part)]
+        return [id for part in self._special_token_pattern.split(text) for id in self._encode_cached(part)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -291,7 +302,7 @@ def _render_rstar2(messages: list[dict[str, str]], with_tools: bool) -> str:
     return "".join(parts) + "<|im_start|>assistant\n<reason>"
 
 
-def _special_token_splits(tokens: Iterable[str]) -> re.Pattern[str]:
+def _compile_special_token_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a zero-width pattern that matches after the first character of each of `tokens`."""
     by_first = groupby(sorted(tokens), key=lambda token: token[0])
     splits = [

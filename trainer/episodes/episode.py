@@ -4,6 +4,7 @@ Invariants:
 - `response_ids`, `logprobs` and `loss_mask` have the same length and only grow. They hold the tokens as the engine
   returned them; no text is ever tokenised a second time.
 - `loss_mask` is 1 for each sampled token and 0 for each observation token. An observation token has log-probability 0.
+  A sampled token has log-probability None if its engine did not return the one with which it was sampled.
 - Weight versions never decrease along the tokens.
 - `reward` is None if infrastructure failed or the episode was cancelled. Such an episode never counts as a reward of 0.
 """
@@ -14,6 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+WITHOUT_LOGPROBS_ADVICE = (
+    "no importance ratio can be computed for them; train on such episodes by SFT (`export --format chat`)"
+)
 
 
 class ToolCallStatus(StrEnum):
@@ -119,7 +124,7 @@ class Episode:
     """The index of this episode among those of its problem."""
     prompt_ids: tuple[int, ...] = ()
     response_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     """`(start, version)`: tokens from index `start` to the next entry were sampled by weights of that version."""
@@ -141,12 +146,13 @@ class Episode:
     steps_carried: int = 0
     """How many times this episode was unfinished at the end of a training step and was continued in the next."""
 
-    def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float], weight_version: int) -> None:
-        """Append tokens that weights of `weight_version` sampled."""
-        assert len(ids) == len(logprobs), f"{len(ids)} ids with {len(logprobs)} log-probabilities"
+    def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, weight_version: int) -> None:
+        """Append tokens that weights of `weight_version` sampled. `logprobs` is None if they are unknown."""
+        known_or_none: Sequence[float | None] = [None] * len(ids) if logprobs is None else logprobs
+        assert len(ids) == len(known_or_none), f"{len(ids)} ids with {len(known_or_none)} log-probabilities"
         if ids and (not self.weight_versions or self.weight_versions[-1][1] != weight_version):
             self.weight_versions.append((len(self.response_ids), weight_version))
-        self._append(ids, logprobs, 1)
+        self._append(ids, known_or_none, 1)
 
     def append_observation(self, ids: Sequence[int]) -> None:
         """Append tokens that the environment puts between two turns."""
@@ -175,10 +181,16 @@ class Episode:
             turns=self.turns + tail.turns,
         )
 
-    def _append(self, ids: Sequence[int], logprobs: Sequence[float], mask_bit: int) -> None:
+    def _append(self, ids: Sequence[int], logprobs: Sequence[float | None], mask_bit: int) -> None:
         self.response_ids += ids
         self.logprobs += logprobs
         self.loss_mask += [mask_bit] * len(ids)
+
+    @property
+    def known_logprobs(self) -> list[float] | None:
+        """The log-probabilities; None if one is unknown, so that no importance ratio can be computed."""
+        known = [logprob for logprob in self.logprobs if logprob is not None]
+        return known if len(known) == len(self.logprobs) else None
 
     @property
     def response_length(self) -> int:

@@ -83,6 +83,11 @@ def _per_episode(episode: ScoredEpisode) -> int:
     return 1
 
 
+def _tokens_with_logprobs(episode: Episode) -> int:
+    """The number of sampled tokens; 0 if log-probabilities are unknown."""
+    return 0 if episode.known_logprobs is None else episode.sampled_tokens
+
+
 # The titles of the charts that show several metrics.
 _REWARD, _FAILED, _SHARES = "Reward, mean", "Tool calls that failed", "Share of episodes"
 _IN_LOSS, _LEFT_OUT = "Episodes sampled", "Left out of the loss"
@@ -163,7 +168,7 @@ METRICS = {
     "grad_norm": Metric("norm of the gradient before clipping", "Gradient norm", "norm", "positive"),
     "entropy": Metric(
         "mean negative log-probability of a sampled token in nats, an estimate of the policy's entropy",
-        "Entropy of a token, mean", "nats", "count", lambda e: -sum(e.logprobs), lambda e: e.sampled_tokens,
+        "Entropy of a token, mean", "nats", "count", lambda e: -sum(e.known_logprobs or ()), _tokens_with_logprobs,
     ),
     "logprob_diff_mean": Metric(
         "mean absolute difference of a token's log-probability between engine and trainer",

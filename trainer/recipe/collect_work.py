@@ -13,21 +13,22 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+from trainer.collection.cluster_collector import ClusterCollector
 from trainer.collection.driver import Collection, CollectionLimits, CollectionStatus
 from trainer.collection.host import EpisodeHost
 from trainer.collection.local import LocalExecutor
 from trainer.collection.ray_executor import RayExecutor, connect, num_nodes
 from trainer.collection.store import EpisodeStore
 from trainer.collection.work import EpisodeExecutor, RunEpisode
-from trainer.config import ConfigError, RunConfig, SamplingConfig, expand_urls
+from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import EnginePool
@@ -41,10 +42,14 @@ from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
 from trainer.recipe.rollout_session import load_chat_format, open_engine_pool, vllm_clients
+from trainer.rollout.loop_thread import LoopThread
 from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
+from trainer.training.grpo import RolloutRuntime
 
 STATUS_FILE = "status.json"
+TRY_GRACE_S = 60.0
+"""Seconds that a try may take in addition to its deadlines, for example to close its environment."""
 LIMIT_NAMES = tuple(field.name for field in fields(SamplingConfig))
 
 
@@ -65,15 +70,14 @@ def store_dir(run: RecipeRun) -> Path:
     return Path(run.config.collect.store) if run.config.collect.store else run.dir / "collection"
 
 
-def collect(run: RecipeRun, stage: str = "") -> CollectionStatus:
-    """Collect episodes of a stage's model (default: the model in `[model] path`) into the store.
+def collect(run: RecipeRun, model: Path) -> CollectionStatus:
+    """Collect episodes of `model` into the store, as `[collect]` describes it.
 
     Raises `ConfigError`, `DataError`, `RecordError` or `CollectionError`.
     """
     config = run.config.collect
     run.config.check_model_len("collect", config)
     counted = _count_problems(run.config)
-    model = _model_path(run, stage)
     spec = HostSpec(run.config, model, run.dir.resolve(), counted.has_sandbox)
     with (
         EpisodeStore(store_dir(run), _store_settings(run.config, model)) as store,
@@ -84,18 +88,41 @@ def collect(run: RecipeRun, stage: str = "") -> CollectionStatus:
             return asyncio.run(_collect(store, spec, counted.num_problems, report.update))
 
 
+@contextmanager
+def open_cluster_rollout(run: RecipeRun, stage: StageConfig, model: Path) -> Iterator[RolloutRuntime]:
+    """Open vLLM servers, which get the weights of `model`, and the nodes of a Ray cluster, on which episodes run."""
+    config = replace(run.config, collect=stage_settings(run.config, stage))
+    collect = config.collect
+    if config.engines.kind != "vllm":
+        raise ConfigError("episodes=cluster: expected engines.kind=vllm, whose servers get new weights in each step")
+    connect(collect.ray_address)
+    spec = HostSpec(config, model, run.dir.resolve(), has_sandbox=True, share=1 / num_nodes())
+    with LoopThread() as loop_thread:
+        engines = loop_thread.enter(open_engine_pool(config, model, run.dir))
+        executor = loop_thread.enter(RayExecutor(partial(open_host, spec), collect.episodes_per_worker))
+        collector = ClusterCollector(executor, engines, collection_limits(collect), run.stage_dir(stage.name) / "steps")
+        yield RolloutRuntime(loop_thread, collector, collector)
+
+
+def stage_settings(config: RunConfig, stage: StageConfig) -> CollectConfig:
+    """Return [collect] with the limits and the number of samples of a stage."""
+    limits = {name: getattr(stage, name) for name in LIMIT_NAMES}
+    return replace(config.collect, samples_per_problem=stage.samples_per_problem, **limits)
+
+
+def collection_limits(config: CollectConfig) -> CollectionLimits:
+    """Return the driver's limits. Turns and score of a try have a deadline each, so a try ends unless it hangs."""
+    max_try_s = 2 * config.deadline_s + TRY_GRACE_S
+    names = [field.name for field in fields(CollectionLimits) if field.name != "max_try_s"]
+    return CollectionLimits(**{name: getattr(config, name) for name in names}, max_try_s=max_try_s)
+
+
 async def _collect(
     store: EpisodeStore, spec: HostSpec, num_problems: int, on_status: Callable[[CollectionStatus], None]
 ) -> CollectionStatus:
     config = spec.config.collect
     async with _open_executor(spec) as executor:
-        limits = CollectionLimits(
-            config.samples_per_problem,
-            max_infrastructure_failures=config.max_infrastructure_failures,
-            max_environment_failures=config.max_environment_failures,
-            max_refills=config.max_refills,
-            max_unavailable_share=config.max_unavailable_share,
-        )
+        limits = collection_limits(config)
         problems = _problems(spec.config)
         return await Collection(store, executor, problems, limits, num_problems=num_problems, on_status=on_status).run()
 
@@ -211,7 +238,8 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         yield from iter_problems(source, refuse, seed=config.seed)
 
 
-def _model_path(run: RecipeRun, stage: str) -> Path:
+def model_of(run: RecipeRun, stage: str) -> Path:
+    """Return the model of a stage, or the one in `[model] path` if `stage` is empty."""
     if not stage and run.config.model.path != TINY_MODEL:
         return Path(run.config.model.path)
     return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trainer.config import ConfigError, RunConfig, SamplingConfig
+from trainer.collection.store import StoreReader
+from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
+from trainer.config import ConfigError, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import read_conversations, read_problems
@@ -27,12 +29,13 @@ from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import write_json
 from trainer.progress_bar import progress_bar
-from trainer.recipe import evaluation
+from trainer.recipe import collect_work, evaluation
 from trainer.recipe.phases import (
     EVAL_SET,
     INITIAL_STAGE,
     SFT,
     TINY_MODEL,
+    CollectResult,
     EvalResult,
     FilterResult,
     Phase,
@@ -44,7 +47,7 @@ from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
 from trainer.training.context import TrainingContext, checkpoint_step, distributed_state, wait_for_ranks
-from trainer.training.grpo import NoRewardsError, train_stage
+from trainer.training.grpo import NoRewardsError, RolloutRuntime, problem_schedule, train_stage
 from trainer.training.sft import train_sft
 
 PROGRESS_METRICS = ("reward", "tool_error_ratio", "loss")
@@ -124,16 +127,36 @@ def sft(run: RecipeRun, phase: Phase) -> None:
         run.write_result(phase, TrainResult(run.relative(trained.model), step))
 
 
-def grpo(run: RecipeRun, phase: Phase) -> None:
-    """Train one RL stage."""
+def collect(run: RecipeRun, phase: Phase) -> None:
+    """Collect all episodes that a stage trains on, with the model before it."""
+    stage = run.config.stage_config(phase.stage)
+    seed = derive_seed(run.config, phase.stage)
+    problems = read_problems(str(run.problems_path(stage)))
+    used = dict.fromkeys(problem_schedule(problems, stage.problems_per_step, stage.steps, seed))
+    file, store = run.stage_dir(phase.stage) / "collected_problems.jsonl", run.collection_dir(stage)
+    problem_data.write_problems(used, file)
+    settings = replace(collect_work.stage_settings(run.config, stage), data=(str(file),), store=str(store))
+    model = run.model_path(run.trained_model(phase.stage, of_previous_stage=True).model)
+    status = collect_work.collect(RecipeRun(replace(run.config, seed=seed, collect=settings)), model)
+    run.write_result(phase, CollectResult(status.stored_before + status.done, status.failed))
+
+
+def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
+    """Train one RL stage, on the episodes in `store` if that is given."""
     stage, is_first_rank = run.config.stage_config(phase.stage), distributed_state(run.config.hardware).is_main_process
-    checkpoint = run.trained_model(phase.stage, before=True).checkpoint
+    checkpoint = run.trained_model(phase.stage, of_previous_stage=True).checkpoint
     if stage.difficulty_filter_samples:
         run.require_result(Phase("filter", phase.stage))
-    problems = read_problems(str(run.problems_path(stage)))
+    if store is None and stage.episodes == "collected":
+        run.require_result(Phase("collect", phase.stage))
+        store = run.collection_dir(stage)
+    if store is None:
+        problems = read_problems(str(run.problems_path(stage)))
+    else:
+        problems = stored_problems(store, min_episodes=stage.kept_per_problem)
     with (
         _training_context(run, phase, stage.steps) as context,
-        open_rollout(run, context.model) if is_first_rank else nullcontext() as rollouts,
+        _open_rollout(run, stage, context.model, store) if is_first_rank else nullcontext() as rollouts,
     ):
         wait_for_ranks(run.config.hardware)  # until the first rank has opened its engines, which may take minutes
         trained = train_stage(
@@ -148,9 +171,23 @@ def grpo(run: RecipeRun, phase: Phase) -> None:
         run.write_result(phase, TrainResult(model, context.first_step + stage.steps, checkpoint))
 
 
+@contextmanager
+def _open_rollout(run: RecipeRun, stage: StageConfig, model: Path, store: Path | None) -> Iterator[RolloutRuntime]:
+    """Open the source of a stage's episodes: a store, the nodes of a cluster, or engines of this process."""
+    if store is not None:
+        with LoopThread() as loop_thread, StoreReader(store) as reader:
+            yield RolloutRuntime(loop_thread, StoredCollector(reader), NoEngines())
+    elif stage.episodes == "cluster":
+        with collect_work.open_cluster_rollout(run, stage, model) as rollouts:
+            yield rollouts
+    else:
+        with open_rollout(run, model) as rollouts:
+            yield rollouts
+
+
 def filter_problems(run: RecipeRun, phase: Phase) -> None:
     """Keep the stage's problems that the model before it does not solve in every sample."""
-    stage, model = run.config.stage_config(phase.stage), run.trained_model(phase.stage, before=True).model
+    stage, model = run.config.stage_config(phase.stage), run.trained_model(phase.stage, of_previous_stage=True).model
     problems, filter_dir = read_problems(str(run.unfiltered_path(stage))), run.stage_dir(phase.stage) / "filter"
     samples = stage.difficulty_filter_samples
     run_evaluation(run, model, problems, filter_dir, stage, samples, seed_name=str(phase), outcomes_only=True)
@@ -170,6 +207,7 @@ PHASE_FUNCTIONS: Mapping[str, Callable[[RecipeRun, Phase], None]] = {
     "prepare": prepare,
     "sft": sft,
     "filter": filter_problems,
+    "collect": collect,
     "grpo": grpo,
 }
 """The work of each phase except `eval`, whose function also returns the reports."""
@@ -226,7 +264,7 @@ def run_evaluation(
     Episodes that are already in `out` are not collected again. Raises `RecordError` if they were collected with another
     model, other settings or other values of `identity`, and `NoRewardsError` if no episode has a reward.
     """
-    seed, run_folder = _derive_seed(run.config, seed_name), RunFolder(out)
+    seed, run_folder = derive_seed(run.config, seed_name), RunFolder(out)
     compared = ("max_response_tokens", "max_turns", "max_tool_response_chars")
     run_folder.bind_config(
         {
@@ -268,7 +306,7 @@ def rollout(run: RecipeRun, stage: str, *, num_problems: int, samples: int, out:
 def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[TrainingContext]:
     """Yield the inputs of a training. Its metrics go to the trackers and a progress bar as well."""
     config, stage, run_folder = run.config, phase.stage, run.run_folder
-    before = run.trained_model(stage, before=True)
+    before = run.trained_model(stage, of_previous_stage=True)
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
             tracking = config.tracking
@@ -287,13 +325,13 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
             run.model_path(before.model),
             run.stage_dir(stage),
             run_folder,
-            seed=_derive_seed(config, stage),
+            seed=derive_seed(config, stage),
             first_step=before.step,
             dtype=config.model.dtype,
             hardware=config.hardware,
         )
 
 
-def _derive_seed(config: RunConfig, name: str) -> int:
+def derive_seed(config: RunConfig, name: str) -> int:
     """Return a seed that differs from phase to phase, so that no two stages have the same order of problems."""
     return random.Random(f"{config.seed} {name}").getrandbits(31)

@@ -69,6 +69,15 @@ class FilterResult:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectResult:
+    """The numbers of stored episodes, and of those that failed for good."""
+
+    episodes: int
+    failed: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EvalResult:
     """The result of `eval`: the scores in the summary, and all reports by source (`trainer.recipe.evaluation`)."""
 
@@ -77,8 +86,8 @@ class EvalResult:
     seconds: float = 0.0
 
 
-PhaseResult: TypeAlias = TrainResult | FilterResult | EvalResult
-_RESULT_TYPES: dict[str, type[PhaseResult]] = {"filter": FilterResult, "eval": EvalResult}
+PhaseResult: TypeAlias = TrainResult | FilterResult | CollectResult | EvalResult
+_RESULT_TYPES: dict[str, type[PhaseResult]] = {"filter": FilterResult, "collect": CollectResult, "eval": EvalResult}
 
 
 class RecipeRun:
@@ -96,7 +105,8 @@ class RecipeRun:
             phases += [Phase("sft", SFT), Phase("eval", SFT)]
         for stage in self.config.stages.values():
             filtering = [Phase("filter", stage.name)] if stage.difficulty_filter_samples else []
-            phases += [*filtering, Phase("grpo", stage.name), Phase("eval", stage.name)]
+            collecting = [Phase("collect", stage.name)] if stage.episodes == "collected" else []
+            phases += [*filtering, *collecting, Phase("grpo", stage.name), Phase("eval", stage.name)]
         return phases
 
     def result_path(self, phase: Phase) -> Path:
@@ -125,19 +135,24 @@ class RecipeRun:
             raise ConfigError(f"{self.dir}: run `rstar-train {phase}` first, or `rstar-train recipe` for all phases")
         return result
 
-    def trained_model(self, stage: str, *, before: bool = False) -> TrainResult:
-        """Return the model of a stage, or of the stage `before` it. Raises `ConfigError` if it does not exist yet."""
+    def trained_model(self, stage: str, *, of_previous_stage: bool = False) -> TrainResult:
+        """Return the model of a stage, or the model that the stage starts from. Raises `ConfigError` if it does not
+        exist yet."""
         phases = [phase for phase in self.phases() if phase.command in ("prepare", *DISTRIBUTED_PHASES)]
         stages = [phase.stage for phase in phases]
         if stage not in stages:
             self.config.stage_config(stage)
         index = stages.index(stage)
-        result = self.require_result(phases[index - 1 if before else index])
+        result = self.require_result(phases[index - 1 if of_previous_stage else index])
         assert isinstance(result, TrainResult)
         return result
 
     def stage_dir(self, stage: str) -> Path:
         return self.dir / "stages" / stage
+
+    def collection_dir(self, stage: StageConfig) -> Path:
+        """Return the store of the episodes that a stage with `episodes = "collected"` trains on."""
+        return self.stage_dir(stage.name) / "collection"
 
     def eval_problems_path(self) -> Path:
         return self.dir / "data" / f"{EVAL_SET}.jsonl"

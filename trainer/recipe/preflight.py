@@ -32,7 +32,7 @@ from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeR
 from trainer.recipe.resource_plan import GB, LESS_MEMORY_ADVICE, disk_bytes, known_shape, misfits, resource_plan
 from trainer.recipe.runner import NotReady
 
-SAMPLING_PHASES = ("filter", "grpo", "eval", "rollout")
+SAMPLING_PHASES = ("filter", "collect", "grpo", "eval", "rollout")
 """The phases that need engines and the sandbox."""
 ENGINE_TIMEOUT_S = 10.0
 PYTHON_TIMEOUT_S = 60.0

@@ -80,7 +80,7 @@ def run_recipe(
     Raises `RecordError` if the folder has a run with other settings, `NotReady`, and `PhaseFailed`.
     """
     run, run_phase = RecipeRun(config), run_phase or run_child
-    with _locked(run.dir, log) as lock:
+    with _locked(run.dir, log) as lock_fd:
         # `load_config` fills in today's defaults for settings that are newer than the folder.
         saved = asdict(load_config(run.dir, {})) if run.run_folder.read_config() else None
         if saved:
@@ -88,22 +88,22 @@ def run_recipe(
         phases = run.phases()
         if has_preflight and not all(map(run.result, phases)):
             log("preflight: checking what the run needs")
-            _preflight(config, run_phase, lock)
+            _preflight(config, run_phase, lock_fd)
         run.run_folder.bind_config(asdict(config), saved, changeable=CHANGEABLE_SETTINGS)
         log(f"recipe: writes to {run.dir}; `rstar-train show {run.dir}` shows the run at any time")
         for number, phase in enumerate(phases, 1):
             if not run.result(phase):
                 log(f"[{number}/{len(phases)}] {phase}{_time_left(run)}")
-                _run_logged(phase, phase_command(phase, config), run_phase, lock, log, run)
+                _run_logged(phase, phase_command(phase, config), run_phase, lock_fd, log, run)
             run.run_folder.write_summary(run.summary())
     return run
 
 
 def _run_logged(
-    phase: Phase, command: Sequence[str], run_phase: RunPhase, lock: int, log: Callable[[str], None], run: RecipeRun
+    phase: Phase, command: Sequence[str], run_phase: RunPhase, lock_fd: int, log: Callable[[str], None], run: RecipeRun
 ) -> None:
     try:
-        exit_code = run_phase(phase, command, lock)
+        exit_code = run_phase(phase, command, lock_fd)
     except KeyboardInterrupt:
         log(f"recipe: interrupted in {phase}; `rstar-train recipe {run.dir}` continues there")
         raise
@@ -130,7 +130,7 @@ def _time_left(run: RecipeRun) -> str:
 
 def _work(run: RecipeRun, phase: Phase) -> int:
     """Return a phase's largest possible number of sampled tokens; 1 for a phase that does not sample."""
-    if phase.command == "grpo":
+    if phase.command in ("collect", "grpo"):
         stage = run.config.stage_config(phase.stage)
         return stage.steps * stage.problems_per_step * stage.samples_per_problem * stage.max_response_tokens
     if phase.command == "eval":
@@ -145,13 +145,13 @@ def _work(run: RecipeRun, phase: Phase) -> int:
     return problems * samples * limits.max_response_tokens
 
 
-def _preflight(config: RunConfig, run_phase: RunPhase, lock: int) -> None:
+def _preflight(config: RunConfig, run_phase: RunPhase, lock_fd: int) -> None:
     """Check what the phases need, in a child, so that the memory of the libraries it loads is freed."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
         json.dump(asdict(config), file)
         file.flush()
         phase = Phase("preflight")
-        exit_code = run_phase(phase, [sys.executable, "-m", "trainer", phase.command, file.name], lock)
+        exit_code = run_phase(phase, [sys.executable, "-m", "trainer", phase.command, file.name], lock_fd)
     if exit_code == EXIT_MISUSE:
         raise NotReady(f"nothing was started; repair what is listed above, or start anyway with {NO_PREFLIGHT}")
     if exit_code:
@@ -165,7 +165,7 @@ def phase_command(phase: Phase, config: RunConfig) -> list[str]:
     return [*(launcher or [sys.executable]), "-m", "trainer", phase.command, config.run_dir, *stage, NO_PREFLIGHT]
 
 
-def run_child(phase: Phase, command: Sequence[str], lock: int) -> int:
+def run_child(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
     """Run a command and return its exit code. The child ends with this process, and has `STOP_TIMEOUT_S` to stop."""
     # The child reads the configuration in the run folder, so no variable may change it again.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
@@ -176,7 +176,7 @@ def run_child(phase: Phase, command: Sequence[str], lock: int) -> int:
         if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(1)
 
-    child = subprocess.Popen(command, env=environ, pass_fds=[lock], preexec_fn=die_with_parent)
+    child = subprocess.Popen(command, env=environ, pass_fds=[lock_fd], preexec_fn=die_with_parent)
     try:
         return child.wait()
     finally:

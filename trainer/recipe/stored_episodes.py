@@ -77,9 +77,10 @@ class _RecordedHandle:
         if ids != [*episode.prompt_ids, *episode.response_ids[: turn.start]]:
             raise ReplayError(f"{Key.of(episode)}: the tokens before index {turn.start} differ from the stored ones")
         sampled = tuple(episode.response_ids[turn.start : turn.end])
+        known = [logprob for logprob in episode.logprobs[turn.start : turn.end] if logprob is not None]
         return Generation(
             sampled,
-            tuple(episode.logprobs[turn.start : turn.end]),
+            tuple(known) if len(known) == len(sampled) else None,
             has_stop_token=sampled[-1] in sampling.stop_ids,
             engine=turn.engine,
             weight_version=turn.weight_version,

@@ -1,7 +1,8 @@
 """Mirrors each row of metrics to trackio, wandb or tensorboard.
 
-The run folder stays the record. It keeps the name of the run in trackers, so that a resumed run continues there and a
-new run in a folder of the same name does not. Only the packages of the given trackers are imported.
+The run folder stays the record. Its file `tracker_run_name` has the name of the run in trackers: the name of the folder
+and a random suffix. A resumed run finds this name and continues the tracker's run; a new run in another folder of the
+same name gets another suffix. Only the packages of the given trackers are imported.
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ def open_trackers(
 def _open_tracker(
     name: str, run_dir: Path, config: Mapping[str, Any], project: str
 ) -> Iterator[Callable[[Mapping[str, float], int], object]]:
-    package = import_module(name)
+    package = import_module(name)  # raises ModuleNotFoundError, for tensorboard too, before anything is written
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(run_dir / name), flush_secs=10) as writer:
-            yield lambda numbers, step: [writer.add_scalar(name, value, step) for name, value in numbers.items()]
+
+            def add_scalars(numbers: Mapping[str, float], step: int) -> None:
+                for metric, value in numbers.items():
+                    writer.add_scalar(metric, value, step)
+
+            yield add_scalars
         return
     run_name = _tracker_run_name(run_dir)
     extra = {"id": run_name, "dir": str(run_dir)} if name == "wandb" else {}

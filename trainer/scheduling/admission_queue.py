@@ -66,6 +66,7 @@ class LongestFirstQueue:
         self._heap: list[tuple[float, int, int, Hashable]] = []
         self._num_waiting = 0
         self._arrivals: dict[Hashable, int] = {}
+        """Arrival index of the first waiting episode of each group. It is unique, so ranks never compare groups."""
 
     def __len__(self) -> int:
         return self._num_waiting

@@ -1,8 +1,9 @@
-"""Forecasts how many tokens of an engine's KV cache its episodes will use. Pure.
+"""Forecasts how many tokens of an engine's KV cache its episodes will use.
 
-Time is measured in decode steps, because every running context grows by one token per step. The forecast splits each
-episode into equal shares, one for each length at which the episode may end. To reserve the mean final length of every
-episode would leave half of the cache empty, because the episodes do not reach that length at the same time.
+The forecast has no clock, no random numbers and no I/O. Time is measured in decode steps, because every running context
+grows by one token per step. The forecast splits each episode into equal shares, one for each length at which the
+episode may end. To reserve the mean final length of every episode would leave half of the cache empty, because the
+episodes do not reach that length at the same time.
 
 Example: `reserve(context=100, step=0, growths=[50, 150])` with a bucket width of 100 steps
 
@@ -34,6 +35,7 @@ class Reservation:
     context: int
     """Tokens of the episode's context at `step`."""
     step: float
+    """Decode step at which the reservation was made."""
     buckets: list[int]
     """The buckets in which equal shares of the episode end."""
     variance: float
@@ -84,7 +86,7 @@ class KvForecast:
         for bucket in reservation.buckets:
             if (index := bucket - first) >= 0:
                 counts[index] -= share
-                offsets[index] = offsets[index] - offset if counts[index] else 0.0
+                offsets[index] = offsets[index] - offset if counts[index] else 0.0  # no rest from rounding errors
         self._add_to_totals(reservation, -1)
         if not self.num_episodes:  # the sums may differ from 0 by rounding errors
             self._total_offset = 0.0
@@ -100,6 +102,8 @@ class KvForecast:
         if (num_past := current - self._first_bucket) > 0:
             del self._counts[:num_past], self._offsets[:num_past]
             self._first_bucket = current
+        # From the last bucket to the second: if the peak is in the middle of a bucket, the episodes that end in it or
+        # later are resident. The current step, at which all are resident, comes after the loop.
         bucket, to_middle = self._first_bucket + len(self._counts), 0.5 * width + self.block_slack
         count = offset = peak = 0.0
         for bucket_count, bucket_offset in zip(self._counts[:0:-1], self._offsets[:0:-1], strict=True):

@@ -1,9 +1,11 @@
-"""Learns how long episodes become: from finished and running episodes, and from the other episodes of a group. Pure.
+"""Learns how long episodes become: from finished and running episodes, and from the other episodes of a group.
+
+The model has no clock, no random numbers and no I/O: the same events give the same lengths.
 
 Short episodes finish first, so the mean of the finished ones is too small while most still run. The model therefore
 uses the product-limit estimate (Kaplan and Meier, 1958): for each length, the share of the episodes that reached it and
-ended there. A group's own mean says more than the stage's, since all episodes of a hard problem tend to be long;
-running episodes count in it with their expected length.
+ended there. The mean of a group says more than the mean of all episodes, since all episodes of a hard problem tend to
+be long; running episodes count in it with their expected length.
 
 Lengths are tokens of a whole context, in `NUM_BUCKETS` buckets.
 """
@@ -18,8 +20,10 @@ NUM_BUCKETS = 64
 PRIOR_WEIGHT = 4.0
 """Number of episodes that the prior counts as. In the prior all lengths are equally likely."""
 GROUP_PRIOR_WEIGHT = 2.0
-"""The stage's mean length weighs as much as this many episodes in a group's mean (shrinkage)."""
+"""A group's mean (`group_mean`) includes the mean length of all episodes as if the group had this many further episodes
+of that length (shrinkage)."""
 NUM_QUANTILES = 4
+"""Number of equally likely final lengths that stand for an episode's unknown one."""
 REFRESH_DIVISOR = 50
 """The distribution is recomputed when `_num_changes` reaches 1/REFRESH_DIVISOR of `_num_episodes`."""
 STEP_DECAY = 0.5
@@ -38,6 +42,7 @@ class LengthModel:
         self._in_bucket = [0] * NUM_BUCKETS
         """Number of unfinished episodes whose length is in each bucket."""
         self._density: list[float] = []
+        """Share of all episodes that end in each bucket. `_recompute` sets it together with `_mean_above`."""
         self._mean_above: list[float] = []
         """Mean final length of the episodes that end in each bucket or above. Empty until it is recomputed."""
         self._num_episodes = 0.0
@@ -45,6 +50,7 @@ class LengthModel:
         self._num_changes = 0.0
         """Number of changes since the distribution was last recomputed."""
         self._quantiles: dict[int, list[float]] = {}
+        """A cache: quantiles of the growth of an episode, by the bucket of its length. `growth_quantiles` fills it."""
         self._groups: dict[Hashable, list[float]] = {}
         """Sum of the expected lengths and number of episodes, by group."""
 
@@ -82,12 +88,13 @@ class LengthModel:
         self._passed = _decayed(self._passed, PRIOR_PASSED)
         self._groups.clear()
         self._num_episodes *= STEP_DECAY
-        self._num_changes = self._num_episodes
+        self._num_changes = self._num_episodes  # so that `_invalidate` drops the distribution now
         self._invalidate()
 
     def mean_length_above(self, length: int) -> float:
-        """Return the stage's mean final length of the episodes that become longer than `length`."""
+        """Return the mean final length of all episodes that become longer than `length`."""
         mean = (self._mean_above or self._recompute())[self._bucket(length)]
+        # Here and below, a conditional expression is faster than `min` and `max`, in code that runs for each placement.
         return mean if mean > length else float(length)
 
     def update_group(self, group: Hashable, before: float | None, now: float) -> None:
@@ -105,19 +112,22 @@ class LengthModel:
         return (total + GROUP_PRIOR_WEIGHT * mean) / (count + GROUP_PRIOR_WEIGHT)
 
     def growth_quantiles(self, group: Hashable, length: int, max_length: int) -> list[float]:
-        """Return `NUM_QUANTILES` equally likely numbers of tokens by which an episode of `group` with `length` tokens
-        still grows, at most to `max_length`."""
-        scale = self.group_mean(group) / self._mean_above[0]
+        """Return how many tokens an episode of `group` with `length` tokens may still grow, at most to `max_length`.
+
+        The `NUM_QUANTILES` numbers are equally likely.
+        """
+        mean = self.group_mean(group)  # first, because it recomputes `_mean_above` and `_density` if necessary
+        scale = mean / self._mean_above[0]
         max_growth = float(max_length - length)
         bucket = self._bucket(length)
         quantiles = self._quantiles.get(bucket)
         if quantiles is None:
-            quantiles = self._quantiles[bucket] = _quantiles(self._density[bucket:], self._bucket_width)
+            quantiles = self._quantiles[bucket] = _compute_quantiles(self._density[bucket:], self._bucket_width)
         return [scaled if (scaled := growth * scale) < max_growth else max_growth for growth in quantiles]
 
     def _recompute(self) -> list[float]:
-        self._density = _density(self._ended, self._passed, self._in_bucket)
-        self._mean_above = _mean_above(self._density, self._bucket_width)
+        self._density = _compute_density(self._ended, self._passed, self._in_bucket)
+        self._mean_above = _compute_mean_above(self._density, self._bucket_width)
         return self._mean_above
 
     def _invalidate(self) -> None:
@@ -137,19 +147,22 @@ def _decayed(counts: list[float], prior: list[float]) -> list[float]:
     return [base + (count - base) * STEP_DECAY for count, base in zip(counts, prior, strict=True)]
 
 
-def _density(ended: list[float], passed: list[float], in_bucket: list[int]) -> list[float]:
-    """Return the share of all episodes that end in each bucket. Episodes that are inside a bucket count by half among
-    those at risk of ending in it."""
+def _compute_density(ended: list[float], passed: list[float], in_bucket: list[int]) -> list[float]:
+    """Return the share of all episodes that end in each bucket: the product-limit estimate.
+
+    Per bucket, the episodes that ended there are divided by those that could have. An unfinished episode inside the
+    bucket counts as half, because on average it has grown through half of the bucket without ending.
+    """
     alive = 1.0
     density: list[float] = []
     for num_ended, num_passed, num_inside in zip(ended, passed, in_bucket, strict=True):
         density.append(alive * num_ended / (num_ended + num_passed + num_inside / 2))
         alive -= density[-1]
-    density[-1] += alive
+    density[-1] += alive  # the rest ends at the maximum
     return density
 
 
-def _mean_above(density: list[float], width: float) -> list[float]:
+def _compute_mean_above(density: list[float], width: float) -> list[float]:
     """Return, for each bucket, the mean length of the episodes that end in it or above."""
     means = [0.0] * len(density)
     share = total = 0.0
@@ -160,11 +173,14 @@ def _mean_above(density: list[float], width: float) -> list[float]:
     return means
 
 
-def _quantiles(density: list[float], width: float) -> list[float]:
-    """Return the middles of `NUM_QUANTILES` equally likely parts of `density`, in tokens from the middle of its first
-    bucket. A bucket is `width` tokens wide."""
+def _compute_quantiles(density: list[float], width: float) -> list[float]:
+    """Return the growth of an episode whose length is in the first bucket of `density`, in tokens.
+
+    `density` is divided into `NUM_QUANTILES` equally likely parts, and the median of each part is a quantile. Growth is
+    measured from the middle of the first bucket, where the episode is on average. A bucket is `width` tokens wide.
+    """
     cumulative = [0.0, *accumulate(density)]
-    if not cumulative[-1]:
+    if not cumulative[-1]:  # no episode is known to end from here on: rather reserve too many tokens than too few
         return [len(density) * width] * NUM_QUANTILES
     quantiles: list[float] = []
     for part in range(NUM_QUANTILES):

@@ -12,15 +12,17 @@ returns the turns that start now. The scheduler does not wait, poll or send requ
     RUNNING          remove_engine         WAITING   displaced: the turn runs again on another engine
     any              complete              OVER      the scheduler drops the episode
 
-    order of place   1. resumed episodes, on their own engine or a much emptier one: they never wait for tokens
-                     2. displaced episodes, as soon as an engine has free tokens
+    order of place   1. resumed episodes, at once: on their own engine, even if its KV cache is full, or a much emptier
+    one
+                     2. displaced episodes, as soon as the KV cache of an engine has free tokens
                      3. the admission queue, from its head; it stops at the first episode that no engine can take
 
 Invariants:
 - An episode is placed at most once per turn. Only `complete` drops it; losing its engine does not.
-- A reservation covers every running and parked episode of an engine. So the forecast is exact where the engine's own
-  metrics lag, and it is all zeros once every episode is complete.
-- `kv` never leaves an engine without episodes while an episode waits, so every episode is admitted at some time.
+- Every running and parked episode has a reservation in the forecast of its engine's KV cache (`KvForecast`). So the
+  forecast does not lag, as the engine's own metrics do, and it is all zeros once every episode is complete.
+- The default policy, `kv`, never leaves an engine without episodes while an episode waits, so every episode is admitted
+  at some time.
 - The same events lead to the same decisions.
 
 Lengths are tokens of a whole context: prompt and response, tool responses included.
@@ -48,23 +50,25 @@ from trainer.scheduling.state import (
     ScheduledEpisode,
 )
 
-_FREE_TOKENS = attrgetter("free_tokens")
+_free_tokens = attrgetter("free_tokens")
+"""Key function that orders engines by their free tokens."""
 
 TARGET_INCREASE = 0.01
 """Added to the target utilization per scrape without preemptions, while episodes wait."""
 TARGET_DECREASE_FACTOR = 0.95
-"""The target utilization is multiplied by this once per burst of preemptions. The factor is close to 1 because
-recomputing a few contexts costs less than leaving a fifth of the cache empty."""
+"""The target utilization is multiplied by this once per burst of preemptions. The factor is close to 1: a lower target
+leaves a part of the cache empty, which costs more than recomputing the few contexts of a burst."""
 KV_USAGE_FULL = 0.9
 """The target utilization does not rise while the engine reports a KV usage of at least this."""
 MIGRATION_RATIO = 0.7
-"""Migrate an episode at a turn boundary if the target's reserved share, with the episode, is below this fraction of its
-engine's."""
+"""An episode migrates between two turns if another engine would then have a reserved share of its KV cache below this
+fraction of the reserved share of the episode's engine."""
 FORECAST_BUCKETS = 32
-"""Number of forecast buckets in the longest context."""
+"""Number of buckets into which a `KvForecast` divides the decode steps of the longest context."""
 MAX_EXTRAPOLATIONS = 8
-"""Overdue episodes whose length one `update_stats` extrapolates, at most. It bounds the CPU time of the call when many
-episodes started together. With 2 instead of 8, `kv` over-reserved and preemptions doubled."""
+"""Maximum number of episodes whose length one call of `update_stats` extrapolates (`_extrapolate_overdue`). It bounds
+the CPU time of the call when many episodes started together. With 2 instead of 8, the policy `kv` reserved too many
+tokens and preemptions doubled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class Scheduler:
         self._queue = self.policy.queue(self.lengths)
         self._arrivals = itertools.count()
         self._tie_breakers = itertools.count()
-        """Orders entries of `predicted_ends` with the same decode step."""
+        """Numbers that order the entries of `ScheduledEngine.predicted_ends` with the same decode step."""
 
     # --- events ---
 
@@ -140,9 +144,9 @@ class Scheduler:
         """Reduce the weight of the lengths learned so far: the problems are new, and the model has changed."""
         self.lengths.decay()
         for episode in self._episodes.values():
-            if episode.reported_length is not None:  # it continues in the new step
-                episode.reported_length = self.lengths.mean_length_above(episode.length)
-                self.lengths.update_group(episode.group, None, episode.reported_length)
+            if episode.expected_length is not None:  # it has had a turn, so it continues in the new step
+                episode.expected_length = self.lengths.mean_length_above(episode.length)
+                self.lengths.update_group(episode.group, None, episode.expected_length)
 
     def add_engine(
         self, name: str, kv_capacity: int, max_running: int = 1 << 30, *, block_size: int = 1, preemptions: int = 0
@@ -154,7 +158,8 @@ class Scheduler:
         """
         engine = self.engines.setdefault(name, ScheduledEngine(name, KvForecast(self._bucket_width)))
         engine.kv_capacity, engine.max_running, engine.is_up = kv_capacity, max_running, True
-        engine.preemptions, engine.forecast.block_slack = preemptions, block_size / 2
+        engine.preemptions = preemptions
+        engine.forecast.block_slack = block_size / 2  # on average, a context leaves half of its last block empty
         self._dirty[name] = engine
         self._refresh_up()
 
@@ -205,8 +210,10 @@ class Scheduler:
         self._resumed.append(episode)
 
     def complete(self, key: EpisodeKey, now: float, length: int | None = None) -> None:
-        """Drop an episode that ended with `length` tokens. None means that it was cancelled: the length model then
-        counts it as longer than it is."""
+        """Drop an episode that ended with `length` tokens.
+
+        None means that it was cancelled. In its group's mean it then counts with its expected final length.
+        """
         episode = self._episodes[key]
         if length is not None:
             self._check_length(episode, length)
@@ -218,14 +225,14 @@ class Scheduler:
             self._unassign(episode)
         del self._episodes[key]
         episode.state = EpisodeState.OVER
-        if episode.reported_length is None:
+        if episode.expected_length is None:
             return
         if length is None:
-            self.lengths.on_removed(episode.known_length)
-            length = int(self.lengths.mean_length_above(episode.known_length))
+            self.lengths.on_removed(episode.counted_length)
+            length = int(self.lengths.mean_length_above(episode.counted_length))
         else:
-            self.lengths.on_finish(episode.known_length, length)
-        self.lengths.update_group(episode.group, episode.reported_length, length)
+            self.lengths.on_finish(episode.counted_length, length)
+        self.lengths.update_group(episode.group, episode.expected_length, length)
         self._queue.reprioritize(episode.group)
 
     def update_stats(self, name: str, stats: EngineStats, now: float) -> None:
@@ -235,7 +242,8 @@ class Scheduler:
         new_preemptions, engine.preemptions = stats.preemptions - engine.preemptions, stats.preemptions
         fits = engine.free_tokens >= 0
         if new_preemptions > 0:
-            # A burst lasts until the reservations fit the lowered target, so it lowers the target only once.
+            # Preemptions that follow while the reservations still exceed the lowered target belong to the same burst,
+            # which lowers the target only once.
             if fits or not engine.in_preemption_burst:
                 target = engine.target_utilization * TARGET_DECREASE_FACTOR
                 engine.target_utilization = max(MIN_TARGET_UTILIZATION, target)
@@ -302,7 +310,7 @@ class Scheduler:
             return best
         idle = [engine for engine in engines if not engine.forecast.num_episodes and engine.is_up]
         if idle:
-            return max(idle, key=_FREE_TOKENS)
+            return max(idle, key=_free_tokens)
         self._refused_head = episode
         self._changed_since_refusal.clear()
         return None
@@ -325,11 +333,11 @@ class Scheduler:
         if not self.policy.migrates or len(self.engines) == 1:
             return home
         self.refresh_free_tokens(now)
-        target = max(self.up_engines, key=_FREE_TOKENS)
+        target = max(self.up_engines, key=_free_tokens)
         max_share = MIGRATION_RATIO * home.reserved_tokens / home.kv_capacity
         if target.num_running >= target.max_running or target.reserved_tokens / target.kv_capacity >= max_share:
             return home
-        length = max(episode.length, episode.known_length)
+        length = max(episode.length, episode.counted_length)
         growths = self.lengths.growth_quantiles(episode.group, length, episode.max_context_tokens)
         reserved_with_episode = target.forecast.peak_with(length, target.decode_step(now), growths)
         return target if reserved_with_episode / target.kv_capacity < max_share else home
@@ -342,11 +350,11 @@ class Scheduler:
             if episode.engine is not None:
                 self._unassign(episode)
             self._assign(episode, engine, now)
-        if episode.reported_length is None:
-            episode.reported_length = self.lengths.mean_length_above(0)  # a long prompt does not imply a long response
-            self.lengths.update_group(episode.group, None, episode.reported_length)
+        if episode.expected_length is None:
+            episode.expected_length = self.lengths.mean_length_above(0)  # a long prompt does not imply a long response
+            self.lengths.update_group(episode.group, None, episode.expected_length)
             self.lengths.on_start(episode.length)
-            episode.known_length = episode.length
+            episode.counted_length = episode.length
         episode.state, episode.turn_started_at = EpisodeState.RUNNING, now
         engine.num_running += 1
         is_migration = episode.last_engine not in ("", engine.name)
@@ -384,7 +392,7 @@ class Scheduler:
     def _update_reservation(self, episode: ScheduledEpisode, engine: ScheduledEngine, step: float) -> None:
         if episode.reservation is not None:
             engine.forecast.release(episode.reservation)
-        length = max(episode.length, episode.known_length)
+        length = max(episode.length, episode.counted_length)
         growths = self.lengths.growth_quantiles(episode.group, length, episode.max_context_tokens)
         episode.reservation = engine.forecast.reserve(length, step, growths)
         earliest_end = step + max(growths[0], self._bucket_width / 2)
@@ -429,11 +437,11 @@ class Scheduler:
 
     def _record_progress(self, episode: ScheduledEpisode, length: int) -> None:
         """Report a new known length to the length model, which also raises the expectation of the episode's group."""
-        if length > episode.known_length:
-            self.lengths.on_growth(episode.known_length, length)
-            episode.known_length = length
-            before, episode.reported_length = episode.reported_length, self.lengths.mean_length_above(length)
-            self.lengths.update_group(episode.group, before, episode.reported_length)
+        if length > episode.counted_length:
+            self.lengths.on_growth(episode.counted_length, length)
+            episode.counted_length = length
+            before, episode.expected_length = episode.expected_length, self.lengths.mean_length_above(length)
+            self.lengths.update_group(episode.group, before, episode.expected_length)
             self._queue.reprioritize(episode.group)
 
     def _running_episode(self, key: EpisodeKey) -> ScheduledEpisode:

@@ -1,4 +1,4 @@
-"""What the scheduler tracks of each engine and each episode. Only the scheduler changes it."""
+"""The state of each engine and each episode in the scheduler. Only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EpisodeState(Enum):
     """The states of the table in `trainer.scheduling.scheduler`."""
 
     WAITING = auto()
-    """Queued, resumed or displaced: the episode wants a turn."""
+    """The episode is queued, resumed or displaced, and waits for a turn."""
     RUNNING = auto()
     PARKED = auto()
     OVER = auto()
@@ -42,10 +42,11 @@ class ScheduledEpisode:
     reservation: Reservation | None = None
     state: EpisodeState = EpisodeState.WAITING
     turn_started_at: float = 0.0
-    known_length: int = 0
-    """The largest length that the episode has reached or is estimated to have reached."""
-    reported_length: float | None = None
-    """The expected final length that the episode contributes to its group's mean. None before its first turn."""
+    counted_length: int = 0
+    """The length with which the length model counts the episode: the largest that it has reached or, by extrapolation,
+    is estimated to have reached."""
+    expected_length: float | None = None
+    """The expected final length, which the length model includes in the group's mean. None before the first turn."""
     last_engine: str = ""
     """Name of the engine that ran the last turn."""
 
@@ -64,7 +65,9 @@ class ScheduledEngine:
     free_tokens: float = 0.0
     """Tokens that may still be reserved, as of the last `refresh_reserved`. Negative after the target fell."""
     predicted_ends: list[tuple[float, int, ScheduledEpisode, Reservation]] = field(default_factory=list)
-    """A heap by the earliest decode step at which the episode is expected to end. Entries may be stale."""
+    """A heap of decode step, tie breaker, episode and its reservation. The episode is expected to end at this decode
+    step or later. The tie breaker is unique, so episodes are never compared. An entry is stale once the reservation is
+    not that of the episode any more."""
     worst_case_tokens: int = 0
     """KV tokens if every episode grows to its maximum."""
     num_running: int = 0

@@ -47,7 +47,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainer.config import ConfigError, SamplingConfig, StageConfig
 from trainer.episodes import metrics, roc
-from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.episode import WITHOUT_LOGPROBS_ADVICE, Episode, Problem, StopReason
 from trainer.rollout.loop_thread import LoopThread
 from trainer.training.callback import MetricsCallback
 from trainer.training.context import (
@@ -60,7 +60,7 @@ from trainer.training.context import (
 )
 
 if TYPE_CHECKING:
-    from trainer.engines.pool import EnginePool
+    from trainer.engines.engine import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +105,19 @@ class GroupCollector(Protocol):
     ) -> list[list[Episode]]: ...
 
 
+class WeightSync(Protocol):
+    """The part of `trainer.engines.pool.EnginePool` that training uses."""
+
+    async def sync_weights(self, weights: Weights, version: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRuntime:
     """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
 
     loop_thread: LoopThread
     collector: GroupCollector
-    pool: EnginePool
+    pool: WeightSync
 
 
 class TrainingRow(NamedTuple):
@@ -394,9 +400,14 @@ def _in_loss(group: Sequence[Episode], selected: Sequence[int]) -> list[int]:
 def _training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> TrainingRow:
     """Return an episode's row. TRL accepts no empty completion, so an episode without tokens gets a masked one."""
     ids = list(episode.response_ids) or [placeholder_id]
-    logprobs = list(episode.logprobs) or [0.0]
+    logprobs = episode.known_logprobs
+    if logprobs is None:
+        raise ConfigError(
+            f"sample {episode.sample} of problem {episode.problem.id} has tokens without log-probabilities: "
+            f"{WITHOUT_LOGPROBS_ADVICE}"
+        )
     mask = list(episode.loss_mask) if is_in_loss and episode.response_ids else [0] * len(ids)
-    return TrainingRow(list(episode.prompt_ids), ids, logprobs, mask, episode.reward)
+    return TrainingRow(list(episode.prompt_ids), ids, logprobs or [0.0], mask, episode.reward)
 
 
 def _roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:

@@ -64,7 +64,7 @@ class ExecutorStats:
     zygotes: Counter[str] = field(default_factory=Counter)
     """Live zygotes by profile."""
     missed_imports: Counter[str] = field(default_factory=Counter)
-    """Imports of calls that no zygote had preloaded, by module."""
+    """Imports by calls of modules that no zygote had preloaded, by module."""
 
     @classmethod
     def decode(cls, raw: Mapping[object, object]) -> ExecutorStats:

@@ -165,8 +165,10 @@ def _rejection(max_connections: int) -> bytes:
 
 
 def raise_connection_limit(connections: int) -> int:
-    """Raise the limit on file descriptors as `connections` need it, and return how many connections are possible.
-    Raises `ConfigError` if they are fewer than one client needs."""
+    """Raise the limit on file descriptors to what `connections` need, and return how many connections are possible.
+
+    Raises `ConfigError` if fewer than `MIN_CONNECTIONS` are possible, or fewer than `connections` if that is less.
+    """
     wanted = connections + RESERVED_FDS
     granted = machine.raise_fd_limit(wanted)
     needed = min(connections, MIN_CONNECTIONS)

@@ -225,7 +225,7 @@ def _stats_schemas() -> dict[str, Schema]:
         "totals": _object("since the server started", totals),
         "executors": _field("array", "one row for each executor", items={"type": "object"}),
         "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
-        "missed_imports": _counts("imports of calls that no zygote had preloaded, by module"),
+        "missed_imports": _counts("imports by calls of modules that no zygote had preloaded, by module"),
         "steps": _field("array", "the last ten minutes", items=_ref("Step")),
     }
     return {

@@ -69,11 +69,11 @@ async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
     """Parse the body of /v1/verify as calls that check its pairs. Raises `InvalidCall` or `RequestRefused`."""
     _check_fields(raw, VERIFY_FIELDS, "verify", "pairs")
     pairs = _check_items(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
-    shared = verify.shared_fields({name: raw[name] for name in verify.VERIFY_CALL_FIELDS if name in raw})
+    template = verify.template_call({name: raw[name] for name in verify.VERIFY_CALL_FIELDS if name in raw})
     timeout_s = _queue_timeout_s(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
     return await _parse_all(
         pairs,
-        lambda item, index: verify.check_call(*verify.decode_pair(item, f"pairs[{index}]"), shared),
+        lambda item, index: verify.build_check(*verify.decode_pair(item, f"pairs[{index}]"), template),
         timeout_s,
         config,
     )

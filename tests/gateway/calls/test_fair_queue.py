@@ -37,10 +37,10 @@ class SlowQueue:
         self.items.append(item)
 
     def requeue(self, item: Item) -> None:
-        self.finished(item)
+        self.finish(item)
         self.requeued.append(item)
 
-    def finished(self, item: Item) -> None:
+    def finish(self, item: Item) -> None:
         self.running.remove(item)
         self.renew_position(item)
 
@@ -65,7 +65,8 @@ class SlowQueue:
         return running, self.positions[key]
 
     def has_waiting(self, item: Item) -> bool:
-        """Return whether the item's tenant has waiting items of its priority."""
+        """Return whether the item's tenant has waiting items of its priority. Requeued items have no position: they are
+        next in any case."""
         return any((other.priority, other.tenant) == (item.priority, item.tenant) for other in self.items)
 
     def renew_position(self, item: Item) -> None:
@@ -110,7 +111,7 @@ def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]
         elif kind == "finished" and running:
             item = running.pop(int(arguments[0]) % len(running))  # type: ignore[call-overload]
             fast.finished(item)
-            slow.finished(item)
+            slow.finish(item)
         elif kind == "remove" and waiting:
             item = waiting.pop(int(arguments[0]) % len(waiting))  # type: ignore[call-overload]
             fast.remove(item)

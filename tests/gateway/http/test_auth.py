@@ -54,13 +54,13 @@ async def test_only_the_right_token_is_accepted(header: str, status: int) -> Non
         ("127.0.0.1:8642", None),
         ("localhost", None),
         ("[::1]:8642", None),
-        ("", None),
+        ("", None),  # not from a browser, which always sends a Host header
         ("127.0.0.1:8642", "http://127.0.0.1:8642"),
         ("LOCALHOST:1", "http://localhost:1"),
     ],
 )
 def test_loopback_names_and_own_pages_are_accepted(host: str, origin: str | None) -> None:
-    check_local_request(host, origin, "127.0.0.1")
+    check_local_request(host, origin, own_host="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_loopback_names_and_own_pages_are_accepted(host: str, origin: str | None
 )
 def test_foreign_hosts_and_origins_are_rejected(host: str, origin: str | None) -> None:
     with pytest.raises(HttpError) as caught:
-        check_local_request(host, origin, "127.0.0.1")
+        check_local_request(host, origin, own_host="127.0.0.1")
     assert caught.value.status == 403
 
 

@@ -42,8 +42,8 @@ async def test_verdicts_are_in_the_order_of_the_pairs() -> None:
     assert_fits(body, SCHEMAS["Verdicts"])
     expected = ["equivalent" if number == 7 else "not_equivalent" for number in range(200)]
     assert [verdict["outcome"] for verdict in body["results"]] == expected
-    shared = verify.shared_fields({"limits": {"timeout_s": 2}, "tenant": "mine"})
-    assert first_call == verify.check_call("7", "0", shared).encode(binary=True)
+    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    assert first_call == verify.build_check("7", "0", shared).encode(binary=True)
 
 
 async def test_a_msgpack_body_gets_a_msgpack_response() -> None:

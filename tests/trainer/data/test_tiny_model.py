@@ -51,7 +51,7 @@ def test_decoding_returns_any_encoded_text(tokenizer: Any, text: str) -> None:
 
 
 def test_conversations_have_few_tokens_and_each_digit_is_a_token(tokenizer: Any) -> None:
-    for messages in synthetic.conversations(50, 1, fault_seed=1):
+    for messages in synthetic.conversations(n=50, seed=1, fault_seed=1):
         ids, _ = rstar2_format(tokenizer, tools=[], system_prompt=synthetic.SYSTEM_PROMPT).encode_conversation(messages)
         num_broken_calls = (len(messages) - 4) // 2  # four messages without a broken call, two more for each
         assert len(ids) < 100 + 60 * num_broken_calls

@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 
 from bench.simulator.placement import POLICIES
 from tests.trainer.engine_loads import engine_loads
-from tests.trainer.engines.table_pool import (
+from tests.trainer.engines.markov_pool import (
     MAX_CONTEXT,
     TOKENS_PER_TURN,
     fail_with,
     hang,
     has_no_load,
     ids_without_failures,
-    loop_steps,
     make_engines,
     make_pool,
     open_episode,
     run_episode,
     run_one_turn,
     start_episodes,
+    wait_loop_steps,
 )
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import EngineCapacity, EngineError, SamplingParams
@@ -53,7 +53,7 @@ async def test_episodes_stay_on_their_engines_and_are_spread_evenly():
 async def test_each_turn_is_reported_with_its_times_and_tokens():
     engines, records = make_engines(1, before_generate=lambda: asyncio.sleep(3)), []
     async with make_pool(engines, on_turn=records.append) as pool, open_episode(pool, group="a") as handle:
-        pool.busy_timer = BusyTimer(pool.now)
+        pool.busy_timer = BusyTimer(pool.now)  # in place of one that uses the real clock
         first = await handle.generate([1, 2], SamplingParams(4, seed=0))
         await asyncio.sleep(2)
         await handle.generate([1, 2, *first.ids, 7], SamplingParams(5, seed=0))
@@ -72,14 +72,15 @@ async def test_each_turn_is_reported_with_its_times_and_tokens():
 async def test_a_turn_is_sent_to_an_engine_only_after_its_placement(policy):
     capacity = EngineCapacity(kv_tokens=300, max_running=5)
     engines = make_engines(2, reported_capacity=capacity, before_generate=lambda: asyncio.sleep(1))
-    max_loads = Counter()
+    max_loads = {}  # the largest value of each load so far
 
     async def check_loads():
         while True:
             await asyncio.sleep(0.1)
             assert sum(engine.num_running for engine in engines) == pool.scheduler.num_running
             for load in engine_loads(pool.scheduler).values():
-                max_loads.update({name: max(0, value - max_loads[name]) for name, value in load.items()})
+                for name, value in load.items():
+                    max_loads[name] = max(value, max_loads.get(name, 0))
 
     async with make_pool(engines, policy=policy) as pool:
         checking = asyncio.create_task(check_loads())
@@ -97,7 +98,8 @@ async def test_an_invalid_request_marks_no_engine_down():
         make_pool(make_engines(1), scheduler=Scheduler(400)) as pool,
         pool.open_episode(group="a", max_context_tokens=400) as handle,
     ):
-        with pytest.raises(ValueError, match="expected at most 256 known ids"):  # the engine's own limit
+        # The engine's context is shorter than the scheduler's 400 tokens.
+        with pytest.raises(ValueError, match="expected at most 256 ids below 50, got 300 ids and max_tokens 4"):
             await handle.generate([1] * 300, SamplingParams(4, seed=0))
         assert has_no_load(pool)
         first = await handle.generate([1, 2, 3], SamplingParams(4, seed=0))
@@ -134,7 +136,7 @@ async def test_an_unexpected_exception_in_the_pool_ends_its_block():
     assert engine.is_closed
 
 
-@pytest.mark.parametrize("engines", [[], [TableEngine("same"), TableEngine("same")]])
+@pytest.mark.parametrize("engines", [[], [MarkovEngine("same"), MarkovEngine("same")]])
 def test_a_pool_needs_engines_with_different_names(engines):
     with pytest.raises(ValueError, match="different names"):
         EnginePool(engines, scheduler=Scheduler(MAX_CONTEXT))
@@ -145,11 +147,11 @@ def test_a_pool_needs_engines_with_different_names(engines):
 async def test_a_cancellation_at_any_step_leaves_the_scheduler_consistent(num_cancelled):
     """Cancel episodes after 0, 1, 2, ... steps of the event loop, until all of them end before their cancellation."""
     for step in itertools.count():
-        engines = make_engines(2, reported_capacity=EngineCapacity(120, 3), before_generate=loop_steps(3))
+        engines = make_engines(2, reported_capacity=EngineCapacity(120, 3), before_generate=wait_loop_steps(3))
         async with make_pool(engines) as pool:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(run_episode(pool, number, turns=3)) for number in range(6)]
-                await loop_steps(step)()
+                await wait_loop_steps(step)()
                 have_all_ended = all(task.done() for task in running)
                 for task in running[:num_cancelled]:
                     task.cancel()
@@ -175,15 +177,17 @@ async def run_random_failures(seed, policy):
     capacity = EngineCapacity(rng.randint(150, 900), rng.randint(1, 9))
     engines, records = make_engines(3, reported_capacity=capacity), []
 
-    async def generate():
+    async def wait_before_generate():
         await asyncio.sleep(rng.expovariate(0.3))
 
     async def cause_failures():
         while True:
             await asyncio.sleep(rng.expovariate(0.05))
             engine = rng.choice(engines)
-            engine.before_generate = rng.choice([fail_with(), hang, generate, generate])
-            engine.before_scrape = rng.choice([fail_with(), hang, loop_steps(2), loop_steps(2), loop_steps(2)])
+            engine.before_generate = rng.choice([fail_with(), hang, wait_before_generate, wait_before_generate])
+            engine.before_scrape = rng.choice(
+                [fail_with(), hang, wait_loop_steps(2), wait_loop_steps(2), wait_loop_steps(2)]
+            )
             if rng.random() < 0.3:
                 rng.choice(running).cancel()
             engine.preemptions += rng.randint(0, 1)
@@ -193,7 +197,7 @@ async def run_random_failures(seed, policy):
                         await pool.sync_weights({"salt": 0})
 
     for engine in engines:
-        engine.before_generate = generate
+        engine.before_generate = wait_before_generate
     async with make_pool(engines, policy=policy, all_down_timeout_s=1e9, on_turn=records.append) as pool:
         running = [
             asyncio.create_task(run_episode(pool, number, rng.randint(1, 5), rng.expovariate(1)))

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.trainer.engines.table_pool import (
+from tests.trainer.engines.markov_pool import (
     TOKENS_PER_TURN,
     hang,
     has_no_load,
@@ -16,12 +16,14 @@ from tests.trainer.engines.table_pool import (
     open_episode,
     run_episode,
 )
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineCapacity, EngineError, SamplingParams
 from trainer.engines.pool import SCRAPE_TIMEOUT_S
 
 SAMPLING = SamplingParams(9, seed=0)
+LATER_CONTEXT = [1] * 20
+"""A context that is longer than the first turn's in every case, as the pool requires of a next turn."""
 
 
 @virtual_time
@@ -32,13 +34,13 @@ async def test_aborted_turns_return_their_sampled_ids_and_leave_the_scheduler_co
     async with make_pool(engines) as pool, AsyncExitStack() as stack:
         handles = [await stack.enter_async_context(open_episode(pool)) for _ in range(4)]
         turns = [asyncio.create_task(handle.generate([1], SAMPLING)) for handle in handles]
-        for _ in range(2):
-            await engine.waiting_requests.acquire()
+        for _ in range(2):  # until two turns run on the engine
+            await engine.waiting_semaphore.acquire()
         await pool.abort(handles)
         results = await asyncio.gather(*turns)
         assert sorted(len(result.ids) for result in results) == [0, 0, engine.tokens_at_abort, engine.tokens_at_abort]
         assert all(result.is_aborted for result in results)
-        later_turns = await asyncio.gather(*(handle.generate([1] * 20, SAMPLING) for handle in handles))
+        later_turns = await asyncio.gather(*(handle.generate(LATER_CONTEXT, SAMPLING) for handle in handles))
         assert all(result.is_aborted and not result.ids for result in later_turns)
         assert len(engine.requests) == 2
         await stack.aclose()
@@ -49,7 +51,7 @@ async def test_aborted_turns_return_their_sampled_ids_and_leave_the_scheduler_co
 
 @virtual_time
 async def test_a_turn_ends_by_itself_if_its_abort_fails():
-    class EngineWithoutAbort(TableEngine):
+    class EngineWithoutAbort(MarkovEngine):
         async def abort(self, request_ids):
             raise EngineError("no such route")
 
@@ -59,14 +61,14 @@ async def test_a_turn_ends_by_itself_if_its_abort_fails():
             await asyncio.sleep(1)
             await pool.abort([handle])
             assert len((await turn).ids) == SAMPLING.max_tokens
-            assert (await handle.generate([1] * 20, SAMPLING)).is_aborted
+            assert (await handle.generate(LATER_CONTEXT, SAMPLING)).is_aborted
         assert has_no_load(pool)
 
 
 @pytest.mark.parametrize("is_marked_down", [False, True])
 @virtual_time
 async def test_an_engine_that_hangs_does_not_block_an_abort(is_marked_down):
-    class HangingEngine(TableEngine):
+    class HangingEngine(MarkovEngine):
         async def abort(self, request_ids):
             await hang()
 

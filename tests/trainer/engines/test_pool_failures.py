@@ -6,24 +6,24 @@ import asyncio
 
 import pytest
 
-from tests.trainer.engines.table_pool import (
-    compute_token_at_scrape,
+from tests.trainer.engines.markov_pool import (
     fail_with,
     hang,
     has_no_load,
     ids_without_failures,
-    loop_steps,
     make_engines,
     make_pool,
     open_episode,
+    progress_at_each_scrape,
     run_episode,
     run_one_turn,
     start_episodes,
+    wait_loop_steps,
 )
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, NonFiniteLogprobError, SamplingParams
-from trainer.engines.episode_handle import MAX_FAILURES_PER_TURN, MAX_NON_FINITE_EPISODES
+from trainer.engines.episode_handle import MAX_FAILURES_PER_TURN, MAX_TURN_ERROR_EPISODES
 from trainer.engines.pool import MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
 
 RETRY_AFTER_S = 30
@@ -36,13 +36,13 @@ async def test_an_episode_continues_with_the_same_tokens_on_another_engine_when_
     engines = make_engines(2)
     async with make_pool(engines) as pool, open_episode(pool) as handle:
         first = await handle.generate([1], SAMPLING)
-        home, other = sorted(engines, key=lambda engine: engine.name != first.engine)
+        home, other = engines if engines[0].name == first.engine else reversed(engines)
         home.before_generate = fail_with()
         context = [1, *first.ids, 7]
         second = await handle.generate(context, SAMPLING)
         assert second.engine == other.name
         assert other.requests[-1] == home.requests[-1]
-        assert second.ids == (await TableEngine().generate(context, SAMPLING)).ids
+        assert second.ids == (await MarkovEngine().generate(context, SAMPLING)).ids
 
 
 @pytest.mark.parametrize("failure", [fail_with(), hang], ids=["dies", "hangs"])
@@ -101,7 +101,7 @@ async def test_the_turn_timeout_grows_with_the_engines_slowness():
     (engine,) = engines = make_engines(1, before_generate=lambda: asyncio.sleep(50))
     async with make_pool(engines, turn_timeout_s=60) as pool, open_episode(pool) as handle:
         first = await handle.generate([1], SAMPLING)
-        engine.before_generate, engine.before_scrape = lambda: asyncio.sleep(450), compute_token_at_scrape(engine)
+        engine.before_generate, engine.before_scrape = lambda: asyncio.sleep(450), progress_at_each_scrape(engine)
         await handle.generate([1, *first.ids], SAMPLING)
         assert pool.now() == 50 + 450
 
@@ -112,7 +112,7 @@ async def test_a_turn_that_times_out_continues_on_another_engine():
     async with make_pool(engines, turn_timeout_s=60) as pool, open_episode(pool) as handle:
         first = await handle.generate([1], SAMPLING)
         home = next(engine for engine in engines if engine.name == first.engine)
-        home.before_generate, home.before_scrape = hang, compute_token_at_scrape(home)
+        home.before_generate, home.before_scrape = hang, progress_at_each_scrape(home)
         second = await handle.generate([1, *first.ids], SAMPLING)
         assert second.engine != first.engine
         assert pool.engine_states[first.engine].down_reason == f"engine {first.engine}: no answer in 60 s"
@@ -142,7 +142,7 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
             engine.before_generate = engine.before_scrape = fail_with()
         await asyncio.sleep(20)
         assert pool.scheduler.num_running == 0
-        engines[1].before_generate = engines[1].before_scrape = loop_steps(3)
+        engines[1].before_generate = engines[1].before_scrape = wait_loop_steps(3)
         assert await asyncio.gather(*running) == await ids_without_failures(range(8))
         assert has_no_load(pool)
 
@@ -151,12 +151,12 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
 async def test_a_failed_engine_is_brought_up_again_without_any_request():
     engines = make_engines(2)
     async with make_pool(engines) as pool:
-        await pool.sync_weights({"salt": 5})
+        await pool.sync_weights({"salt": 5})  # the engine that comes back must load these weights first
         failed = await run_one_turn(pool)
         engine = next(engine for engine in engines if engine.name == failed)
         engine.before_generate = fail_with()
         assert await run_one_turn(pool) != failed
-        engine.before_generate = loop_steps(1)
+        engine.before_generate = wait_loop_steps(1)
         await asyncio.sleep(RETRY_AFTER_S - 1)
         assert not pool.engine_states[failed].is_up
         await asyncio.sleep(2)
@@ -170,12 +170,13 @@ async def test_any_exception_of_a_failed_engine_only_keeps_it_down():
 
     engines = make_engines(2)
     async with make_pool(engines) as pool:
-        await pool.sync_weights({"salt": 5})
+        await pool.sync_weights({"salt": 5})  # version 1
         engines[0].before_scrape = fail_with()
         await asyncio.sleep(10)
         engines[0].before_scrape = reject
         await asyncio.sleep(100)
-        assert await pool.sync_weights({"salt": 6}) == 2
+        version = await pool.sync_weights({"salt": 6})
+        assert version == 2, "a sync succeeds with the other engine"
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]
 
 
@@ -232,28 +233,28 @@ async def test_a_turn_that_always_has_nan_logprobs_fails_its_episode_alone():
 async def test_an_engine_with_nan_logprobs_in_every_turn_is_marked_down_and_no_episode_is_lost():
     engines = make_engines(2)
     engines[0].before_generate = fail_turns_with_nan(1 << 30)
-    num_episodes = 2 * MAX_NON_FINITE_EPISODES
+    num_episodes = 2 * MAX_TURN_ERROR_EPISODES
     async with make_pool(engines) as pool:
         ids = await asyncio.gather(*start_episodes(pool, num_episodes))
         assert ids == await ids_without_failures(range(num_episodes))
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]
         reason = pool.engine_states["e0"].down_reason
-        assert reason == f"{MAX_NON_FINITE_EPISODES} episodes in a row failed; the last: NaN"
+        assert reason == f"{MAX_TURN_ERROR_EPISODES} episodes in a row failed; the last: NaN"
 
 
 @virtual_time
 async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_nan_episodes():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:
-        for number in range(2 * MAX_NON_FINITE_EPISODES):  # in each episode, valid turns follow the one with NaN
+        for number in range(2 * MAX_TURN_ERROR_EPISODES):  # in each episode, valid turns follow the one with NaN
             engine.before_generate = fail_turns_with_nan(1)
             await run_episode(pool, number)
-        assert pool.nan_turns == 2 * MAX_NON_FINITE_EPISODES
+        assert pool.nan_turns == 2 * MAX_TURN_ERROR_EPISODES
         assert pool.now() == 0, "the engine must not have been marked down"
-        engine.before_generate = fail_turns_with_nan(MAX_NON_FINITE_EPISODES)
-        running = start_episodes(pool, MAX_NON_FINITE_EPISODES)
+        engine.before_generate = fail_turns_with_nan(MAX_TURN_ERROR_EPISODES)
+        running = start_episodes(pool, MAX_TURN_ERROR_EPISODES)
         await asyncio.sleep(1)
         assert not pool.engine_states["e0"].is_up
         engine.before_generate = fail_turns_with_nan(1)
-        assert await asyncio.gather(*running) == await ids_without_failures(range(MAX_NON_FINITE_EPISODES))
+        assert await asyncio.gather(*running) == await ids_without_failures(range(MAX_TURN_ERROR_EPISODES))
         assert RETRY_AFTER_S <= pool.now() < 2 * RETRY_AFTER_S, "the next NaN must not mark the engine down again"

@@ -1,6 +1,6 @@
 """Weight syncs of the pool: only engines with checked weights generate, and a lost engine blocks no sync for long.
 
-The weights of a `TableEngine` are its salt.
+The weights of a `MarkovEngine` are its salt.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import itertools
 
 import pytest
 
-from tests.trainer.engines.table_pool import (
+from tests.trainer.engines.markov_pool import (
     LOAD_TIMEOUT_S,
     InsensitiveProbe,
+    MarkovProbe,
     MemoryStore,
-    TableProbe,
     fail_with,
     hang,
     has_no_load,
     ids_without_failures,
-    loop_steps,
     make_engines,
     make_pool,
     open_episode,
     run_episode,
     run_one_turn,
     start_episodes,
+    wait_loop_steps,
 )
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, SamplingParams
 from trainer.engines.pool import BRING_UP_TIMEOUT_S
@@ -42,7 +42,7 @@ def kill(engine):
 def restart(engine):
     """Make an engine answer again, with its initial weights."""
     engine.salt, engine.weight_version = 0, 0
-    engine.before_generate = engine.before_scrape = loop_steps(1)
+    engine.before_generate = engine.before_scrape = wait_loop_steps(1)
 
 
 @pytest.mark.parametrize("reported_version", [0, 1])
@@ -85,7 +85,7 @@ async def test_an_engine_that_missed_a_sync_gets_stored_weights_once_it_is_back(
 async def test_stored_weights_last_until_newer_ones_are_checked():
     store, salts_at_check = MemoryStore(), []
 
-    class RecordingProbe(TableProbe):
+    class RecordingProbe(MarkovProbe):
         async def check(self, engine, expected):
             salts_at_check.append([weights["salt"] for weights in store.stored])
             await super().check(engine, expected)
@@ -129,7 +129,7 @@ async def test_a_restarted_engine_is_up_only_after_its_weights_are_checked():
         await pool.sync_weights({"salt": 5})
         engines[0].before_scrape = fail_with()
         await asyncio.sleep(10)
-        engines[0].before_scrape, engines[0].salt = loop_steps(1), "initial"
+        engines[0].before_scrape, engines[0].salt = wait_loop_steps(1), "initial"
         await asyncio.sleep(100)
         state = pool.engine_states["e0"]
         assert (state.is_up, state.down_reason) == (False, "SyncFailed")
@@ -150,7 +150,7 @@ async def test_a_sync_reaches_every_engine():
 
 @virtual_time
 async def test_a_sync_raises_if_an_engine_has_other_weights():
-    class EngineThatKeepsItsWeights(TableEngine):
+    class EngineThatKeepsItsWeights(MarkovEngine):
         async def load_weights(self, weights, version):
             self.weight_version = version
 
@@ -166,7 +166,7 @@ async def test_an_engine_that_misses_a_sync_does_not_generate_until_the_next():
     async with make_pool(engines) as pool:
         engines[0].before_generate = fail_with()
         await pool.sync_weights({"salt": 5})
-        engines[0].before_generate = loop_steps(1)
+        engines[0].before_generate = wait_loop_steps(1)
         await asyncio.sleep(1000)
         assert [await run_one_turn(pool) for _ in range(5)] == ["e1"] * 5
         await pool.sync_weights({"salt": 6})
@@ -184,7 +184,7 @@ async def test_an_engine_that_missed_a_sync_stays_down_even_if_version_and_probe
     async with make_pool(engines, probe=InsensitiveProbe()) as pool:
         engines[0].before_generate = fail_with()
         assert await pool.sync_weights({"salt": 5}, version=0) == 0
-        engines[0].before_generate = loop_steps(1)
+        engines[0].before_generate = wait_loop_steps(1)
         await asyncio.sleep(1000)
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]
         assert await pool.sync_weights({"salt": 5}, version=0) == 0
@@ -195,13 +195,13 @@ async def test_an_engine_that_missed_a_sync_stays_down_even_if_version_and_probe
 @pytest.mark.parametrize("answers_scrapes", [False, True], ids=["answers nothing", "answers scrapes"])
 @virtual_time
 async def test_an_engine_that_hangs_delays_at_most_one_sync(is_down_before, answers_scrapes):
-    class EngineThatMayHang(TableEngine):
+    class EngineThatMayHang(MarkovEngine):
         async def logprobs(self, ids):
             await self.before_generate()
             return await super().logprobs(ids)
 
     engine = EngineThatMayHang("e0")
-    async with make_pool([engine, TableEngine("e1")], turn_timeout_s=60) as pool:
+    async with make_pool([engine, MarkovEngine("e1")], turn_timeout_s=60) as pool:
         await pool.sync_weights({"salt": 5})
         engine.before_generate = hang
         if not answers_scrapes:
@@ -215,7 +215,7 @@ async def test_an_engine_that_hangs_delays_at_most_one_sync(is_down_before, answ
             assert pool.now() - started_at <= max_delay_s
             assert {await run_one_turn(pool) for _ in range(3)} == {"e1"}
             await asyncio.sleep(100)
-        engine.before_generate = engine.before_scrape = loop_steps(1)
+        engine.before_generate = engine.before_scrape = wait_loop_steps(1)
         await asyncio.sleep(BRING_UP_TIMEOUT_S + 5)  # a liveness probe that hangs times out, and the next one succeeds
         assert not pool.engine_states["e0"].is_up
         await pool.sync_weights({"salt": 7})
@@ -229,7 +229,7 @@ async def test_a_failed_engine_that_answers_again_gets_the_next_sync_before_its_
         engines[0].before_generate = fail_with()
         await run_episode(pool, 0)
         await run_episode(pool, 1)
-        engines[0].before_generate = loop_steps(1)
+        engines[0].before_generate = wait_loop_steps(1)
         await asyncio.sleep(2)
         assert not pool.engine_states["e0"].is_up
         await pool.sync_weights({"salt": 5})
@@ -240,12 +240,12 @@ async def test_a_failed_engine_that_answers_again_gets_the_next_sync_before_its_
 async def test_a_sync_cancelled_at_any_step_does_not_break_later_ones():
     """Cancel a sync after 0, 1, 2, ... steps of the event loop, until it ends before its cancellation."""
     for step in itertools.count():
-        engines = make_engines(2, before_generate=loop_steps(3), before_scrape=loop_steps(3))
+        engines = make_engines(2, before_generate=wait_loop_steps(3), before_scrape=wait_loop_steps(3))
         async with make_pool(engines) as pool:
             running = start_episodes(pool, 4, turns=2)
-            await loop_steps(5)()
+            await wait_loop_steps(5)()
             syncing = asyncio.create_task(pool.sync_weights({"salt": 0}))
-            await loop_steps(step)()
+            await wait_loop_steps(step)()
             has_ended = syncing.done()
             syncing.cancel()
             await asyncio.wait([syncing])
@@ -265,13 +265,13 @@ async def test_the_only_engine_gets_weights_although_it_failed():
         engine.before_generate = fail_with()
         with pytest.raises(EngineError, match="engines are down"):
             await run_one_turn(pool)
-        engine.before_generate = loop_steps(1)
+        engine.before_generate = wait_loop_steps(1)
         assert await pool.sync_weights({"salt": 5}) == 1
 
 
 @virtual_time
 async def test_an_engine_whose_check_times_out_does_not_block_a_sync():
-    class EngineWithoutScores(TableEngine):
+    class EngineWithoutScores(MarkovEngine):
         async def logprobs(self, ids):
             await hang()
 
@@ -319,7 +319,7 @@ async def test_after_a_cancelled_sync_only_checked_engines_generate():
         await asyncio.sleep(1)
         syncing.cancel()
         await asyncio.wait([syncing])
-        engines[1].before_generate = loop_steps(1)
+        engines[1].before_generate = wait_loop_steps(1)
         assert [await run_one_turn(pool) for _ in range(5)] == ["e0"] * 5
         assert [engine.salt for engine in engines] == [6, 5]
         assert not pool.engine_states["e1"].is_up

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from tests.trainer.fake_vllm import BLOCK_SIZE, FakeVllm, TableEngine
+from tests.trainer.fake_vllm import BLOCK_SIZE, FakeVllm, MarkovEngine
 from trainer.engines.engine import EngineCapacity, EngineError, NonFiniteLogprobError, SamplingParams
 from trainer.engines.vllm_client import VllmEngine
 from trainer.scheduling.scheduler import EngineStats
@@ -31,7 +31,7 @@ async def engine(request, tmp_path_factory):
     async with AsyncExitStack() as stack:
         match request.param:
             case "fake":
-                url = await stack.enter_async_context(FakeVllm(TableEngine()).serve())
+                url = await stack.enter_async_context(FakeVllm(MarkovEngine()).serve())
                 engine = VllmEngine(url, vocab_size=50, max_model_len=256)
             case "local":
                 pytest.importorskip("torch")
@@ -178,7 +178,7 @@ INVALID_ANSWERS = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("change_answer", INVALID_ANSWERS.values(), ids=INVALID_ANSWERS.keys())
 async def test_an_invalid_answer_is_an_engine_error(change_answer):
-    async with client_of(FakeVllm(TableEngine(), change_answer)) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
         with pytest.raises(EngineError, match=r"engine http://127.0.0.1:\d+: expected .*, got "):
             await engine.generate([1], SamplingParams(4, seed=0))
 
@@ -203,7 +203,7 @@ NON_FINITE_ANSWERS = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("change_answer", NON_FINITE_ANSWERS.values(), ids=NON_FINITE_ANSWERS.keys())
 async def test_a_non_finite_logprob_is_a_non_finite_logprob_error(change_answer):
-    async with client_of(FakeVllm(TableEngine(), change_answer)) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
         with pytest.raises(NonFiniteLogprobError, match="finite log-probabilities"):
             await engine.generate([1], SamplingParams(4, seed=0))
 
@@ -214,7 +214,7 @@ async def test_a_non_finite_logprob_is_a_non_finite_logprob_error(change_answer)
     [change_choice(logprobs={"token_logprobs": [math.nan] * 4}, token_ids=None), change_choice(token_ids=[None])],
 )
 async def test_a_non_finite_logprob_with_another_fault_is_an_engine_error(change_answer):
-    async with client_of(FakeVllm(TableEngine(), change_answer)) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
         with pytest.raises(EngineError) as raised:
             await engine.generate([1], SamplingParams(4, seed=0))
         assert not isinstance(raised.value, NonFiniteLogprobError)
@@ -223,7 +223,7 @@ async def test_a_non_finite_logprob_with_another_fault_is_an_engine_error(change
 @pytest.mark.asyncio
 async def test_prompt_logprobs_of_another_sequence_are_an_engine_error():
     async with client_of(
-        FakeVllm(TableEngine(), change_choice(prompt_logprobs=[None, {"7": {"logprob": -1.0}}]))
+        FakeVllm(MarkovEngine(), change_choice(prompt_logprobs=[None, {"7": {"logprob": -1.0}}]))
     ) as engine:
         with pytest.raises(EngineError, match="prompt_logprobs of 2 ids"):
             await engine.logprobs([1, 2])
@@ -234,7 +234,7 @@ async def test_a_server_that_fails_or_has_ended_is_an_engine_error():
     def fail(route, answer):
         raise web.HTTPInternalServerError(text="EngineDeadError")
 
-    async with client_of(FakeVllm(TableEngine(), fail)) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), fail)) as engine:
         with pytest.raises(EngineError, match="EngineDeadError"):
             await engine.generate([1], SamplingParams(4, seed=0))
     client_of_ended_server = VllmEngine(engine.url, vocab_size=50, max_model_len=256)
@@ -245,7 +245,7 @@ async def test_a_server_that_fails_or_has_ended_is_an_engine_error():
 
 @pytest.mark.asyncio
 async def test_a_server_that_hangs_is_an_engine_error():
-    async with client_of(FakeVllm(TableEngine(before_scrape=asyncio.Event().wait)), timeout_s=0.3) as engine:
+    async with client_of(FakeVllm(MarkovEngine(before_scrape=asyncio.Event().wait)), timeout_s=0.3) as engine:
         for request in (engine.logprobs([1, 2]), engine.stats(), engine.capacity()):
             with pytest.raises(EngineError, match="got TimeoutError"):
                 await request
@@ -253,11 +253,11 @@ async def test_a_server_that_hangs_is_an_engine_error():
 
 @pytest.mark.asyncio
 async def test_capacity_and_stats_are_read_from_the_metrics():
-    table_engine = TableEngine(reported_capacity=EngineCapacity(4096, 7), preemptions=3, computed_tokens=99)
+    table_engine = MarkovEngine(reported_capacity=EngineCapacity(4096, 7), preemptions=3, computed_tokens=99)
     async with client_of(FakeVllm(table_engine), max_num_seqs=7) as engine:
         assert await engine.capacity() == EngineCapacity(4096, 7, BLOCK_SIZE)
         assert await engine.stats() == EngineStats(3, computed_tokens=99 + 1)  # the fake reports one prompt token
-    async with client_of(FakeVllm(TableEngine(), lambda route, answer: "nothing")) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), lambda route, answer: "nothing")) as engine:
         with pytest.raises(EngineError, match="start it without --disable-log-stats"):
             await engine.capacity()
 
@@ -266,7 +266,7 @@ async def test_capacity_and_stats_are_read_from_the_metrics():
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
 async def test_metrics_that_are_not_numbers_are_an_engine_error(value):
     change_answer = lambda route, answer: re.sub(r"(?m)^(vllm:num_preemptions_total.*) .*$", rf"\1 {value}", answer)  # noqa: E731
-    async with client_of(FakeVllm(TableEngine(), change_answer)) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
         with pytest.raises(EngineError, match="vllm:num_preemptions as a number in /metrics, got"):
             await engine.stats()
 
@@ -274,7 +274,7 @@ async def test_metrics_that_are_not_numbers_are_an_engine_error(value):
 @pytest.mark.asyncio
 async def test_a_refused_connection_resets_the_weight_version(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    async with FakeVllm(TableEngine()).serve() as url:
+    async with FakeVllm(MarkovEngine()).serve() as url:
         engine = VllmEngine(url, vocab_size=50, max_model_len=256)
         await engine.load_weights(tmp_path, 4)
         await engine.stats()
@@ -287,7 +287,7 @@ async def test_a_refused_connection_resets_the_weight_version(tmp_path):
 
 @pytest.mark.asyncio
 async def test_cancelling_a_request_drops_it_in_the_server():
-    fake_server = FakeVllm(TableEngine(before_generate=asyncio.Event().wait))
+    fake_server = FakeVllm(MarkovEngine(before_generate=asyncio.Event().wait))
     async with client_of(fake_server) as engine:
         task = asyncio.create_task(engine.generate([1], SamplingParams(4, seed=0)))
         async with fake_server.counts_changed:
@@ -303,7 +303,7 @@ async def test_cancelling_a_request_drops_it_in_the_server():
 @pytest.mark.asyncio
 async def test_loading_weights_reloads_the_model_and_empties_the_prefix_cache(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    fake_server = FakeVllm(TableEngine())
+    fake_server = FakeVllm(MarkovEngine())
     async with client_of(fake_server) as engine:
         before = await engine.logprobs([1, 2, 3])
         await engine.load_weights(tmp_path, 4)
@@ -317,7 +317,7 @@ async def test_loading_weights_reloads_the_model_and_empties_the_prefix_cache(tm
 async def test_a_prefix_cache_that_is_not_emptied_is_an_engine_error(tmp_path, reset_answer):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     change_answer = lambda route, answer: reset_answer if route == "/reset_prefix_cache" else answer  # noqa: E731
-    async with client_of(FakeVllm(TableEngine(), change_answer)) as engine:
+    async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
         with pytest.raises(EngineError, match="an empty prefix cache"):
             await engine.load_weights(tmp_path, 4)
         assert engine.weight_version == 0
@@ -325,7 +325,7 @@ async def test_a_prefix_cache_that_is_not_emptied_is_an_engine_error(tmp_path, r
 
 @pytest.mark.asyncio
 async def test_the_models_generation_config_has_no_effect():
-    fake_server = FakeVllm(TableEngine())
+    fake_server = FakeVllm(MarkovEngine())
     async with client_of(fake_server) as engine:
         await engine.generate([1], SamplingParams(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
     ((_, body),) = fake_server.requests
@@ -336,7 +336,7 @@ async def test_the_models_generation_config_has_no_effect():
 
 @pytest.mark.asyncio
 async def test_an_abort_is_sent_again_until_the_server_has_the_request():
-    class LateEngine(TableEngine):
+    class LateEngine(MarkovEngine):
         """Ignores the first two aborts, as if the request had not arrived yet."""
 
         num_aborts = 0
@@ -354,7 +354,7 @@ async def test_an_abort_is_sent_again_until_the_server_has_the_request():
             for request_id in ("aborted", "other")
         ]
         for _ in tasks:
-            await late_engine.waiting_requests.acquire()
+            await late_engine.waiting_semaphore.acquire()
         await engine.abort(["aborted"])
         aborted, other = await asyncio.gather(*tasks)
     assert (aborted.is_aborted, other.is_aborted) == (True, False)
@@ -365,14 +365,14 @@ async def test_an_abort_is_sent_again_until_the_server_has_the_request():
 @pytest.mark.asyncio
 async def test_a_request_that_waits_for_a_connection_is_aborted_in_the_client(monkeypatch):
     monkeypatch.setattr("trainer.engines.vllm_client.MAX_CONNECTIONS", 1)
-    table_engine = TableEngine()
+    table_engine = MarkovEngine()
     table_engine.before_generate = table_engine.wait_for_abort
     async with client_of(FakeVllm(table_engine)) as engine:
         tasks = [
             asyncio.create_task(engine.generate(PROMPT, SamplingParams(9, seed=1, request_id=request_id)))
             for request_id in ("first", "second")
         ]
-        await table_engine.waiting_requests.acquire()
+        await table_engine.waiting_semaphore.acquire()
         await engine.abort(["first", "second"])
         first, second = await asyncio.gather(*tasks)
     assert len(first.ids) == table_engine.tokens_at_abort

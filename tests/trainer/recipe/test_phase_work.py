@@ -132,7 +132,7 @@ def _in_this_process(last_stage: str) -> RunPhase:
     """Return a function that runs `prepare`, `sft` and the training of `last_stage` in this process, and skips the
     other phases."""
 
-    def run_phase(phase: Phase, command: Sequence[str], lock: int) -> int:
+    def run_phase(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
         run = RecipeRun(load_config(Path(command[command.index(phase.command) + 1]), {}))
         if phase.command in ("prepare", "sft") or phase == Phase("grpo", last_stage):
             phase_work.PHASE_FUNCTIONS[phase.command](run, phase)

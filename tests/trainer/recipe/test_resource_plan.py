@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from trainer.recipe.resource_plan import (
     activation_bytes,
     kv_bytes_per_token,
     logit_bytes,
+    misfits,
     num_parameters,
     pass_weight_bytes,
     resource_plan,
@@ -37,6 +39,7 @@ def sizes(*numbers: int) -> dict[str, int]:
 
 
 QWEN3_14B = ModelShape(**sizes(40, 5120, 17408, 40, 8, 151936, 128))
+QWEN3_32B = ModelShape(**sizes(64, 5120, 25600, 64, 8, 151936, 128))
 QWEN25_1B = ModelShape(**sizes(28, 1536, 8960, 12, 2, 151936, 128), tie_word_embeddings=True)
 SMALL = ModelShape(**sizes(2, 10, 30, 4, 2, 7, 3))
 # Queries, keys and values, output, and two norms of the head size; then the MLP and two norms of the hidden size.
@@ -47,6 +50,7 @@ SMALL_LAYER = SMALL_ATTENTION + 3 * 10 * 30 + 10 + 10
 
 def test_parameters_are_those_of_the_published_models() -> None:
     assert num_parameters(QWEN3_14B) == 14_768_307_200
+    assert num_parameters(QWEN3_32B) == 32_762_123_264
     # Qwen2.5 has biases on queries, keys and values in each layer, and no norms of queries and keys.
     biases, norms = 28 * (1536 + 2 * 256), 28 * 2 * 128
     assert num_parameters(QWEN25_1B) + biases - norms == 1_543_714_304
@@ -79,7 +83,7 @@ def test_the_weights_of_a_pass_equal_a_computation_by_hand() -> None:
     assert pass_weight_bytes(SMALL, "float32", is_sharded=False) == 0
 
 
-def test_the_paper_s_run_fits_its_machines() -> None:
+def test_the_run_of_the_paper_fits_its_machines() -> None:
     config = load_config(CONFIGS / "qwen3-14b-mi300x.toml", {})
     assert config.model.shape == QWEN3_14B
     run = resource_plan(config, QWEN3_14B)
@@ -111,7 +115,7 @@ def test_docs_mi300x_md_states_the_sizes_of_a_weight_sync() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_configuration_that_states_a_gpu_s_memory_fits_it(file: Path) -> None:
+def test_a_configuration_that_states_the_memory_of_a_gpu_fits_it(file: Path) -> None:
     config = load_config(file, {})
     assert config.model.shape
     run = resource_plan(config, config.model.shape)
@@ -152,12 +156,46 @@ def test_docs_mi300x_md_has_the_values_of_the_dry_run() -> None:
     assert [row for row in rows if row not in text] == []
 
 
+def test_aworld_s_run_fits_its_two_nodes() -> None:
+    config = load_config(CONFIGS / "qwen3-32b-gaia.toml", {})
+    assert config.model.shape == QWEN3_32B
+    run = resource_plan(config, QWEN3_32B)
+    assert run.gpus + config.hardware.engine_gpus == 2 * 8
+    assert run.engines * config.engines.tensor_parallel_size == config.hardware.engine_gpus
+    assert misfits(config, run) == {name: [] for name in ("sft", "cycle1", "cycle2", "cycle3", "cycle4")}
+    # Eight attempts per problem, 1,200 s each, all of them kept, and collected before each stage on Ray nodes.
+    assert (config.collect.executor, config.collect.deadline_s) == ("ray", 1200)
+    for stage in config.stages.values():
+        assert (stage.episodes, stage.roc_mode) == ("collected", "off")
+        assert (stage.samples_per_problem, stage.kept_per_problem) == (8, 8)
+
+
+def test_docs_collection_md_has_the_values_of_the_dry_run() -> None:
+    text = (CONFIGS.parent / "docs/collection.md").read_text(encoding="utf-8")
+    config = load_config(CONFIGS / "qwen3-32b-gaia.toml", {})
+    run, stage = resource_plan(config, QWEN3_32B), config.stages["cycle1"]
+    plan = run.stages["cycle1"]
+    assert plan.train_bytes == run.sft.train_bytes
+    cycle, at_once = plan.episodes * stage.steps, plan.episodes_per_engine
+    in_flight = 2 * config.collect.episodes_per_worker
+    hours = math.ceil(cycle / in_flight) * config.collect.deadline_s / 3600
+    rows = (
+        *(f"| {run.parameters:,} |", f"| {run.weight_bytes * 4 / GB:.1f} GB per GPU |"),
+        *(f"| {plan.train_bytes / GB:.1f} GB per GPU |", f"| {plan.gpu_share:.0%}".replace("%", " % |")),
+        *(f"on 2 GPUs | {2 * run.parameters / GB:.1f} GB |", f"| {run.kv_bytes_per_token // 1024} KiB |"),
+        *(f"| {run.kv_tokens:,} |", f"| {at_once} and {at_once * run.engines} |", f"| {in_flight} |", f"| {cycle} |"),
+        *(f"| {plan.sampled_tokens * stage.steps / 1e6:.1f} million |", f"| {hours:.0f} hour |"),
+        f"| {run.disk_bytes / GB / 1000:.1f} TB |",
+    )
+    assert [row for row in rows if row not in text] == []
+
+
 def gpu_shares(file: str, shape: ModelShape, *sets: str) -> list[float]:
     """Return the share of a GPU's memory that each RL stage takes."""
     return [stage.gpu_share for stage in resource_plan(load_config(CONFIGS / file, {}, sets), shape).stages.values()]
 
 
-def test_the_paper_s_run_does_not_fit_without_sharding_or_with_too_small_a_kv_cache() -> None:
+def test_the_run_of_the_paper_does_not_fit_without_sharding_or_with_too_small_a_kv_cache() -> None:
     assert min(gpu_shares("qwen3-14b-mi300x.toml", QWEN3_14B, "hardware.sharding=none")) > 1
     config = load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, ["engines.gpu_memory_utilization=0.15"])
     assert resource_plan(config, QWEN3_14B).stages["rl1"].episodes_per_engine == 0
@@ -186,7 +224,7 @@ def test_the_kv_cache_of_a_local_engine_holds_max_num_seqs_sequences_of_maximum_
     assert run.engine_gpu_bytes == 8 * 32 * kv_bytes_per_token(SMALL, "float32")
 
 
-def test_a_shape_is_read_from_the_model_s_config_json() -> None:
+def test_a_shape_is_read_from_the_config_json_of_the_model() -> None:
     model_config = {**sizes(40, 5120, 17408, 40, 8, 151936, 128), "tie_word_embeddings": False, "model_type": "qwen3"}
     assert shape_of(model_config) == QWEN3_14B
     del model_config["head_dim"]

@@ -57,7 +57,7 @@ class FakeChildren:
         self.run, self.failing, self.started = RecipeRun(config), failing, list[str]()
         self.preflight_code, self.preflights = preflight_code, list[RunConfig]()
 
-    def __call__(self, phase: Phase, command: Sequence[str], lock: int) -> int:
+    def __call__(self, phase: Phase, command: Sequence[str], lock_fd: int) -> int:
         if phase.command == "preflight":
             self.preflights.append(load_config(Path(command[-1]), {}))
             return self.preflight_code
@@ -124,7 +124,7 @@ def test_the_log_names_the_folder_each_phase_and_the_time_left(tmp_path: Path) -
 def test_an_interrupt_logs_how_to_continue(tmp_path: Path) -> None:
     config, lines = _config(tmp_path), list[str]()
 
-    def interrupt(phase: Phase, command: Sequence[str], lock: int) -> int:
+    def interrupt(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
         if phase.command == "preflight":
             return 0
         raise KeyboardInterrupt
@@ -132,7 +132,7 @@ def test_an_interrupt_logs_how_to_continue(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_recipe(config, run_phase=interrupt, log=lines.append)
     assert lines[-1] == f"recipe: interrupted in prepare; `rstar-train recipe {tmp_path / 'run'}` continues there"
-    assert load_config(tmp_path / "run", {}) == config, "so that command needs no other configuration"
+    assert load_config(tmp_path / "run", {}) == config, "the command in the log must need no other configuration"
 
 
 def test_without_conversations_there_is_no_sft(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
     for phase in run.phases():
         result = fake_result(phase)
         run.write_result(phase, replace(result, model=str(phase)) if isinstance(result, TrainResult) else result)
-    models = [run.trained_model(stage, before=True).model for stage in ("sft", "rl1", "rl2")]
+    models = [run.trained_model(stage, of_previous_stage=True).model for stage in ("sft", "rl1", "rl2")]
     assert models == ["prepare", "sft", "grpo rl1"]
     with pytest.raises(ConfigError, match="stage 'rl3': did you mean rl"):
         run.trained_model("rl3")
@@ -165,10 +165,10 @@ def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
 
 def test_a_phase_out_of_order_names_the_phase_to_run_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run `rstar-train sft` first, or `rstar-train recipe` for all phases"):
-        RecipeRun(_config(tmp_path)).trained_model("rl1", before=True)
+        RecipeRun(_config(tmp_path)).trained_model("rl1", of_previous_stage=True)
 
 
-def test_a_stage_trains_on_its_own_problems_or_the_run_s(tmp_path: Path) -> None:
+def test_a_stage_without_problems_of_its_own_trains_on_those_of_the_run(tmp_path: Path) -> None:
     config = _config(tmp_path)
     run = RecipeRun(config)
     assert run.problems_path(config.stage_config("rl1")) == run.dir / "data/train.jsonl"
@@ -181,8 +181,14 @@ def test_results_are_files_named_after_their_phase(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path))
     names = [str(run.result_path(phase).relative_to(run.dir / "stages")) for phase in run.phases()]
     assert names == [
-        *("initial/prepare.json", "sft/train.json", "sft/eval.json", "rl1/train.json", "rl1/eval.json"),
-        *("rl2/filter.json", "rl2/train.json", "rl2/eval.json"),
+        "initial/prepare.json",
+        "sft/train.json",
+        "sft/eval.json",
+        "rl1/train.json",
+        "rl1/eval.json",
+        "rl2/filter.json",
+        "rl2/train.json",
+        "rl2/eval.json",
     ]
 
 
@@ -230,7 +236,7 @@ def test_a_run_folder_of_an_older_layout_is_refused(tmp_path: Path) -> None:
         run_recipe(config, run_phase=FakeChildren(config))
 
 
-def test_only_the_last_training_s_checkpoint_stays(tmp_path: Path) -> None:
+def test_only_the_checkpoint_of_the_last_training_stays(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path))
 
     def checkpoints_after(stage: str) -> list[str]:
@@ -252,10 +258,10 @@ def test_a_second_recipe_in_the_same_folder_waits_for_the_first(tmp_path: Path) 
     has_started, second_is_waiting = threading.Event(), threading.Event()
     children = FakeChildren(config)
 
-    def run_slowly(phase: Phase, command: Sequence[str], lock: int) -> int:
+    def run_slowly(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
         has_started.set()
         assert second_is_waiting.wait(120)
-        return children(phase, command, lock)
+        return children(phase, command, lock_fd)
 
     def log(text: str) -> None:
         lines.append(text)

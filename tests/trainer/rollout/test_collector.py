@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.fakes import (
     END,
     FakeVerifier,
@@ -140,7 +140,7 @@ async def test_unavailable_episodes_do_not_shorten_the_expected_length(chat_form
     call_ids, answer_ids = map(token_ids, CALL_THEN_ANSWER)
     recorded_lengths = []
 
-    class CallingEngine(TableEngine):
+    class CallingEngine(MarkovEngine):
         """Calls the tool until the context contains a response with the text `fine`."""
 
         async def generate(self, ids, sampling):

@@ -1,4 +1,4 @@
-"""Texts and episodes that try to break what shows them, and the command line of `rstar-train show`."""
+"""Texts and episodes that are hostile to the pages and tables of `rstar-train show`, and its command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def all_episodes(folder: RunFolder) -> list[dict[str, Any]]:
 def hostile_episode(text: str) -> Episode:
     """Return an episode with `text` wherever a model or a data set may write."""
     call = ToolCall(text, {"code": text, "input": text}, ToolCallStatus.ERROR, text, is_truncated=True)
-    harmless = episode(random.Random(1), "p", 0, skill=1.0)
+    harmless = episode(random.Random(1), problem_id="p", sample=0, skill=1.0)
     turn_text = f"<reason>{text}<tool_call>{text}</tool_call>{text}"
     turn = replace(harmless.turns[0], text=turn_text, tool_calls=(call,), engine=text)
     return replace(harmless, problem=Problem(text, text, text, text), turns=(turn,), answer=text, error=text)

@@ -98,7 +98,7 @@ class RandomEpisodes:
         self.lengths[key] = min(MAX_CONTEXT, self.lengths[key] + self.rng.randint(0, 150))
 
 
-def with_engines(policy: str, seed: int, num_engines: int = 3) -> RandomEpisodes:
+def episodes_on_engines(policy: str, seed: int, num_engines: int = 3) -> RandomEpisodes:
     """Return an empty run on engines with the names e0, e1 and so on."""
     scheduler = Scheduler(MAX_CONTEXT, POLICIES[policy]())
     for number in range(num_engines):
@@ -108,7 +108,7 @@ def with_engines(policy: str, seed: int, num_engines: int = 3) -> RandomEpisodes
 
 def run_episodes(policy: str, seed: int, num_episodes: int = 60, *, has_failures: bool = False) -> RandomEpisodes:
     """Run all episodes to their ends. With failures, an engine is lost and two episodes are cancelled at times."""
-    episodes = with_engines(policy, seed)
+    episodes = episodes_on_engines(policy, seed)
     for key in range(num_episodes):
         episodes.submit(key, key // GROUP_SIZE)
     episodes.place()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench.simulator.placement import POLICIES, round_robin
 from tests.trainer.engine_loads import engine_loads
-from tests.trainer.scheduling.random_episodes import CAPACITY, MAX_CONTEXT, run_episodes, with_engines
+from tests.trainer.scheduling.random_episodes import CAPACITY, MAX_CONTEXT, episodes_on_engines, run_episodes
 from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
 
@@ -35,7 +35,7 @@ def test_the_same_events_lead_to_the_same_decisions(policy: str) -> None:
 
 
 def test_the_next_turn_runs_on_the_same_engine() -> None:
-    episodes = with_engines("kv", 0)
+    episodes = episodes_on_engines("kv", seed=0)
     episodes.submit(0, 0)
     episodes.place()
     (first,) = episodes.placements
@@ -61,7 +61,7 @@ def test_an_episode_migrates_from_a_full_engine_to_an_empty_one() -> None:
     turn_lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
 def test_an_episode_alone_on_its_engine_never_migrates(earlier_lengths: list[int], turn_lengths: list[int]) -> None:
-    """A migration would reserve the same headroom on the other engine, so that engine would not be emptier.
+    """With the episode, the other engine would reserve as many tokens as this one does, so it is not emptier.
 
     The length model has learned `earlier_lengths`, on which the headroom depends.
     """
@@ -81,7 +81,7 @@ def test_an_episode_alone_on_its_engine_never_migrates(earlier_lengths: list[int
 
 
 def test_turns_of_a_removed_engine_are_placed_on_another() -> None:
-    episodes = with_engines("kv", 3, num_engines=2)
+    episodes = episodes_on_engines("kv", seed=3, num_engines=2)
     for key in range(4):
         episodes.submit(key, 0)
     episodes.place()
@@ -112,7 +112,7 @@ def test_a_displaced_turn_does_not_delay_resumed_ones() -> None:
 
 
 def test_nothing_is_placed_while_the_scheduler_is_paused() -> None:
-    episodes = with_engines("kv", 0)
+    episodes = episodes_on_engines("kv", seed=0)
     episodes.submit(0, 0)
     episodes.scheduler.is_paused = True
     assert episodes.scheduler.place(0.0) == []
@@ -128,7 +128,8 @@ def test_an_empty_engine_admits_an_episode_that_is_larger_than_its_cache() -> No
 
 
 def test_an_empty_engine_admits_the_head_of_the_queue_even_if_another_has_more_free_tokens() -> None:
-    """The large engine is full and still has more free tokens than the small one."""
+    """The large engine has no room for the next episode, but still more free tokens than the small engine has at
+    all."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("large", 10 * MAX_CONTEXT)
     for key in range(9):
@@ -137,7 +138,8 @@ def test_an_empty_engine_admits_the_head_of_the_queue_even_if_another_has_more_f
     scheduler.submit("next", 9, MAX_CONTEXT, MAX_CONTEXT)
     assert scheduler.place(1.0) == []
     scheduler.add_engine("small", MAX_CONTEXT // 8)
-    scheduler.update_stats("large", EngineStats(0), 2.0)
+    # Now the scheduler tries the large engine again, and compares it with the small one.
+    scheduler.update_stats("large", EngineStats(preemptions=0), 2.0)
     assert scheduler.place(2.0) == [Placement("next", "small")]
 
 

@@ -37,7 +37,10 @@ def untimed_episodes(stage_run: StageRun, step: int) -> list[dict[str, Any]]:
 def test_a_stage_resumed_after_a_failure_ends_like_an_uninterrupted_one(
     tmp_path: Path, model: Path, loop_thread: LoopThread, changes: dict[str, Any]
 ) -> None:
-    """The stage begins after step 7 of the run, saves a checkpoint every 2 steps, and fails in its fourth step."""
+    """The stage has steps 8 to 12 of the run, saves a checkpoint every 2 steps, and fails in its fourth step.
+
+    `first_step` is the number of steps before the stage.
+    """
     uninterrupted = StageRun(tmp_path / "uninterrupted", model, loop_thread, steps=5, **changes)
     uninterrupted_sampler = Sampler(model)
     expected = uninterrupted.run(uninterrupted_sampler, first_step=7)
@@ -59,7 +62,8 @@ def test_a_stage_resumed_after_a_failure_ends_like_an_uninterrupted_one(
     resumed_sampler = Sampler(model)
     actual = resumed.run(resumed_sampler, first_step=7)
 
-    assert resumed_sampler.log == uninterrupted_sampler.log[2 * 2 :], "a sync and a collection for each step from 3 on"
+    # The checkpoint has the stage's first two steps. Each step has two entries, a sync and a collection.
+    assert resumed_sampler.log == uninterrupted_sampler.log[2 * 2 :]
     assert are_equal(load_weights(actual.model), load_weights(expected.model))
     # As text, since NaN is not equal to itself.
     assert str(untimed_metrics(resumed)) == str(untimed_metrics(uninterrupted))
@@ -90,7 +94,7 @@ def test_the_optimizer_states_are_continued_or_reset_as_configured(
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 3))
-def test_the_order_has_no_problem_twice_in_a_step_and_uses_as_many_as_fill_whole_steps(
+def test_no_problem_occurs_twice_in_a_step_or_in_an_epoch_of_whole_steps(
     num_problems: int, per_step: int, steps: int, seed: int
 ) -> None:
     assume(num_problems >= per_step)

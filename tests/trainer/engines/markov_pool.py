@@ -1,4 +1,4 @@
-"""A pool of `TableEngine`s, and functions that make its engines fail, hang or answer slowly."""
+"""A pool of `MarkovEngine`s, and functions that make its engines fail, hang or answer slowly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.simulator.placement import POLICIES
 from tests.trainer.engine_loads import engine_loads
-from tests.trainer.fake_vllm import TableEngine
+from tests.trainer.fake_vllm import MarkovEngine
 from trainer.engines.engine import EngineError, SamplingParams
 from trainer.engines.pool import EnginePool
 from trainer.scheduling.scheduler import Scheduler
@@ -19,7 +19,7 @@ LOAD_TIMEOUT_S = 600
 
 def make_engines(count, **options):
     """Return engines with the names e0, e1 and so on."""
-    return [TableEngine(f"e{number}", **options) for number in range(count)]
+    return [MarkovEngine(f"e{number}", **options) for number in range(count)]
 
 
 def fail_with(message="gone"):
@@ -33,8 +33,8 @@ async def hang():
     await asyncio.Event().wait()
 
 
-def loop_steps(count):
-    """Return a coroutine function that takes `count` steps of the event loop."""
+def wait_loop_steps(count):
+    """Return a coroutine function that ends after `count` steps of the event loop, at the same virtual time."""
 
     async def step():
         for _ in range(count):
@@ -43,8 +43,9 @@ def loop_steps(count):
     return step
 
 
-def compute_token_at_scrape(engine):
-    """Return a coroutine function for `before_scrape` that raises the engine's token counter."""
+def progress_at_each_scrape(engine):
+    """Return a coroutine function for `before_scrape` that raises the engine's token counter, so that the pool does not
+    mark an engine with a long turn down as stalled."""
 
     async def compute():
         engine.computed_tokens += 1
@@ -53,20 +54,20 @@ def compute_token_at_scrape(engine):
 
 
 @dataclass
-class TableProbe:
+class MarkovProbe:
     """Compares an engine with another one that has the trainer's weights."""
 
     ids = (1, 2, 3, 4)
 
     def expected_logprobs(self, weights):
-        return asyncio.run(TableEngine(salt=weights["salt"]).logprobs(self.ids))
+        return asyncio.run(MarkovEngine(salt=weights["salt"]).logprobs(self.ids))
 
     async def check(self, engine, expected):
         if await engine.logprobs(self.ids) != expected:
             raise OSError("SyncFailed")
 
 
-class InsensitiveProbe(TableProbe):
+class InsensitiveProbe(MarkovProbe):
     """Accepts any weights, as the real probe does in bfloat16 after a small step. The engine must answer, though."""
 
     async def check(self, engine, expected):
@@ -105,7 +106,7 @@ class MemoryStore:
 
 def make_pool(engines, policy="kv", **options):
     scheduler = Scheduler(MAX_CONTEXT, POLICIES[policy]())
-    return EnginePool(engines, **{"scheduler": scheduler, "transfer": transfer, "probe": TableProbe()} | options)
+    return EnginePool(engines, **{"scheduler": scheduler, "transfer": transfer, "probe": MarkovProbe()} | options)
 
 
 def open_episode(pool, group="a"):

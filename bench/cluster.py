@@ -1,0 +1,75 @@
+"""How fast and how safe are calls and episodes on the nodes of a Ray cluster?
+
+    python -m bench.cluster [--parts episodes,calls,faults] [--calls 30000] [--kill-every 10] [--cut 20] [--json]
+
+- `episodes`: seconds to collect episodes one at a time, in one process, and on 1 to 8 nodes; and with kills;
+- `calls`: calls/s and latency on one node, beside the same executors as processes of the gateway;
+- `faults`: calls over several nodes while nodes are killed and one is cut off.
+
+All nodes are on this machine (`bench.servers.ray_cluster`), so more nodes are not faster here. Needs the extra
+`cluster`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from bench.cluster_parts import calls, episodes, faults
+from bench.harness import arguments, command
+from bench.harness.tables import Block, Result
+
+PARTS = ("episodes", "calls", "faults")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts. Return exit code 1 if a requirement is not met."""
+    return command.run_benchmark(_parser(), argv, _measure, tables)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments.parser("cluster", __doc__, "seed")
+    count, seconds = arguments.count, arguments.seconds
+    parser.add_argument("--parts", type=arguments.names_of(PARTS), default=PARTS, help=f"of {','.join(PARTS)}")
+    parser.add_argument("--rounds", type=count, default=2, help="rounds of the part calls (default: 2)")
+    parser.add_argument("--calls-per-round", type=count, default=6400, help="calls of a round (default: 6400)")
+    parser.add_argument("--calls", type=count, default=30_000, help="calls under faults (default: 30000)")
+    parser.add_argument("--nodes", type=count, default=4, help="nodes under faults (default: 4)")
+    parser.add_argument("--kill-every", type=seconds, default=10.0, metavar="S", help="mean seconds between two kills")
+    parser.add_argument("--cut", type=seconds, default=20.0, metavar="S", help="seconds for which a node is cut off")
+    episodes.add_options(parser)
+    return parser
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"requirements": []}
+    if "episodes" in args.parts:
+        result = episodes.measure(args)
+    if "calls" in args.parts:
+        total = calls.num_calls(args.calls_per_round, args.rounds)
+        with command.counted_progress("calls", total) as advance:
+            result["calls"] = calls.measure(args.calls_per_round, args.rounds, advance)
+        result["requirements"] += calls.needed(result["calls"])
+    if "faults" in args.parts:
+        with command.counted_progress("calls under faults", args.calls) as advance:
+            result["faults"] = faults.measure(args.calls, args.nodes, args.kill_every, args.cut, args.seed, advance)
+        command.print_examples("cluster", result["faults"].pop("examples"))
+        result["requirements"] += faults.needed(result["faults"])
+    return result
+
+
+def tables(result: Result) -> list[Block]:
+    """One table or sentence for each part."""
+    blocks: list[Block] = []
+    if "episodes" in result:
+        blocks += episodes.tables(result)
+    if "calls" in result:
+        blocks.append(calls.table(result["calls"]))
+    if "faults" in result:
+        blocks.append(faults.sentence(result["faults"]))
+    return blocks
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

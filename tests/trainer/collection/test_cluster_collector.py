@@ -1,0 +1,94 @@
+"""Training steps that collect through an executor: groups in order, weight versions, a step that is continued."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.collection.hosts import NUM_TURNS, journal_rows, make_host, wait_for
+from trainer.collection import driver
+from trainer.collection.cluster_collector import ClusterCollector
+from trainer.collection.driver import CollectionLimits
+from trainer.collection.local import LocalExecutor
+from trainer.collection.store import FailureKind, Growth
+from trainer.collection.stored_collector import NoEngines
+from trainer.collection.work import RunEpisode, TryError
+from trainer.episodes.episode import Episode, Problem, StopReason
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.asyncio
+
+PROBLEMS = [Problem(f"p{index}", "Count.", str(NUM_TURNS - 1)) for index in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def short_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MIN_RETRY_DELAY_S", 0.001)
+
+
+def groups(num_samples: int = 2) -> list[list[Episode]]:
+    """The groups of a step, in an order that is not that of the ids."""
+    return [[Episode(problem, sample) for sample in range(num_samples)] for problem in reversed(PROBLEMS)]
+
+
+async def collect(path: Path, run_episode: RunEpisode, version: int, **limits: int) -> list[list[Episode]]:
+    async with LocalExecutor(run_episode, 4) as executor:
+        collector = ClusterCollector(executor, NoEngines(), CollectionLimits(1, **limits), path)
+        await collector.sync_weights({}, version)
+        collected = await collector.collect_groups(groups())
+    assert all(collected)
+    return [group for group in collected if group]
+
+
+async def test_groups_come_in_order_with_the_version_of_the_last_sync(tmp_path: Path) -> None:
+    collected = await collect(tmp_path, make_host().run, version=7)
+    assert [[(e.problem.id, e.sample, e.reward) for e in group] for group in collected] == [
+        [(f"p{index}", sample, 1.0) for sample in range(2)] for index in (2, 1, 0)
+    ]
+    assert {tuple(episode.weight_versions) for group in collected for episode in group} == {((0, 7),)}
+
+
+async def test_an_episode_that_fails_for_good_is_unavailable_and_its_group_keeps_its_size(tmp_path: Path) -> None:
+    host = make_host()
+
+    async def run(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
+        if episode.problem.id == "p1" and episode.sample != 1:
+            raise TryError(FailureKind.ENVIRONMENT, "it does not work")
+        return await host.run(episode, on_growth)
+
+    _, group, _ = await collect(tmp_path, run, version=1, max_refills=1)
+    assert [(episode.sample, episode.reward, episode.stop_reason) for episode in group] == [
+        (1, 1.0, StopReason.FINISHED),
+        (0, None, StopReason.UNAVAILABLE),
+    ]
+
+
+async def test_a_step_is_continued_after_a_kill_and_dropped_when_a_later_one_begins(tmp_path: Path) -> None:
+    async def hang(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
+        if episode.problem.id == "p0":
+            await asyncio.Event().wait()
+        return await make_host().run(episode, on_growth)
+
+    task = asyncio.create_task(collect(tmp_path, hang, version=3))
+    store = tmp_path / "weights-000003"
+    await wait_for(
+        lambda: journal_rows(store) >= 1 and (store / "episodes/000001.jsonl").read_bytes().count(b"\n") == 4
+    )
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    again: list[str] = []
+
+    async def run(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
+        again.append(episode.problem.id)
+        return await make_host().run(episode, on_growth)
+
+    await collect(tmp_path, run, version=3)
+    assert again == ["p0", "p0"]
+    await collect(tmp_path, run, version=4)
+    assert os.listdir(tmp_path) == ["weights-000004"]

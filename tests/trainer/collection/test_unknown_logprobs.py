@@ -1,0 +1,64 @@
+"""Episodes whose engine returned no log-probabilities: stored and exported as they are, refused by GRPO."""
+
+from __future__ import annotations
+
+import sqlite3
+from math import isnan
+from pathlib import Path
+
+import pytest
+
+from trainer.collection.store import EpisodeStore, StoreReader
+from trainer.collection.stored_collector import stored_problems
+from trainer.config import ConfigError
+from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.metrics import METRICS
+
+
+def make_episode(sample: int, logprobs: list[float] | None) -> Episode:
+    episode = Episode(Problem("p", "Count.", "3"), sample, prompt_ids=(1,), reward=1.0)
+    episode.append_sampled([5, 6], logprobs, 0)
+    episode.append_observation([7])
+    episode.stop_reason = StopReason.FINISHED
+    return episode
+
+
+def test_unknown_logprobs_are_none_and_observations_keep_zero() -> None:
+    assert make_episode(0, None).logprobs == [None, None, 0.0]
+    assert make_episode(0, None).known_logprobs is None
+    assert make_episode(0, [-1.0, -2.0]).known_logprobs == [-1.0, -2.0, 0.0]
+    assert Episode(Problem("p", "", ""), 0).known_logprobs == []
+
+
+def test_an_episode_with_one_unknown_turn_has_unknown_logprobs() -> None:
+    episode = make_episode(0, [-1.0, -2.0])
+    episode.append_sampled([8], None, 0)
+    assert episode.known_logprobs is None
+
+
+def test_the_entropy_leaves_out_episodes_with_unknown_logprobs() -> None:
+    entropy = METRICS["entropy"].value
+    assert entropy([make_episode(0, [-1.0, -2.0]), make_episode(1, None)]) == 1.5
+    assert isnan(entropy([make_episode(1, None)]))
+
+
+def test_a_store_keeps_unknown_logprobs_and_grpo_refuses_them_by_name(tmp_path: Path) -> None:
+    with EpisodeStore(tmp_path, {}) as store:
+        store.write([make_episode(0, [-1.0, -2.0])])
+        assert [problem.id for problem in stored_problems(tmp_path, 1)] == ["p"]
+        store.write([make_episode(1, None)])
+    with StoreReader(tmp_path) as reader:
+        assert [episode.logprobs for episode in reader.episodes("NOT has_logprobs")] == [[None, None, 0.0]]
+    with pytest.raises(
+        ConfigError, match=r"1 episodes have .* without log-probabilities, the first is sample 1 of .* p:"
+    ):
+        stored_problems(tmp_path, 1)
+
+
+def test_an_index_of_other_columns_is_built_anew(tmp_path: Path) -> None:
+    with EpisodeStore(tmp_path, {}) as store:
+        store.write([make_episode(0, None)])
+    with sqlite3.connect(tmp_path / "index.sqlite3") as index:
+        index.execute("ALTER TABLE episodes DROP COLUMN has_logprobs")
+    with EpisodeStore(tmp_path, {}), StoreReader(tmp_path) as reader:
+        assert list(reader.query("sample, has_logprobs")) == [(0, 0)]

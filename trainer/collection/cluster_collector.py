@@ -1,0 +1,80 @@
+"""Collects the groups of a training step with an `EpisodeExecutor`, such as that of a Ray cluster.
+
+    step: groups -> Collection into a store of the step -> groups with their episodes
+
+The store makes a step durable: a training that is killed continues the step's episodes after their last turn. It is
+deleted once a later step begins.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.collection.driver import Collection, CollectionLimits
+from trainer.collection.store import EpisodeStore, StoreReader
+from trainer.collection.work import EpisodeExecutor
+from trainer.episodes.episode import Episode, Problem, StopReason
+
+
+class SyncsWeights(Protocol):
+    async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int: ...
+
+
+class ClusterCollector:
+    """Collects groups as `EpisodeCollector` does, and passes weight syncs on to `engines`.
+
+    The workers' own engines do not know the version of the weights that the servers have. `sync_weights` is called
+    between steps only, so all tokens of a step are of the last version.
+    """
+
+    overhead_cpu_s = overhead_s = 0.0
+    nan_turns = 0
+
+    def __init__(
+        self, executor: EpisodeExecutor, engines: SyncsWeights, limits: CollectionLimits, directory: Path
+    ) -> None:
+        self._executor, self._engines, self._limits, self._dir = executor, engines, limits, directory
+        self._weight_version = 0
+
+    async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int:
+        self._weight_version = await self._engines.sync_weights(weights, version)
+        return self._weight_version
+
+    async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
+        """Return the episodes of each group. One that failed for good is `unavailable`, without a reward.
+
+        Raises `CollectionError`.
+        """
+        problems = [group[0].problem for group in groups]
+        return list(await self.collect(problems, len(groups[0])))
+
+    async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:
+        path = self._dir / f"weights-{self._weight_version:06}"
+        for other in set(self._dir.glob("weights-*")) - {path}:
+            shutil.rmtree(other)
+        limits = replace(self._limits, samples_per_problem=samples_per_problem)
+        identity = {"weight_version": self._weight_version, "problems": [problem.id for problem in problems]}
+        with EpisodeStore(path, identity) as store:
+            await Collection(store, self._executor, problems, limits).run()
+        with StoreReader(path) as reader:
+            return [self._group(reader, problem, samples_per_problem) for problem in problems]
+
+    def _group(self, reader: StoreReader, problem: Problem, size: int) -> list[Episode]:
+        episodes = [self._with_version(episode) for episode in reader.episodes("problem = ?", (problem.id,))]
+        unused = sorted(set(range(size + self._limits.max_refills)) - {episode.sample for episode in episodes})
+        error = "each try of the episode failed; the log has the reasons"
+        episodes += [
+            Episode(problem, sample, stop_reason=StopReason.UNAVAILABLE, error=error)
+            for sample in unused[: size - len(episodes)]
+        ]
+        return episodes
+
+    def _with_version(self, episode: Episode) -> Episode:
+        version = self._weight_version
+        turns = [replace(turn, weight_version=version) for turn in episode.turns]
+        versions = [(0, version)] if episode.response_ids else []
+        return replace(episode, weight_versions=versions, turns=turns)
