@@ -65,10 +65,11 @@ lock:  ## choose the newest versions that pyproject.toml allows, and write them 
 	$(PYTHON) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	echo '$(TORCH)' >$(LOCK_VENV)/chosen.txt
-	$(LOCK) --extra dev --extra bench --extra cluster --extra train --output-file $(LOCK_VENV)/all.txt
+	$(LOCK) --extra dev --extra bench --extra kuberay --extra train --output-file $(LOCK_VENV)/all.txt
 	cp $(LOCK_VENV)/all.txt $(LOCK_VENV)/chosen.txt
 	$(LOCK) --output-file requirements/runtime.txt
 	$(LOCK) --extra dev --extra bench --extra cluster --output-file requirements/test.txt
+	$(LOCK) --extra kuberay --output-file requirements/kuberay.txt
 	$(LOCK) --extra train --output-file $(LOCK_VENV)/train.txt
 	awk '/^[a-z]/ {skip = /^(torch==|triton==|cuda-|nvidia-)/} !skip' $(LOCK_VENV)/train.txt >requirements/train.txt
 

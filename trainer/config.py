@@ -43,6 +43,25 @@ Tracker = Literal["trackio", "wandb", "tensorboard"]
 PlacementPolicy = Literal["reserve_worst_case", "kv"]
 
 
+RESERVED_BODY_FIELDS = frozenset(
+    {
+        "model",
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "stop",
+        "seed",
+        "logprobs",
+        "n",
+        "best_of",
+        "echo",
+        "stream",
+    }
+)
+"""Fields of a completion request that `engines.extra_body` must not have."""
+
+
 class ConfigError(ValueError):
     """Settings that cannot be used. The message states the source, what was expected and what came."""
 
@@ -89,8 +108,8 @@ class SandboxConfig:
 class EnginesConfig:
     """The engines that sample."""
 
-    kind: Literal["local", "vllm"] = "local"  # in this process, or vLLM over HTTP
-    endpoints: StringList = ()  # URLs of vLLM servers; [1-8] expands to 8 URLs; if empty, `count` are started
+    kind: Literal["local", "vllm", "openai"] = "local"  # in this process, vLLM over HTTP, or OpenAI's completions API
+    endpoints: StringList = ()  # URLs of servers; [1-8] expands to 8 URLs; if empty, `count` vLLM servers are started
     count: PositiveInt = 1  # vLLM servers to start on this machine
     vllm_python: str = ""  # a Python that has vLLM, to start servers; if empty, the trainer's Python
     max_num_seqs: PositiveInt = 64  # sequences that one engine runs at once
@@ -101,6 +120,14 @@ class EnginesConfig:
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
     placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
+    # Only for kind=openai, whose servers keep their own weights; model.path then names a tokenizer:
+    model_name: str = ""  # the model's name at the endpoints
+    api_key_env: str = ""  # name of the environment variable that has the API key; the key itself is stored nowhere
+    prompt_format: Literal["text", "ids"] = "text"  # `ids` only if the servers have the same tokenizer
+    request_logprobs: bool = False  # only if the servers return those of the distribution that they sample from
+    send_seed: bool = True  # false for servers that reject `seed`
+    stop_strings: StringList = ()  # end a turn, besides the end tokens of the chat format
+    extra_body: dict[str, Any] = field(default_factory=dict)  # more fields of each request, such as top_k
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -250,11 +277,35 @@ class RunConfig:
             self.hardware.sharding == "none" or self.hardware.gpus_per_node > 0,
             f"hardware: sharding={self.hardware.sharding}: expected GPUs, got gpus_per_node=0; set sharding to none",
         )
+        if self.engines.kind == "openai":
+            self._check_openai()
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
         for table, stage in stages.items():
             _check_stage(table, stage, ranks)
         for table, limits in {**stages, "eval": self.eval}.items():
             self.check_model_len(table, limits)
+
+    def _check_openai(self) -> None:
+        engines = self.engines
+        trainings = [*(["sft.data"] if self.sft.data else []), *(f"stages.{name}" for name in self.stages)]
+        _require(
+            not trainings,
+            f"{', '.join(trainings)}: engines.kind=openai: expected a configuration without training, since servers "
+            "cannot load trained weights; use it for collect, eval --model and rollout, and one with another kind for "
+            "training",
+        )
+        _require(bool(engines.endpoints), "engines.endpoints: kind=openai: expected URLs of servers, got none")
+        _require(bool(engines.model_name), "engines.model_name: kind=openai: expected the model's name, got none")
+        _require(
+            not any(re.search(r"[@?#]", url) for url in engines.endpoints),
+            "engines.endpoints: expected URLs without user, password or query, since URLs are stored; put the API key "
+            "into a variable, and its name into engines.api_key_env",
+        )
+        reserved = sorted(engines.extra_body.keys() & RESERVED_BODY_FIELDS)
+        _require(
+            not reserved,
+            f"engines.extra_body: {', '.join(reserved)}: expected other fields, since the trainer sets these itself",
+        )
 
     def check_model_len(self, table: str, limits: SamplingConfig) -> None:
         """Raise `ConfigError` if the longest response leaves no token of an engine's context for a prompt."""

@@ -23,7 +23,7 @@ from bench.probes import processes
 from bench.servers.ray_cluster import kill
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: the extra `cluster`")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Server:

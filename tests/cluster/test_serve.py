@@ -115,7 +115,7 @@ def test_a_silent_node_is_lost_and_its_late_results_are_dropped(server: Server, 
     stopped_at = time.monotonic()
     os.kill(executor, signal.SIGSTOP)
     load.check()
-    assert time.monotonic() - stopped_at < 25, "10 s of silence, then the calls again"
+    assert time.monotonic() - stopped_at < 45, "10 s of silence, then the calls again; more on a busy machine"
     if running([executor]):
         os.kill(executor, signal.SIGCONT)
     until(lambda: not running([executor]))

@@ -107,7 +107,7 @@ def test_profile_names_existing_system_calls_only() -> None:
     assert {name for rule in PROFILE["syscalls"] for name in rule["names"]} <= X86_64.keys()
 
 
-@pytest.mark.parametrize("dockerfile", ["sandbox.Dockerfile", "test.Dockerfile"])
+@pytest.mark.parametrize("dockerfile", ["sandbox.Dockerfile", "test.Dockerfile", "cluster.Dockerfile"])
 def test_copied_files_exist(dockerfile: str) -> None:
     for line in (DOCKER / dockerfile).read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:

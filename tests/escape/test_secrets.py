@@ -25,8 +25,8 @@ if not isinstance(run, OSError): scan(run.stdout)
 if "secret" in names(HOST["directory"]): breach(names(HOST["directory"]))
 """,
     "shared memory": "scan(read(HOST['shm']))\nfor name in names('/dev/shm'): scan(read('/dev/shm/' + name))",
-    "the environment of the server": "scan(read(f'/proc/{HOST[\"server\"]}/environ'))",
-    "the command line of the server": "scan(read(f'/proc/{HOST[\"server\"]}/cmdline'))",
+    "the environment of the executor": "scan(read(f'/proc/{HOST[\"executor_pid\"]}/environ'))",
+    "the command line of the executor": "scan(read(f'/proc/{HOST[\"executor_pid\"]}/cmdline'))",
     "files through the root of another process": """
 for pid in (HOST["executor_pid"], os.getppid(), 1, "self"):
     for entry in ("root", "cwd/../../../../../../.."): scan(read(f"/proc/{pid}/{entry}{HOST['file']}"))

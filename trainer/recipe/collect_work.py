@@ -41,7 +41,13 @@ from trainer.episodes.episode import Problem
 from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
-from trainer.recipe.rollout_session import load_chat_format, open_engine_pool, vllm_clients
+from trainer.recipe.rollout_session import (
+    endpoint_settings,
+    load_chat_format,
+    open_engine_pool,
+    open_openai_pool,
+    vllm_clients,
+)
 from trainer.rollout.loop_thread import LoopThread
 from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
@@ -62,8 +68,8 @@ class HostSpec:
     run_dir: Path
     has_sandbox: bool
     share: float | None = None
-    """The part of each vLLM server's capacity that this process may use; the servers have their weights already. If
-    None, this process opens engines of its own."""
+    """The part of each server's capacity that this process may use; the servers have their weights already. If None,
+    this process opens engines of its own."""
 
 
 def store_dir(run: RecipeRun) -> Path:
@@ -135,6 +141,8 @@ async def _open_executor(spec: HostSpec) -> AsyncIterator[EpisodeExecutor]:
             connect(config.ray_address)
             if spec.config.engines.kind == "vllm":
                 spec = await _share_vllm_servers(spec)
+            elif spec.config.engines.kind == "openai":
+                spec = replace(spec, share=1 / num_nodes())
             open_worker = partial(open_host, spec)
             yield await stack.enter_async_context(RayExecutor(open_worker, config.episodes_per_worker))
         else:
@@ -177,11 +185,15 @@ async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
 
 @asynccontextmanager
 async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
+    engines = spec.config.engines
     if spec.share is None:
         async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
             yield pool
         return
-    engines = spec.config.engines
+    if engines.kind == "openai":
+        async with open_openai_pool(spec.config, spec.model, spec.share) as pool:
+            yield pool
+        return
     with model_errors_as_config_errors(spec.model):
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
     pool = EnginePool(
@@ -255,6 +267,7 @@ def _store_settings(config: RunConfig, model: Path) -> dict[str, Any]:
         "seed": config.seed,
         "data": list(config.collect.data or config.data.train),
         **limits,
+        **endpoint_settings(config.engines),
     }
 
 

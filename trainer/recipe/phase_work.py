@@ -42,7 +42,7 @@ from trainer.recipe.phases import (
     RecipeRun,
     TrainResult,
 )
-from trainer.recipe.rollout_session import load_chat_format, open_rollout, open_run_sandbox
+from trainer.recipe.rollout_session import endpoint_settings, load_chat_format, open_rollout, open_run_sandbox
 from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
@@ -274,6 +274,7 @@ def run_evaluation(
             "top_p": limits.top_p,
             "seed": seed,
             "model": model,
+            **endpoint_settings(run.config.engines),
             **(identity or {}),
         }
     )

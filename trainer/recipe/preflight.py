@@ -26,6 +26,7 @@ import aiohttp
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import check_source
+from trainer.engines.engine import EngineError
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
@@ -52,7 +53,8 @@ def require(run: RecipeRun, phases: Sequence[Phase]) -> None:
 def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     """Return a line for each thing that `phases` need and that is missing, with what to do."""
     config, commands = run.config, {phase.command for phase in phases}
-    lines = [*_check_data(config, phases), *_check_model(config, needs_weights=commands != {"prepare"})]
+    needs_weights = commands != {"prepare"} and config.engines.kind != "openai"
+    lines = [*_check_data(config, phases), *_check_model(config, needs_weights=needs_weights)]
     try:
         shape = known_shape(config)
     except ConfigError:  # reported by `_check_model`
@@ -200,12 +202,26 @@ def _has_vllm(python: str) -> bool:
 
 
 async def _check_servers(config: RunConfig) -> list[str]:
-    """Check all sandboxes and vLLM servers at the same time."""
+    """Check all sandboxes and engines' servers at the same time."""
+    engines, model = config.engines, Path(config.model.path)
     sandboxes = [_check_sandbox(config, endpoint) for endpoint in expand_urls(config.sandbox.endpoints) or ("local",)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ENGINE_TIMEOUT_S)) as session:
-        urls = expand_urls(config.engines.endpoints) if config.engines.kind == "vllm" else ()
-        engines = [_check_engine(config, session, url.rstrip("/")) for url in urls]
-        return [line for line in await asyncio.gather(*sandboxes, *engines) if line]
+        urls = expand_urls(engines.endpoints) if engines.kind == "vllm" else ()
+        servers = [_check_engine(config, session, url.rstrip("/")) for url in urls]
+        if engines.kind == "openai" and config.model.path != TINY_MODEL:
+            servers.append(_check_openai_servers(config, model))
+        return [line for line in await asyncio.gather(*sandboxes, *servers) if line]
+
+
+async def _check_openai_servers(config: RunConfig, tokenizer_path: Path) -> str:
+    """Check that one of the servers completes a text with the settings of the run."""
+    from trainer.recipe.rollout_session import open_openai_pool
+
+    try:
+        async with open_openai_pool(config, tokenizer_path):
+            return ""
+    except (ConfigError, EngineError) as error:
+        return f"{error}; see engines.endpoints"
 
 
 async def _check_sandbox(config: RunConfig, endpoint: str) -> str:

@@ -165,6 +165,8 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
     if engines.kind == "local":
         kv_tokens = engines.max_num_seqs * engines.max_model_len
         engine_gpu_bytes = kv_tokens * per_token  # a local engine uses the trained weights
+    elif engines.kind == "openai":
+        kv_tokens = engine_gpu_bytes = 0  # unknown, and not on this run's GPUs
     else:
         engine_gpu_bytes = int(engines.gpu_memory_utilization * hardware.gpu_memory_gb * GB)
         kv_tokens = max(0, engine_gpu_bytes * engines.tensor_parallel_size - parameters * BYTES[dtype]) // per_token

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -11,8 +13,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.config import EnginesConfig, RunConfig, SandboxConfig, expand_urls
+from trainer.config import ConfigError, EnginesConfig, RunConfig, SandboxConfig, expand_urls
 from trainer.engines.local import LocalEngine
+from trainer.engines.openai_client import OpenAIEngine
 from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.engines.vllm_client import VllmEngine
@@ -60,8 +63,12 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
 
 @asynccontextmanager
 async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> AsyncIterator[EnginePool]:
-    """Open engines with the weights of `model`, as `config` describes them."""
+    """Open engines with the weights of `model`, as `config` describes them; or servers with weights of their own."""
     engines, dtype = config.engines, config.model.dtype
+    if engines.kind == "openai":
+        async with open_openai_pool(config, model) as pool:
+            yield pool
+        return
     async with AsyncExitStack() as stack:
         with model_errors_as_config_errors(model):
             weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -85,6 +92,45 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
         await pool.sync_weights(weights.state_dict(), 0)  # servers may have the weights of another phase or run
         del weights  # up to 28 GB that the engines have copied
         yield pool
+
+
+@asynccontextmanager
+async def open_openai_pool(config: RunConfig, tokenizer_path: Path, share: float = 1.0) -> AsyncIterator[EnginePool]:
+    """Open clients of OpenAI-compatible servers. `share`: the part of `engines.max_num_seqs` for this process.
+
+    Raises `ConfigError` if the servers reject the settings, and `EngineError` if none of them answers.
+    """
+    engines = config.engines
+    with model_errors_as_config_errors(tokenizer_path):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    api_key = os.environ.get(engines.api_key_env, "").strip()
+    if engines.api_key_env and not api_key:
+        raise ConfigError(f"engines.api_key_env: expected an API key in the variable {engines.api_key_env}, got none")
+    clients = [
+        OpenAIEngine(url, tokenizer, engines, api_key=api_key, share=share) for url in expand_urls(engines.endpoints)
+    ]
+    pool = EnginePool(
+        clients,
+        scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
+        turn_timeout_s=engines.turn_timeout_s,
+        all_down_timeout_s=engines.max_down_s,
+    )
+    async with pool:
+        errors = await asyncio.gather(*(client.check_alive() for client in clients), return_exceptions=True)
+        if rejection := next((error for error in errors if isinstance(error, ValueError)), None):
+            raise ConfigError(f"engines: {rejection}; see the settings of kind=openai") from rejection
+        if error := all(errors) and errors[0]:
+            raise error
+        yield pool
+
+
+def endpoint_settings(engines: EnginesConfig) -> dict[str, Any]:
+    """Return the settings that decide what OpenAI-compatible servers sample; empty for engines that get weights."""
+    if engines.kind != "openai":
+        return {}
+    names = ("model_name", "prompt_format", "extra_body")
+    settings = {f"engines.{name}": getattr(engines, name) for name in names}
+    return {**settings, "engines.stop_strings": list(engines.stop_strings)}
 
 
 async def _vllm_engines(

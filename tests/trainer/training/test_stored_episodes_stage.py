@@ -15,6 +15,7 @@ from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, problems  # noqa: E
 from tests.trainer.training.stage_run import SEED, StageRun, are_equal, load_weights  # noqa: E402
 from trainer.collection.store import EpisodeStore, StoreReader  # noqa: E402
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems  # noqa: E402
+from trainer.config import ConfigError  # noqa: E402
 from trainer.episodes.episode import Episode  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
@@ -61,3 +62,16 @@ def test_stored_episodes_train_like_the_same_episodes_online(
     for row, online_row in zip(stored.run_folder.read_metrics(), online.run_folder.read_metrics(), strict=True):
         assert row["reward"] == online_row["reward"]
         assert row["loss"] == online_row["loss"]
+
+
+def test_an_episode_without_logprobs_is_never_trained(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+    class SamplerWithoutLogprobs(Sampler):
+        async def collect_groups(self, groups: Sequence[Sequence[Episode]], **options: Any) -> list[Any]:
+            collected = await super().collect_groups(groups, **options)
+            for episode in (episode for group in collected for episode in group or ()):
+                episode.logprobs = [None if bit else 0.0 for bit in episode.loss_mask]
+            return collected
+
+    stage_run = StageRun(tmp_path, model, loop_thread)
+    with pytest.raises(ConfigError, match=r"sample \d+ of problem .* has tokens without log-probabilities: .* by SFT"):
+        stage_run.run(SamplerWithoutLogprobs(model), num_problems=NUM_PROBLEMS)
