@@ -154,14 +154,12 @@ class VirtualClock:
     def _account_run_delay(self, span_s: float, processes: TreeSample) -> tuple[float, bool]:
         """Return the run delay of all threads since the last sample, and whether a thread has ended since then."""
         before, self._threads = self._threads, {}
-        first_pid = next(iter(processes))
         total_s = self._uncertain_s = 0.0
         for pid, process in processes.items():
             for tid, thread in process.threads.items():
                 history = before.pop((pid, tid), None)
                 if history is None:
-                    is_start_of_call = pid == first_pid and not self._processes
-                    history = _ThreadHistory(span_s if is_start_of_call else min(process.age_s, span_s))
+                    history = _ThreadHistory(min(process.age_s, span_s))
                 else:
                     history.age_s += span_s
                 unknown_s = history.age_s - thread.cpu_s - thread.run_delay_s - history.slept_s
@@ -207,7 +205,7 @@ class VirtualClock:
         self._path_cpu_s = {pid: path_s + unobserved_s for pid, path_s in self._path_cpu_s.items()}
         single_path_s, single_cpu_s = self._last_single_process
         min_path_s = single_path_s + (self._cpu_s - single_cpu_s) / self._cores
-        path_s = max(*self._path_cpu_s.values(), min_path_s, self._critical_path_cpu_s)
+        path_s = max(*self._path_cpu_s.values(), min_path_s)
         if len(processes) == 1:
             self._path_cpu_s[first_pid] = path_s
             self._last_single_process = path_s, self._cpu_s

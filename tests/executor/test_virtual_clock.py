@@ -65,6 +65,17 @@ def computes_beside_a_child() -> Program:
     yield Join()
 
 
+def computes_beside_a_sleeper() -> Program:
+    yield Fork(sleeps_and_computes_a_little())
+    yield Run(1.0)
+
+
+def sleeps_and_computes_a_little() -> Program:
+    while True:
+        yield Run(0.001)
+        yield Sleep(0.01)
+
+
 def forks_a_pool(workers: int, times: int, s: float) -> Program:
     for _ in range(workers):
         yield Fork(forks_in_turn(times, s))
@@ -99,6 +110,7 @@ def starts_threads(count: int) -> Program:
         (lambda: forks_at_once(4, 0.4), 0.03),
         (lambda: forks_at_once(16, 0.2), 0.03),
         (computes_beside_a_child, 0.05),
+        (computes_beside_a_sleeper, 0.02),
         (lambda: forks_a_pool(2, 8, 0.1), 0.06),
         (lambda: starts_threads(4), 0.08),
         (lambda: forks_in_turn(4, 0.3, 0.3), 0.1),
