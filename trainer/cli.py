@@ -187,9 +187,8 @@ def collect(args: argparse.Namespace) -> None:
     else:
         status = asdict(collect_work.collect(run, collect_work.model_of(run, args.model_of)))
     if args.json:
-        print(json.dumps(status))
-    else:
-        _print_columns("episodes", {"": collect_work.status_rows(status)})
+        return print(json.dumps(status))
+    _print_columns("episodes", {"": collect_work.status_rows(status)})
 
 
 def episodes(args: argparse.Namespace) -> None:
@@ -216,11 +215,8 @@ def replay(args: argparse.Namespace) -> None:
         episode = replay(reader, Key(args.problem, args.sample))
     for turn in episode.turns:
         print(turn.text, *(f"[{call.status}] {call.response}" for call in turn.tool_calls), sep="\n")
-    print(
-        f"replay: {len(episode.turns)} turns and {episode.response_length} tokens are equal; "
-        f"stop_reason={episode.stop_reason} answer={episode.answer!r} reward={episode.reward}",
-        file=sys.stderr,
-    )
+    size = f"{len(episode.turns)} turns and {episode.response_length} tokens"
+    print(f"replay: {size} are equal; stop_reason={episode.stop_reason} reward={episode.reward}", file=sys.stderr)
 
 
 def rescore(args: argparse.Namespace) -> None:
