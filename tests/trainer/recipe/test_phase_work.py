@@ -228,7 +228,7 @@ async def test_vllm_servers_load_weights_from_absolute_paths_that_stay_while_the
 
     async with FakeVllm(engine, load=load_saved).serve() as url:
         sets = ["run_dir=run", "engines.kind=vllm", f"engines.endpoints={url}", "engines.max_down_s=77"]
-        async with rollout_session.open_engine_pool(_config(tmp_path, *sets), model, tmp_path) as pool:
+        async with rollout_session.open_engine_pool(_config(tmp_path, *sets), model, Path("run")) as pool:
             assert paths == [tmp_path / "run/weights/v000000"]
             assert paths[0].exists(), "a server that restarts loads them again"
             assert pool._all_down_timeout_s == 77, "episodes wait for a restart (engines.max_down_s)"
