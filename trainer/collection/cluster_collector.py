@@ -20,7 +20,9 @@ from trainer.collection.work import EpisodeExecutor
 from trainer.episodes.episode import Episode, Problem, StopReason
 
 
-class SyncsWeights(Protocol):
+class WeightSync(Protocol):
+    """The part of `trainer.engines.pool.EnginePool` that training uses."""
+
     async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int: ...
 
 
@@ -35,7 +37,7 @@ class ClusterCollector:
     nan_turns = 0
 
     def __init__(
-        self, executor: EpisodeExecutor, engines: SyncsWeights, limits: CollectionLimits, directory: Path
+        self, executor: EpisodeExecutor, engines: WeightSync, limits: CollectionLimits, directory: Path
     ) -> None:
         self._executor, self._engines, self._limits, self._dir = executor, engines, limits, directory
         self._weight_version = 0

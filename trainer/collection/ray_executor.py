@@ -32,7 +32,7 @@ from trainer.episodes.episode import Episode
 logger = logging.getLogger(__name__)
 
 NODE_POLL_S = 1.0
-"""Seconds between two looks at the list of nodes."""
+"""Seconds between two requests for the list of nodes."""
 RAY_TIMEOUT_S = 10.0
 """Seconds that a question to Ray's head may take."""
 LONG_POLL_S = 2.0

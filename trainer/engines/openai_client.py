@@ -220,7 +220,7 @@ class OpenAIEngine:
         raise self._error(f"status 200 of {COMPLETIONS}", f"{status}: {text}")
 
     async def _wait_while_refused(self, max_extra_s: float) -> None:
-        """Wait, and a random time longer, so that not all requests are sent at once."""
+        """Wait until the server may accept requests again, and a random time longer, to spread the requests."""
         now = asyncio.get_running_loop().time
         while (wait_s := self._refuses_until - now()) > 0:  # noqa: ASYNC110  # other requests may prolong it
             await asyncio.sleep(wait_s + random.uniform(0, max_extra_s))

@@ -312,7 +312,18 @@ def read_status(path: Path) -> dict[str, Any]:
 
 def status_rows(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rows of a table of a status. Seconds are means over the episodes that this process has finished."""
-    names = ("total", "stored_before", "queued", "running", "retrying", "done", "timed_out", "failed", "refills")
+    names = (
+        "state",
+        "total",
+        "stored_before",
+        "queued",
+        "running",
+        "retrying",
+        "done",
+        "timed_out",
+        "failed",
+        "refills",
+    )
     rows = {name: status[name] for name in names if name in status}
     rows |= {f"failed tries, {kind}": number for kind, number in status["failed_tries"].items()}
     times = {"engine wait": "wait_s", "model": "generate_s", "tools": "tool_s", "all": "duration_s"}

@@ -63,7 +63,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
 
 @asynccontextmanager
 async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> AsyncIterator[EnginePool]:
-    """Open engines with the weights of `model`, as `config` describes them; or servers with weights of their own."""
+    """Open the engines that `config` describes. They get the weights of `model`, except for those of kind "openai"."""
     engines, dtype = config.engines, config.model.dtype
     if engines.kind == "openai":
         async with open_openai_pool(config, model) as pool:

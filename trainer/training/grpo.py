@@ -60,7 +60,7 @@ from trainer.training.context import (
 )
 
 if TYPE_CHECKING:
-    from trainer.engines.engine import Weights
+    from trainer.collection.cluster_collector import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +103,6 @@ class GroupCollector(Protocol):
     async def collect(
         self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
     ) -> list[list[Episode]]: ...
-
-
-class WeightSync(Protocol):
-    """The part of `trainer.engines.pool.EnginePool` that training uses."""
-
-    async def sync_weights(self, weights: Weights, version: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

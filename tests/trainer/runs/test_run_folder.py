@@ -1,4 +1,4 @@
-"""The run folder: reading back what was written, files that a kill has torn, resumption, and errors."""
+"""The run folder returns what was written to it, skips rows that a kill has torn, and can be resumed."""
 
 from __future__ import annotations
 
