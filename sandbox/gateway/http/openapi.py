@@ -58,6 +58,10 @@ class Route:
     """Descriptions of the query parameters, all whole numbers, by name."""
     invalid_schemas: Mapping[str, str] = field(default_factory=dict)
     """`response_schemas` for status 400 if every item of a batch is malformed."""
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
+    """Named schemas that only this route uses, in addition to those of `schemas()`."""
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    """Examples by the name of their schema, in addition to `EXAMPLES`."""
 
 
 ERROR_DESCRIPTIONS: Mapping[int, str] = {
@@ -109,14 +113,16 @@ EXAMPLES: Mapping[str, Any] = {
 def document(routes: Iterable[Route], needs_token: bool) -> Schema:
     """Return the whole document."""
     paths: dict[str, Schema] = {}
+    named_schemas = schemas()
     for route in routes:
+        named_schemas |= route.schemas
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "rstar-sandbox", "version": VERSION, "description": _overview(needs_token)},
         "paths": paths,
-        "components": {"schemas": schemas(), "securitySchemes": {"token": token}},
+        "components": {"schemas": named_schemas, "securitySchemes": {"token": token}},
         "security": [{"token": []}] if needs_token else [],
     }
 
@@ -269,7 +275,7 @@ def _list_of(name: str, doc: str) -> Schema:
 
 
 def _operation(route: Route) -> Schema:
-    content = {content_type: _media(name) for content_type, name in route.response_schemas.items()}
+    content = {content_type: _media(name, route.examples) for content_type, name in route.response_schemas.items()}
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for status in (*route.error_statuses, 500):
         description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
@@ -277,13 +283,15 @@ def _operation(route: Route) -> Schema:
         if status == 400 and route.invalid_schemas:
             description += " If every item of a batch is malformed: the results, each with its own message."
             refusal_or_results = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
-            content |= {content_type: _media(name) for content_type, name in route.invalid_schemas.items()}
+            content |= {
+                content_type: _media(name, route.examples) for content_type, name in route.invalid_schemas.items()
+            }
             content["application/json"] = {**_media("Refusal"), "schema": refusal_or_results}
         headers = {"headers": HEADERS[status]} if status in HEADERS else {}
         responses[str(status)] = {"description": description, "content": content, **headers}
     operation: Schema = {"summary": route.summary, "responses": responses}
     if route.request_schema is not None:
-        content = {content_type: _media(route.request_schema) for content_type in route.body_types}
+        content = {content_type: _media(route.request_schema, route.examples) for content_type in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
     if route.query:
         integer = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
@@ -295,10 +303,11 @@ def _operation(route: Route) -> Schema:
     return operation
 
 
-def _media(name: str | None) -> Schema:
+def _media(name: str | None, examples: Mapping[str, Any] = EXAMPLES) -> Schema:
     if name is None:
         return {}
-    return {"schema": _ref(name), **({"example": EXAMPLES[name]} if name in EXAMPLES else {})}
+    example = examples.get(name, EXAMPLES.get(name))
+    return {"schema": _ref(name), **({"example": example} if example is not None else {})}
 
 
 def _ref(name: str) -> Schema:

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from sandbox.gateway.http import codec
-from sandbox.gateway.http.routes import BODIES
+from sandbox.gateway.http.exchange import BODIES
 from sandbox.types import Limits
 from tests.gateway.serving import serving, until
 

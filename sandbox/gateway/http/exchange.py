@@ -1,0 +1,155 @@
+"""The exchange of one HTTP request, shared by all routes that run calls: read and admit the body, wait, respond.
+
+`admitted_batch` owns the calls of a request. They are cancelled if the client disconnects. `send` bounds the time that
+a client may take to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from sandbox.config import ServeConfig
+from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.http import codec
+from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.http.validation import ParsedBatch
+from sandbox.types import EncodedResult, Status
+
+DISPATCHER = web.AppKey("dispatcher", Dispatcher)
+BODIES = web.AppKey("bodies", codec.BodyReader)
+
+BODY_TYPES = (JSON, MSGPACK)
+BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
+CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
+"""HTTP statuses of errors of a route that runs calls."""
+
+
+@asynccontextmanager
+async def admitted_batch(
+    request: web.Request, parse: Callable[[codec.Json, ServeConfig], Awaitable[ParsedBatch]]
+) -> AsyncIterator[tuple[Batch, str, int]]:
+    """Read, parse and admit a batch. Yields it with the body's content type and the HTTP status of the response: 400 if
+    every call is malformed. At the end, and if the client disconnects, unfinished calls are cancelled.
+
+    The body counts as buffered until its calls count in the call table.
+    """
+    dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
+    dispatcher.check_accepting()
+    content_type = codec.body_type(request)
+    body = await bodies.read(request)
+    size = len(body)
+    dispatcher.counters.bytes_in += size
+    try:
+        raw = await bodies.decode(body, content_type)
+        del body  # frees the memory before the calls are validated; so does `del raw` before they wait
+        batch, malformed = await parse(raw, dispatcher.config)
+        del raw
+        dispatcher.submit(batch)
+    finally:
+        bodies.release(size)
+    status = 400 if malformed == len(batch.results) else 200
+    if malformed:
+        dispatcher.counters.by_status[Status.INVALID.value] += malformed
+    if status == 400:
+        dispatcher.counters.refused[status] += 1
+    try:
+        yield batch, content_type, status
+    finally:
+        dispatcher.cancel(batch)
+
+
+async def wait_for_results(batch: Batch) -> None:
+    """Wait until the batch has all results."""
+    if batch.unfinished:
+        done = asyncio.Event()
+        batch.on_done = done.set
+        await done.wait()
+
+
+def pop_results(batch: Batch) -> list[EncodedResult]:
+    return [batch.pop_result(index) for index in range(len(batch.results))]
+
+
+async def respond(request: web.Request, status: int, body: bytes, content_type: str) -> web.StreamResponse:
+    """Send the whole body, in chunks of `CHUNK_BYTES`. Returns when all of it is in the kernel's socket buffer."""
+    if len(body) <= codec.CHUNK_BYTES:
+        response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
+        await send(request, response, body)
+        return response
+    headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
+    stream = web.StreamResponse(status=status, headers=headers)
+    await stream.prepare(request)
+    for start in range(0, len(body), codec.CHUNK_BYTES):
+        await send(request, stream, body[start : start + codec.CHUNK_BYTES])
+    await stream.write_eof()
+    return stream
+
+
+async def stream(request: web.Request, status: int, batch: Batch, content_type: str) -> web.StreamResponse:
+    """Send results as they finish. Results that finish while the client reads are then sent together."""
+    dispatcher = request.app[DISPATCHER]
+    finished = deque(index for index, result in enumerate(batch.results) if result is not None)
+    has_finished = asyncio.Event()
+
+    def on_result(index: int) -> None:
+        finished.append(index)
+        has_finished.set()
+
+    batch.on_result = on_result
+    response = web.StreamResponse(status=status, headers={"Content-Type": content_type, "X-Accel-Buffering": "no"})
+    await response.prepare(request)
+    num_unsent = len(batch.results)
+    while num_unsent:
+        has_finished.clear()
+        if not finished and not await _wait_for_event(has_finished, codec.HEARTBEAT_S):
+            await send(request, response, codec.HEARTBEAT[content_type])
+            continue
+        lines: list[bytes] = []
+        result_size = encoded_size = 0
+        while finished and len(lines) < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
+            index = finished.popleft()
+            result = batch.pop_result(index)
+            result_size += result_bytes(result)
+            lines.append(codec.encode_line(index, result, content_type))
+            encoded_size += len(lines[-1])
+        num_unsent -= len(lines)
+        await send(request, response, b"".join(lines))
+        dispatcher.call_table.results_read(batch, result_size)
+    await response.write_eof()
+    return response
+
+
+async def send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:
+    """Send a whole `Response`, or a part of a stream. Aborts the connection, and raises `ConnectionResetError`, if the
+    client takes longer than `stall_s` per `CHUNK_BYTES`."""
+    dispatcher = request.app[DISPATCHER]
+    chunks = max(1, -(-len(body) // codec.CHUNK_BYTES))  # rounded up
+    timeout_s = dispatcher.config.stall_s * chunks
+    try:
+        async with asyncio.timeout(timeout_s):
+            if isinstance(response, web.Response):
+                await response.prepare(request)
+                await response.write_eof()
+            else:
+                await response.write(body)
+    except TimeoutError:
+        dispatcher.counters.stalled += 1
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client did not read {len(body)} bytes in {timeout_s:g} s") from None
+    dispatcher.counters.bytes_out += len(body)
+
+
+async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for an event. Returns False on timeout."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
