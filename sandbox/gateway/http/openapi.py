@@ -73,6 +73,7 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     415: "The body has a content type or an encoding that is not supported",
     429: "The queue is full; send the request again after the seconds in Retry-After",
     500: "An internal error of the server; its log has the details",
+    501: "This server lacks an optional package that the route needs",
     503: "The server is starting or stopping; send the request again later, or to another server",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
