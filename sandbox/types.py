@@ -118,8 +118,6 @@ class Limits:
     def decode(cls, raw: Any, base: Limits | None = None, where: str = "limits") -> Limits:
         """Check a decoded mapping or `Limits`. Missing fields come from `base`. Raises `InvalidCall`."""
         base = base or DEFAULT_LIMITS
-        if raw is None:
-            return base
         if isinstance(raw, Limits):
             raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
         mapping = check_mapping(raw, where)
