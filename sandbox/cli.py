@@ -153,6 +153,19 @@ def runtime(args: argparse.Namespace) -> int:
     return 0
 
 
+def mcp(args: argparse.Namespace) -> int:
+    """Offer the sandbox to an MCP client over standard input and output, as the tool run_python."""
+    import asyncio
+    import importlib.util
+
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("mcp: needs the MCP SDK: pip install 'rstar-sandbox[mcp]'")
+    from sandbox.mcp_stdio import serve_stdio
+
+    asyncio.run(serve_stdio(args.url, os.environ.get(f"{ENV_PREFIX}TOKEN")))
+    return 0
+
+
 def bench(args: argparse.Namespace) -> int:
     """Run one of the benchmarks, which are part of the checkout and are not installed."""
     import importlib.util
@@ -204,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", _add_run_arguments, run),
         ("doctor", _add_doctor_arguments, doctor),
         ("runtime", _add_runtime_arguments, runtime),
+        ("mcp", _add_mcp_arguments, mcp),
         ("bench", _add_bench_arguments, bench),
     ):
         doc = (command.__doc__ or "").rstrip(".")
@@ -277,6 +291,14 @@ def _add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", metavar="DIR", help="directory (default: $RSTAR_RUNTIME, or under ~/.local/share)")
     parser.add_argument("--force", action="store_true", help="build it again, with the newest Python found")
     parser.add_argument("--check", action="store_true", help="build nothing; fail if it does not exist")
+
+
+def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="server that runs the calls, with the token of RSTAR_SANDBOX_TOKEN (default: start one)",
+    )
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ ERROR_TYPES = {
     415: "UnsupportedMediaType",
     429: "Overloaded",
     500: "InternalError",
+    501: "NotImplemented",
     503: "NotReady",
 }
 

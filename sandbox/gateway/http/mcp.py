@@ -1,0 +1,174 @@
+"""The route `/mcp`: the sandbox as an MCP server over streamable HTTP, with the official SDK.
+
+- The SDK's transport is an ASGI application. `_Exchange` passes it one aiohttp request and sends its response.
+- The transport has no sessions: each request stands alone, so any server behind a load balancer can answer it.
+- If the client disconnects, its call is cancelled.
+- The SDK is imported by the first request, in a thread, because that takes a second. Without the extra `mcp` the route
+  answers 501.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from contextvars import ContextVar
+from typing import Any
+
+from aiohttp import web
+
+from sandbox.gateway.http import exchange, validation
+from sandbox.gateway.http.codec import JSON
+from sandbox.gateway.http.errors import HttpError
+from sandbox.gateway.http.exchange import BODIES, DISPATCHER
+from sandbox.gateway.http.openapi import Route
+from sandbox.types import Call, Result
+
+EVENT_STREAM = "text/event-stream"
+_request: ContextVar[web.Request] = ContextVar("request")
+"""The HTTP request of a tool call. The SDK runs a call in the context of the request that contains it."""
+
+
+class McpTransport:
+    """The SDK's transport, which the first request starts and `stop` stops. It serves one application."""
+
+    def __init__(self) -> None:
+        self._starting = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._manager: Any = None
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request. Raises `HttpError` 501 if the SDK is not installed."""
+        async with self._starting:
+            if self._manager is None:
+                await self._start()
+        asgi = _Exchange(request, await _read_body(request))
+        token = _request.set(request)
+        try:
+            await self._manager.handle_request(asgi.scope, asgi.receive, asgi.send)
+        finally:
+            _request.reset(token)
+        return await asgi.finish()
+
+    async def stop(self) -> None:
+        """End all requests that are being answered."""
+        self._stop.set()
+        if self._task is not None:
+            await self._task
+
+    async def _start(self) -> None:
+        try:
+            server = await asyncio.to_thread(importlib.import_module, "sandbox.mcp_server")
+            security = importlib.import_module("mcp.server.transport_security")
+        except ModuleNotFoundError as error:
+            raise HttpError(
+                501, f"/mcp needs the package {error.name} on the server: pip install 'rstar-sandbox[mcp]'"
+            ) from None
+        mcp_server = server.build_server(_run_call)
+        no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)  # `auth` has checked
+        mcp_server.streamable_http_app(stateless_http=True, transport_security=no_checks)
+        manager = mcp_server.session_manager
+        started = asyncio.Event()
+        self._task = asyncio.create_task(self._run(manager, started))
+        await started.wait()
+        self._manager = manager
+
+    async def _run(self, manager: Any, started: asyncio.Event) -> None:
+        """Keep the manager running. It must be entered and left by the same task."""
+        async with manager.run():
+            started.set()
+            await self._stop.wait()
+
+
+class _Exchange:
+    """One request and its response, as an ASGI application sees them."""
+
+    def __init__(self, request: web.Request, body: bytes) -> None:
+        self._request = request
+        self._body: bytes | None = body
+        self._response: web.StreamResponse | None = None
+        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in request.headers.items()]
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": f"{request.version.major}.{request.version.minor}",
+            "method": request.method,
+            "scheme": request.scheme,
+            "path": request.path,
+            "raw_path": request.raw_path.encode(),
+            "query_string": request.query_string.encode(),
+            "root_path": "",
+            "headers": headers,
+        }
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the body, then wait: a disconnect cancels the task that runs the application."""
+        if self._body is None:
+            await asyncio.Event().wait()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Any) -> None:
+        """Send the start of the response, or a part of its body."""
+        if message["type"] == "http.response.start":
+            headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
+            self._response = web.StreamResponse(status=message["status"])
+            self._response.headers.extend(headers)
+            await self._response.prepare(self._request)
+        elif self._response is not None and message.get("body"):
+            await exchange.send(self._request, self._response, message["body"])
+
+    async def finish(self) -> web.StreamResponse:
+        """End the response and return it."""
+        if self._response is None:
+            raise HttpError(500, "the MCP transport sent no response; the server's log has the reason")
+        await self._response.write_eof()
+        return self._response
+
+
+async def _read_body(request: web.Request) -> bytes:
+    bodies = request.app[BODIES]
+    body = await bodies.read(request)
+    bodies.release(len(body))
+    return body
+
+
+async def _run_call(call: Call) -> Result:
+    """Run the call of a tool for the current request."""
+    dispatcher = _request.get().app[DISPATCHER]
+    batch, _ = await validation.parse_call(call.encode(binary=True), dispatcher.config)
+    dispatcher.submit(batch)
+    try:
+        await exchange.wait_for_results(batch)
+        return Result.decode(exchange.pop_results(batch)[0])
+    finally:
+        dispatcher.cancel(batch)
+
+
+TRANSPORT = web.AppKey("mcp", McpTransport)
+
+
+async def _mcp(request: web.Request) -> web.StreamResponse:
+    return await request.app[TRANSPORT].handle(request)
+
+
+async def on_startup(app: web.Application) -> None:
+    """Create the transport of an application."""
+    app[TRANSPORT] = McpTransport()
+
+
+async def on_cleanup(app: web.Application) -> None:
+    """Stop the transport of an application."""
+    await app[TRANSPORT].stop()
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/mcp",
+        _mcp,
+        "The tool run_python as an MCP server (streamable HTTP)",
+        {EVENT_STREAM: None, JSON: None},
+        error_statuses=(400, 401, 403, 408, 413, 429, 501),
+    ),
+)

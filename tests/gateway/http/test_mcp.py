@@ -1,0 +1,101 @@
+"""Tests of `/mcp` with the official SDK's client, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
+
+from tests.gateway.serving import Served, serving, until
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def client_of(served: Served, token: str | None = None) -> AsyncIterator[Client]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=60) as http,
+        Client(streamable_http_client(f"{served.url}/mcp", http_client=http)) as client,
+    ):
+        yield client
+
+
+async def test_the_tool_returns_text_for_the_model_and_a_typed_result() -> None:
+    async with serving() as served, client_of(served) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("run_python", {"code": "hello", "input": "typed", "timeout_s": 3})
+        (call,) = served.fleet.executors[0].calls.values()
+    assert tool.name == "run_python"
+    assert set(tool.input_schema["properties"]) == {"code", "input", "timeout_s"}
+    assert tool.output_schema is not None
+    assert "status" in tool.output_schema["required"]
+    assert (call["stdin"], call["limits"]["timeout_s"]) == ("typed", 3)
+    assert not result.is_error
+    assert result.content[0].text == "hello"  # type: ignore[union-attr]
+    assert result.structured_content is not None
+    assert (result.structured_content["status"], result.structured_content["stdout"]) == ("ok", "hello")
+
+
+async def test_many_calls_of_one_client_run_at_once() -> None:
+    async with serving() as served, client_of(served) as client:
+        results = await asyncio.gather(*(client.call_tool("run_python", {"code": f"{n}"}) for n in range(50)))
+    assert [result.content[0].text for result in results] == [f"{n}" for n in range(50)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"), [({"code": 5}, "code"), ({}, "code"), ({"code": "1", "timeout_s": -1}, "timeout_s")]
+)
+async def test_wrong_arguments_are_an_error_that_the_model_reads(arguments: dict[str, object], field: str) -> None:
+    async with serving() as served, client_of(served) as client:
+        result = await client.call_tool("run_python", arguments)
+    assert result.is_error
+    assert field in result.content[0].text  # type: ignore[union-attr]
+
+
+async def test_a_failure_of_the_service_is_no_tool_result() -> None:
+    async with serving() as served, client_of(served) as client:
+        with pytest.raises(MCPError, match="the sandbox did not run the code"):
+            await client.call_tool("run_python", {"code": "die"})
+
+
+async def test_a_client_that_disconnects_cancels_its_call() -> None:
+    async with serving() as served:
+        async with client_of(served) as client:
+            calling = asyncio.create_task(client.call_tool("run_python", {"code": "hang"}))
+            await until(lambda: served.dispatcher.call_table.outstanding.calls == 1)
+            calling.cancel()
+            await asyncio.wait({calling})
+        await until(lambda: served.dispatcher.call_table.outstanding.calls == 0)
+        assert served.fleet.executors[0].cancelled
+
+
+async def test_the_route_needs_the_token() -> None:
+    async with serving(token="secret") as served:
+        async with client_of(served, "secret") as client:
+            assert (await client.call_tool("run_python", {"code": "1"})).content
+        status, _ = await served.post("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "ping"})
+    assert status == 401
+
+
+async def test_a_body_that_is_no_message_is_refused() -> None:
+    async with serving() as served:
+        accept = "application/json, text/event-stream"
+        for body in (b"", b"{", b"[]", b'{"jsonrpc": "2.0"}', b"\xff" * 100):
+            status, _ = await served.post("/mcp", body, Accept=accept, Content_Type="application/json")
+            assert 400 <= status < 500
+
+
+async def test_without_the_sdk_the_route_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sandbox.mcp_server", raising=False)
+    monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
+    async with serving() as served:
+        status, body = await served.post("/mcp", {})
+    assert status == 501
+    assert "pip install 'rstar-sandbox[mcp]'" in body["error"]["message"]
