@@ -79,7 +79,7 @@ class Profile(DocumentedEnum):
     BARE = "bare", "The modules of the standard library that math code uses."
     NUMERIC = "numeric", "`bare` and numpy."
     SYMBOLIC = "symbolic", "`numeric`, sympy and mpmath."
-    SCIENTIFIC = "scientific", "`symbolic`, scipy, networkx and pandas."
+    SCIENTIFIC = "scientific", "`symbolic`, scipy, networkx, pandas and matplotlib."
     VERIFY = "verify", "`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."
 
 
