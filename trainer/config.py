@@ -121,7 +121,9 @@ class EnginesConfig:
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
     placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
-    args: dict[str, Any] = field(default_factory=dict)  # more options of vLLM servers that the run starts
+    args: dict[str, Any] = field(
+        default_factory=dict
+    )  # more of vLLM's AsyncEngineArgs, for servers that the run starts
     # Only for kind=openai, whose servers keep their own weights; model.path then names a tokenizer:
     model_name: str = ""  # the model's name at the endpoints
     api_key_env: str = ""  # name of the environment variable that has the API key; the key itself is stored nowhere

@@ -77,9 +77,9 @@ threads stay on the server's cores; vLLM itself binds only its compute threads."
 
 CHECK_OPTIONS_CODE = """\
 import sys
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(sys.argv[1:])
 """
 """Ends with exit code 2, and the reason in the last line of stderr, if vLLM does not accept its arguments."""
 
@@ -102,7 +102,7 @@ class VllmServers:
     """Whether weights are sent by NCCL."""
     cpu_kv_gb: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)
-    """More options of the server, named as in vLLM with underscores."""
+    """More options of vLLM's engine, named as in its `AsyncEngineArgs`."""
 
     def command(self, port: int) -> list[str]:
         """Return the command line of one server. Raises `ConfigError` for an option that is set twice."""
