@@ -70,8 +70,8 @@ class Tenants:
 
 
 def load_tenants(file: Path, server_token: str | None = None) -> Tenants:
-    """Read a tenants file. Raises `ConfigError` with the file, the tenant and what to do. `server_token` is the token of
-    the server itself, which no tenant may have."""
+    """Read a tenants file. Raises `ConfigError` with the file, the tenant and what to do. `server_token` is the token
+    of the server itself, which no tenant may have."""
     by_digest: dict[bytes, Tenant] = {}
     for name, raw in _read_tables(file).items():
         where = f"{file}: tenant {name!r:.80}"

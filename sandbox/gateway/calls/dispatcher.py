@@ -362,8 +362,8 @@ class Dispatcher:
     def _max_per_tenant(self) -> float:
         """Return how many calls one tenant may have at all executors.
 
-        While several tenants use the executors, a tenant leaves some short slots free, and none of its calls waits in an
-        executor. So a call of another tenant gets a slot at once, and not when calls that sleep have become long. A
+        While several tenants use the executors, a tenant leaves some short slots free, and none of its calls waits in
+        an executor. So a call of another tenant gets a slot at once, and not when calls that sleep have become long. A
         tenant alone has no such bound.
         """
         if not self.call_table.is_shared(monotonic()):
@@ -372,9 +372,9 @@ class Dispatcher:
         return max(1, sum(window - slots - math.ceil(slots * RESERVED_SLOTS) for window, slots in ready))
 
     def _send_frame(self, max_per_tenant: float, executor: ExecutorHandle) -> bool:
-        """Send an executor one frame of calls. Returns False if its window is full, or if it may run none of the waiting
-        calls: they are on their last attempt and the executor already runs such a call, or their tenants have reached
-        their bounds."""
+        """Send an executor one frame of calls. Returns False if its window is full, or if it may run none of the
+        waiting calls: they are on their last attempt and the executor already runs such a call, or their tenants have
+        reached their bounds."""
         if (free_window := self._free_window(executor)) <= 0:
             return False
         max_calls = min(free_window, MAX_FRAME_CALLS)

@@ -5,8 +5,8 @@ Invariants:
   call is never interrupted for another one.
 - Within one priority, the next call belongs to a tenant with the fewest running calls; tenants with equally many take
   turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the queue to empty.
-- A tenant with `max_running` running calls gets no further call. Its waiting calls are skipped at no cost: the tenant is
-  in no ring until one of its calls ends.
+- A tenant with `max_running` running calls gets no further call. Its waiting calls are skipped at no cost: the tenant
+  is in no ring until one of its calls ends.
 - A requeued call (its executor died) goes before all other calls of its priority, whatever its tenant has running: it
   was within the bound before.
 - The cost of a step does not depend on how many calls or tenants wait. `pop` searches the priorities in use (at most
@@ -178,8 +178,8 @@ class _Tenant(Generic[Item]):
 class _PriorityLevel(Generic[Item]):
     """One priority: the requeued calls, and the tenants with waiting calls of this priority that may run one.
 
-    The tenants are in rings, one ring per number of running calls. The next call is that of the first tenant in the ring
-    with the lowest number; the tenant then moves to the end of the ring for its new number.
+    The tenants are in rings, one ring per number of running calls. The next call is that of the first tenant in the
+    ring with the lowest number; the tenant then moves to the end of the ring for its new number.
     """
 
     __slots__ = ("requeued", "rings")

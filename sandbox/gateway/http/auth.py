@@ -1,8 +1,8 @@
 """Decides which requests are served.
 
-- With a token or tenants, a request must carry the server's token or that of a tenant. `PUBLIC_PATHS` are exceptions: `/health` and `/ready` for probes, and the
-  pages, since a browser sends no token with a page. The pages contain no data; they ask for the token and fetch their
-  data with it.
+- With a token or tenants, a request must carry the server's token or that of a tenant. `PUBLIC_PATHS` are exceptions:
+  `/health` and `/ready` for probes, and the pages, since a browser sends no token with a page. The pages contain no
+  data; they ask for the token and fetch their data with it.
 - Without a token the server listens on loopback only. Then web pages in a browser on the same machine are kept out:
   requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding) are rejected.
 """

@@ -81,8 +81,8 @@ async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
 
 
 async def set_tenant(batch: Batch, tenant: Tenant) -> None:
-    """Give a parsed batch the owner of the request's token, whose bounds then apply to each call. Raises `InvalidCall` if
-    a call names another tenant."""
+    """Give a parsed batch the owner of the request's token, whose bounds then apply to each call. Raises `InvalidCall`
+    if a call names another tenant."""
     batch.tenant = tenant
     for n, call in enumerate(batch.calls):
         if n % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
