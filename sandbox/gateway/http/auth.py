@@ -1,14 +1,15 @@
 """Decides which requests are served.
 
-- With a token, a request must carry it. `PUBLIC_PATHS` are exceptions: `/health` and `/ready` for probes, and the
-  pages, since a browser sends no token with a page. The pages contain no data; they ask for the token and fetch their
-  data with it.
+- With a token, a request must carry it, as a bearer token or as the password in its URL. `PUBLIC_PATHS` are
+  exceptions: `/health` and `/ready` for probes, and the pages, since a browser sends no token with a page. The pages
+  contain no data; they ask for the token and fetch their data with it.
 - Without a token the server listens on loopback only. Then web pages in a browser on the same machine are kept out:
   requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding) are rejected.
 """
 
 from __future__ import annotations
 
+import base64
 import hmac
 import ipaddress
 
@@ -31,23 +32,36 @@ def auth_middleware(config: ServeConfig) -> Middleware:
         if token is None:
             check_local_request(request.headers.get("Host", ""), request.headers.get("Origin"), config.host)
         elif request.path not in PUBLIC_PATHS:
-            check_token(request.headers.get("Authorization", ""), token)
+            check_token(request.headers.get("Authorization", ""), token, request.headers.get("Origin"))
         return await handler(request)
 
     return middleware
 
 
-def check_token(authorization: str, token: str) -> None:
+def check_token(authorization: str, token: str, origin: str | None = None) -> None:
     """Raises `HttpError` 401 unless the header carries the token. The comparison takes constant time."""
-    scheme, _, sent = authorization.partition(" ")
-    matches = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token.encode())
-    if scheme.lower() != "bearer" or not matches:
+    sent = _sent_token(authorization, origin)
+    if not hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode()):
         received = "a wrong token" if sent else "no token"
         raise HttpError(
             401,
             f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
             {"WWW-Authenticate": "Bearer"},
         )
+
+
+def _sent_token(authorization: str, origin: str | None) -> str:
+    """Return the token in a header. Basic authentication is for clients that accept a URL only: its password is the
+    token. Browsers repeat it by themselves, so a request of a web page cannot use it."""
+    scheme, _, sent = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return sent.strip()
+    if scheme.lower() != "basic" or origin is not None:
+        return ""
+    try:
+        return base64.b64decode(sent).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def check_local_request(host: str, origin: str | None, own_host: str) -> None:
