@@ -24,7 +24,6 @@ from sandbox.gateway.http.openapi import Route
 from sandbox.types import Call, Result
 
 EVENT_STREAM = "text/event-stream"
-_METHODS = ("POST", "GET", "DELETE")
 _request: ContextVar[web.Request] = ContextVar("request")
 """The HTTP request of a tool call. The SDK runs a call in the context of the request that contains it."""
 
@@ -163,14 +162,13 @@ async def on_cleanup(app: web.Application) -> None:
     await app[TRANSPORT].stop()
 
 
-ROUTES = tuple(
+ROUTES = (
     Route(
-        method,
+        "POST",
         "/mcp",
         _mcp,
         "The tool run_python as an MCP server (streamable HTTP)",
         {EVENT_STREAM: None, JSON: None},
-        error_statuses=(401, 403, 501),
-    )
-    for method in _METHODS
+        error_statuses=(400, 401, 403, 408, 413, 429, 501),
+    ),
 )

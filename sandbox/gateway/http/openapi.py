@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
-from sandbox.fields import NumberRule
+from sandbox.fields import VARIABLE_NAME, NumberRule
 from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.http.auth import PUBLIC_PATHS
 from sandbox.gateway.http.codec import HEARTBEAT_S
@@ -144,8 +144,7 @@ def _overview(needs_token: bool) -> str:
 def schemas() -> dict[str, Schema]:
     """Return every named schema."""
     timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
-    call = _schema_of_dataclass(Call, CALL_FIELDS)
-    call["properties"]["priority"] |= _range(PRIORITY)
+    call = _call_schema()
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
     result = _response_schema(Result, RESULT_FIELDS)
     index = _field("integer", "index in the batch of the call that this result belongs to")
@@ -192,6 +191,16 @@ def schemas() -> dict[str, Schema]:
         "Ready": _object("Whether the server accepts calls, and how it isolates them.", ready),
         "Refusal": _object("A request that is rejected.", {"error": _object("the reason", error)}),
     }
+
+
+def _call_schema() -> Schema:
+    schema = _schema_of_dataclass(Call, CALL_FIELDS)
+    properties = schema["properties"]
+    properties["priority"] |= _range(PRIORITY)
+    properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
+    properties["stdin_base64"] = {**_schema_of_hint(bytes), "description": CALL_FIELDS["stdin_base64"]}
+    schema["properties"] = {name: properties[name] for name in CALL_FIELDS}
+    return schema
 
 
 def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schema]:
@@ -357,6 +366,8 @@ def _schema_of_dataclass(cls: type, docs: Mapping[str, str]) -> Schema:
 
 def _schema_of_hint(hint: Any) -> Schema:
     """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
+    if hint == str | bytes:  # as text, since JSON has no bytes
+        hint = str
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
         return {"type": plain[hint]}
