@@ -105,7 +105,7 @@ def _decode_run_code(raw: Mapping[str, Json]) -> _Job:
     language = raw.get("language", "python")
     if language not in LANGUAGES:
         raise InvalidCall(f"language: expected one of {', '.join(LANGUAGES)}, got {shown(language)}")
-    check_number(raw.get("compile_timeout", 10), _SECONDS, "compile_timeout")
+    check_number(raw.get("compile_timeout", 10), "compile_timeout", _SECONDS)
     limits = _limits(raw, "run_timeout", 10.0, RUN_CODE_OUTPUT_KB)
     fetched = _fetched(raw)
     stdin = raw.get("stdin")
@@ -127,10 +127,10 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
     if not isinstance(cells, list):
         raise InvalidCall(f"cells: expected a list of Python sources, got {shown(cells)}")
     for index, cell in enumerate(cells):
-        check_text(cell, MAX_CODE_CHARS, f"cells[{index}]")
+        check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
     if raw.get("kernel", "python3") != "python3":
         raise InvalidCall(f"kernel: expected 'python3', got {shown(raw['kernel'])}")
-    check_number(raw.get("cell_timeout", 0), NumberRule(0, _SECONDS.high, whole=False), "cell_timeout")
+    check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, _SECONDS.high, whole=False))
     limits = _limits(raw, "total_timeout", 45.0, NOTEBOOK_OUTPUT_KB, extra_s=KERNEL_START_S)
     fetched = _fetched(raw)
     call = Call(
@@ -153,8 +153,8 @@ def _literal(text: str) -> str:
 def _limits(
     raw: Mapping[str, Json], timeout_field: str, default_s: float, output_kb: int, extra_s: float = 0.0
 ) -> Limits:
-    timeout_s = check_number(raw.get(timeout_field, default_s), _SECONDS, timeout_field) + extra_s
-    memory_mb = int(check_number(raw.get("memory_limit_MB", -1), _MEMORY_MB, "memory_limit_MB"))
+    timeout_s = check_number(raw.get(timeout_field, default_s), timeout_field, _SECONDS) + extra_s
+    memory_mb = int(check_number(raw.get("memory_limit_MB", -1), "memory_limit_MB", _MEMORY_MB))
     if memory_mb <= 0:
         memory_mb = DEFAULT_LIMITS.memory_mb
     memory_mb = max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low))
