@@ -1,14 +1,8 @@
 """Decides which requests are served.
 
-<<<<<<< HEAD
-- With a token, a request must carry it, as a bearer token or as the password in its URL. `PUBLIC_PATHS` are
-  exceptions: `/health` and `/ready` for probes, and the pages, since a browser sends no token with a page. The pages
-  contain no data; they ask for the token and fetch their data with it.
-=======
-- With a token or tenants, a request must carry the server's token or that of a tenant. `PUBLIC_PATHS` are exceptions:
-  `/health` and `/ready` for probes, and the pages, since a browser sends no token with a page. The pages contain no
-  data; they ask for the token and fetch their data with it.
->>>>>>> main
+- With a token or tenants, a request must carry the server's token or that of a tenant, as a bearer token or as the
+  password in its URL. `PUBLIC_PATHS` are exceptions: `/health` and `/ready` for probes, and the pages, since a browser
+  sends no token with a page. The pages contain no data; they ask for the token and fetch their data with it.
 - Without a token the server listens on loopback only. Then web pages in a browser on the same machine are kept out:
   requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding) are rejected.
 """
@@ -41,52 +35,18 @@ def auth_middleware(dispatcher: Dispatcher) -> Middleware:
         if not config.needs_token:
             check_local_request(request.headers.get("Host", ""), request.headers.get("Origin"), config.host)
         elif request.path not in PUBLIC_PATHS:
-<<<<<<< HEAD
-            check_token(request.headers.get("Authorization", ""), token, request.headers.get("Origin"))
-=======
-            tenant = check_token(request.headers.get("Authorization", ""), config.token, dispatcher.tenants)
+            token = sent_token(request.headers.get("Authorization", ""), request.headers.get("Origin"))
+            tenant = check_token(token, config.token, dispatcher.tenants)
             if tenant is not None:
                 request[TENANT] = tenant
->>>>>>> main
         return await handler(request)
 
     return middleware
 
 
-<<<<<<< HEAD
-def check_token(authorization: str, token: str, origin: str | None = None) -> None:
-    """Raises `HttpError` 401 unless the header carries the token. The comparison takes constant time."""
-    sent = _sent_token(authorization, origin)
-    if not hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode()):
-        received = "a wrong token" if sent else "no token"
-        raise HttpError(
-            401,
-            f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
-            {"WWW-Authenticate": "Bearer"},
-        )
-=======
-def check_token(authorization: str, server_token: str | None, tenants: Tenants | None = None) -> Tenant | None:
-    """Return the tenant whose token the header carries; None for the server's token. Raises `HttpError` 401 for another
-    token. The time of the comparison says nothing about the characters of a token."""
-    scheme, _, sent = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        token = sent.strip()
-        if tenants is not None and (tenant := tenants.find(token)) is not None:
-            return tenant
-        if server_token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), server_token.encode()):
-            return None
-    received = "a wrong token" if sent else "no token"
-    raise HttpError(
-        401,
-        f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
-        {"WWW-Authenticate": "Bearer"},
-    )
->>>>>>> main
-
-
-def _sent_token(authorization: str, origin: str | None) -> str:
-    """Return the token in a header. Basic authentication is for clients that accept a URL only: its password is the
-    token. Browsers repeat it by themselves, so a request of a web page cannot use it."""
+def sent_token(authorization: str, origin: str | None = None) -> str:
+    """Return the token in a header, or "". Basic authentication is for clients that take a URL only: its password is
+    the token. A browser repeats it without being asked, so the request of a web page cannot use it."""
     scheme, _, sent = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return sent.strip()
@@ -96,6 +56,21 @@ def _sent_token(authorization: str, origin: str | None) -> str:
         return base64.b64decode(sent).decode().partition(":")[2]
     except ValueError:
         return ""
+
+
+def check_token(token: str, server_token: str | None, tenants: Tenants | None = None) -> Tenant | None:
+    """Return the tenant of a token; None for the server's token. Raises `HttpError` 401 for another token. The time of
+    the comparison says nothing about the characters of a token."""
+    if token and tenants is not None and (tenant := tenants.find(token)) is not None:
+        return tenant
+    if server_token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), server_token.encode()):
+        return None
+    received = "a wrong token" if token else "no token"
+    raise HttpError(
+        401,
+        f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
+        {"WWW-Authenticate": "Bearer"},
+    )
 
 
 def check_local_request(host: str, origin: str | None, own_host: str) -> None:

@@ -25,16 +25,11 @@ from sandbox.fields import NumberRule, check_mapping, check_number, check_paths,
 from sandbox.gateway.http import codec, exchange
 from sandbox.gateway.http.codec import JSON, Json
 from sandbox.gateway.http.errors import HttpError
-from sandbox.gateway.http.openapi import Route, Schema
+from sandbox.gateway.http.openapi import Route
+from sandbox.gateway.http.sandbox_fusion_schemas import EXAMPLES, LANGUAGES, MEMORY_MB, SCHEMAS, SECONDS
 from sandbox.gateway.http.validation import ParsedBatch, batch_of_one
 from sandbox.types import DEFAULT_LIMITS, LIMIT_FIELDS, MAX_CODE_CHARS, Call, EncodedResult, Limits, Status
 
-LANGUAGES = (
-    "python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda",
-    "lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog",
-    "python_gpu", "lean", "swift", "racket", "python2", "gtest", "react", "javascript",
-)  # fmt: skip
-"""Languages of SandboxFusion, its SDK 0.3.7 and ScaleBox. Only `python` runs here; others get `SandboxError`."""
 KERNEL_START_S = 10.0
 """Seconds that SandboxFusion adds to `total_timeout` for the start of its kernel."""
 RUN_CODE_OUTPUT_KB = 1024
@@ -44,10 +39,8 @@ NOTEBOOK_OUTPUT_KB = 4096
 RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
-_SECONDS = LIMIT_FIELDS["timeout_s"]
-_MEMORY_MB = NumberRule(-1e9, 1e9, default=-1)
 _LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})
-"""Escapes for a text between triple quotes. Line breaks stay, so that the executor finds the cells' imports."""
+"""Escapes for a text between triple quotes. Line breaks stay."""
 
 Response = dict[str, Any]
 
@@ -105,7 +98,7 @@ def _decode_run_code(raw: Mapping[str, Json]) -> _Job:
     language = raw.get("language", "python")
     if language not in LANGUAGES:
         raise InvalidCall(f"language: expected one of {', '.join(LANGUAGES)}, got {shown(language)}")
-    check_number(raw.get("compile_timeout", 10), "compile_timeout", _SECONDS)
+    check_number(raw.get("compile_timeout", 10), "compile_timeout", SECONDS)
     limits = _limits(raw, "run_timeout", 10.0, RUN_CODE_OUTPUT_KB)
     fetched = _fetched(raw)
     stdin = raw.get("stdin")
@@ -130,7 +123,7 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
         check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
     if raw.get("kernel", "python3") != "python3":
         raise InvalidCall(f"kernel: expected 'python3', got {shown(raw['kernel'])}")
-    check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, _SECONDS.high, whole=False))
+    check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, SECONDS.high, whole=False))
     limits = _limits(raw, "total_timeout", 45.0, NOTEBOOK_OUTPUT_KB, extra_s=KERNEL_START_S)
     fetched = _fetched(raw)
     call = Call(
@@ -144,21 +137,22 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal of a text in which its lines are lines."""
+    """Return a Python literal of a text and a line break. Each line of the text is a whole line of the literal, so that
+    the executor finds imports in it."""
     if not text.isascii():  # a literal cannot contain lone surrogates
         text = text.encode("utf-8", "replace").decode()
-    return f"'''{text.translate(_LITERAL)}'''"
+    return f"'''\\\n{text.translate(_LITERAL)}\n'''"
 
 
 def _limits(
     raw: Mapping[str, Json], timeout_field: str, default_s: float, output_kb: int, extra_s: float = 0.0
 ) -> Limits:
-    timeout_s = check_number(raw.get(timeout_field, default_s), timeout_field, _SECONDS) + extra_s
-    memory_mb = int(check_number(raw.get("memory_limit_MB", -1), "memory_limit_MB", _MEMORY_MB))
+    timeout_s = check_number(raw.get(timeout_field, default_s), timeout_field, SECONDS) + extra_s
+    memory_mb = int(check_number(raw.get("memory_limit_MB", -1), "memory_limit_MB", MEMORY_MB))
     if memory_mb <= 0:
         memory_mb = DEFAULT_LIMITS.memory_mb
     memory_mb = max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low))
-    return Limits(timeout_s=min(timeout_s, _SECONDS.high), memory_mb=memory_mb, output_kb=output_kb)
+    return Limits(timeout_s=min(timeout_s, SECONDS.high), memory_mb=memory_mb, output_kb=output_kb)
 
 
 def _files(raw: Mapping[str, Json]) -> dict[str, bytes]:
@@ -297,129 +291,6 @@ def _are_texts(values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-_TEXT = {"type": "string"}
-_NULLABLE_TEXT = {"anyOf": [{"type": "null"}, _TEXT]}
-_COMMON_REQUEST = {
-    "memory_limit_MB": {
-        "type": "integer",
-        "minimum": int(_MEMORY_MB.low),
-        "maximum": int(_MEMORY_MB.high),
-        "default": -1,
-        "description": f"MiB beyond the interpreter's own memory; 0 or less: {DEFAULT_LIMITS.memory_mb}",
-    },
-    "files": {
-        "type": "object",
-        "additionalProperties": _NULLABLE_TEXT,
-        "default": {},
-        "description": "files to create: relative path to base64 text; null: no file",
-    },
-    "fetch_files": {
-        "type": "array",
-        "items": _TEXT,
-        "default": [],
-        "description": "relative paths of files to return after the run",
-    },
-}
-_STATUS = {
-    "type": "string",
-    "enum": ["Success", "Failed", "SandboxError"],
-    "description": "Failed: a time-out, or an exit code other than 0. SandboxError: the service did not run the code",
-}
-_MESSAGE = {"type": "string", "description": "the reason of SandboxError; else empty"}
-_COMMAND = {"anyOf": [{"type": "null"}, {"$ref": "#/components/schemas/SandboxFusionCommand"}]}
-_RESPONSE_FILES = {"type": "object", "additionalProperties": _TEXT, "description": "returned files in base64, by name"}
-_POD_NAME = {"type": "null", "description": "always null"}
-_SCHEMAS: dict[str, Schema] = {
-    "SandboxFusionCode": {
-        "type": "object",
-        "description": "A request of SandboxFusion. Other fields are ignored.",
-        "required": ["code"],
-        "properties": {
-            "code": {"type": "string", "description": "Python source, run as a script"},
-            "language": {"type": "string", "enum": list(LANGUAGES), "default": "python", "description": "only python"},
-            "run_timeout": {"type": "number", "minimum": _SECONDS.low, "maximum": _SECONDS.high, "default": 10.0},
-            "compile_timeout": {"type": "number", "minimum": _SECONDS.low, "maximum": _SECONDS.high, "default": 10.0},
-            "stdin": _NULLABLE_TEXT,
-            **_COMMON_REQUEST,
-        },
-    },
-    "SandboxFusionCells": {
-        "type": "object",
-        "description": "A notebook of SandboxFusion. Other fields are ignored.",
-        "required": ["cells"],
-        "properties": {
-            "cells": {"type": "array", "items": _TEXT, "description": "Python sources, run in one namespace"},
-            "cell_timeout": {"type": "number", "minimum": 0, "maximum": _SECONDS.high, "description": "ignored"},
-            "total_timeout": {"type": "number", "minimum": _SECONDS.low, "maximum": _SECONDS.high, "default": 45.0},
-            "kernel": {"type": "string", "enum": ["python3"], "default": "python3"},
-            **_COMMON_REQUEST,
-        },
-    },
-    "SandboxFusionCommand": {
-        "type": "object",
-        "description": "How a process ended.",
-        "required": ["status", "execution_time", "return_code", "stdout", "stderr"],
-        "properties": {
-            "status": {"type": "string", "enum": ["Finished", "TimeLimitExceeded"]},
-            "execution_time": {"type": "number", "description": "seconds of wall time"},
-            "return_code": {
-                "anyOf": [{"type": "null"}, {"type": "integer"}],
-                "description": "the exit code, or the negative number of the signal; null after a time-out",
-            },
-            "stdout": _TEXT,
-            "stderr": _TEXT,
-        },
-    },
-    "SandboxFusionRun": {
-        "type": "object",
-        "required": ["status", "message", "compile_result", "run_result", "executor_pod_name", "files"],
-        "properties": {
-            "status": _STATUS,
-            "message": _MESSAGE,
-            "compile_result": {"type": "null", "description": "always null: Python is not compiled"},
-            "run_result": _COMMAND,
-            "executor_pod_name": _POD_NAME,
-            "files": _RESPONSE_FILES,
-        },
-    },
-    "SandboxFusionNotebook": {
-        "type": "object",
-        "required": ["status", "message", "driver", "cells", "executor_pod_name", "files"],
-        "properties": {
-            "status": _STATUS,
-            "message": _MESSAGE,
-            "driver": {**_COMMAND, "description": "how the process of all cells ended"},
-            "cells": {
-                "type": "array",
-                "description": "the results of the cells that ended, in their order",
-                "items": {"$ref": "#/components/schemas/SandboxFusionCell"},
-            },
-            "executor_pod_name": _POD_NAME,
-            "files": _RESPONSE_FILES,
-        },
-    },
-    "SandboxFusionCell": {
-        "type": "object",
-        "required": ["stdout", "stderr", "display", "error"],
-        "properties": {
-            "stdout": _TEXT,
-            "stderr": _TEXT,
-            "display": {"type": "array", "items": {"type": "object", "additionalProperties": _TEXT}},
-            "error": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["ename", "evalue", "traceback"],
-                    "properties": {"ename": _TEXT, "evalue": _TEXT, "traceback": {"type": "array", "items": _TEXT}},
-                },
-            },
-        },
-    },
-}
-_EXAMPLES = {
-    "SandboxFusionCode": {"code": "print(input())", "language": "python", "stdin": "hi", "run_timeout": 5},
-    "SandboxFusionCells": {"cells": ["x = 20", "x + 1"]},
-}
 _ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 504)
 
 ROUTES = (
@@ -432,8 +303,8 @@ ROUTES = (
         "SandboxFusionCode",
         (JSON,),
         _ERROR_STATUSES,
-        schemas=_SCHEMAS,
-        examples=_EXAMPLES,
+        schemas=SCHEMAS,
+        examples=EXAMPLES,
     ),
     Route(
         "POST",
@@ -444,7 +315,7 @@ ROUTES = (
         "SandboxFusionCells",
         (JSON,),
         _ERROR_STATUSES,
-        examples=_EXAMPLES,
+        examples=EXAMPLES,
     ),
     Route("GET", "/v1/ping", ping, "Liveness, as SandboxFusion answers it", {JSON: None}, error_statuses=(401, 403)),
 )

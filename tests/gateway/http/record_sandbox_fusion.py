@@ -8,6 +8,7 @@ The answers of the committed file are those of SandboxFusion 469de08 without iso
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
@@ -32,6 +33,7 @@ def post(url: str, body: Any) -> Any:
         return json.load(response)
 
 
+@functools.cache
 def import_reward(checkout: Path) -> ModuleType:
     """Import `verl.utils.reward_score.sandbox_fusion` from a checkout, without the rest of verl."""
     name = "verl_sandbox_fusion"
