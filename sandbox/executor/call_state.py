@@ -146,7 +146,13 @@ class CallRequest:
             "return_count": len(return_files),
         }
         code = encoded["code"].encode("utf-8", "surrogatepass")
-        return zygote_frames.pack(header, [code, _encode_stdin(encoded.get("stdin", "")), names, *files.values()])
+        blobs = [code, _encode_stdin(encoded.get("stdin", "")), names, *files.values()]
+        if "compiled" in encoded:
+            header["has_compiled"] = True
+            blobs.append(encoded["compiled"])
+        if "compile_only" in encoded:
+            header["compile_only"] = True
+        return zygote_frames.pack(header, blobs)
 
 
 @dataclass(eq=False, slots=True)

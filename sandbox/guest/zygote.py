@@ -49,12 +49,14 @@ import checker
 import confine
 import descriptors
 import frames
+import function_call
 import profiles
 import fork_warmup
 import runner
 import system_calls
 
 sys.modules["rstar_checker"] = checker  # a call may bring a file named checker.py
+sys.modules["rstar_function_call"] = function_call
 _FIRST_FREE_FD = 10
 """The zygote's own descriptors start here, because a call uses 0 to 4."""
 _MAX_SLOTS_PER_POOL = 4096

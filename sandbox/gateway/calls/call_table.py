@@ -117,7 +117,7 @@ class CallTable:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
         groups = _group_by_tenant(batch.calls)
         wanted = _load_by_tenant(groups)
-        self._check_capacity(wanted, now)
+        self.check_capacity(wanted, now)
         for name, load in wanted.items():
             self.outstanding.add(load.calls, load.bytes)
             self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
@@ -281,9 +281,9 @@ class CallTable:
         batch.unread_bytes += size_bytes
         self.unread_result_bytes += size_bytes
 
-    def _check_capacity(self, wanted: Mapping[str, Outstanding], now: float) -> None:
-        """Raises `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for
-        the batch beside the unfinished calls."""
+    def check_capacity(self, wanted: Mapping[str, Outstanding], now: float) -> None:
+        """Check whether a batch with this load by tenant would be admitted now. Raises `RequestRefused` if a limit is too
+        small for this batch alone, and `Overloaded` if it is too small for the batch beside the unfinished calls."""
         if self.unread_result_bytes > self.limits.max_result_bytes:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(
