@@ -1,12 +1,15 @@
 """How fast do this service and its peers do the same work, each over its own HTTP interface?
 
-    python -m bench.peers [--code-judge URL] [--sandbox-fusion URL] [--url URL] [--seconds 5] [--in-flight 64] [--json]
+    python -m bench.peers [--code-judge URL] [--sandbox-fusion URL] [--scalebox URL] [--url URL] [--json]
 
 Our service is started unless `--url` names one. A peer takes part if its URL is given; a fresh interpreter per call,
 without isolation, always does. All take turns within a round, for the same time, with the same number of calls in
 flight, each with the interface that suits it best: ours streams batches, code-judge gets `/run/long-batch`,
 SandboxFusion one `/run_code` per call. A result is correct if its status is the one that the call must have and its
 output that of a fresh interpreter. code-judge has one time limit for all calls.
+
+Then each system gets the two loads of `LOADS`, one after the other: many short calls at once, and calls at once that
+are far below their time limit if they run alone. A call without a correct result counts as lost.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
-from itertools import cycle
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, islice, repeat, takewhile
 from typing import Any
 
 import aiohttp
@@ -38,11 +42,13 @@ from sandbox.errors import SandboxError
 from sandbox.types import DEFAULT_LIMITS, Call
 
 OURS, FRESH = "rstar-sandbox", "fresh interpreter"
-PEERS = ("code-judge", "SandboxFusion")
+PEERS = ("code-judge", "SandboxFusion", "ScaleBox")
 BATCHES = 4
 """Requests in flight of systems that take batches."""
 MIX_CALLS = 384
 """Different calls of the mix. They are sent again and again."""
+SLOW_TIMEOUT_S = 4.0
+"""Time limit of the load `slow`: ten times what its call needs in a fresh interpreter on an idle core."""
 REQUEST_TIMEOUT_S = 120.0
 RETRY_DELAY_S = 0.1
 """Delay after a failed request, so that a system that refuses is not flooded."""
@@ -72,6 +78,29 @@ class PeerCall:
     def matches(self, answer: Answer) -> bool:
         return answer.status == self.status and self.stdout in (None, answer.stdout)
 
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A fixed number of calls of one kind."""
+
+    kind: str
+    calls: int
+    in_flight: int
+    limits: Mapping[str, float]
+    title: str
+
+
+LOADS = {
+    "burst": Load("print", 1000, 256, {}, "1,000 `print`, 256 at once"),
+    "slow": Load(
+        "sympy",
+        200,
+        64,
+        {"timeout_s": SLOW_TIMEOUT_S},
+        f"200 `sympy.solve`, 64 at once, limit {SLOW_TIMEOUT_S:g} s",
+    ),
+}
+"""The loads that show losses and wrong time-outs, by name."""
 
 Answers = AsyncGenerator[tuple[int, Answer], None]
 
@@ -116,8 +145,8 @@ def code_judge(http: aiohttp.ClientSession, url: str, in_flight: int) -> System:
     return System("code-judge", in_flight, _batch_size(in_flight), run)
 
 
-def sandbox_fusion(http: aiohttp.ClientSession, url: str, in_flight: int) -> System:
-    """SandboxFusion's `/run_code`, one request per call."""
+def sandbox_fusion(http: aiohttp.ClientSession, url: str, in_flight: int, name: str = "SandboxFusion") -> System:
+    """The `/run_code` of SandboxFusion and ScaleBox, one request per call."""
 
     async def run(calls: Sequence[Mapping[str, Any]]) -> Answers:
         for index, call in enumerate(calls):
@@ -125,7 +154,7 @@ def sandbox_fusion(http: aiohttp.ClientSession, url: str, in_flight: int) -> Sys
             body = {"code": call["code"], "language": "python", "run_timeout": timeout_s, "stdin": call.get("stdin")}
             yield index, _sandbox_fusion_answer(await _post(http, f"{url}/run_code", body))
 
-    return System("SandboxFusion", in_flight, 1, run)
+    return System(name, in_flight, 1, run)
 
 
 def fresh_interpreters(fresh: FreshInterpreters) -> System:
@@ -177,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", type=url, help="our service (default: one is started)")
     parser.add_argument("--code-judge", type=url, metavar="URL", help="a running code-judge")
     parser.add_argument("--sandbox-fusion", type=url, metavar="URL", help="a running SandboxFusion")
+    parser.add_argument("--scalebox", type=url, metavar="URL", help="a running ScaleBox")
     parser.add_argument("--kinds", type=arguments.names_of(kinds), default=kinds, help=f"of {','.join(kinds)}")
+    parser.add_argument("--loads", type=arguments.names_of(LOADS), default=LOADS, help=f"of {','.join(LOADS)}")
     parser.add_argument("--seconds", type=arguments.seconds, default=5.0, help="per system and round (default: 5)")
     parser.add_argument("--rounds", type=arguments.count, default=3, help="rounds (default: 3)")
     return parser
@@ -186,11 +217,12 @@ def _parser() -> argparse.ArgumentParser:
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         fresh = stack.enter_context(interpreters(service.guest_python(args.python)))
-        systems = [*await _http_systems(stack, args), fresh_interpreters(fresh)]
+        makers = await _http_systems(stack, args)
+        systems = [*(make(args.in_flight) for make in makers), fresh_interpreters(fresh)]
         calls = {kind: await _calls(kind, fresh, args.seed) for kind in args.kinds}
         for system in systems:
             await check(system)
-        num_rounds = args.rounds * len(calls) * len(systems)
+        num_rounds = args.rounds * len(calls) * len(systems) + len(args.loads) * len(makers)
         advance = stack.enter_context(command.counted_progress("rounds", num_rounds))
         rounds: dict[str, dict[str, list[SystemRound]]] = {kind: {s.name: [] for s in systems} for kind in calls}
         for _ in range(args.rounds):
@@ -198,23 +230,33 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 for system in systems:
                     rounds[kind][system.name].append(await drive(system, kind_calls, args.seconds))
                     advance()
+        loads: dict[str, dict[str, SystemRound]] = {name: {} for name in args.loads}
+        for name, rows in loads.items():
+            (call,) = await _calls(LOADS[name].kind, fresh, args.seed)
+            for make in makers:
+                system = make(LOADS[name].in_flight)
+                rows[system.name] = await run_load(system, call, LOADS[name])
+                advance()
     sizes = {name: getattr(args, name) for name in ("seconds", "rounds", "in_flight")}
-    return {**sizes, **summarize(rounds)}
+    return {**sizes, **summarize(rounds, loads)}
 
 
-async def _http_systems(stack: AsyncExitStack, args: argparse.Namespace) -> list[System]:
+async def _http_systems(stack: AsyncExitStack, args: argparse.Namespace) -> list[Callable[[int], System]]:
+    """Return for our service and each peer the function that builds it for a number of calls in flight."""
     url = args.url or stack.enter_context(service.running(args.python)).url
     token = os.environ.get("RSTAR_SANDBOX_TOKEN")
     client = await stack.enter_async_context(AsyncClient(url, token=token, batch_size=_batch_size(args.in_flight)))
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-    systems = [our_service(client, args.in_flight)]
+    makers: list[Callable[[int], System]] = [partial(our_service, client)]
     if args.code_judge:
-        systems.append(code_judge(http, args.code_judge, args.in_flight))
+        makers.append(partial(code_judge, http, args.code_judge))
     if args.sandbox_fusion:
-        systems.append(sandbox_fusion(http, args.sandbox_fusion, args.in_flight))
-    return systems
+        makers.append(partial(sandbox_fusion, http, args.sandbox_fusion))
+    if args.scalebox:
+        makers.append(partial(sandbox_fusion, http, args.scalebox, name="ScaleBox"))
+    return makers
 
 
 async def _calls(kind: str, fresh: FreshInterpreters, seed: int) -> list[PeerCall]:
@@ -241,14 +283,23 @@ async def check(system: System) -> None:
 
 async def drive(system: System, calls: Sequence[PeerCall], seconds: float) -> SystemRound:
     """Keep `system.in_flight` calls in flight for `seconds`, then wait for their answers."""
-    row, endless = SystemRound(), cycle(calls)
+    end, endless = time.perf_counter() + seconds, cycle(calls)
+    return await _send_all(system, takewhile(lambda _: time.perf_counter() < end, endless))
+
+
+async def run_load(system: System, call: PeerCall, load: Load) -> SystemRound:
+    """Send the calls of a load, `system.in_flight` at once."""
+    limited = replace(call, call={**call.call, "limits": load.limits})
+    return await _send_all(system, repeat(limited, load.calls))
+
+
+async def _send_all(system: System, calls: Iterator[PeerCall]) -> SystemRound:
+    row = SystemRound()
     start, cpu_s = time.perf_counter(), _machine_cpu_s()
 
     async def work() -> None:
-        while True:
-            await _send(system, [next(endless) for _ in range(system.batch)], row)
-            if time.perf_counter() - start > seconds:
-                return
+        while batch := list(islice(calls, system.batch)):
+            await _send(system, batch, row)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(max(1, system.in_flight // system.batch)):
@@ -314,17 +365,21 @@ def _machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def summarize(rounds: Mapping[str, Mapping[str, Sequence[SystemRound]]]) -> dict[str, Any]:
-    """The result by kind and system, medians over the rounds."""
+def summarize(
+    rounds: Mapping[str, Mapping[str, Sequence[SystemRound]]], loads: Mapping[str, Mapping[str, SystemRound]]
+) -> dict[str, Any]:
+    """The result by kind and system, medians over the rounds, and by load and system."""
     kinds = {kind: {name: _row(rows) for name, rows in systems.items()} for kind, systems in rounds.items()}
+    load_rows = {load: {name: _row([row]) for name, row in systems.items()} for load, systems in loads.items()}
     counts = {
         f"{kind}: {name} calls of ours": rows[OURS][name]
-        for kind, rows in kinds.items()
+        for kind, rows in {**kinds, **load_rows}.items()
         for name in ("mismatched", "unanswered")
     }
     return {
         "systems": list(next(iter(kinds.values()))),
         "kinds": kinds,
+        "loads": load_rows,
         "faster": [
             f"{kind}: {name} runs {row['calls_per_s']:g} calls/s, {OURS} {rows[OURS]['calls_per_s']:g}"
             for kind, rows in kinds.items()
@@ -355,6 +410,11 @@ def tables(result: Result) -> list[Block]:
     systems = result["systems"]
     rows = [(KIND_NAMES[kind], *(_cell(row.get(name)) for name in systems)) for kind, row in result["kinds"].items()]
     blocks: list[Block] = [Table(("calls/s (without a correct result)", *systems), rows)]
+    load_cells = [
+        (LOADS[name].title, *(_load_cell(row.get(system)) for system in systems))
+        for name, row in result["loads"].items()
+    ]
+    blocks.append(Table(("calls with the correct result (p50 in s)", *systems), load_cells))
     if absent := [name for name in PEERS if name not in systems]:
         blocks.append(f"Not running there: {', '.join(absent)}.")
     return [*blocks, *result.get("faster", ()), *requirements.unmet(result)]
@@ -365,6 +425,12 @@ def _cell(row: Result | None) -> str:
         return "-"
     share = 100 * (row["mismatched"] + row["unanswered"]) / row["calls"]
     return number(row["calls_per_s"]) + (f" ({share:.1f} %)" if share else "")
+
+
+def _load_cell(row: Result | None) -> str:
+    if row is None:
+        return "-"
+    return f"{100 * row['correct'] / row['calls']:.1f} % ({row['latency_ms']['p50'] / 1e3:.2g})"
 
 
 def draw(axes: Any, result: Result) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ MAX_NAME_BYTES = 255
 """Bytes of one part of a path (NAME_MAX of Linux file systems)."""
 MAX_LABEL_CHARS = 256
 """Characters of an id or a tenant."""
+MAX_VARIABLES = MAX_ARGUMENTS = 256
+MAX_ENV_BYTES = MAX_ARGV_BYTES = 64 << 10
+"""Bytes of all environment variables, or of all arguments. The kernel passes at most 128 KiB in one text to a program
+(MAX_ARG_STRLEN), so the code can start programs with any of them."""
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_SHOWN_CHARS = 60
 """Characters of a hostile text that an error message repeats."""
 
@@ -82,19 +88,33 @@ def check_names(
     raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}{suggestion}")
 
 
-def check_number(value: Any, rule: NumberRule, where: str) -> float:
+def check_number(value: Any, where: str, rule: NumberRule) -> float:
     if not rule.accepts(value):
         raise InvalidCall(f"{where}: expected {rule.expected}, got {shown(value)}")
     return rule.convert(value)
 
 
-def check_text(value: Any, max_chars: int, where: str) -> str:
+def check_text(value: Any, where: str, max_chars: int) -> str:
     if not isinstance(value, str):
         raise InvalidCall(f"{where}: expected text, got {shown(value)}")
     if len(value) > max_chars:
         raise InvalidCall(
             f"{where}: expected at most {max_chars} characters, got {len(value)}; send less, or use files"
         )
+    return value
+
+
+def check_stdin(value: Any, where: str, max_chars: int) -> str | bytes:
+    if not isinstance(value, bytes):
+        return check_text(value, where, max_chars)
+    if len(value) > max_chars:
+        raise InvalidCall(f"{where}: expected at most {max_chars} bytes, got {len(value)}; send less, or use files")
+    return value
+
+
+def check_flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidCall(f"{where}: expected true or false, got {shown(value)}")
     return value
 
 
@@ -127,6 +147,41 @@ def check_paths(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_FILES:
         raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {shown(value)}")
     return tuple(_path(path, where) for path in value)
+
+
+def check_env(value: Any, where: str) -> Mapping[str, str]:
+    mapping = check_mapping(value, where)
+    if len(mapping) > MAX_VARIABLES:
+        raise InvalidCall(f"{where}: expected at most {MAX_VARIABLES} variables, got {len(mapping)}")
+    for name in mapping:
+        if not isinstance(name, str) or not VARIABLE_NAME.fullmatch(name):
+            expected = "names of ASCII letters, digits and '_' that do not start with a digit"
+            raise InvalidCall(f"{where}: expected {expected}, got {shown(name)}")
+    texts = ((f"[{shown(name)}]", text) for name, text in mapping.items())
+    _check_process_texts(texts, MAX_ENV_BYTES - sum(map(len, mapping)), where)
+    return dict(mapping)
+
+
+def check_arguments(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_ARGUMENTS:
+        raise InvalidCall(f"{where}: expected a list of at most {MAX_ARGUMENTS} texts, got {shown(value)}")
+    _check_process_texts(((f"[{index}]", text) for index, text in enumerate(value)), MAX_ARGV_BYTES, where)
+    return tuple(value)
+
+
+def _check_process_texts(texts: Iterable[tuple[str, Any]], max_bytes: int, where: str) -> None:
+    """Refuse what the kernel cannot pass to a program, and texts of more than `max_bytes` together. `texts` are pairs
+    of a position, for messages, and a text."""
+    size = 0
+    for position, text in texts:
+        if not isinstance(text, str) or "\0" in text:
+            raise InvalidCall(f"{where}{position}: expected text without NUL, got {shown(text)}")
+        try:
+            size += len(text.encode("utf-8", "surrogateescape"))  # as Python encodes it for a program
+        except UnicodeEncodeError:
+            raise InvalidCall(f"{where}{position}: expected text that UTF-8 can encode, got {shown(text)}") from None
+        if size > max_bytes:
+            raise InvalidCall(f"{where}: expected at most {MAX_ENV_BYTES >> 10} KiB together; use files for more")
 
 
 def _path(path: Any, where: str) -> str:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -26,7 +25,6 @@ from sandbox.types import (
     Call,
     DocumentedEnum,
     EncodedResult,
-    Limits,
     Status,
     Usage,
 )
@@ -141,7 +139,9 @@ class Program:
         if not program.checker:
             for index, test in enumerate(program.tests):
                 if test.expected is MISSING:
-                    raise InvalidCall(f"{where}.tests[{index}].expected: expected a value, or a checker for the program")
+                    raise InvalidCall(
+                        f"{where}.tests[{index}].expected: expected a value, or a checker for the program"
+                    )
         return program
 
     @classmethod
@@ -178,6 +178,10 @@ class Program:
     def size(self) -> int:
         """Approximate memory of the program and its tests in bytes."""
         return self.call.size + len(self.checker) + sum(test.size for test in self.tests)
+
+    def with_id(self, program_id: str) -> Program:
+        """Return this program with an id."""
+        return replace(self, call=replace(self.call, id=program_id))
 
     def calls(self) -> list[Call]:
         """Return the calls that run the tests. Calls with the same code share the text."""
@@ -403,7 +407,9 @@ def _answer(test: ProgramTest, result: EncodedResult) -> str:
 
 def _decode_tests(raw: Any, where: str) -> tuple[ProgramTest, ...]:
     if not isinstance(raw, list) or not raw:
-        raise InvalidCall(f"{where}: expected a list of at least one test, got {'an empty list' if raw == [] else shown(raw)}")
+        raise InvalidCall(
+            f"{where}: expected a list of at least one test, got {'an empty list' if raw == [] else shown(raw)}"
+        )
     return tuple(ProgramTest.decode(test, f"{where}[{index}]") for index, test in enumerate(raw))
 
 

@@ -6,26 +6,33 @@
 - `CALL_FIELDS` and `LIMIT_FIELDS` describe each field of a call once, for validation and the OpenAPI schema.
   `sandbox.gateway.http.result_fields` describes the fields of results.
 
-Bytes (file contents) are base64 text in JSON and raw `bin` in msgpack; `decode` takes both.
+Bytes are base64 text in JSON and raw `bin` in msgpack; `decode` takes both. Standard input that is bytes is the field
+`stdin` in msgpack and `stdin_base64` in JSON.
 """
 
 from __future__ import annotations
 
+import base64
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal, Self, TypedDict, overload
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import (
     NumberRule,
+    check_arguments,
+    check_env,
     check_files,
+    check_flag,
     check_label,
     check_mapping,
     check_names,
     check_number,
     check_paths,
+    check_stdin,
     check_text,
     decode_bytes,
     shown,
@@ -34,6 +41,7 @@ from sandbox.fields import (
 
 MAX_CODE_CHARS = 4 << 20
 MAX_STDIN_CHARS = 16 << 20
+"""Characters of standard input, or its bytes if it is bytes."""
 
 
 class DocumentedEnum(StrEnum):
@@ -122,7 +130,7 @@ class Limits:
             raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
         mapping = check_mapping(raw, where)
         check_names(mapping, LIMIT_FIELDS, where)
-        values: dict[str, Any] = {n: check_number(mapping[n], LIMIT_FIELDS[n], f"{where}.{n}") for n in mapping}
+        values: dict[str, Any] = {n: check_number(mapping[n], f"{where}.{n}", LIMIT_FIELDS[n]) for n in mapping}
         return replace(base, **values) if values else base
 
     def clamped(self, max_limits: Limits) -> tuple[Limits, dict[str, float]]:
@@ -139,13 +147,13 @@ DEFAULT_LIMITS = Limits()
 @dataclass(frozen=True, slots=True)
 class Call:
     """One piece of Python code with its input and limits. `files` maps relative paths to the contents of files that are
-    created in the scratch directory before the code runs.
+    created in the scratch directory before the code runs. `env` maps the names of environment variables to their texts.
 
     The constructor accepts each field in its final type or in its JSON form. Raises `InvalidCall`.
     """
 
     code: str
-    stdin: str = ""
+    stdin: str | bytes = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
     return_files: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
@@ -154,6 +162,8 @@ class Call:
     id: str = ""
     priority: int = 0
     tenant: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -170,7 +180,9 @@ class Call:
             raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
         base = defaults or _NO_DEFAULTS
         call = object.__new__(cls)  # the constructor would check all fields a second time
-        for name in CALL_FIELDS:
+        if "stdin_base64" in mapping:
+            mapping = _with_decoded_stdin(mapping, where)
+        for name in _DEFAULTS:
             value = getattr(base, name)
             if name in mapping:
                 value = _decode_field(name, mapping[name], base.limits, f"{where}.{name}")
@@ -198,18 +210,27 @@ class Call:
     @property
     def size(self) -> int:
         """Approximate memory of this call in bytes, for admission."""
-        return 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
+        size = 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
+        if self.env or self.argv:
+            size += sum(map(len, (*self.argv, *self.env, *self.env.values())))
+        return size
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
-        """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, file contents stay
-        bytes; else they become base64 text."""
+        """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
+        else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
         for name in ("stdin", "echo", "profile", "id", "priority", "tenant"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
+        if not binary and isinstance(self.stdin, bytes):
+            raw["stdin_base64"] = base64.b64encode(raw.pop("stdin")).decode("ascii")
         if self.files:
             raw["files"] = dict(self.files) if binary else to_base64(self.files)
+        if self.env:
+            raw["env"] = dict(self.env)
+        if self.argv:
+            raw["argv"] = list(self.argv)
         if self.return_files:
             raw["return_files"] = list(self.return_files)
         limits = {name: getattr(self.limits, name) for name in LIMIT_FIELDS}
@@ -394,7 +415,8 @@ def invalid_result(call_id: str, message: str) -> Result:
 
 CALL_FIELDS: dict[str, str] = {
     "code": "Python source, run as a script",
-    "stdin": "text on standard input",
+    "stdin": "text on standard input; in msgpack also raw bytes",
+    "stdin_base64": "bytes on standard input as base64 text, instead of stdin",
     "files": "files to create in the scratch directory: relative path to content, base64 text or raw bytes in msgpack",
     "return_files": "relative paths of files to return after the run",
     "limits": "resource limits of the call",
@@ -403,6 +425,8 @@ CALL_FIELDS: dict[str, str] = {
     "id": "your name for the call, returned with its result",
     "priority": "waiting calls with a lower number run first",
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
+    "env": "environment variables of the code: name to text",
+    "argv": "arguments of the code: sys.argv is main.py and these",
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -413,26 +437,42 @@ _set = object.__setattr__
 
 def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
     """Check one field, which has its final type or its JSON form. Limits that `value` omits come from `limits`."""
-    if name in ("code", "stdin"):
-        return check_text(value, MAX_CODE_CHARS if name == "code" else MAX_STDIN_CHARS, where)
-    if name in ("id", "tenant"):
-        return check_label(value, where)
     if name == "limits":
         return Limits.decode(value, limits, where)
-    if name == "files":
-        return check_files(value, where)
-    if name == "return_files":
-        return check_paths(value, where)
-    if name == "echo":
-        if not isinstance(value, bool):
-            raise InvalidCall(f"{where}: expected true or false, got {shown(value)}")
-        return value
-    if name == "priority":
-        return check_number(value, PRIORITY, where)
+    return _FIELD_CHECKS[name](value, where)
+
+
+def _check_profile(value: Any, where: str) -> Profile:
     try:
         return Profile(value)
     except ValueError:
         raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}") from None
+
+
+_FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "code": partial(check_text, max_chars=MAX_CODE_CHARS),
+    "stdin": partial(check_stdin, max_chars=MAX_STDIN_CHARS),
+    "files": check_files,
+    "return_files": check_paths,
+    "echo": check_flag,
+    "profile": _check_profile,
+    "id": check_label,
+    "priority": partial(check_number, rule=PRIORITY),
+    "tenant": check_label,
+    "env": check_env,
+    "argv": check_arguments,
+}
+"""The check of each field of a call except `limits`."""
+
+
+def _with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the mapping with `stdin` as bytes instead of `stdin_base64`."""
+    text = mapping["stdin_base64"]
+    if "stdin" in mapping:
+        raise InvalidCall(f"{where}.stdin_base64: expected one of stdin and stdin_base64, got both; send one")
+    if not isinstance(text, str):
+        raise InvalidCall(f"{where}.stdin_base64: expected base64 text, got {shown(text)}")
+    return {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
 
 
 _NO_DEFAULTS = Call(code="")

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import InvalidCall
-from sandbox.fields import MAX_FILES
+from sandbox.fields import MAX_ARGUMENTS, MAX_ENV_BYTES, MAX_FILES, MAX_VARIABLES
 from sandbox.types import (
     CALL_FIELDS,
     DEFAULT_LIMITS,
     LIMIT_FIELDS,
+    MAX_STDIN_CHARS,
     Call,
     CallError,
     Limits,
@@ -29,6 +30,9 @@ from sandbox.types import (
 )
 
 any_text = st.text(st.characters(codec=None, categories=None), max_size=40)  # lone surrogates and NUL too
+process_texts = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0") | st.sampled_from("\udc80\udcff"), max_size=40
+)
 labels = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
 segments = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 paths = st.lists(segments, min_size=1, max_size=3).map("/".join)
@@ -43,7 +47,7 @@ limits = st.builds(
 calls = st.builds(
     Call,
     code=any_text,
-    stdin=any_text,
+    stdin=any_text | st.binary(max_size=40),
     files=file_maps,
     return_files=st.lists(paths, max_size=3).map(tuple),
     limits=limits,
@@ -52,6 +56,8 @@ calls = st.builds(
     id=labels,
     priority=st.integers(-100, 100),
     tenant=labels,
+    env=st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True), process_texts, max_size=3),
+    argv=st.lists(process_texts, max_size=3).map(tuple),
 )
 amounts = st.floats(0, 1e9)
 results = st.builds(
@@ -174,6 +180,58 @@ def test_the_batch_index_is_in_the_message() -> None:
         Call.decode({"code": "", "echo": 1}, where="calls[7]")
 
 
+@pytest.mark.parametrize("name", ["", "1A", "A B", "A=B", "A\0", "É", "A\n", 5, None])
+def test_a_name_that_is_no_variable_name_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidCall, match=r"^call\.env: expected names of ASCII letters, digits and '_'"):
+        Call.decode({"code": "", "env": {name: "x"}})
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", 5, None, b"x", ["x"]])
+def test_a_text_that_no_program_can_get_is_refused(text: Any) -> None:
+    for field, where in (({"env": {"A": text}}, r"env\['A'\]"), ({"argv": [text]}, r"argv\[0\]")):
+        with pytest.raises(
+            InvalidCall, match=rf"^call\.{where}: expected text (without NUL|that UTF-8 can encode), got"
+        ):
+            Call.decode({"code": "", **field})
+
+
+def test_variables_and_arguments_are_bounded_in_number_and_bytes() -> None:
+    for field in ({"env": {f"A{i}": "" for i in range(MAX_VARIABLES + 1)}}, {"argv": [""] * (MAX_ARGUMENTS + 1)}):
+        with pytest.raises(InvalidCall, match="at most 256 "):
+            Call.decode({"code": "", **field})
+    half = "é" * (MAX_ENV_BYTES // 4)
+    fits = {"env": {"A": half, "B": half[1:]}, "argv": [half, half]}
+    assert Call.decode({"code": "", **fits}).argv == (half, half)
+    for field in ({"env": {"A": half, "BC": half[1:] + "x"}}, {"argv": [half, half, "x"]}):
+        with pytest.raises(InvalidCall, match="at most 64 KiB together"):
+            Call.decode({"code": "", **field})
+
+
+def test_standard_input_is_text_or_bytes() -> None:
+    assert Call.decode({"code": "", "stdin_base64": "AP8="}) == Call("", stdin=b"\0\xff")
+    assert Call("", stdin=b"\0\xff").encode() == {"code": "", "stdin_base64": "AP8="}
+    assert Call("", stdin=b"\0\xff").encode(binary=True) == {"code": "", "stdin": b"\0\xff"}
+    defaults = Call.decode_defaults({"stdin_base64": "AP8="})
+    assert (Call.decode({"code": ""}, defaults).stdin, Call.decode({"code": "", "stdin": "x"}, defaults).stdin) == (
+        b"\0\xff",
+        "x",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stdin_base64": "?"}, r"^call\.stdin_base64: expected base64 text, got '\?'"),
+        ({"stdin_base64": b"AP8="}, r"^call\.stdin_base64: expected base64 text, got b'AP8='"),
+        ({"stdin_base64": "", "stdin": ""}, r"^call\.stdin_base64: expected one of stdin and stdin_base64, got both"),
+        ({"stdin": bytes(MAX_STDIN_CHARS + 1)}, rf"^call\.stdin: expected at most {MAX_STDIN_CHARS} bytes"),
+    ],
+)
+def test_malformed_bytes_on_standard_input_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidCall, match=message):
+        Call.decode({"code": "", **fields})
+
+
 def test_defaults_set_fields_that_a_call_omits() -> None:
     defaults = Call.decode_defaults({"limits": {"timeout_s": 2}, "tenant": "rl", "echo": False})
     call = Call.decode({"code": "1", "limits": {"memory_mb": 64}}, defaults)
@@ -197,7 +255,7 @@ def test_limits_and_fields_of_a_call_are_described_completely() -> None:
     assert {f.name: getattr(DEFAULT_LIMITS, f.name) for f in fields(Limits)} == {
         name: rule.default for name, rule in LIMIT_FIELDS.items()
     }
-    assert [f.name for f in fields(Call)] == list(CALL_FIELDS)
+    assert [f.name for f in fields(Call)] == [name for name in CALL_FIELDS if name != "stdin_base64"]
 
 
 def test_unavailable_and_invalid_results_have_their_own_status_and_error() -> None:
@@ -216,7 +274,9 @@ def test_unknown_keys_of_a_result_are_ignored() -> None:
     ("fields", "message"),
     [
         ({"code": 5}, r"call\.code: expected text, got 5"),
-        ({"stdin": b"x"}, r"call\.stdin: expected text, got b'x'"),
+        ({"stdin": 5}, r"call\.stdin: expected text, got 5"),
+        ({"env": {"A": 1}}, r"call\.env\['A'\]: expected text without NUL, got 1"),
+        ({"argv": ["a", None]}, r"call\.argv\[1\]: expected text without NUL, got None"),
         (
             {"limits": Limits(timeout_s=-1)},
             r"call\.limits\.timeout_s: expected a number from 0\.01 to 1000000000, got -1",
@@ -249,7 +309,7 @@ def test_the_constructor_of_a_call_accepts_fields_in_json_form() -> None:
         ({"code": "", "timeout_s": 1}, "did you mean limits.timeout_s?"),
         ({"code": "", "limits": {"timeout": 1}}, "did you mean limits.timeout_s?"),
         ({"codee": ""}, "did you mean code?"),
-        ({"code": "", "colour": 1}, "priority, tenant"),
+        ({"code": "", "colour": 1}, "priority, tenant, env, argv"),
     ],
 )
 def test_an_unknown_field_gets_the_path_of_the_most_similar_one(raw: dict[str, Any], suggestion: str) -> None:

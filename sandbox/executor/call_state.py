@@ -40,6 +40,8 @@ WALL_CAP_FACTOR, MIN_WALL_CAP_S = 10, 60.0
 """The wall cap of a call is its time limit times this factor, and at least this many seconds."""
 UNCROWDED_CALLS_PER_CORE = 2
 """With at most this many calls per core, each second of wall time uses up one second of the wall cap."""
+_OPTIONS = ("env", "argv", "return_files")
+"""Fields of a call that its process reads from the frame's JSON, if the call has them."""
 
 
 def wall_cap_s(timeout_s: float) -> float:
@@ -129,7 +131,10 @@ class CallRequest:
         """Encode the frame that makes a zygote run the call."""
         encoded, return_files = self.encoded, self.return_files
         files = encoded.get("files", {})
-        names = json.dumps([list(files), return_files]).encode() if files or return_files else b""
+        options = {name: encoded[name] for name in _OPTIONS if name in encoded}
+        if files:
+            options["files"] = list(files)
+        options_json = json.dumps(options).encode() if options else b""
         header = {
             "op": "call",
             "run_id": run_id,
@@ -146,7 +151,7 @@ class CallRequest:
             "return_count": len(return_files),
         }
         code = encoded["code"].encode("utf-8", "surrogatepass")
-        blobs = [code, _encode_stdin(encoded.get("stdin", "")), names, *files.values()]
+        blobs = [code, _encode_stdin(encoded.get("stdin", "")), options_json, *files.values()]
         if "compiled" in encoded:
             header["has_compiled"] = True
             blobs.append(encoded["compiled"])
@@ -210,9 +215,14 @@ class StillRunning:
     """Pid of the call's first process in the PID namespace of the zygote."""
 
 
-def _encode_stdin(text: str) -> bytes:
-    """Encode standard input. The surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8 (PEP 383). If the text
-    contains any other lone surrogate, all its surrogates are encoded as three bytes each."""
+def _encode_stdin(text: str | bytes) -> bytes:
+    """Encode standard input, which may be bytes already.
+
+    In text the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8 (PEP 383). If the text contains any other
+    lone surrogate, all its surrogates are encoded as three bytes each.
+    """
+    if isinstance(text, bytes):
+        return text
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

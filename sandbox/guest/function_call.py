@@ -7,7 +7,6 @@ value of that line. The code can replace all of this, and then only its own answ
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from typing import Any
@@ -25,7 +24,7 @@ class _JsonText(str):
 def run() -> str:
     """Call the function and return its result as JSON. Raises what the function raises, and `NameError` if the code
     does not define the function."""
-    with io.open(FILE, encoding="utf-8") as file:
+    with open(FILE, encoding="utf-8") as file:
         request = json.load(file)
     outer, _, method = request["call"].partition(".")
     scope = sys.modules["__main__"].__dict__

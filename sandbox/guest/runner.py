@@ -1,8 +1,8 @@
 """Runs one call's code as a script, in a process that is already confined, and exits.
 
 Invariants:
-- The code finds what a script finds: a new `__main__`, `sys.argv == ["main.py"]`, its working directory first on the
-  path, and tracebacks of its own lines. The zygote leaves nothing that changes the code's behaviour.
+- The code finds what a script finds: a new `__main__`, `sys.argv == ["main.py", *argv]`, its working directory first on
+  the path, and tracebacks of its own lines. The zygote leaves nothing that changes the code's behaviour.
 - Output goes to descriptors 1 and 2 unbuffered, so a killed call loses none of it.
 - The report (descriptor 3) holds value and error only. The code can forge it, because it is written by the code's own
   process. The status of the call is decided outside, from how the process ended.
@@ -43,11 +43,13 @@ import stat
 import struct
 import sys
 import threading
+import time
 import traceback
 import types
 import warnings
 from _frozen_importlib_external import MAGIC_NUMBER  # type: ignore[import-not-found]
 from _random import Random as _Random
+from collections.abc import Iterable
 from typing import Any
 
 SCRIPT = "main.py"
@@ -145,22 +147,25 @@ def take_over_logging() -> None:
 def run(call: dict, blobs: list) -> None:
     """Run a call and exit by `os._exit`.
 
-    `blobs` are its code, input, file names and files, and then its compiled code if the call `has_compiled`. The names
-    are JSON: [names of the given files, names of the files to return].
+    `blobs` are its code, input, options and files, and then its compiled code if the call `has_compiled`. The options
+    are empty or JSON, an object that may have `files` (the names of the files), `return_files`, `env` and `argv`.
     """
     exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
         gc.freeze()  # no collection visits the zygote's objects; this also resets the counters of allocations
         gc.enable()
-        source, stdin, names, *contents = blobs
+        source, stdin, options_json, *contents = blobs
         compiled = contents.pop() if "has_compiled" in call else b""
         _prepare_call(bool(stdin))
         working_dir = os.getcwd()
-        given_names, return_names = json.loads(bytes(names)) if names else ([], [])
+        options = json.loads(bytes(options_json)) if options_json else {}
+        if options:
+            _set_environment(options)
         report = _Report(call["output_bytes"])
-        exit_code = _run_script(call, bytes(source), compiled, list(zip(given_names, contents)), report)
+        files = list(zip(options.get("files", ()), contents))
+        exit_code = _run_script(call, bytes(source), compiled, files, report)
         exit_code = _finalize(exit_code)
-        report.files_truncated = _return_files(return_names, working_dir, call["return_bytes"])
+        report.files_truncated = _return_files(options.get("return_files", ()), working_dir, call["return_bytes"])
         report.send()
     except SystemExit as error:  # raised by an exit handler
         exit_code = error.code if isinstance(error.code, int) else 1
@@ -177,6 +182,14 @@ def _prepare_call(has_stdin: bool) -> None:
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _reseed()
     getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
+
+
+def _set_environment(options: dict) -> None:
+    env = options.get("env", {})
+    os.environ.update(env)
+    if "TZ" in env:
+        time.tzset()  # the C library has read it at the zygote's start
+    sys.argv += options.get("argv", ())
 
 
 def _reseed() -> None:
@@ -421,7 +434,7 @@ def _flush(code: int) -> int:
     return code
 
 
-def _return_files(paths: list, working_dir: str, limit_bytes: int) -> bool:
+def _return_files(paths: Iterable, working_dir: str, limit_bytes: int) -> bool:
     """Write the requested files to descriptor 4, at most `limit_bytes`. Return whether some did not fit.
 
     Links and files that are not regular are skipped.

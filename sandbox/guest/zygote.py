@@ -9,7 +9,7 @@ of each exactly once. Only the executor, at the other end of the socket, decides
     cgroup_procs {slot} + descriptor              (to write to, to enter the slot's cgroup)
     cgroup_dir {slot} + descriptor                (to clone into the slot's cgroup)
     call {run_id, slot, ...}                      ended {run_id, exit_code, signal, ...}
-        + code, stdin, names, files                   + stdout, stderr, report, files
+        + code, stdin, options, files                 + stdout, stderr, report, files
                                                   start_failed {run_id, reason}       no code has run
                                                   still_running {run_id, pid, wall_ms} + pidfd
                                                       once, after report_after_s or timeout_s of the call

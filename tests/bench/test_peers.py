@@ -146,6 +146,14 @@ async def test_every_call_is_counted_once_as_correct_mismatched_or_unanswered() 
 
 
 @pytest.mark.asyncio
+async def test_a_load_sends_exactly_its_calls_with_its_limits() -> None:
+    load = peers.Load("print", 10, 4, {"timeout_s": 1.5}, "ten")
+    async with _fakes() as (url, http):
+        row = await peers.run_load(sandbox_fusion(http, url, load.in_flight), PeerCall({"code": "loop"}, "ok"), load)
+    assert (row.calls, row.correct, row.mismatched, row.unanswered.total()) == (10, 0, 10, 0)
+
+
+@pytest.mark.asyncio
 async def test_calls_to_an_unreachable_peer_are_unanswered() -> None:
     async with aiohttp.ClientSession() as http:
         system = code_judge(http, "http://127.0.0.1:1", 8)
@@ -163,15 +171,17 @@ def _row(correct: int, mismatched: int = 0, unanswered: int = 0) -> SystemRound:
 
 def test_a_faster_peer_is_only_reported_but_our_own_failures_do_not_meet_the_requirements() -> None:
     rounds = {OURS: [_row(100), _row(20), _row(60)], "other": [_row(80, 2, 8)] * 3}
-    result = peers.summarize({"print": rounds})
+    result = peers.summarize({"print": rounds}, {})
     assert result["kinds"]["print"][OURS]["calls_per_s"] == 30  # the median of 50, 10 and 30
     # The other system answers 82 calls in each round of 2 s; unanswered calls do not count for its rate.
     sums = {"calls": 270, "correct": 240, "mismatched": 6, "unanswered": 24, "reasons": {"gone": 24}}
     assert result["kinds"]["print"]["other"].items() >= {"calls_per_s": 41.0, **sums}.items()
     assert result["faster"] == [f"print: other runs 41 calls/s, {OURS} 30"]
     assert hold(result["requirements"])
-    assert not hold(peers.summarize({"print": {OURS: [_row(9, mismatched=1)]}})["requirements"])
-    assert not hold(peers.summarize({"print": {OURS: [_row(9, unanswered=1)]}})["requirements"])
+    assert not hold(peers.summarize({"print": {OURS: [_row(9, mismatched=1)]}}, {})["requirements"])
+    assert not hold(
+        peers.summarize({"print": {OURS: [_row(9)]}}, {"burst": {OURS: _row(9, unanswered=1)}})["requirements"]
+    )
 
 
 @pytest.fixture
@@ -191,7 +201,20 @@ def url_of_fakes() -> Iterator[str]:
 
 @pytest.mark.runtime
 def test_all_systems_answer_all_calls(guest_python: Path, url_of_fakes: str, run_benchmark: RunBenchmark) -> None:
-    sizes = ["--kinds", "print", "--seconds", "0.2", "--rounds", "1", "--in-flight", "8", "--python", str(guest_python)]
+    sizes = [
+        "--kinds",
+        "print",
+        "--loads",
+        "burst",
+        "--seconds",
+        "0.2",
+        "--rounds",
+        "1",
+        "--in-flight",
+        "8",
+        "--python",
+        str(guest_python),
+    ]
     peer_urls = ["--code-judge", url_of_fakes, "--sandbox-fusion", url_of_fakes]
     with service.running(str(guest_python), ["--profiles", "bare", "--zygote-pools", "1"]) as server:
         exit_code, result = run_benchmark(peers.main, *sizes, *peer_urls, "--url", server.url)
@@ -199,6 +222,9 @@ def test_all_systems_answer_all_calls(guest_python: Path, url_of_fakes: str, run
     assert result["systems"] == [OURS, "code-judge", "SandboxFusion", FRESH]
     for row in result["kinds"]["print"].values():
         assert row["correct"] == row["calls"] > 0 and row["calls_per_s"] > 0 and row["latency_ms"]["p50"] > 0
+    assert {name: row["correct"] for name, row in result["loads"]["burst"].items()} == dict.fromkeys(
+        [OURS, "code-judge", "SandboxFusion"], 1000
+    )
 
 
 @pytest.mark.asyncio

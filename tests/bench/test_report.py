@@ -95,6 +95,7 @@ RESULTS: dict[str, dict[str, Any]] = {
             },
             "mix": {"ours": {"calls": 1, "calls_per_s": 1.0, "mismatched": 0, "unanswered": 0}},
         },
+        "loads": {"burst": {"ours": {"calls": 1000, "correct": 1000, "latency_ms": {"p50": 250.0}}}},
     },
     "roc": {
         "seeds": 2, "steps": 30, "group": 8, "names": {"roc": "RoC, 2G to G", "grpo-g": "GRPO, all of G"},
@@ -187,7 +188,8 @@ EXPECTED = {
     "peers": [
         "| `print(1 + 1)` | 500 | 12.5 (25.0 %) |",
         "| the mix of real traffic | 1.0 | - |",
-        "Not running there: SandboxFusion.",
+        "| 1,000 `print`, 256 at once | 100.0 % (0.25) | - |",
+        "Not running there: SandboxFusion, ScaleBox.",
     ],
 }
 

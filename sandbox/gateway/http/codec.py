@@ -225,7 +225,8 @@ class _ContainerLimit:
     a batch can need. An empty container is one byte in msgpack and 64 in memory."""
 
     def __init__(self, max_calls: int) -> None:
-        self._left = 4 * max_calls + 16  # a call has its own object, limits, files and return_files; 16 for the batch
+        # A call has its own object, limits, files, return_files, env and argv; 16 are for the batch.
+        self._left = 6 * max_calls + 16
 
     def mapping(self, pairs: list[tuple[Json, Json]]) -> dict[Json, Json]:
         self._count()

@@ -6,15 +6,15 @@ The body counts as buffered until the response is complete, because the tests st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple, cast
 
 from aiohttp import web
 
 from sandbox.comparison import TextComparison
 from sandbox.config import ServeConfig
-from sandbox.errors import InvalidCall, RequestRefused
+from sandbox.errors import InvalidCall, RequestRefused, first_error
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http import codec, exchange
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON, Json
@@ -22,8 +22,7 @@ from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_
 from sandbox.gateway.http.openapi import (
     Route,
     Schema,
-    array_of,
-    call_property,
+    call_schema,
     input_schema,
     list_of,
     reference,
@@ -110,21 +109,25 @@ def _set_result(results: Batch, index: int, judged: JudgedProgram) -> None:
 async def run_judge(request: web.Request) -> web.StreamResponse:
     async with _admitted_programs(request) as (parsed, sent, is_single):
         content_type = codec.response_type(request, sent, BATCH_TYPES)
-        results = parsed.results
-        async with asyncio.TaskGroup() as tasks:
-            judging = request.app[JUDGE].judge_all(
-                parsed.programs, parsed.queue_timeout_s, lambda index, judged: _set_result(results, index, judged)
-            )
-            tasks.create_task(judging)
-            status = 200 if parsed.programs else 400
-            if content_type in (NDJSON, MSGPACK_STREAM):
-                return await exchange.stream(request, status, results, content_type)
-            await exchange.wait_for_results(results)
+        status = 200 if parsed.programs else 400
+        with _single_errors():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_judge(request.app[JUDGE], parsed))
+                if content_type in (NDJSON, MSGPACK_STREAM):
+                    return await exchange.stream(request, status, parsed.results, content_type)
+                await exchange.wait_for_results(parsed.results)
         if is_single:
-            body = codec.encode(results.pop_result(0), content_type)
+            body = codec.encode(parsed.results.pop_result(0), content_type)
         else:
-            body = await codec.encode_results(exchange.pop_results(results), content_type)
+            body = await codec.encode_results(exchange.pop_results(parsed.results), content_type)
         return await exchange.respond(request, status, body, content_type)
+
+
+async def _judge(owner: Judge, parsed: ParsedPrograms) -> None:
+    def on_judged(index: int, judged: JudgedProgram) -> None:
+        _set_result(parsed.results, index, judged)
+
+    await owner.judge_all(parsed.programs, parsed.queue_timeout_s, on_judged)
 
 
 @asynccontextmanager
@@ -151,6 +154,15 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
         yield parsed, content_type, is_single
     finally:
         bodies.release(size)
+
+
+@contextmanager
+def _single_errors() -> Iterator[None]:
+    """Raise the first exception of a task group alone, so that the middleware knows its type."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
 
 
 async def on_startup(app: web.Application) -> None:
@@ -181,6 +193,7 @@ _JUDGED_PROGRAM_FIELDS: dict[str, str] = {
 
 
 def _schemas() -> dict[str, Schema]:
+    call_properties = call_schema()["properties"]
     test = {
         "stdin": {"type": "string", "description": TEST_FIELDS["stdin"]},
         "expected": {"type": "string", "description": TEST_FIELDS["expected"]},
@@ -197,17 +210,20 @@ def _schemas() -> dict[str, Schema]:
         "rel": {**number, "description": "largest difference, as a multiple of the expected number"},
     }
     program = {
-        "code": call_property("code"),
-        "tests": array_of("Test", PROGRAM_FIELDS["tests"]),
-        "compare": {"anyOf": [reference("Comparison"), reference("Tolerance")], "description": PROGRAM_FIELDS["compare"]},
+        "code": call_properties["code"],
+        "tests": _array_of("Test", PROGRAM_FIELDS["tests"]),
+        "compare": {
+            "anyOf": [reference("Comparison"), reference("Tolerance")],
+            "description": PROGRAM_FIELDS["compare"],
+        },
         "checker": {"type": "string", "minLength": 1, "description": PROGRAM_FIELDS["checker"]},
         "stop_at_first_failure": {"type": "boolean", "description": PROGRAM_FIELDS["stop_at_first_failure"]},
-        **{name: call_property(name) for name in PROGRAM_FIELDS if name in CALL_FIELDS and name != "code"},
+        **{name: call_properties[name] for name in PROGRAM_FIELDS if name in CALL_FIELDS and name != "code"},
     }
     timeout = {"type": "number", "exclusiveMinimum": 0, "description": PROGRAMS_FIELDS["queue_timeout_s"]}
     shared = {name: schema for name, schema in program.items() if name not in ("code", "id")}
     programs = {
-        "programs": array_of("Program", PROGRAMS_FIELDS["programs"]),
+        "programs": _array_of("Program", PROGRAMS_FIELDS["programs"]),
         "defaults": {**reference("ProgramDefaults"), "description": PROGRAMS_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
     }
@@ -237,6 +253,10 @@ def _schemas() -> dict[str, Schema]:
         },
         "JudgedLine": {**judged, "properties": {"index": index, **judged["properties"]}, "required": ["index"]},
     }
+
+
+def _array_of(name: str, description: str) -> Schema:
+    return {"type": "array", "minItems": 1, "items": reference(name), "description": description}
 
 
 _JUDGED_TEST = JudgedTest(JudgeOutcome.PASSED, Status.OK, stdout="3\n", usage=Usage(0.3, 2.1, 1.9, 0.4))
