@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from sandbox.comparison import Comparison, TextComparison, Tolerance
 from sandbox.errors import InvalidCall
-from sandbox.fields import NumberRule, check_mapping, check_names, check_number, check_text, shown
+from sandbox.fields import NumberRule, check_flag, check_mapping, check_names, check_number, check_text, shown
 from sandbox.types import (
     CALL_FIELDS,
     MAX_CODE_CHARS,
@@ -29,6 +29,8 @@ from sandbox.types import (
     Usage,
 )
 
+ABSENT: Any = object()
+"""The expected output of a test that has none."""
 EXCERPT_CHARS = 1000
 """Characters of stdout, stderr and value in the result of a test."""
 MAX_MESSAGE_CHARS = 500
@@ -59,8 +61,8 @@ PROGRAM_FIELDS: dict[str, str] = {
 }
 TEST_FIELDS: dict[str, str] = {
     "stdin": "text on standard input; the expected output is compared with stdout",
-    "call": "function to call after the program has run, instead of stdin: `solve`, or `Solution.method` for a method of "
-    "a new instance of a class",
+    "call": "function to call after the program has run, instead of stdin: `solve`, or `Solution.method` for a method "
+    "of a new instance of a class",
     "args": "arguments of the function",
     "expected": "the expected output: text, or with call any JSON value. Required, except with a checker",
 }
@@ -83,31 +85,31 @@ class ProgramTest:
     """One test: standard input, or a function with its arguments; and what the program should answer.
 
     `function_call` is JSON text with the function's name and arguments, or empty. `expected` is text, or with a
-    function a decoded JSON value; `MISSING` if only the checker knows the right answer.
+    function a decoded JSON value; `ABSENT` if only the checker knows the right answer.
     """
 
     stdin: str = ""
     function_call: str = ""
-    expected: Any = MISSING
+    expected: Any = ABSENT
 
     @classmethod
     def decode(cls, raw: Any, where: str) -> ProgramTest:
         """Check a decoded mapping. Raises `InvalidCall`."""
         mapping = check_mapping(raw, where)
         check_names(mapping, TEST_FIELDS, where)
-        expected = mapping.get("expected", MISSING)
+        expected = mapping.get("expected", ABSENT)
         if "call" not in mapping:
             if "args" in mapping:
                 raise InvalidCall(f"{where}.args: expected call, the name of the function, beside args")
-            if expected is not MISSING:
-                check_text(expected, MAX_STDIN_CHARS, f"{where}.expected")
-            return cls(check_text(mapping.get("stdin", ""), MAX_STDIN_CHARS, f"{where}.stdin"), "", expected)
+            if expected is not ABSENT:
+                check_text(expected, f"{where}.expected", MAX_STDIN_CHARS)
+            return cls(check_text(mapping.get("stdin", ""), f"{where}.stdin", MAX_STDIN_CHARS), "", expected)
         if "stdin" in mapping:
             raise InvalidCall(f"{where}: expected stdin or call, got both; use one test for each")
         request = {"call": _function_name(mapping["call"], f"{where}.call"), "args": mapping.get("args", [])}
         if not isinstance(request["args"], list):
             raise InvalidCall(f"{where}.args: expected a list, got {shown(request['args'])}")
-        if expected is not MISSING:
+        if expected is not ABSENT:
             _to_json(expected, f"{where}.expected")
         return cls("", _to_json(request, f"{where}.args"), expected)
 
@@ -138,10 +140,8 @@ class Program:
             raise InvalidCall(f"{where}.tests: expected a list of at least one test, but the field is missing")
         if not program.checker:
             for index, test in enumerate(program.tests):
-                if test.expected is MISSING:
-                    raise InvalidCall(
-                        f"{where}.tests[{index}].expected: expected a value, or a checker for the program"
-                    )
+                if test.expected is ABSENT:
+                    raise InvalidCall(f"{where}.tests[{index}].expected: expected a value, or a checker")
         return program
 
     @classmethod
@@ -166,12 +166,11 @@ class Program:
         if "compare" in mapping:
             comparison, checker = _decode_comparison(mapping["compare"], f"{where}.compare"), ""
         if "checker" in mapping:
-            checker = check_text(mapping["checker"], MAX_CODE_CHARS, f"{where}.checker")
+            checker = check_text(mapping["checker"], f"{where}.checker", MAX_CODE_CHARS)
             if not checker:
                 raise InvalidCall(f"{where}.checker: expected Python source, got an empty text")
         stop = mapping.get("stop_at_first_failure", base.stop_at_first_failure)
-        if not isinstance(stop, bool):
-            raise InvalidCall(f"{where}.stop_at_first_failure: expected true or false, got {shown(stop)}")
+        check_flag(stop, f"{where}.stop_at_first_failure")
         return cls(call, tests, comparison, checker, stop)
 
     @property
@@ -196,7 +195,7 @@ class Program:
     def check_of(self, test: ProgramTest, result: EncodedResult) -> Call:
         """Return the call that runs the checker on the result of a test. It has the default limits."""
         files = {INPUT_FILE: test.function_call or test.stdin, ACTUAL_FILE: _answer(test, result)}
-        if test.expected is not MISSING:
+        if test.expected is not ABSENT:
             files[EXPECTED_FILE] = json.dumps(test.expected) if test.function_call else test.expected
         return Call(
             self.checker,
@@ -217,7 +216,7 @@ class JudgedTest:
     stdout: str = ""
     stderr: str = ""
     value: str | None = None
-    usage: Usage = Usage()
+    usage: Usage = Usage()  # noqa: RUF009  it is frozen
 
     @classmethod
     def of(cls, outcome: JudgeOutcome, result: EncodedResult, message: str = "") -> JudgedTest:
@@ -324,7 +323,7 @@ class CompiledCall(Call):
 
     @property
     def size(self) -> int:
-        return _call_size(self) + len(self.compiled)
+        return int(Call.size.__get__(self)) + len(self.compiled)
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         return {**Call.encode(self, binary=binary), "compiled": self.compiled}
@@ -336,9 +335,6 @@ class CompileCall(Call):
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         return {**Call.encode(self, binary=binary), "compile_only": True}
-
-
-_call_size = Call.size.fget  # type: ignore[attr-defined]
 
 
 def compile_call(call: Call) -> CompileCall:
@@ -418,7 +414,7 @@ def _decode_comparison(raw: Any, where: str) -> Comparison:
         check_names(raw, {"abs": "", "rel": ""}, where)
         if not raw:
             raise InvalidCall(f"{where}: expected abs, rel or both, got an empty object")
-        return Tolerance(**{name: check_number(value, TOLERANCE, f"{where}.{name}") for name, value in raw.items()})
+        return Tolerance(**{name: check_number(value, f"{where}.{name}", TOLERANCE) for name, value in raw.items()})
     try:
         return TextComparison(raw)
     except ValueError:

@@ -115,8 +115,8 @@ class Judge:
         return call.with_limits(limits) if lowered else call
 
     async def _admit(self, batch: Batch, tenant: str) -> None:
-        """Admit a batch, and wait for room in the queue if necessary. Raises `Overloaded` after its `queue_timeout_s` or
-        if the server stops, and `RequestRefused` if the queue is too small for it."""
+        """Admit a batch, and wait for room in the queue if necessary. Raises `Overloaded` after its `queue_timeout_s`
+        or if the server stops, and `RequestRefused` if the queue is too small for it."""
         lock = self._admission_locks.setdefault(tenant, asyncio.Lock())
         give_up_at = monotonic() + batch.queue_timeout_s
         async with lock:

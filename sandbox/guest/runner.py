@@ -278,7 +278,7 @@ def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | No
 
 
 def _load_compiled(data: bytes | memoryview) -> tuple[types.CodeType, types.CodeType | None] | None:
-    """Return the two results of `_compile` from compiled code, or None if `data` is of another interpreter or invalid."""
+    """Return the two results of `_compile` from compiled code; None if it is another interpreter's, or invalid."""
     if bytes(data[: len(MAGIC_NUMBER)]) != MAGIC_NUMBER:
         return None
     try:

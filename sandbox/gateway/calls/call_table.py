@@ -282,8 +282,8 @@ class CallTable:
         self.unread_result_bytes += size_bytes
 
     def check_capacity(self, wanted: Mapping[str, Outstanding], now: float) -> None:
-        """Check whether a batch with this load by tenant would be admitted now. Raises `RequestRefused` if a limit is too
-        small for this batch alone, and `Overloaded` if it is too small for the batch beside the unfinished calls."""
+        """Check whether a batch with this load by tenant would be admitted now. Raises `RequestRefused` if a limit is
+        too small for this batch alone, and `Overloaded` if it is too small for it beside the unfinished calls."""
         if self.unread_result_bytes > self.limits.max_result_bytes:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(

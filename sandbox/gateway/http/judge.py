@@ -205,6 +205,7 @@ def _schemas() -> dict[str, Schema]:
         "expected": {"description": TEST_FIELDS["expected"]},
     }
     number = {"type": "number", "minimum": TOLERANCE.low, "maximum": TOLERANCE.high}
+    comparison = {"anyOf": [reference("Comparison"), reference("Tolerance")], "description": PROGRAM_FIELDS["compare"]}
     tolerance = {
         "abs": {**number, "description": "largest difference"},
         "rel": {**number, "description": "largest difference, as a multiple of the expected number"},
@@ -212,10 +213,7 @@ def _schemas() -> dict[str, Schema]:
     program = {
         "code": call_properties["code"],
         "tests": _array_of("Test", PROGRAM_FIELDS["tests"]),
-        "compare": {
-            "anyOf": [reference("Comparison"), reference("Tolerance")],
-            "description": PROGRAM_FIELDS["compare"],
-        },
+        "compare": comparison,
         "checker": {"type": "string", "minLength": 1, "description": PROGRAM_FIELDS["checker"]},
         "stop_at_first_failure": {"type": "boolean", "description": PROGRAM_FIELDS["stop_at_first_failure"]},
         **{name: call_properties[name] for name in PROGRAM_FIELDS if name in CALL_FIELDS and name != "code"},
