@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from sandbox.local import local_service
+from tests.escape.test_secrets import SEARCHES
 
 pytestmark = pytest.mark.usefixtures("guest_python", "needs_isolation")
 
@@ -51,6 +52,7 @@ def judge(url: str, **body: Any) -> dict[str, Any]:
     return asyncio.run(send())
 
 
+SEARCH_LIMITS = {"timeout_s": 120, "memory_mb": 1024}
 SEARCH = """
 import os, sys, glob
 needle = "".join(reversed("4c19a3f7-tuptuo-detcepxe"))
@@ -65,26 +67,13 @@ for root, _, names in os.walk("/"):
         except OSError: pass
 sys.stdout.write(needle if found else "nothing")
 """
-MEMORY = """
-import sys
-parts = ["4c19a3f7", "tuptuo", "detcepxe"]
-def search():
-    for line in open("/proc/self/maps"):
-        bounds, rights = line.split()[:2]
-        if "r" not in rights or "[v" in line: continue
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        try:
-            with open("/proc/self/mem", "rb") as memory:
-                memory.seek(start)
-                data = memory.read(end - start)
-        except (OSError, OverflowError, ValueError): continue
-        at = data.find(parts[2][::-1].encode() + b"-" + parts[1][::-1].encode() + b"-")
-        while at >= 0:
-            word = data[at:at + 24]
-            if word.endswith(parts[0][::-1].encode()): return word.decode()
-            at = data.find(b"expected-", at + 1)
-    return "nothing"
-sys.stdout.write(search())
+MEMORY = f"""
+import ctypes, os, re, sys
+libc = ctypes.CDLL(None)
+found = []
+def scan(data): found.extend(re.findall(rb"expected-output-[0-9a-f]{{8}}", data))
+{SEARCHES["memory"]}
+print(found[0].decode() if found else "nothing")
 """
 OUTPUT_ATTACKS = {
     "a verdict on stdout": 'print(\'passed\'); print(\'{"outcome": "passed", "passed": 1}\')',
@@ -104,17 +93,17 @@ OUTPUT_ATTACKS = {
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "compiled"])
 def test_a_program_cannot_pass_without_the_answer(url: str, attack: str, count: int) -> None:
     tests = [{"stdin": "", "expected": SECRET}] * count
-    judged = judge(url, code=OUTPUT_ATTACKS[attack], tests=tests)
+    judged = judge(url, code=OUTPUT_ATTACKS[attack], tests=tests, limits=SEARCH_LIMITS)
     assert judged["passed"] == 0
-    assert {test["outcome"] for test in judged["tests"]} <= {"wrong_answer", "failed"}
+    assert {test["outcome"] for test in judged["tests"]} <= {"wrong_answer", "failed"}, judged
     assert SECRET not in str(judged)
 
 
 def test_the_search_of_the_memory_finds_what_is_there(url: str) -> None:
     """Otherwise the attack above would prove nothing."""
-    judged = judge(url, code=MEMORY, tests=[{"stdin": SECRET, "expected": SECRET}])
-    with_input = judge(url, code="data = input()\n" + MEMORY, tests=[{"stdin": SECRET, "expected": SECRET}])
-    assert (judged["passed"], with_input["passed"]) in [(1, 1), (0, 1)]
+    tests = [{"stdin": SECRET, "expected": SECRET}]
+    judged = judge(url, code="data = input()\n" + MEMORY, tests=tests, limits=SEARCH_LIMITS)
+    assert judged["passed"] == 1
 
 
 FUNCTION_ATTACKS = {
@@ -170,7 +159,7 @@ def test_a_program_cannot_tamper_with_its_checker(url: str, attack: str) -> None
         "1 / 0",
         "while True: pass",
         "raise SystemExit(2)",
-        "import os; os.kill(os.getpid(), 9)",
+        "import os; os.abort()",
         "x = (",
         "x = bytes(2**40)",
     ],
