@@ -202,7 +202,7 @@ class StageConfig(SamplingConfig):
     epsilon_low: Fraction = 0.2  # the ratio is clipped below 1 - epsilon_low
     epsilon_high: PositiveFloat = 0.28  # the ratio is clipped above 1 + epsilon_high
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this norm
-    micro_batch_size: PositiveInt = 8  # episodes per device and pass
+    micro_batch_tokens: PositiveInt = 65536  # tokens per device and pass, prompts included; bounds activations
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     save_steps: PositiveInt = 10  # training steps between checkpoints
 
@@ -334,9 +334,15 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         f"{table}: roc_mode=off, {selection}: expected equal numbers, since nothing is dropped; or set roc_mode",
     )
     _require(
-        problems * kept % (stage.micro_batch_size * ranks) == 0,
-        f"{table}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of "
-        f"micro_batch_size={stage.micro_batch_size} x {ranks} ranks; change one of them",
+        problems * kept % ranks == 0,
+        f"{table}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of {ranks} ranks; "
+        "change one of them",
+    )
+    _require(
+        stage.micro_batch_tokens > stage.max_response_tokens,
+        f"{table}: micro_batch_tokens={stage.micro_batch_tokens}: expected more than "
+        f"max_response_tokens={stage.max_response_tokens}, since a pass has at least one row with its prompt; raise "
+        "micro_batch_tokens, or lower max_response_tokens",
     )
     _require(
         stage.episodes == "online" or not (stage.cancel_stragglers or stage.partial_rollouts),

@@ -61,14 +61,18 @@ class TrainingContext:
     """The dtype of forward and backward passes. The weights are float32 in any case."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
-    def trl_arguments(self, settings: SftConfig | StageConfig, rows: int) -> dict[str, Any]:
-        """Return the arguments of both TRL trainers, for `rows` rows per step. Raises `ConfigError`."""
+    def trl_arguments(
+        self, settings: SftConfig | StageConfig, rows: int, micro_batch_rows: int | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of both TRL trainers, for `rows` rows per step in micro-batches of `micro_batch_rows`
+        per rank; with None, all rows of a rank are one batch. Raises `ConfigError`."""
         num_ranks, is_sharded = distributed_state(self.hardware).num_processes, self.hardware.sharding == "full"
+        micro_batch_rows = micro_batch_rows or rows // num_ranks
         return {
             "output_dir": str(self._checkpoints_dir),
             "seed": self.seed,
-            "per_device_train_batch_size": settings.micro_batch_size,
-            "gradient_accumulation_steps": rows // (settings.micro_batch_size * num_ranks),
+            "per_device_train_batch_size": micro_batch_rows,
+            "gradient_accumulation_steps": rows // (micro_batch_rows * num_ranks),
             "optim": "adamw_torch",
             "learning_rate": settings.learning_rate,
             "use_cpu": not self.hardware.gpus_per_node,

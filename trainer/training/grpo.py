@@ -21,7 +21,7 @@ Invariants:
 
 Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
 1 + epsilon_high], no KL and no entropy term, advantages from the group's selected rewards. Importance sampling corrects
-differences between engine and trainer; each token's ratio is capped.
+differences between engine and trainer; each token's ratio is capped (`trainer.training.token_budget`).
 """
 
 from __future__ import annotations
@@ -58,20 +58,19 @@ from trainer.training.context import (
     model_errors_as_config_errors,
     waiting_group,
 )
+from trainer.training.token_budget import TokenBudgetTrainer
 
 if TYPE_CHECKING:
     from trainer.collection.cluster_collector import WeightSync
 
 logger = logging.getLogger(__name__)
 
-IMPORTANCE_RATIO_CAP = 2.0
-"""Largest importance ratio of a token. TRL's default masks whole sequences instead, which zeroes most episodes of 8K to
-12K tokens."""
 TRL_METRICS = {
     "logprob_diff_mean": "sampling/sampling_logp_difference/mean",
     "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
+    "computed_per_loss_token": "computed_per_loss_token",
 }
-"""TRL's names of the metrics that it computes over the tokens in the loss, by the name in the run folder."""
+"""Names of the trainer's metrics over the tokens in the loss, by the name in the run folder."""
 PENDING_GROUPS = "pending_groups.json"
 """Name of the file in a checkpoint with the groups that the next step continues."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
@@ -148,7 +147,7 @@ def train_stage(
     arguments = _GrpoArguments(
         **context.trl_arguments(stage, rows=stage.problems_per_step * stage.kept_per_problem),
         max_steps=earlier_steps + stage.steps,
-        # The batch: TRL repeats each prompt `num_generations` times and splits the step's rows into micro-batches.
+        # The batch: TRL repeats each prompt `num_generations` times. `TokenBudgetTrainer` splits a step into passes.
         num_generations=stage.kept_per_problem,
         max_completion_length=stage.max_response_tokens,
         shuffle_dataset=False,
@@ -159,9 +158,7 @@ def train_stage(
         loss_type="dapo",
         scale_rewards="group",
         temperature=stage.temperature,
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=IMPORTANCE_RATIO_CAP,
+        vllm_importance_sampling_correction=False,  # `TokenBudgetTrainer` corrects
         # The optimizer.
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=stage.warmup_steps,
@@ -169,7 +166,8 @@ def train_stage(
     )
     context.truncate_run(steps_done)
     with model_errors_as_config_errors(context.model):
-        trainer = GRPOTrainer(
+        trainer = TokenBudgetTrainer(
+            micro_batch_tokens=stage.micro_batch_tokens,
             model=str(context.model),
             reward_funcs=_roc_reward,
             args=arguments,
