@@ -23,15 +23,16 @@ GUEST = Path(sandbox.__file__).parent / "guest"
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModuleType]:
-    """The runner as a module, loaded by path."""
+    """The runner as a module, loaded by path, beside the modules that it imports."""
     spec = importlib.util.spec_from_file_location("rstar_guest_runner", GUEST / "runner.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(GUEST))
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
 
 
 @pytest.mark.parametrize(
