@@ -17,7 +17,7 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -29,6 +29,7 @@ from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import FAILURES, JudgedProgram, JudgedTest, JudgeOutcome, Program, ProgramTest
+from sandbox.tenants import Tenant
 from sandbox.types import Call, EncodedResult, unavailable_result
 
 MIN_CALLS_TO_COMPILE = 3
@@ -51,18 +52,20 @@ class Judge:
         self._admission_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By tenant. The task that holds the lock waits for room in the queue."""
 
-    def check_room(self, programs: Sequence[Program]) -> None:
-        """Raises `Overloaded` or `RequestRefused` if the queue could not take one call for each test now."""
+    def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
+        """Raises `Overloaded` or `RequestRefused` if the queue could not take one call for each test now. `owner` is
+        the tenant of the request's token."""
         self._dispatcher.check_accepting()
         wanted: defaultdict[str, Outstanding] = defaultdict(Outstanding)
         for program in programs:
             wanted[program.call.tenant].add(len(program.tests), program.size)
-        self._dispatcher.call_table.check_capacity(wanted, monotonic())
+        self._dispatcher.call_table.check_capacity(wanted, owner, monotonic())
 
     async def judge_all(
         self,
         programs: Sequence[tuple[int, Program]],
         queue_timeout_s: float,
+        owner: Tenant | None,
         on_judged: Callable[[int, JudgedProgram], None],
     ) -> None:
         """Judge programs, given with their indexes, and report each as it is judged."""
@@ -70,17 +73,17 @@ class Judge:
 
         async def judge_next() -> None:
             for index, program in waiting:
-                on_judged(index, await self.judge(program, queue_timeout_s))
+                on_judged(index, await self.judge(program, queue_timeout_s, owner))
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(len(programs), MAX_PROGRAMS_AT_ONCE)):
                 tasks.create_task(judge_next())
 
-    async def judge(self, program: Program, queue_timeout_s: float) -> JudgedProgram:
-        """Judge one program."""
-        limits, clamped = program.call.limits.clamped(self._dispatcher.config.max_limits)
-        program = replace(program, call=program.call.with_limits(limits)) if clamped else program
-        run = _ProgramRun(self, program, queue_timeout_s)
+    async def judge(self, program: Program, queue_timeout_s: float, owner: Tenant | None = None) -> JudgedProgram:
+        """Judge one program for the tenant of the request's token."""
+        call, clamped = self.clamped(program.call, owner)
+        program = replace(program, call=call)
+        run = _ProgramRun(self, program, queue_timeout_s, owner)
         calls, tests = program.calls(), list[JudgedTest]()
         for start, end in _waves(calls, doubling=program.stop_at_first_failure):
             tests += await run.judge_wave(program.tests[start:end], calls[start:end])
@@ -92,15 +95,20 @@ class Judge:
         return JudgedProgram.of(program.call.id, tuple(tests), clamped)
 
     @asynccontextmanager
-    async def running(self, calls: Sequence[Call], queue_timeout_s: float) -> AsyncIterator[_Results]:
-        """Run calls. Those that are unfinished at the end of the block are cancelled."""
+    async def running(
+        self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None
+    ) -> AsyncIterator[_Results]:
+        """Run calls, whose limits are `clamped`. Those that are unfinished at the end of the block are cancelled."""
         batch = Batch(len(calls), queue_timeout_s)
+        batch.tenant = owner
         results = _Results(batch, self._dispatcher)
         for index, call in enumerate(calls):
             batch.add(index, call, "", {})
+            if owner is not None:
+                batch.calls[-1].set_tenant(owner)
         try:
             try:
-                await self._admit(batch, calls[0].tenant)
+                await self._admit(batch, batch.calls[0].tenant)
             except (Overloaded, RequestRefused) as error:
                 stopped = self._dispatcher.is_draining
                 reason = ("Stopped", STOPPED_MESSAGE) if stopped else ("QueueTimeout", str(error))
@@ -110,9 +118,14 @@ class Judge:
         finally:
             self._dispatcher.cancel(batch)
 
-    def clamped(self, call: Call) -> Call:
+    def clamped(self, call: Call, owner: Tenant | None) -> tuple[Call, dict[str, float]]:
+        """Lower the limits of a call to the maxima of the server and of its tenant. Returns the call, and the lowered
+        limits."""
         limits, lowered = call.limits.clamped(self._dispatcher.config.max_limits)
-        return call.with_limits(limits) if lowered else call
+        if owner is not None:
+            limits, lowered_further = limits.clamped(owner.max_limits)
+            lowered |= lowered_further
+        return (call.with_limits(limits) if lowered else call), lowered
 
     async def _admit(self, batch: Batch, tenant: str) -> None:
         """Admit a batch, and wait for room in the queue if necessary. Raises `Overloaded` after its `queue_timeout_s`
@@ -157,10 +170,11 @@ class _Results:
 class _ProgramRun:
     """The run of one program: its compiled code, and the outcomes of its waves."""
 
-    def __init__(self, owner: Judge, program: Program, queue_timeout_s: float) -> None:
-        self._owner = owner
+    def __init__(self, judge: Judge, program: Program, queue_timeout_s: float, owner: Tenant | None) -> None:
+        self._judge = judge
         self._program = program
         self._queue_timeout_s = queue_timeout_s
+        self._owner = owner
         self._compiled: dict[str, bytes] = {}
         """Compiled code of the program and of the checker, by source."""
 
@@ -169,7 +183,7 @@ class _ProgramRun:
         judged: dict[int, JudgedTest] = {}
         to_check: dict[int, EncodedResult] = {}
         calls = await self._with_compiled(calls)
-        async with self._owner.running(calls, self._queue_timeout_s) as results:
+        async with self._running(calls) as results:
             async for index, result in results:
                 if (unfinished := judge.unfinished_outcome(tests[index], result)) is not None:
                     judged[index] = unfinished
@@ -190,9 +204,9 @@ class _ProgramRun:
     async def _check(self, checks: dict[int, Call]) -> dict[int, tuple[JudgeOutcome, str]]:
         """Run checkers, by index of the test, and return the outcomes and messages."""
         indexes = list(checks)
-        calls = await self._with_compiled([self._owner.clamped(check) for check in checks.values()])
+        calls = await self._with_compiled([self._judge.clamped(check, self._owner)[0] for check in checks.values()])
         outcomes = {}
-        async with self._owner.running(calls, self._queue_timeout_s) as results:
+        async with self._running(calls) as results:
             async for number, result in results:
                 outcomes[indexes[number]] = judge.check_outcome(result)
                 results.release(result)
@@ -207,10 +221,13 @@ class _ProgramRun:
         return [judge.with_compiled(call, self._compiled.get(call.code, b"")) for call in calls]
 
     async def _compile(self, call: Call) -> bytes:
-        async with self._owner.running([judge.compile_call(call)], self._queue_timeout_s) as results:
+        async with self._running([judge.compile_call(call)]) as results:
             async for _, result in results:
                 return judge.compiled_code(result)
         return b""
+
+    def _running(self, calls: Sequence[Call]) -> AbstractAsyncContextManager[_Results]:
+        return self._judge.running(calls, self._queue_timeout_s, self._owner)
 
 
 def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused, first_error
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http import codec, exchange
+from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON, Json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
 from sandbox.gateway.http.openapi import (
@@ -40,6 +41,7 @@ from sandbox.judge import (
     JudgeOutcome,
     Program,
 )
+from sandbox.tenants import Tenant
 from sandbox.types import CALL_FIELDS, EncodedResult, Status, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {
@@ -59,6 +61,10 @@ class ParsedPrograms(NamedTuple):
     programs: list[tuple[int, Program]]
     results: Batch
     queue_timeout_s: float
+
+    def of_tenant(self, tenant: Tenant) -> ParsedPrograms:
+        """Return the same for the tenant of the request's token. Raises `InvalidCall` if a program names another."""
+        return self._replace(programs=[(index, program.of_tenant(tenant.name)) for index, program in self.programs])
 
 
 async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
@@ -112,7 +118,7 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
         status = 200 if parsed.programs else 400
         with _single_errors():
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_judge(request.app[JUDGE], parsed))
+                tasks.create_task(_judge(request, parsed))
                 if content_type in (NDJSON, MSGPACK_STREAM):
                     return await exchange.stream(request, status, parsed.results, content_type)
                 await exchange.wait_for_results(parsed.results)
@@ -123,18 +129,19 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
         return await exchange.respond(request, status, body, content_type)
 
 
-async def _judge(owner: Judge, parsed: ParsedPrograms) -> None:
+async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
     def on_judged(index: int, judged: JudgedProgram) -> None:
         _set_result(parsed.results, index, judged)
 
-    await owner.judge_all(parsed.programs, parsed.queue_timeout_s, on_judged)
+    owner = request.get(TENANT)
+    await request.app[JUDGE].judge_all(parsed.programs, parsed.queue_timeout_s, owner, on_judged)
 
 
 @asynccontextmanager
 async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[ParsedPrograms, str, bool]]:
     """Read and parse the programs of a request, and check that the queue has room for their tests. Yields them with the
     body's content type, and whether the body is a single program."""
-    dispatcher, bodies, owner = request.app[DISPATCHER], request.app[BODIES], request.app[JUDGE]
+    dispatcher, bodies, owner = request.app[DISPATCHER], request.app[BODIES], request.get(TENANT)
     dispatcher.check_accepting()
     content_type = codec.body_type(request)
     body = await bodies.read(request)
@@ -146,7 +153,9 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
         is_single = not (isinstance(raw, dict) and "programs" in raw)
         parsed = parse_program(raw, dispatcher.config) if is_single else await parse_programs(raw, dispatcher.config)
         del raw
-        owner.check_room([program for _, program in parsed.programs])
+        if owner is not None:
+            parsed = parsed.of_tenant(owner)
+        request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
         if malformed := len(parsed.results.results) - len(parsed.programs):
             dispatcher.counters.by_status[Status.INVALID.value] += malformed
         if not parsed.programs:

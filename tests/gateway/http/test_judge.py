@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -19,6 +20,7 @@ from sandbox.types import CallError, Result, Status
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
+from tests.gateway.http.test_tenants import A, serving_tenants
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
@@ -288,6 +290,21 @@ async def test_a_wave_without_room_becomes_unavailable() -> None:
         assert (judged["outcome"], judged["is_scorable"]) == ("unavailable", False)
         assert judged["tests"][0]["message"].startswith("QueueTimeout: ")
         other.cancel()
+
+
+async def test_the_calls_of_a_program_have_the_bounds_of_its_tenant(tmp_path: Path) -> None:
+    tests = [{"stdin": "0"}] * 3
+    body = {"code": "code", "tests": tests, "checker": "check", "limits": {"timeout_s": 9}, "priority": -1}
+    async with serving_tenants(tmp_path) as served:
+        status, judged = await served.post("/v1/judge", body, Authorization=A)
+        calls = calls_of(served)
+        refused, refusal = await served.post("/v1/judge", {**body, "tenant": "b"}, Authorization=A)
+    assert (status, judged["passed"], judged["clamped"]) == (200, 3, {"timeout_s": 3})
+    assert (refused, "the token is that of tenant 'a'" in refusal["error"]["message"]) == (400, True)
+    assert len(calls) == 8  # the program and the checker: each is compiled, and runs three times
+    assert {(call["tenant"], call["limits"]["timeout_s"]) for call in calls if call["code"] == "code"} == {("a", 3)}
+    assert {call["limits"]["timeout_s"] for call in calls} == {3}
+    assert sum("compiled" in call for call in calls) == 6
 
 
 async def test_a_disconnect_cancels_the_calls() -> None:
