@@ -165,8 +165,8 @@ class AsyncClient:
     async def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order.
 
-        `fields` may be `limits`, `priority` and `tenant` of `Call`. Each pair is a call of its own. Raises as
-        `run_batch` does.
+        `fields` may be `limits`, `priority`, `tenant` and `deadline_s` of `Call`. Each pair is a call of its own.
+        Raises as `run_batch` does.
         """
         template = template_call(fields)
         decoded = [

@@ -40,6 +40,9 @@ from sandbox.fields import (
 )
 
 MAX_CODE_CHARS = 4 << 20
+DEADLINE = NumberRule(
+    0.01, 1e9, whole=False, doc="seconds of wall time after which an unfinished call is cancelled, from its admission"
+)
 MAX_STDIN_CHARS = 16 << 20
 """Characters of standard input, or its bytes if it is bytes."""
 
@@ -164,6 +167,7 @@ class Call:
     tenant: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -219,7 +223,7 @@ class Call:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
-        for name in ("stdin", "echo", "profile", "id", "priority", "tenant"):
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "deadline_s"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
@@ -427,6 +431,7 @@ CALL_FIELDS: dict[str, str] = {
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
     "env": "environment variables of the code: name to text",
     "argv": "arguments of the code: sys.argv is main.py and these",
+    "deadline_s": DEADLINE.doc,
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -461,6 +466,7 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tenant": check_label,
     "env": check_env,
     "argv": check_arguments,
+    "deadline_s": partial(check_number, rule=DEADLINE),
 }
 """The check of each field of a call except `limits`."""
 

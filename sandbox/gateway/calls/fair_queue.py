@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -47,6 +47,13 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the waiting calls, in no particular order."""
+        for level in self._waiting.values():
+            yield from level.requeued
+            for tenant in level.tenants.values():
+                yield from tenant.waiting
 
     def push(self, *items: Item) -> None:
         """Add calls, all of one priority and one tenant, behind that tenant's other calls."""
