@@ -30,12 +30,20 @@ from sandbox.errors import ConfigError, SandboxError
 
 REQUIREMENTS = (
     "antlr4-python3-runtime==4.13.2",
+    "contourpy==1.3.3",
+    "cycler==0.12.1",
+    "fonttools==4.68.0",
+    "kiwisolver==1.5.1",
     "latex2sympy2_extended==1.11.0",
     "math-verify==0.9.0",
+    "matplotlib==3.11.2",
     "mpmath==1.3.0",
     "networkx==3.6.1",
     "numpy==2.4.6",
+    "packaging==26.4",
     "pandas==3.1.1",
+    "pillow==13.0.0",
+    "pyparsing==3.3.3",
     "python-dateutil==4.0.0",
     "scipy==1.17.1",
     "sympy==1.14.0",
@@ -47,11 +55,15 @@ MIN_PYTHON = (3, 11)
 PREFERRED_PYTHONS = ((3, 13), (3, 12))
 """Versions that are preferred over the server's own Python, in this order."""
 
-SIZE_MB = 350
+SIZE_MB = 450
 """Disk space of a runtime in MB."""
 
 _MARKER = "rstar-runtime.json"
-_SMOKE_TEST = "import math_verify, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; assert sympy.sqrt(4) == 2"
+_SMOKE_TEST = (
+    "import math_verify, matplotlib.pyplot, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; "
+    "assert sympy.sqrt(4) == 2; assert matplotlib.get_cachedir() == matplotlib.get_data_path()"
+)
+_FONT_CACHE_SCRIPT = Path(__file__).with_name("runtime_fonts.py")
 _VERSION_QUERY = "import sys; print(sys.version_info[0], sys.version_info[1])"
 
 
@@ -269,6 +281,7 @@ def _build_venv(python: Path, new: Path, directory: Path) -> None:
     steps = {
         "creating the environment": [str(python), "-m", "venv", str(venv)],
         "installing the libraries": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
+        "storing the font cache": [venv_python, "-I", "-B", str(_FONT_CACHE_SCRIPT)],
         "removing pip": [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"],
         "compiling": [venv_python, *compile_all, str(venv / "lib")],
         "testing it": [venv_python, "-I", "-B", "-c", _SMOKE_TEST],

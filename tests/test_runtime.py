@@ -231,7 +231,7 @@ def test_a_full_disk_is_reported_before_the_build(tmp_path: Path, monkeypatch: p
     usage = types.SimpleNamespace(free=(runtime.SIZE_MB << 20) - 1)
     monkeypatch.setattr(runtime.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
-        runtime.RuntimeBuildError, match=r"needs 350 MB at \S+/runtime, where 349 MB are free; set RSTAR_R"
+        runtime.RuntimeBuildError, match=r"needs 450 MB at \S+/runtime, where 449 MB are free; set RSTAR_R"
     ):
         build_at(tmp_path / "runtime")
     assert list(tmp_path.iterdir()) == []

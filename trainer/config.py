@@ -90,6 +90,7 @@ class ModelConfig:
 
     path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines and passes; the trained weights are float32
+    attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
     system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
     shape: ModelShape | None = None  # sizes for --dry-run, if the model's config.json is not on this machine
@@ -120,6 +121,9 @@ class EnginesConfig:
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
     placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
+    args: dict[str, Any] = field(
+        default_factory=dict
+    )  # more of vLLM's AsyncEngineArgs, for servers that the run starts
     # Only for kind=openai, whose servers keep their own weights; model.path then names a tokenizer:
     model_name: str = ""  # the model's name at the endpoints
     api_key_env: str = ""  # name of the environment variable that has the API key; the key itself is stored nowhere
@@ -202,9 +206,10 @@ class StageConfig(SamplingConfig):
     epsilon_low: Fraction = 0.2  # the ratio is clipped below 1 - epsilon_low
     epsilon_high: PositiveFloat = 0.28  # the ratio is clipped above 1 + epsilon_high
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this norm
-    micro_batch_size: PositiveInt = 8  # episodes per device and pass
+    micro_batch_tokens: PositiveInt = 65536  # tokens per device and pass, prompts included; bounds activations
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     save_steps: PositiveInt = 10  # training steps between checkpoints
+    grpo: dict[str, Any] = field(default_factory=dict)  # more arguments of TRL's GRPOConfig
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -334,9 +339,15 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         f"{table}: roc_mode=off, {selection}: expected equal numbers, since nothing is dropped; or set roc_mode",
     )
     _require(
-        problems * kept % (stage.micro_batch_size * ranks) == 0,
-        f"{table}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of "
-        f"micro_batch_size={stage.micro_batch_size} x {ranks} ranks; change one of them",
+        problems * kept % ranks == 0,
+        f"{table}: problems_per_step={problems} x kept_per_problem={kept} rows: expected a multiple of {ranks} ranks; "
+        "change one of them",
+    )
+    _require(
+        stage.micro_batch_tokens > stage.max_response_tokens,
+        f"{table}: micro_batch_tokens={stage.micro_batch_tokens}: expected more than "
+        f"max_response_tokens={stage.max_response_tokens}, since a pass has at least one row with its prompt; raise "
+        "micro_batch_tokens, or lower max_response_tokens",
     )
     _require(
         stage.episodes == "online" or not (stage.cancel_stragglers or stage.partial_rollouts),

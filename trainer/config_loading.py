@@ -34,6 +34,8 @@ _RENAMED_TRAINING = {
 _RENAMED_STAGE = {
     **_RENAMED_LIMITS,
     **_RENAMED_TRAINING,
+    "micro_batch": "micro_batch_tokens",
+    "micro_batch_size": "micro_batch_tokens (tokens of a pass instead of rows)",
     "prompts": "problems_per_step",
     "samples": "samples_per_problem",
     "keep": "kept_per_problem",

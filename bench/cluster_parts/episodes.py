@@ -213,7 +213,6 @@ def _train_s(directory: Path, store: Path, num_episodes: int) -> float:
         samples_per_problem=SAMPLES_PER_PROBLEM,
         kept_per_problem=SAMPLES_PER_PROBLEM,
         roc_mode="off",
-        micro_batch_size=SAMPLES_PER_PROBLEM,
     )
     run_folder = RunFolder(directory / "train")
     with LoopThread() as loop_thread, StoreReader(store) as reader:

@@ -23,6 +23,7 @@ _PROFILE_OF_MODULE = {
     "scipy": Profile.SCIENTIFIC,
     "networkx": Profile.SCIENTIFIC,
     "pandas": Profile.SCIENTIFIC,
+    "matplotlib": Profile.SCIENTIFIC,
 }
 
 

@@ -5,6 +5,9 @@ caches. So each zygote runs typical code of its profile once, before any call.
 
 Every fork copies the zygote's mappings and page tables. So modules that few calls use (numpy.random with its 18
 libraries, Fourier transforms, sympy.stats) are imported by those calls, or by the largest profile.
+
+matplotlib is in the largest profile: with it a `print` of that profile takes 5 to 9 % more CPU time (5.7 instead of
+5.4 ms), while a plot takes 115 instead of 490 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _MODULES = {
     "symbolic": "mpmath sympy sympy.abc",
     "scientific": (
         "numpy.fft numpy.polynomial numpy.random scipy scipy.optimize scipy.integrate scipy.linalg scipy.stats "
-        "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas"
+        "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas "
+        "matplotlib.pyplot"
     ),
     "verify": "math_verify rstar_checker",
 }
@@ -87,6 +91,12 @@ nx.minimum_spanning_tree(nx.complete_graph(4)).size()
 frame = pd.DataFrame({"a": [1, 2, 2], "b": [1.0, 2.0, 3.0]})
 str(frame), str(frame.groupby("a").b.mean()), str(frame.describe()), frame.a.value_counts().to_dict()
 str(frame.sort_values("b"))
+import io, matplotlib.pyplot as plt, matplotlib.font_manager, matplotlib.mathtext
+figure, axes = plt.subplots()
+axes.plot(frame.a, frame.b, label="$x^2$"), axes.bar([1], [2]), axes.set_title("b"), axes.legend(), axes.grid(True)
+figure.savefig(io.BytesIO(), format="png"), plt.close("all")
+# Cached fonts are open files, which a call closes.
+matplotlib.mathtext.MathTextParser._parse_cached.cache_clear(), matplotlib.font_manager._get_font.cache_clear()
 """,
     "verify": r"""
 from rstar_checker import compare
@@ -125,7 +135,7 @@ def _import(profile: str) -> tuple[set[str], list[str]]:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             missing.add((error.name or name).partition(".")[0])
-        except ImportError as error:
+        except Exception as error:  # a call that imports the module gets the error
             problems.append(f"{profile}: {error}")
     return missing, problems
 

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 import sandbox
+from sandbox.config import ISOLATION_LEVELS, ExecutorConfig
+from sandbox.errors import IsolationError
+from sandbox.executor import run_once
+from sandbox.jail import choose_level
+from sandbox.types import Call, Limits, Profile
 from tests.executor.calling import OWN_PYTHON
 
 GUEST = Path(sandbox.__file__).parent / "guest"
@@ -32,7 +37,7 @@ def load(python: str | Path, profile: str) -> tuple[list[str], list[str]]:
     [
         ("bare", []),
         ("numeric", ["numpy"]),
-        ("scientific", ["mpmath", "networkx", "numpy", "pandas", "scipy", "sympy"]),
+        ("scientific", ["matplotlib", "mpmath", "networkx", "numpy", "pandas", "scipy", "sympy"]),
     ],
 )
 def test_missing_packages_are_reported_and_cause_no_other_problem(profile: str, missing: list[str]) -> None:
@@ -46,3 +51,34 @@ def test_a_module_that_exists_and_cannot_be_imported_is_a_problem(tmp_path: Path
     done = subprocess.run([OWN_PYTHON, "-I", "-S", "-c", code, str(GUEST), "numeric"], capture_output=True, check=True)
     missing, problems = json.loads(done.stdout)
     assert (missing, problems[0]) == ([], "numeric: libopenblas.so is missing")
+
+
+PLOT = """
+import matplotlib.pyplot as plt
+import os
+plt.plot([1, 2], label="$x^2$"), plt.title("Ä"), plt.legend()
+plt.savefig("plot.png")
+with open("plot.png", "rb") as file:
+    print(file.read(4), os.listdir(), plt.get_backend())
+"""
+
+
+@pytest.mark.parametrize("level", ISOLATION_LEVELS)
+def test_a_plot_writes_nothing_but_its_file(guest_python: Path, level: str) -> None:
+    config = _config_at(level, guest_python)
+    for profile in (Profile.SCIENTIFIC, Profile.BARE):  # with matplotlib loaded by the zygote, and by the call
+        result = run_once(Call(PLOT, profile=profile, limits=Limits(timeout_s=60)), config)
+        assert (result.stdout, result.stderr) == ("b'\\x89PNG' ['plot.png'] Agg\n", "")
+
+
+@pytest.mark.usefixtures("needs_isolation")
+def test_a_call_that_imports_matplotlib_finds_it_loaded(guest_python: Path) -> None:
+    code = "import sys\nprint('matplotlib.pyplot' in sys.modules)\nfrom matplotlib import pyplot"
+    assert run_once(Call(code), ExecutorConfig(python=str(guest_python))).stdout == "True\n"
+
+
+def _config_at(level: str, python: Path) -> ExecutorConfig:
+    try:
+        return ExecutorConfig(python=str(python), isolation=choose_level(level).level.value)
+    except IsolationError as error:
+        pytest.skip(str(error))

@@ -115,14 +115,13 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         ),
         ("rl.kept_per_problem=1", "--set rl.kept_per_problem: expected greater than or equal to 2, got '1'"),
         (
-            "rl.micro_batch_size=7",
-            "stages.first: problems_per_step=8 x kept_per_problem=16 rows: "
-            "expected a multiple of micro_batch_size=7 x 1 ranks",
+            "rl.micro_batch_tokens=8192",
+            "stages.first: micro_batch_tokens=8192: expected more than max_response_tokens=8192, since a pass has",
         ),
+        ("rl.micro_batch_size=7", "--set rl.micro_batch_size: unknown setting; it is now micro_batch_tokens"),
         (
             "hardware.gpus_per_node=3",
-            "stages.first: problems_per_step=8 x kept_per_problem=16 rows: "
-            "expected a multiple of micro_batch_size=8 x 3 ranks",
+            "stages.first: problems_per_step=8 x kept_per_problem=16 rows: expected a multiple of 3 ranks",
         ),
         (
             "hardware.sharding=full",

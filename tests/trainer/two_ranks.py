@@ -38,7 +38,7 @@ SECOND_ROLLOUT_S = 8
 """Seconds by which the second step's rollouts are delayed."""
 STAGE = StageConfig(
     name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=4,
-    kept_per_problem=4, micro_batch_size=2, learning_rate=1e-3, warmup_steps=0,
+    kept_per_problem=4, micro_batch_tokens=20, learning_rate=1e-3, warmup_steps=0,
 )  # fmt: skip
 
 
@@ -47,12 +47,12 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
     if sharding == "full":
         PartialState.__init__ = _report_cpus_as_gpus(PartialState.__init__)
     rank = distributed_state(hardware).process_index
-    micro_batches: list[Any] = []
+    batches: list[Any] = []
     compute_loss = grpo.GRPOTrainer.compute_loss
 
     def record_loss(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
         distributed_c10d._set_pg_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
-        micro_batches.append(inputs["completion_ids"].tolist())
+        batches.append(inputs["completion_ids"].tolist())
         return compute_loss(self, model, inputs, **options)
 
     grpo.GRPOTrainer.compute_loss = record_loss
@@ -88,7 +88,7 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         digest.update(whole.numpy().tobytes())
     recorded = {
-        "micro_batches": micro_batches,  # response ids of each row of each micro-batch
+        "batches": batches,  # response ids of each row of each step
         "weights": digest.hexdigest(),
         "waits": waits,  # exchanges with the other rank, each with its seconds
         "reduced": reduced,  # for each backward pass of a sharded module: whether all gradients are reduced after it

@@ -178,6 +178,10 @@ METRICS = {
         "mean ratio of trained to sampled probability, each capped at 2; a mean below 1 shows the capped part",
         _IMPORTANCE, "mean ratio", "free",
     ),
+    "computed_per_loss_token": Metric(
+        "positions computed per token in the loss; the rest are prompts, observations and padding",
+        "Positions computed per token in the loss", "positions", "positive",
+    ),
     "learning_rate": Metric("learning rate of the step"),
     "sampled_tokens": Metric("tokens sampled in the step", _TOKENS, "all", "count", lambda e: e.sampled_tokens),
     "weight_version": Metric("version of the weights that sampled: the training steps in them"),

@@ -32,7 +32,7 @@ MAX_CHECKPOINTS = 4
 """Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
 PROMPT_ALLOWANCE = 1024
 """Assumed tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
-LESS_MEMORY_ADVICE = "lower micro_batch_size or set gradient_checkpointing or sharding"
+LESS_MEMORY_ADVICE = "lower micro_batch_tokens (sft: micro_batch_size) or set gradient_checkpointing or sharding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,9 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
         kv_tokens = max(0, engine_gpu_bytes * engines.tensor_parallel_size - parameters * BYTES[dtype]) // per_token
     shared_bytes = 0 if hardware.engine_gpus else engine_gpu_bytes  # of an engine on the training GPUs
 
-    def memory(settings: SftConfig | StageConfig, row_tokens: int, engine_gpu_bytes: int) -> tuple[int, float | None]:
-        """Return (train_bytes, gpu_share) for rows of `row_tokens`, beside an engine of `engine_gpu_bytes`."""
-        tokens, checkpointing = settings.micro_batch_size * row_tokens, settings.gradient_checkpointing
+    def memory(settings: SftConfig | StageConfig, tokens: int, engine_gpu_bytes: int) -> tuple[int, float | None]:
+        """Return (train_bytes, gpu_share) for passes of `tokens`, beside an engine of `engine_gpu_bytes`."""
+        checkpointing = settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
         pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + logit_bytes(shape, tokens, dtype)
         train_bytes = 4 * weight_bytes + activations + pass_bytes  # 4: weights, gradients, two moments
@@ -184,7 +184,7 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
 
     def stage_plan(stage: StageConfig) -> PhasePlan:
         max_tokens, problems = stage.max_response_tokens, stage.problems_per_step
-        train_bytes, gpu_share = memory(stage, max_tokens, shared_bytes)
+        train_bytes, gpu_share = memory(stage, stage.micro_batch_tokens, shared_bytes)
         context_tokens = min(engines.max_model_len, max_tokens + PROMPT_ALLOWANCE)
         return PhasePlan(
             episodes=problems * stage.samples_per_problem,
@@ -198,7 +198,8 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
 
     sft = config.sft
     # Engines that the run starts do not exist during SFT; engines at endpoints do.
-    sft_bytes, sft_share = memory(sft, sft.max_conversation_tokens, shared_bytes if engines.endpoints else 0)
+    sft_pass_tokens = sft.micro_batch_size * sft.max_conversation_tokens
+    sft_bytes, sft_share = memory(sft, sft_pass_tokens, shared_bytes if engines.endpoints else 0)
     sft_tokens = sft.batch_size * sft.max_conversation_tokens
     sft_plan = PhasePlan(
         episodes=None,

@@ -59,20 +59,29 @@ class TrainingContext:
     """The number of training steps of the run before this stage."""
     dtype: str = "float32"
     """The dtype of forward and backward passes. The weights are float32 in any case."""
+    attn_implementation: str = ""
+    """The implementation of attention; if empty, the one that transformers chooses."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
-    def trl_arguments(self, settings: SftConfig | StageConfig, rows: int) -> dict[str, Any]:
-        """Return the arguments of both TRL trainers, for `rows` rows per step. Raises `ConfigError`."""
+    def trl_arguments(
+        self, settings: SftConfig | StageConfig, rows: int, micro_batch_rows: int | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of both TRL trainers, for `rows` rows per step in micro-batches of `micro_batch_rows`
+        per rank; with None, all rows of a rank are one batch. Raises `ConfigError`."""
         num_ranks, is_sharded = distributed_state(self.hardware).num_processes, self.hardware.sharding == "full"
+        micro_batch_rows = micro_batch_rows or rows // num_ranks
         return {
             "output_dir": str(self._checkpoints_dir),
             "seed": self.seed,
-            "per_device_train_batch_size": settings.micro_batch_size,
-            "gradient_accumulation_steps": rows // (settings.micro_batch_size * num_ranks),
+            "per_device_train_batch_size": micro_batch_rows,
+            "gradient_accumulation_steps": rows // (micro_batch_rows * num_ranks),
             "optim": "adamw_torch",
             "learning_rate": settings.learning_rate,
             "use_cpu": not self.hardware.gpus_per_node,
-            "model_init_kwargs": {"dtype": "float32"},  # in bfloat16, updates of 1e-6 would be rounded to zero
+            "model_init_kwargs": {
+                "dtype": "float32",  # in bfloat16, updates of 1e-6 would be rounded to zero
+                **({"attn_implementation": self.attn_implementation} if self.attn_implementation else {}),
+            },
             "bf16": self.dtype == "bfloat16",
             "gradient_checkpointing": settings.gradient_checkpointing,
             "ddp_find_unused_parameters": False,

@@ -59,7 +59,7 @@ def train_sft(
         )
     order = length_grouped_order([len(ids) for ids, _ in encoded], sft.batch_size, sft.epochs, context.seed)
     arguments = _SftArguments(
-        **context.trl_arguments(sft, rows=sft.batch_size),
+        **context.trl_arguments(sft, rows=sft.batch_size, micro_batch_rows=sft.micro_batch_size),
         num_train_epochs=1,  # `order` repeats the conversations
         train_sampling_strategy="sequential",
         max_length=sft.max_conversation_tokens,

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from operator import itemgetter
 
+from sandbox.errors import InvalidCall
+from sandbox.tenants import Tenant
 from sandbox.types import Call, EncodedResult
 
 ExecutorId = int
@@ -47,6 +49,20 @@ class PendingCall:
         self.queue_ms = 0.0
         """Milliseconds that the call waited in the gateway, all attempts together."""
 
+    def set_tenant(self, tenant: Tenant) -> None:
+        """Give the call an owner, whose bounds apply from now on. Raises `InvalidCall` if it names another tenant."""
+        assert self.call is not None
+        if self.tenant not in ("", tenant.name):
+            raise InvalidCall(
+                f"call.tenant: the token is that of tenant {tenant.name!r}, got {self.tenant!r:.80}; omit the field"
+            )
+        self.tenant = tenant.name
+        self.priority = max(self.priority, tenant.priority)
+        limits, lowered = self.call.limits.clamped(tenant.max_limits)
+        if lowered:
+            self.call = self.call.with_limits(limits)
+            self.clamped = self.clamped | lowered
+
 
 class Batch:
     """The calls of one HTTP request and their results, by index.
@@ -57,7 +73,7 @@ class Batch:
 
     __slots__ = (
         "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "on_done", "on_result",
-        "queue_timeout_s", "requeued", "results", "unfinished", "unread_bytes",
+        "queue_timeout_s", "requeued", "results", "tenant", "unfinished", "unread_bytes",
     )  # fmt: skip
 
     def __init__(self, size: int, queue_timeout_s: float, deadline_s: float = math.inf) -> None:
@@ -67,6 +83,8 @@ class Batch:
         self.deadlines: list[tuple[float, PendingCall]] = []
         """Calls with a deadline, each with the seconds from the admission to its deadline. From the admission on, the
         last of the list is the earliest. May contain finished calls."""
+        self.tenant: Tenant | None = None
+        """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size
         self.unfinished = size

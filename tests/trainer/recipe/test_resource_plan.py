@@ -100,8 +100,8 @@ def test_the_run_of_the_paper_fits_its_machines() -> None:
     assert first.train_bytes == (
         16 * (parameters // 64)
         + pass_weight_bytes(QWEN3_14B, "bfloat16", is_sharded=True)
-        + activation_bytes(QWEN3_14B, 8192, "bfloat16", gradient_checkpointing=True)
-        + logit_bytes(QWEN3_14B, 8192, "bfloat16")
+        + activation_bytes(QWEN3_14B, 14336, "bfloat16", gradient_checkpointing=True)
+        + logit_bytes(QWEN3_14B, 14336, "bfloat16")
     )
     # Four checkpoints of weights and moments, four trained models, two copies of synced weights.
     assert run.disk_bytes == parameters * (4 * 12 + 4 * 4 + 2 * 2)
@@ -175,7 +175,6 @@ def test_docs_collection_md_has_the_values_of_the_dry_run() -> None:
     config = load_config(CONFIGS / "qwen3-32b-gaia.toml", {})
     run, stage = resource_plan(config, QWEN3_32B), config.stages["cycle1"]
     plan = run.stages["cycle1"]
-    assert plan.train_bytes == run.sft.train_bytes
     cycle, at_once = plan.episodes * stage.steps, plan.episodes_per_engine
     in_flight = 2 * config.collect.episodes_per_worker
     hours = math.ceil(cycle / in_flight) * config.collect.deadline_s / 3600

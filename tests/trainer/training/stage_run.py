@@ -20,10 +20,9 @@ from trainer.training.grpo import RolloutRuntime, train_stage
 
 STAGE = StageConfig(
     name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=8,
-    kept_per_problem=4, micro_batch_size=2, learning_rate=1e-3, warmup_steps=0, save_steps=2, max_grad_norm=1e6,
+    kept_per_problem=4, micro_batch_tokens=64, learning_rate=1e-3, warmup_steps=0, save_steps=2, max_grad_norm=1e6,
 )  # fmt: skip
 ROWS_PER_STEP = STAGE.problems_per_step * STAGE.kept_per_problem
-PASSES_PER_STEP = ROWS_PER_STEP // STAGE.micro_batch_size
 SEED = 3
 
 Weights = dict[str, torch.Tensor]
@@ -65,7 +64,7 @@ def are_equal(first: Weights, second: Weights) -> bool:
 
 
 def record_loss_inputs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return a list to which TRL's inputs of each loss are appended, one entry per micro-batch."""
+    """Return a list to which TRL's inputs of each loss are appended, one entry per step."""
     recorded: list[dict[str, Any]] = []
     compute_loss = grpo.GRPOTrainer.compute_loss
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.trainer.sampling import OBSERVATION_POSITIONS, QUIET_LIBRARIES, Sampler, problems  # noqa: E402
 from tests.trainer.training.stage_run import (  # noqa: E402
-    PASSES_PER_STEP,
     ROWS_PER_STEP,
     StageRun,
     are_equal,
@@ -59,16 +58,16 @@ def test_each_step_syncs_the_weights_collects_episodes_and_trains_on_the_selecte
     assert len(set(first.problem_ids)) == 2 and first.samples == 8
     assert first.options["seed"] != second.options["seed"]
     assert first.options["limits"].max_response_tokens == 16 and first.options["limits"].temperature == 1.0
-    # The loss has the importance correction (the ratio is 1, since nothing is stale), and no observation tokens.
-    assert len(loss_inputs) == 2 * PASSES_PER_STEP
+    # The loss has no observation tokens.
+    assert len(loss_inputs) == 2
     for inputs in loss_inputs:
-        assert (inputs["importance_sampling_ratio"] - 1).abs().max() < 1e-3
         assert set(inputs["tool_mask"][:, list(OBSERVATION_POSITIONS)].flatten().tolist()) == {0}
     # The run folder has a row of metrics per step, and all episodes.
     row, second_row = RunFolder(tmp_path).read_metrics()
     assert (row["step"], second_row["step"], row["stage"]) == (1, 2, "rl1")
     assert (row["weight_version"], second_row["weight_version"]) == (0, 1)
     assert row["logprob_diff_mean"] < 1e-4 and row["grad_norm"] > 0
+    assert row["importance_ratio_mean"] == pytest.approx(1, abs=1e-3), "nothing is stale"
     assert row["episodes_in_loss"] + row["episodes_not_in_loss"] == 2 * 8
     assert row["episodes_in_loss"] == 4 * (2 - row["zero_variance_groups"])
     assert row["step_s"] >= row["rollout_s"] + row["weight_sync_s"] + row["optimize_s"]
@@ -109,7 +108,6 @@ def test_only_scored_rows_of_groups_with_different_rewards_are_in_the_loss(
         samples_per_problem=4,
         kept_per_problem=4,
         roc_mode="off",
-        micro_batch_size=4,
     )
     stage_run.run(sampler, num_problems=4)
     (row,) = stage_run.run_folder.read_metrics()
@@ -185,6 +183,20 @@ def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, l
     ):
         stage_run.run(Sampler(model, score=lambda *_: None, error="sandbox: gone"))
     assert list(stage_run.run_folder.read_metrics()) == []
+
+
+def test_more_arguments_reach_trl_and_the_list_of_own_arguments_is_complete(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_arguments: list[Any] = []
+    monkeypatch.setattr(grpo, "check_grpo_options", lambda stage, own: own_arguments.append(own))
+    StageRun(tmp_path, model, loop_thread, steps=1, grpo={"weight_decay": 0.125}).run(Sampler(model))
+    assert own_arguments[0].keys() == grpo.OWN_ARGUMENTS
+    saved = torch.load(next(tmp_path.glob("stages/rl1/checkpoints/*/training_args.bin")), weights_only=False)
+    assert saved.weight_decay == 0.125
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"stages\.rl1\.grpo: beta: expected another argument"):
+        StageRun(tmp_path, model, loop_thread, steps=2, grpo={"beta": 0.1}).run(Sampler(model))
 
 
 def test_settings_that_contradict_the_machine_or_the_data_are_refused(

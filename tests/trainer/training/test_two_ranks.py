@@ -49,9 +49,8 @@ def test_two_ranks_share_the_rows_of_a_step_and_end_with_the_same_weights(two_ra
     first, second = two_ranks.ranks
     assert first["weights"] == second["weights"]
     for step in (1, 2):
-        # Each step has two micro-batches per rank. Every row is in exactly one of them.
-        micro_batches = [batch for rank in two_ranks.ranks for batch in rank["micro_batches"][2 * step - 2 : 2 * step]]
-        trained = [ids for batch in micro_batches for ids in batch]
+        # Every row of a step is on exactly one rank.
+        trained = [ids for rank in two_ranks.ranks for ids in rank["batches"][step - 1]]
         assert sorted(trained) == sorted(row["response_ids"] for row in RunFolder(two_ranks.path).read_episodes(step))
 
 
@@ -64,11 +63,15 @@ def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group
     assert wait_s > second["default_timeout_s"]
 
 
-def test_sharded_gradients_are_reduced_after_every_micro_batch(two_ranks: TwoRanks, model: Path) -> None:
-    for rank in two_ranks.ranks:
-        # Two steps of two micro-batches. Three modules are sharded: each of the two layers, and the embeddings together
-        # with the output layer.
-        assert rank["reduced"] == ([True] * 2 * 2 * 3 if two_ranks.sharding == "full" else [])
+def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_as_many(two_ranks: TwoRanks) -> None:
+    first, second = (rank["reduced"] for rank in two_ranks.ranks)
+    # A pass has one row. Three modules are sharded: each of the two layers, and the embeddings together with the output
+    # layer.
+    rows = [row for step in (1, 2) for row in RunFolder(two_ranks.path).read_episodes(step)]
+    passes = len(first) // 3
+    assert first == second == [True] * 3 * passes
+    assert passes > 2 or two_ranks.sharding == "none", "a step has more than one pass"
+    assert passes <= len(rows) // 2
 
 
 def test_the_first_rank_saves_the_whole_model(two_ranks: TwoRanks, model: Path) -> None:

@@ -1,0 +1,160 @@
+"""TRL's `GRPOTrainer` with passes that are bounded by tokens instead of rows, and without wasted positions.
+
+TRL pads all rows of a step to the longest prompt and the longest completion, computes every row, and computes all
+log-probabilities twice. This trainer computes a step's rows once:
+
+- A row without a token in the loss is in no pass.
+- A pass has rows of similar length, padded to the longest of them: at most `micro_batch_tokens` positions.
+- The importance ratio of the engines' log-probabilities comes from the pass that computes the loss. No optimizer step
+  lies between sampling and loss, so its log-probabilities are those of the weights that sampled.
+
+Invariants:
+- The loss and its gradient are those of TRL on the same rows, to rounding. The denominator is the number of tokens in
+  the loss of the whole step, on all ranks.
+- All ranks run the same number of passes, since a pass is a collective operation. A rank that has fewer passes adds
+  passes of one row without loss.
+
+It overrides TRL's private method `_compute_loss`, and calls `_get_per_token_logps_and_entropies`;
+tests/trainer/training/test_token_budget.py compares the result with TRL's own. It has no router loss for mixtures of
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+IMPORTANCE_RATIO_CAP = 2.0
+"""Largest importance ratio of a token. TRL's default masks whole sequences instead, which zeroes most episodes of 8K to
+12K tokens."""
+
+Batch = dict[str, Any]
+"""TRL's tensors of some rows, the row first. Prompts are padded on the left, completions on the right."""
+
+
+class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
+    """`GRPOTrainer` for settings with one gradient accumulation step and without TRL's importance correction."""
+
+    def __init__(self, *args: Any, micro_batch_tokens: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        """Return the loss of a step. The gradients of all passes but the last are in the model already."""
+        passes = self._split_into_passes(inputs)
+        earlier_loss = torch.zeros((), device=self.accelerator.device)
+        sums = torch.zeros(5, device=self.accelerator.device)
+        # With sharding, gradients are reduced after every pass, so that no rank keeps those of the whole model.
+        is_sharded = bool(self.args.fsdp)
+        for number, batch in enumerate(passes, 1):
+            is_last = number == len(passes)
+            with nullcontext() if is_last or is_sharded else self.accelerator.no_sync(model):
+                loss = self._pass_loss(model, batch, sums)
+                if not is_last:
+                    self.accelerator.backward(loss)
+                    earlier_loss += loss.detach()
+        self._log_sums(sums)
+        return loss + earlier_loss
+
+    def _pass_loss(self, model: Any, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
+        """Return the part of the step's loss that this pass has (rStar2-Agent, arXiv 2508.20722, equation 3).
+
+        Adds to `sums`, over the tokens in the loss: their number, log-probability differences, importance ratios and
+        entropies; and the positions computed.
+        """
+        ids_BL, mask_BL = _joined(batch)
+        logps_BT, entropies_BT = self._score(model, ids_BL, mask_BL, batch)
+        mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
+        difference_BT = torch.nan_to_num((logps_BT.detach() - batch["sampling_per_token_logps"]) * mask_BT)
+        importance_BT = difference_BT.exp().clamp(max=IMPORTANCE_RATIO_CAP)
+        ratio_BT = (logps_BT - logps_BT.detach()).exp()
+        clipped_BT = ratio_BT.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+        advantages_B1 = batch["advantages"][:, None]
+        loss_BT = -torch.min(ratio_BT * advantages_B1, clipped_BT * advantages_B1) * importance_BT
+        counted = (difference_BT.abs(), importance_BT, entropies_BT.detach())
+        sums += torch.stack([mask_BT.sum(), *((x * mask_BT).sum() for x in counted), sums.new_tensor(mask_BL.numel())])
+        # Gradients are averaged over ranks, so each rank divides by its equal share of the tokens.
+        return (loss_BT * mask_BT).sum() / (batch["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes)
+
+    def _score(
+        self, model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities and entropies of the completions."""
+        prompt_lengths_B = batch["prompt_mask"].sum(1)
+        kept = ids_BL.size(1) - int(prompt_lengths_B.min())
+        logps, entropies, *_ = super()._get_per_token_logps_and_entropies(
+            model, ids_BL, mask_BL, kept, compute_entropy=True
+        )
+        # Position t of a completion is position prompt + t of the row, and the scores begin at `length - kept`.
+        positions_T = torch.arange(batch["completion_mask"].size(1), device=ids_BL.device)
+        index_BT = (prompt_lengths_B[:, None] + positions_T - (ids_BL.size(1) - kept)).clamp(max=kept - 1)
+        return logps.gather(1, index_BT), entropies.gather(1, index_BT)
+
+    def _split_into_passes(self, inputs: Batch) -> list[Batch]:
+        """Return the rows in the loss, as batches of at most `micro_batch_tokens` positions."""
+        mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
+        in_loss = [row for row, tokens in enumerate(mask_BT.sum(1).tolist()) if tokens]
+        groups = list(pack_rows(lengths, in_loss, self.micro_batch_tokens))
+        most = self.accelerator.gather(torch.tensor([len(groups)], device=self.accelerator.device)).max().item()
+        passes = [_take(inputs, rows) for rows in groups]
+        while len(passes) < max(1, most):
+            batch = _take(inputs, [min(range(len(lengths)), key=lengths.__getitem__)])
+            batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+            batch["completion_mask"][:, 0] = 1
+            batch["tool_mask"] = torch.zeros_like(batch["completion_mask"])
+            passes.append(batch)
+        return passes
+
+    def _log_sums(self, sums: torch.Tensor) -> None:
+        """Log the means over the tokens in the loss, of all ranks, under the names that TRL has for its own."""
+        tokens, difference, importance, entropy, positions = self.accelerator.reduce(sums).tolist()
+        totals = {
+            "sampling/sampling_logp_difference/mean": difference,
+            "sampling/importance_sampling_ratio/mean": importance,
+            "entropy": entropy,
+            "computed_per_loss_token": positions,
+        }
+        for name, total in totals.items():
+            self._metrics["train"][name].append(total / max(1, tokens))
+
+
+def pack_rows(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Yield `rows` in groups of similar length, the longest first. A group has at most `max_tokens` positions, each row
+    padded to the group's longest; a longer row is a group of its own."""
+    group: list[int] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if group and lengths[group[0]] * (len(group) + 1) > max_tokens:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _take(inputs: Batch, rows: Sequence[int]) -> Batch:
+    """Return some rows, without the columns that are padding in all of them."""
+    batch = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
+    num_prompt = int(batch["prompt_mask"].sum(1).max())
+    num_completion = max(1, int(batch["completion_mask"].sum(1).max()))
+    for name, value in batch.items():
+        if name.startswith("prompt"):
+            batch[name] = value[:, value.size(1) - num_prompt :]
+        elif value.dim() == 2:
+            batch[name] = value[:, :num_completion]
+    return batch
+
+
+def _joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and attention mask with each completion right behind its prompt, padded on the right."""
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask_BL = torch.zeros_like(mask)
+    mask_BL[torch.arange(mask.size(1), device=mask.device) < mask.sum(1, keepdim=True)] = True
+    ids_BL = torch.zeros_like(ids).masked_scatter(mask_BL, ids[mask])
+    length = int(mask.sum(1).max())
+    return ids_BL[:, :length], mask_BL[:, :length].to(batch["prompt_mask"].dtype)
