@@ -76,12 +76,14 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     500: "An internal error of the server; its log has the details",
     501: "This server lacks an optional package that the route needs",
     503: "The server is starting or stopping; send the request again later, or to another server",
+    504: "The service did not run the code; send the request again after the seconds in Retry-After",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
 HEADERS: Mapping[int, Schema] = {
     401: {"WWW-Authenticate": {"description": "the scheme, Bearer", "schema": {"type": "string"}}},
     429: _RETRY_AFTER,
     503: _RETRY_AFTER,
+    504: _RETRY_AFTER,
 }
 
 

@@ -51,8 +51,12 @@ async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = _queue_timeout_s(raw.pop("queue_timeout_s"), "call", timeout_s)
-    call = Call.decode(raw)
-    batch = Batch(1, timeout_s)
+    return batch_of_one(Call.decode(raw), config, timeout_s)
+
+
+def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None = None) -> ParsedBatch:
+    """Return a batch of one call. Without `queue_timeout_s` it may wait as long as the server allows."""
+    batch = Batch(1, config.queue_timeout_s if queue_timeout_s is None else queue_timeout_s)
     _add(batch, 0, call, call.id, config.max_limits)
     return ParsedBatch(batch, 0)
 
