@@ -23,16 +23,18 @@ GUEST = Path(sandbox.__file__).parent / "guest"
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModuleType]:
-    """The runner as a module, loaded by path, beside the modules that it imports."""
+    """The runner as a module, loaded by path."""
     spec = importlib.util.spec_from_file_location("rstar_guest_runner", GUEST / "runner.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(GUEST))
+        patch.syspath_prepend(GUEST)  # the runner imports modules beside it
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         yield module
+    for name in ("output_files", "returned_files"):
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(

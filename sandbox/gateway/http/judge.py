@@ -30,7 +30,7 @@ from sandbox.gateway.http.openapi import (
     response_schema,
     schema_of_enum,
 )
-from sandbox.gateway.http.validation import BATCH_FIELDS, check_fields, check_items, id_of, queue_timeout_s
+from sandbox.gateway.http.validation import BATCH_FIELDS, check_fields, check_items, check_queue_timeout, id_of
 from sandbox.gateway.judging import Judge
 from sandbox.judge import (
     PROGRAM_FIELDS,
@@ -72,7 +72,7 @@ async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
     check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
     items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
     defaults = Program.decode_defaults(raw.get("defaults"))
-    timeout_s = queue_timeout_s(raw.get("queue_timeout_s"), "judge", config.queue_timeout_s)
+    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "judge", config.queue_timeout_s)
     parsed = ParsedPrograms([], Batch(len(items), timeout_s), timeout_s)
     tests = 0
     for index, item in enumerate(items):
@@ -94,7 +94,7 @@ def parse_program(raw: Json, config: ServeConfig) -> ParsedPrograms:
     """Parse a body that is one program. Raises `InvalidCall` or `RequestRefused`."""
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
-        timeout_s = queue_timeout_s(raw.pop("queue_timeout_s"), "program", timeout_s)
+        timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
     program = Program.decode(raw)
     _check_count(len(program.tests), config)
     return ParsedPrograms([(0, program)], Batch(1, timeout_s), timeout_s)
