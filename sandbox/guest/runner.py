@@ -46,7 +46,7 @@ import time
 import traceback
 import types
 import warnings
-from _frozen_importlib_external import MAGIC_NUMBER  # type: ignore[import-not-found]
+from _frozen_importlib_external import MAGIC_NUMBER
 from _random import Random as _Random
 from typing import Any
 
