@@ -20,6 +20,7 @@ from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FI
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
     CALL_FIELDS,
+    DEADLINE,
     LIMIT_FIELDS,
     PRIORITY,
     Call,
@@ -164,6 +165,7 @@ def schemas() -> dict[str, Schema]:
         "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=_ref("Call")),
         "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
+        "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE)),
     }
     ready = {
         "status": _field("string", "ready; anything else is an HTTP error"),
@@ -205,6 +207,7 @@ def _call_schema() -> Schema:
     schema = _schema_of_dataclass(Call, CALL_FIELDS)
     properties = schema["properties"]
     properties["priority"] |= _range(PRIORITY)
+    properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE))
     properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
     properties["stdin_base64"] = {**_schema_of_hint(bytes), "description": CALL_FIELDS["stdin_base64"]}
     schema["properties"] = {name: properties[name] for name in CALL_FIELDS}
