@@ -72,7 +72,7 @@ def test_version_is_the_installed_one() -> None:
     assert done.stdout.startswith("rstar-sandbox 0.")
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--prot", "1"], ["run", "--profile", "huge", "x.py"]])
+@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--prot", "1"], ["run", "--profil", "bare", "x.py"]])
 def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
@@ -86,6 +86,7 @@ def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None
         (["serve", "--host", "0.0.0.0"], "needs a token"),
         (["run"], "expected one of FILE, - (code on standard input) or -c CODE"),
         (["run", "-c", "1", "also.py"], "expected one of FILE"),
+        (["run", "-c", "1", "--profile", "huge"], "run.profile: expected one of auto, bare, numeric, symbolic, scien"),
         (["run", "nowhere.py"], "nowhere.py: cannot be read (No such file or directory)"),
         (["run", "-c", "1", "--timeout-s", "soon"], "run.limits.timeout_s: expected a number from 0.01"),
         (["run", "-c", "1", "--memory-mb", "-5"], "run.limits.memory_mb: expected a whole number from 16"),

@@ -116,7 +116,9 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.json_response(document(ROUTES, request.app[DISPATCHER].config.token is not None))
+    config = request.app[DISPATCHER].config
+    own_profiles = [profile.name for profile in config.own_profiles]
+    return web.json_response(document(ROUTES, config.token is not None, own_profiles))
 
 
 async def docs(request: web.Request) -> web.Response:

@@ -16,7 +16,8 @@ from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.fields import MAX_LABEL_CHARS, check_names
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import Json
-from sandbox.types import Call, Limits, invalid_result
+from sandbox.own_profiles import check_profile
+from sandbox.types import Call, Limits, Profile, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results are in the same order",
@@ -48,7 +49,7 @@ async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = _queue_timeout_s(raw.pop("queue_timeout_s"), "call", timeout_s)
-    call = Call.decode(raw)
+    call = _decode_call(raw, None, "call", config)
     batch = Batch(1, timeout_s)
     _add(batch, 0, call, call.id, config.max_limits)
     return ParsedBatch(batch, 0)
@@ -61,7 +62,7 @@ async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
     defaults = Call.decode_defaults(raw.get("defaults"))
     timeout_s = _queue_timeout_s(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
     return await _parse_all(
-        calls, lambda item, index: Call.decode(item, defaults, f"calls[{index}]"), timeout_s, config
+        calls, lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config), timeout_s, config
     )
 
 
@@ -95,6 +96,13 @@ async def _parse_all(
         else:
             _add(batch, index, call, call.id or str(index), config.max_limits)
     return ParsedBatch(batch, malformed)
+
+
+def _decode_call(raw: Json, defaults: Call | None, where: str, config: ServeConfig) -> Call:
+    call = Call.decode(raw, defaults, where)
+    if call.profile.__class__ is not Profile:
+        check_profile(call.profile, config.own_profiles, where)
+    return call
 
 
 def _check_fields(raw: Json, fields: Mapping[str, str], where: str, required: str) -> None:
