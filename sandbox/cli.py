@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, LOG_FORMAT, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.own_profiles import check_profile
+from sandbox.path_patterns import is_pattern, matches
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -87,20 +88,22 @@ def run(args: argparse.Namespace) -> int:
     """Run one piece of code as the server would, with the exit code of that code."""
     call = _call_of(args)
     for path in call.return_files:
-        _return_target(path, overwrite=args.force)  # raises before anything runs
+        if not is_pattern(path):
+            _return_target(path, overwrite=args.force)  # raises before anything runs
     config = _config(args, _RUN_SETTINGS)
     check_profile(call.profile, config.own_profiles, "run")
     config = _with_python(config, args)
     from sandbox.executor import run_once
 
     result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
-    for path, data in result.files.items():
-        if path in call.return_files:
-            _write_file(_return_target(path, overwrite=args.force), data)
     if args.json:
         print(json.dumps(result.encode()))
     else:
         _print_like_python(result)
+    returned = {path: data for path, data in result.files.items() if _is_requested(path, call)}
+    targets = [_return_target(path, overwrite=args.force) for path in returned]  # raises before anything is written
+    for target, data in zip(targets, returned.values(), strict=True):
+        _write_file(target, data)
     return exit_code(result)
 
 
@@ -259,14 +262,23 @@ def _add_no_install_argument(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="file with the code; -: standard input")
-    parser.add_argument("-c", dest="code", metavar="CODE", help="the code itself")
+    parser.add_argument("-c", dest="code", metavar="CODE", help="the code itself, instead of FILE")
+    parser.add_argument(
+        "args", nargs="*", metavar="ARG", help="arguments of the code; put -- before one that begins with -"
+    )
     parser.add_argument(
         "--stdin", metavar="FILE", help="standard input of the code (default: that of this command, if it is piped)"
     )
     repeatable: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATH"}
     parser.add_argument("--file", dest="files", help="file to copy into the scratch directory", **repeatable)
-    parser.add_argument("--return", dest="returns", help="file to copy back after the run", **repeatable)
-    parser.add_argument("--force", action="store_true", help="let --return overwrite files")
+    text = "file to copy back after the run, or a pattern such as '*.png'"
+    parser.add_argument("--return", dest="returns", help=text, **repeatable)
+    parser.add_argument(
+        "--figures", action="store_true", help="copy the open figures of matplotlib back, as figure-1.png and so on"
+    )
+    parser.add_argument("--force", action="store_true", help="let --return and --figures overwrite files")
+    text = "environment variable of the code"
+    parser.add_argument("--env", dest="env", help=text, **{**repeatable, "metavar": "NAME=VALUE"})
     echo = parser.add_mutually_exclusive_group()
     echo.add_argument("--echo", action="store_true", help="print the value of the last expression, as a notebook does")
     echo.add_argument("--no-echo", dest="echo", action="store_false", help="do not print it (default)")
@@ -356,7 +368,10 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 def _call_of(args: argparse.Namespace) -> Call:
-    if (args.file is None) == (args.code is None):
+    argv = args.args
+    if args.code is not None and args.file is not None:  # after -c CODE there is no FILE
+        args.file, argv = None, [args.file, *argv]
+    if args.code is None and args.file is None:
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
     paths = [Path(name) for name in args.files]
     limits = {name: text for name in LIMIT_FIELDS if (text := getattr(args, name)) is not None}
@@ -369,8 +384,18 @@ def _call_of(args: argparse.Namespace) -> Call:
         "limits": {name: LIMIT_FIELDS[name].parse(text) for name, text in limits.items()},
         "echo": args.echo,
         "profile": args.profile,
+        "env": dict(map(_variable, args.env)),
+        "argv": argv,
+        "figures": args.figures,
     }
     return Call.decode(fields, where="run")
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--env {text}: expected NAME=VALUE")
+    return name, value
 
 
 def _read_code(file: str) -> str:
@@ -378,12 +403,12 @@ def _read_code(file: str) -> str:
     return data.decode("utf-8-sig", "surrogateescape")  # bytes that are not UTF-8 cause a SyntaxError in the call
 
 
-def _read_stdin(args: argparse.Namespace) -> str:
+def _read_stdin(args: argparse.Namespace) -> bytes:
     if args.stdin is not None:
-        return _read_file(Path(args.stdin)).decode("utf-8", "surrogateescape")
+        return _read_file(Path(args.stdin))
     if args.file == "-" or sys.stdin is None or sys.stdin.isatty():
-        return ""
-    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+        return b""
+    return sys.stdin.buffer.read()
 
 
 def _read_file(path: Path) -> bytes:
@@ -391,6 +416,11 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _is_requested(path: str, call: Call) -> bool:
+    is_figure = call.figures and re.fullmatch(r"figure-\d+\.png", path) is not None
+    return is_figure or path in call.return_files or any(matches(path, pattern) for pattern in call.return_files)
 
 
 def _return_target(path: str, *, overwrite: bool) -> Path:

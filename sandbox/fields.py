@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.errors import InvalidCall
+from sandbox.path_patterns import ANY_DIRECTORIES, MAX_PATTERN_BYTES, is_pattern
 
 MAX_FILES = 256
 MAX_PATH_BYTES = 1024
@@ -130,7 +131,7 @@ def check_files(value: Any, where: str) -> Mapping[str, bytes]:
     mapping = check_mapping(value, where)
     if len(mapping) > MAX_FILES:
         raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
-    files = {_path(path, where): decode_bytes(data, f"{where}[{shown(path)}]") for path, data in mapping.items()}
+    files = {check_path(path, where): decode_bytes(data, f"{where}[{shown(path)}]") for path, data in mapping.items()}
     for path in files:
         slash = path.find("/")
         while slash >= 0:
@@ -145,8 +146,20 @@ def check_files(value: Any, where: str) -> Mapping[str, bytes]:
 
 def check_paths(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_FILES:
-        raise InvalidCall(f"{where}: expected a list of at most {MAX_FILES} relative paths, got {shown(value)}")
-    return tuple(_path(path, where) for path in value)
+        raise InvalidCall(
+            f"{where}: expected a list of at most {MAX_FILES} relative paths or patterns, got {shown(value)}"
+        )
+    for path in value:
+        if is_pattern(check_path(path, where)):
+            _check_pattern(path, where)
+    return tuple(value)
+
+
+def _check_pattern(path: str, where: str) -> None:
+    size = len(path.encode())
+    if size > MAX_PATTERN_BYTES or path.split("/").count(ANY_DIRECTORIES) > 1:
+        expected = f"a pattern of at most {MAX_PATTERN_BYTES} bytes with at most one '**', such as 'out/**/*.csv'"
+        raise InvalidCall(f"{where}: expected {expected}, got {size} bytes, {shown(path)}")
 
 
 def check_env(value: Any, where: str) -> Mapping[str, str]:
@@ -184,7 +197,7 @@ def _check_process_texts(texts: Iterable[tuple[str, Any]], max_bytes: int, where
             raise InvalidCall(f"{where}: expected at most {MAX_ENV_BYTES >> 10} KiB together; use files for more")
 
 
-def _path(path: Any, where: str) -> str:
+def check_path(path: Any, where: str) -> str:
     parts = path.split("/") if isinstance(path, str) else []
     is_clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
     if not is_clean or any(part in ("", ".", "..") or len(part.encode()) > MAX_NAME_BYTES for part in parts):

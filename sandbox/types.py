@@ -175,6 +175,7 @@ class Call:
     tenant: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
+    figures: bool = False
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -230,7 +231,7 @@ class Call:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
-        for name in ("stdin", "echo", "profile", "id", "priority", "tenant"):
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
@@ -429,7 +430,7 @@ CALL_FIELDS: dict[str, str] = {
     "stdin": "text on standard input; in msgpack also raw bytes",
     "stdin_base64": "bytes on standard input as base64 text, instead of stdin",
     "files": "files to create in the scratch directory: relative path to content, base64 text or raw bytes in msgpack",
-    "return_files": "relative paths of files to return after the run",
+    "return_files": "relative paths of files to return after the run, or patterns such as *.png and out/**/*.csv",
     "limits": "resource limits of the call",
     "echo": "whether to return the value of the last expression, as a notebook does",
     "profile": "profile of the zygote that the call is forked from",
@@ -438,6 +439,7 @@ CALL_FIELDS: dict[str, str] = {
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
     "env": "environment variables of the code: name to text",
     "argv": "arguments of the code: sys.argv is main.py and these",
+    "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -475,6 +477,7 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tenant": check_label,
     "env": check_env,
     "argv": check_arguments,
+    "figures": check_flag,
 }
 """The check of each field of a call except `limits`."""
 

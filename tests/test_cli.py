@@ -87,6 +87,9 @@ def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None
         (["run"], "expected one of FILE, - (code on standard input) or -c CODE"),
         (["run", "-c", "1", "also.py"], "expected one of FILE"),
         (["run", "-c", "1", "--profile", "huge"], "run.profile: expected one of auto, bare, numeric, symbolic, scien"),
+        (["run", "-c", "1", "--env", "A"], "--env A: expected NAME=VALUE"),
+        (["run", "-c", "1", "--env", "1A=x"], "run.env: expected names of ASCII letters"),
+        (["run", "-c", "1", "--return", "../*"], "expected a relative path"),
         (["run", "nowhere.py"], "nowhere.py: cannot be read (No such file or directory)"),
         (["run", "-c", "1", "--timeout-s", "soon"], "run.limits.timeout_s: expected a number from 0.01"),
         (["run", "-c", "1", "--memory-mb", "-5"], "run.limits.memory_mb: expected a whole number from 16"),
@@ -147,7 +150,7 @@ def test_run_prints_what_python_prints(
     calls = _fake_executor(monkeypatch, Result("", Status.ERROR, "out é\udc80", "Traceback: no\n", exit_code=1))
     assert cli.main(["run", "-c", "print(1)"]) == 1
     assert capfdbinary.readouterr() == ("out é\\udc80".encode(), b"Traceback: no\n")
-    assert calls == [Call("print(1)", echo=False)]
+    assert calls == [Call("print(1)", b"", echo=False)]
 
 
 def test_run_prints_the_last_value_only_with_echo(
@@ -197,7 +200,7 @@ def test_run_passes_code_input_files_limits_and_settings_to_the_executor(
     assert cli.main(["run", "main.py", *flags.split()]) == 0
     limits = Limits(timeout_s=2.0, memory_mb=64)
     files = {"in.csv": b"1,2"}
-    assert calls == [Call("print('é')", "7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
+    assert calls == [Call("print('é')", b"7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
     assert (configs[0].isolation, configs[0].slots, configs[0].zygote_pools) == ("none", 1, 1)
 
 
@@ -206,7 +209,7 @@ def test_run_reads_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) ->
     for argv in (["run", "-"], ["run", "-c", "input()"]):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"42")))
         assert cli.main(argv) == 0
-    assert [(call.code, call.stdin) for call in calls] == [("42", ""), ("input()", "42")]
+    assert [(call.code, call.stdin) for call in calls] == [("42", b""), ("input()", b"42")]
 
 
 def test_run_json_is_the_whole_result_on_one_line(

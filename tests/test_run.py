@@ -89,6 +89,37 @@ def test_files_are_copied_in_and_returned(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == b"ni\xff"
 
 
+@pytest.mark.parametrize("args", [("a", "b c"), ("--", "-n", "3"), ("a", "--", "--json")])
+def test_arguments_follow_the_code_as_under_python(args: tuple[str, ...], tmp_path: Path) -> None:
+    code = "import sys; print(sys.argv[1:])"
+    (tmp_path / "main.py").write_text(code)
+    expected = [arg for arg in args if arg != "--"]
+    for argv in (["main.py", *args], ["-c", code, *args]):
+        done = rstar_run(*argv, cwd=tmp_path)
+        assert (done.returncode, done.stdout.decode(), done.stderr) == (0, f"{expected}\n", b"")
+
+
+def test_variables_are_set_for_the_code() -> None:
+    done = rstar_run("-c", "import os; print(os.environ['A'], os.environ['B'])", "--env", "A=1", "--env", "B=x=y")
+    assert (done.stdout, done.stderr) == (b"1 x=y\n", b"")
+
+
+def test_matches_of_a_pattern_are_written_unless_a_file_exists(tmp_path: Path) -> None:
+    code = "import os\nos.mkdir('out')\nfor name in ('out/a.txt', 'out/b.txt', 'c.py'): open(name, 'w').write(name)"
+    done = rstar_run("-c", code, "--return", "out/*.txt", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {
+        "a.txt": "out/a.txt",
+        "b.txt": "out/b.txt",
+    }
+    (tmp_path / "out/b.txt").write_text("mine")
+    refused = rstar_run("-c", f"{code}\nprint('printed')", "--return", "**/*", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, b"printed\n")
+    assert b"--return out/a.txt: exists; use --force" in refused.stderr
+    assert not (tmp_path / "c.py").exists(), "nothing is written if one file must not be"
+    assert (tmp_path / "out/b.txt").read_text() == "mine"
+
+
 def test_json_is_the_whole_result() -> None:
     done = rstar_run("-c", "print('out')\n6 * 7", "--json", "--echo")
     result = Result.decode(json.loads(done.stdout))

@@ -36,6 +36,9 @@ process_texts = st.text(
 labels = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
 segments = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 paths = st.lists(segments, min_size=1, max_size=3).map("/".join)
+patterns = st.lists(segments | st.sampled_from(["*", "*.png", "?x", "[a-c]*"]), max_size=3).map(
+    lambda parts: "/".join([*parts, "**", *parts, "*"])
+)
 file_maps = st.dictionaries(paths, st.binary(max_size=40), max_size=3).filter(
     lambda files: not any(path.startswith(f"{other}/") for path in files for other in files)
 )
@@ -49,7 +52,7 @@ calls = st.builds(
     code=any_text,
     stdin=any_text | st.binary(max_size=40),
     files=file_maps,
-    return_files=st.lists(paths, max_size=3).map(tuple),
+    return_files=st.lists(paths | patterns, max_size=3).map(tuple),
     limits=limits,
     echo=st.booleans(),
     profile=st.sampled_from(Profile),
@@ -58,6 +61,7 @@ calls = st.builds(
     tenant=labels,
     env=st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True), process_texts, max_size=3),
     argv=st.lists(process_texts, max_size=3).map(tuple),
+    figures=st.booleans(),
 )
 amounts = st.floats(0, 1e9)
 results = st.builds(
@@ -156,6 +160,22 @@ def test_a_path_that_is_not_relative_clean_and_short_is_refused(path: str) -> No
     for call in ({"code": "", "files": {path: ""}}, {"code": "", "return_files": [path]}):
         with pytest.raises(InvalidCall, match="relative path"):
             Call.decode(call)
+
+
+@pytest.mark.parametrize("pattern", ["/*", "../*", "*/..", "a//*", "./*", "*/", "**/../*", "*\0", "*\n"])
+def test_a_pattern_that_could_leave_the_directory_is_refused(pattern: str) -> None:
+    with pytest.raises(
+        InvalidCall, match=r"^call\.return_files: expected a relative path without empty, '\.' or '\.\.'"
+    ):
+        Call.decode({"code": "", "return_files": [pattern]})
+
+
+@pytest.mark.parametrize("pattern", ["**/**", "**/a/**", "a/" + "*" * 254])
+def test_a_pattern_whose_matches_cost_too_much_is_refused(pattern: str) -> None:
+    with pytest.raises(
+        InvalidCall, match=r"^call\.return_files: expected a pattern of at most 255 bytes with at most one"
+    ):
+        Call.decode({"code": "", "return_files": [pattern]})
 
 
 @pytest.mark.parametrize("paths", [("a", "a/b"), ("a/b/c", "x", "a/b"), ("a-b", "a/b", "a")])
@@ -309,7 +329,7 @@ def test_the_constructor_of_a_call_accepts_fields_in_json_form() -> None:
         ({"code": "", "timeout_s": 1}, "did you mean limits.timeout_s?"),
         ({"code": "", "limits": {"timeout": 1}}, "did you mean limits.timeout_s?"),
         ({"codee": ""}, "did you mean code?"),
-        ({"code": "", "colour": 1}, "priority, tenant, env, argv"),
+        ({"code": "", "colour": 1}, "priority, tenant, env, argv, figures"),
     ],
 )
 def test_an_unknown_field_gets_the_path_of_the_most_similar_one(raw: dict[str, Any], suggestion: str) -> None:

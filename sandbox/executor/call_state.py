@@ -28,7 +28,8 @@ MAX_RETURNED_BYTES = 16 << 20
 REPORT_OVERHEAD_BYTES = 16 << 10
 """Upper bound of the report's fixed part and error texts (`guest/runner.py`) plus `RETURNED_HEADER_BYTES`."""
 RETURNED_HEADER_BYTES = 4096
-"""Upper bound of the headers of all returned files: 12 bytes each."""
+"""Upper bound of the headers of all returned files and figures: 12 bytes each. The names of a pattern's matches take
+space from the contents."""
 MAX_TIMEOUT_S = 1e6
 """Largest time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
 MAX_OPEN_FILES = 256
@@ -41,7 +42,7 @@ WALL_CAP_FACTOR, MIN_WALL_CAP_S = 10, 60.0
 """The wall cap of a call is its time limit times this factor, and at least this many seconds."""
 UNCROWDED_CALLS_PER_CORE = 2
 """With at most this many calls per core, each second of wall time uses up one second of the wall cap."""
-_OPTIONS = ("env", "argv", "return_files")
+_OPTIONS = ("env", "argv", "return_files", "figures")
 """Fields of a call that its process reads from the frame's JSON, if the call has them."""
 
 
@@ -89,6 +90,14 @@ class CallRequest:
         return paths
 
     @property
+    def figures(self) -> bool:
+        return bool(self.encoded.get("figures"))
+
+    @property
+    def returns_files(self) -> bool:
+        return bool(self.return_files) or self.figures
+
+    @property
     def timeout_s(self) -> float:
         return min(self.limits["timeout_s"], MAX_TIMEOUT_S)
 
@@ -118,7 +127,7 @@ class CallRequest:
     def max_file_bytes(self) -> int:
         """RLIMIT_FSIZE of the call: `disk_mb`, or more if a memory file is larger. The limit also applies to the memory
         files for output, report (value and traceback) and returned files, whose sizes seals bound as well."""
-        returned_bytes = self.disk_bytes + RETURNED_HEADER_BYTES if self.return_files else 0
+        returned_bytes = self.disk_bytes + RETURNED_HEADER_BYTES if self.returns_files else 0
         return max(self.disk_bytes, returned_bytes, 2 * self.output_bytes + REPORT_OVERHEAD_BYTES)
 
     @property
@@ -128,7 +137,7 @@ class CallRequest:
 
     def encode_start(self, run_id: int, slot: int) -> bytes:
         """Encode the frame that makes a zygote run the call."""
-        encoded, return_files = self.encoded, self.return_files
+        encoded = self.encoded
         files = encoded.get("files", {})
         options = {name: encoded[name] for name in _OPTIONS if name in encoded}
         if files:
@@ -147,7 +156,7 @@ class CallRequest:
             "open_files": MAX_OPEN_FILES,
             "return_bytes": min(self.disk_bytes, MAX_RETURNED_BYTES) + RETURNED_HEADER_BYTES,
             "echo": encoded.get("echo", True),
-            "return_count": len(return_files),
+            "returns_files": self.returns_files,
         }
         code = encoded["code"].encode("utf-8", "surrogatepass")
         stdin = _encode_stdin(encoded.get("stdin", ""))

@@ -357,6 +357,7 @@ class Executor:
                 call_id=request.id,
                 attempts=call.attempts,
                 return_files=request.return_files,
+                figures=request.figures,
                 timeout_s=request.timeout_s,
                 timed_out=kill_reason is KillReason.TIMED_OUT
                 or _is_cpu_exceeded(ended, attempt.usage, request.timeout_s, max_cpu_s),

@@ -17,14 +17,13 @@ import signal
 import struct
 from dataclasses import dataclass
 
+from sandbox.executor import returned_files
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.jail import CgroupUsage
 from sandbox.types import EncodedError, EncodedResult, Status, signal_name
 
 _REPORT = struct.Struct("<6i")
 """Lengths of value, error type, message and traceback (-1: absent), line number, flags. The texts follow."""
-_FILE = struct.Struct("<IQ")
-"""Index into `return_files` and length of a returned file. Its content follows."""
 _VALUE_TRUNCATED, _TRACEBACK_TRUNCATED, _FILES_TRUNCATED, _OUT_OF_MEMORY = 1, 2, 4, 8
 """Flags of a report (`guest/runner.py`)."""
 
@@ -63,6 +62,7 @@ def build_result(
     call_id: str,
     attempts: int,
     return_files: list[str],
+    figures: bool = False,
     timeout_s: float,
     timed_out: bool,
     usage: CgroupUsage | None = None,
@@ -90,7 +90,7 @@ def build_result(
         "traceback": report.flags & _TRACEBACK_TRUNCATED,
         "files": report.flags & _FILES_TRUNCATED,
     }
-    files = _parse_files(file_bytes, return_files) if file_bytes else {}
+    returned = returned_files.parse(file_bytes, return_files, figures=figures)
     return {
         "id": call_id,
         "status": status.value,
@@ -101,7 +101,7 @@ def build_result(
         "exit_code": exit_code,
         "signal": term_signal,
         "truncated": [name for name, is_truncated in truncated.items() if is_truncated],
-        "files": files,
+        "files": returned.files,
         "usage": {
             "queue_ms": 0.0,  # the gateway fills in this value and `clamped`
             "run_ms": get_number(ended, "wall_ms"),
@@ -110,7 +110,7 @@ def build_result(
         },
         "attempts": attempts,
         "clamped": {},
-        "missing_files": [path for path in dict.fromkeys(return_files) if path not in files],
+        "missing_files": returned.missing,
     }
 
 
@@ -167,16 +167,3 @@ def _error(
 
 def _error_fields(error_type: str, message: str, traceback: str = "", line: int | None = None) -> EncodedError:
     return {"type": error_type, "message": message, "traceback": traceback, "line": line}
-
-
-def _parse_files(data: bytes, return_files: list[str]) -> dict[str, bytes]:
-    """Return the files in `data` by path, up to the first entry that is invalid."""
-    files, start = {}, 0
-    while len(data) - start >= _FILE.size:
-        index, size = _FILE.unpack_from(data, start)
-        start += _FILE.size
-        if index >= len(return_files) or size > len(data) - start:
-            break
-        files[return_files[index]] = data[start : start + size]
-        start += size
-    return files

@@ -52,7 +52,7 @@ _STUBS = (
 def run_scripts(zygote: Zygote, times: int) -> None:
     """Run all scripts, `times` times. Raises `RuntimeError` if the first one does not run as in a call."""
     call = {
-        **{"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "return_count": 0},
+        **{"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "returns_files": False},
         **{"output_bytes": 1024, "disk_bytes": 0, "return_bytes": 0},
         **dict.fromkeys(confine.RLIMITS, 0),
     }

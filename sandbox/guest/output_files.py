@@ -49,11 +49,16 @@ def written_bytes(fd: int, limit_bytes: int) -> tuple[int, bool]:
 def input_file(content: memoryview) -> int:
     """Return a descriptor that reads `content` from its start; the file can be neither written nor executed."""
     fd = _memory_file("input")
-    while content:
-        content = content[os.write(fd, content) :]
+    write_all(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW | _WRITE)
     return fd
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def _memory_file(name: str) -> int:

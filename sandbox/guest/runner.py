@@ -15,7 +15,7 @@ Report: six little-endian i32, then four texts in UTF-8.
     flags  1 value truncated, 2 traceback truncated, 4 returned files truncated, 8 MemoryError
     texts  value, error type, message, traceback
 
-Files (descriptor 4), for each: u32 index into `return_files`, u64 length, content.
+Returned files go to descriptor 4 (`returned_files.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import mmap
 import os
 import re
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -43,13 +42,14 @@ import traceback
 import types
 import warnings
 from _random import Random as _Random
-from collections.abc import Iterable
 from typing import Any
 
+import output_files
+import returned_files
+
 SCRIPT = "main.py"
-REPORT_FD, FILES_FD = 3, 4
+REPORT_FD = 3
 REPORT = struct.Struct("<6i")
-FILE = struct.Struct("<IQ")
 VALUE_TRUNCATED, TRACEBACK_TRUNCATED, FILES_TRUNCATED, OUT_OF_MEMORY = 1, 2, 4, 8
 MAX_TYPE_BYTES, MAX_MESSAGE_BYTES = 256, 8192
 _FUTURE_FLAGS = 0
@@ -138,7 +138,7 @@ def run(call: dict, blobs: list) -> None:
     """Run a call and exit by `os._exit`.
 
     `blobs` are its code, input, options and files. The options are empty or JSON, an object that may have `files` (the
-    names of the files), `return_files`, `env` and `argv`.
+    names of the files), `return_files`, `figures`, `env` and `argv`.
     """
     exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
@@ -151,9 +151,13 @@ def run(call: dict, blobs: list) -> None:
         if options:
             _set_environment(options)
         report = _Report(call["output_bytes"])
+        returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
         exit_code = _run_script(call, bytes(source), list(zip(options.get("files", ()), contents)), report)
+        if returned is not None and options.get("figures"):
+            _write_stderr(returned.render_figures())
         exit_code = _finalize(exit_code)
-        report.files_truncated = _return_files(options.get("return_files", ()), working_dir, call["return_bytes"])
+        if returned is not None:
+            report.files_truncated = returned.send(options.get("return_files", []))
         report.send()
     except SystemExit as error:  # raised by an exit handler
         exit_code = error.code if isinstance(error.code, int) else 1
@@ -166,7 +170,7 @@ def _prepare_call(has_stdin: bool) -> None:
         sys.path[0] = os.getcwd()
     if has_stdin:
         raw = io.BufferedReader(io.FileIO(0, closefd=False))
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="\n")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _reseed()
     getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
@@ -408,30 +412,6 @@ def _flush(code: int) -> int:
     return code
 
 
-def _return_files(paths: Iterable, working_dir: str, limit_bytes: int) -> bool:
-    """Write the requested files to descriptor 4, at most `limit_bytes`. Return whether some did not fit.
-
-    Links and files that are not regular are skipped.
-    """
-    truncated = False
-    for index, path in enumerate(paths):
-        try:
-            fd = os.open(os.path.join(working_dir, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
-        with open(fd, "rb") as file:
-            status = os.fstat(fd)
-            if stat.S_ISREG(status.st_mode):
-                bytes_left = limit_bytes - os.lseek(FILES_FD, 0, os.SEEK_CUR) - FILE.size
-                if status.st_size > bytes_left:
-                    truncated = True
-                    continue
-                content = file.read(status.st_size)
-                os.write(FILES_FD, FILE.pack(index, len(content)))
-                _write_all(FILES_FD, content)
-    return truncated
-
-
 class _Report:
     """The last expression's value and the error, as the code's own process describes them."""
 
@@ -444,7 +424,7 @@ class _Report:
 
     def send(self) -> None:
         if self.value is not None or self.error is not None or self.files_truncated:
-            _write_all(REPORT_FD, self.encode())
+            output_files.write_all(REPORT_FD, self.encode())
 
     def encode(self) -> bytes:
         value, value_truncated = _encode(self.value or "", self.limit_bytes)
@@ -475,9 +455,3 @@ def _encode_end(text: str, limit: int) -> tuple[bytes, bool]:
     """Encode the end of a text, because a traceback ends with the error."""
     data = text[-limit - 1 :].encode("utf-8", "replace")
     return data[-limit:], len(data) > limit
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -47,15 +47,18 @@ import wiped_memory
 import fork_batch
 import output_files
 import checker
+import notebook
 import confine
 import descriptors
 import frames
 import profiles
+import returned_files
 import fork_warmup
 import runner
 import system_calls
 
 sys.modules["rstar_checker"] = checker  # a call may bring a file named checker.py
+sys.modules["rstar_notebook"] = notebook
 _FIRST_FREE_FD = 10
 """The zygote's own descriptors start here, because a call uses 0 to 4."""
 _MAX_SLOTS_PER_POOL = 4096
@@ -173,10 +176,10 @@ class Zygote:
             stdin = output_files.input_file(body[code_size : code_size + stdin_size])
             running.fds.append(stdin)
             fds.append((stdin, 0))
-        if call["return_count"]:
+        if call["returns_files"]:
             running.files_fd = output_files.bounded_file(running.disk_limit_bytes)
             running.fds.append(running.files_fd)
-            fds.append((running.files_fd, runner.FILES_FD))
+            fds.append((running.files_fd, returned_files.FILES_FD))
         if self.confinement.landlock is not None:
             self.confinement.landlock.make_dir(running.slot)
         elif self.confinement.scratch_mount is None:
@@ -221,7 +224,7 @@ class Zygote:
         try:
             self.batch.raise_if_step_failed()
             self.confinement.finish(running.slot, running.temp_dir)
-            descriptors.close_from(5 if call["return_count"] else 4)  # behind the call's last descriptor
+            descriptors.close_from(5 if call["returns_files"] else 4)  # behind the call's last descriptor
         except BaseException as error:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)

@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
     "stdin": st.text(max_size=8),
     "stdin_base64": st.sampled_from(["", "AP8=", "?"]),
     "files": st.dictionaries(st.sampled_from(["a", "b/c", "../d", "/e", ""]), st.sampled_from(["", "YQ==", "?"])),
-    "return_files": st.lists(st.sampled_from(["a", "b/c", "..", "\0"]), max_size=3),
+    "return_files": st.lists(st.sampled_from(["a", "b/c", "..", "\0", "*", "**/x", "**/**"]), max_size=3),
     "limits": st.dictionaries(st.sampled_from([*LIMIT_FIELDS, "cores"]), st.integers(-1, 10**10) | SCALARS, max_size=3),
     "echo": st.booleans(),
     "profile": st.sampled_from(["auto", "bare", "rich"]),
@@ -38,6 +38,7 @@ FIELDS: dict[str, Any] = {
     "tenant": st.text(max_size=5),
     "env": st.dictionaries(st.sampled_from(["A", "_b1", "1a", "", "A=B"]), st.text(max_size=5)),
     "argv": st.lists(st.text(max_size=5), max_size=3),
+    "figures": st.booleans(),
 }
 assert set(FIELDS) == set(CALL_FIELDS)
 VALID_CALLS = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})

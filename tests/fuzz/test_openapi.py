@@ -30,6 +30,7 @@ def address() -> Iterator[str]:
 
 RULES_WITHOUT_SCHEMA = (
     "expected a relative path",
+    "expected a pattern",
     "expected printable text",
     "expected base64 text",
     "expected one of stdin and stdin_base64",

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from sandbox import wire
 from sandbox.errors import ProtocolError
-from sandbox.executor.result import Report, _parse_files, build_result
+from sandbox.executor import returned_files
+from sandbox.executor.result import Report, build_result
+from sandbox.fields import check_paths
+from sandbox.path_patterns import is_pattern, matches
 from sandbox.types import Result, Status
 
 SCALARS = (
@@ -52,9 +55,10 @@ def reports(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def file_streams(draw: st.DrawFn) -> bytes:
-    """Returned files, some with a wrong index or length; the whole may be cut anywhere."""
+    """Returned files, some with a wrong index or length, some with a name; the whole may be cut anywhere."""
     stream = b""
-    for data in draw(st.lists(st.binary(max_size=20), max_size=4)):
+    names = st.sampled_from([b"", b"a\0", b"b/c.x\0", b"../a\0", b"/a\0", b"b//c\0", b"\xff\0", b"\0", b".x\0"])
+    for data in draw(st.lists(st.builds(bytes.__add__, names, st.binary(max_size=20)), max_size=4)):
         size = draw(st.just(len(data)) | st.sampled_from([0, 1, 2**64 - 1]))
         stream += struct.pack("<IQ", draw(st.integers(0, 4) | st.just(2**32 - 1)), size) + data
     return stream[: draw(st.integers(0, len(stream)) | st.just(len(stream)))]
@@ -112,8 +116,15 @@ def test_missing_and_surplus_blobs_are_ignored(blobs: list[bytes]) -> None:
     assert Result.decode(encoded).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
 
 
-@given(file_streams() | st.binary(max_size=60), st.lists(st.text(max_size=3), unique=True, max_size=4))
-def test_only_requested_files_are_returned(stream: bytes, return_files: list[str]) -> None:
-    files = _parse_files(stream, return_files)
-    assert set(files) <= set(return_files)
-    assert all(data in stream for data in files.values())
+@given(
+    file_streams() | st.binary(max_size=60),
+    st.lists(st.text(max_size=3) | st.sampled_from(["*", "**/*.x", "[!a]/?"]), unique=True, max_size=4),
+    st.booleans(),
+)
+def test_only_requested_files_are_returned(stream: bytes, requested: list[str], figures: bool) -> None:
+    returned = returned_files.parse(stream, requested, figures=figures)
+    for path, data in returned.files.items():
+        by_pattern = any(is_pattern(pattern) and matches(path, pattern) for pattern in requested)
+        assert path in requested or (by_pattern and check_paths([path], "")) or (figures and path.startswith("figure-"))
+        assert data in stream
+    assert set(returned.missing) <= set(requested)

@@ -29,8 +29,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from math import nan
@@ -40,12 +40,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import ConfigError, SamplingConfig, StageConfig
+from trainer.config import ConfigError, SamplingConfig, StageConfig, suggestion
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import WITHOUT_LOGPROBS_ADVICE, Episode, Problem, StopReason
 from trainer.rollout.loop_thread import LoopThread
@@ -58,7 +59,7 @@ from trainer.training.context import (
     model_errors_as_config_errors,
     waiting_group,
 )
-from trainer.training.token_budget import TokenBudgetTrainer
+from trainer.training.token_budget import RowEntropies, TokenBudgetTrainer
 
 if TYPE_CHECKING:
     from trainer.collection.cluster_collector import WeightSync
@@ -73,6 +74,15 @@ TRL_METRICS = {
 """Names of the trainer's metrics over the tokens in the loss, by the name in the run folder."""
 PENDING_GROUPS = "pending_groups.json"
 """Name of the file in a checkpoint with the groups that the next step continues."""
+OWN_ARGUMENTS = frozenset({
+    "output_dir", "seed", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "learning_rate",
+    "use_cpu", "model_init_kwargs", "bf16", "gradient_checkpointing", "ddp_find_unused_parameters", "fsdp",
+    "accelerator_config", "save_strategy", "save_steps", "save_total_limit", "logging_steps", "dataloader_pin_memory",
+    "report_to", "disable_tqdm", "max_steps", "num_generations", "max_completion_length", "shuffle_dataset", "beta",
+    "epsilon", "epsilon_high", "loss_type", "scale_rewards", "temperature", "vllm_importance_sampling_correction",
+    "lr_scheduler_type", "warmup_steps", "max_grad_norm",
+})  # fmt: skip
+"""Arguments of GRPOConfig that `train_stage` sets."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 """Reads and writes `PENDING_GROUPS`."""
 
@@ -144,7 +154,7 @@ def train_stage(
     adapter = TrlAdapter(stage, context, problems, rollouts, earlier_steps)
     if checkpoint and steps_done and (checkpoint / PENDING_GROUPS).exists():
         adapter.pending_groups = EPISODE_GROUPS.validate_json((checkpoint / PENDING_GROUPS).read_bytes())
-    arguments = _GrpoArguments(
+    own_arguments = dict(
         **context.trl_arguments(stage, rows=stage.problems_per_step * stage.kept_per_problem),
         max_steps=earlier_steps + stage.steps,
         # The batch: TRL repeats each prompt `num_generations` times. `TokenBudgetTrainer` splits a step into passes.
@@ -164,10 +174,13 @@ def train_stage(
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
+    check_grpo_options(stage, own_arguments)
+    arguments = _GrpoArguments(**own_arguments, **stage.grpo)
     context.truncate_run(steps_done)
     with model_errors_as_config_errors(context.model):
         trainer = TokenBudgetTrainer(
             micro_batch_tokens=stage.micro_batch_tokens,
+            on_entropies=adapter.write_entropies if context.run_folder.save_entropies else None,
             model=str(context.model),
             reward_funcs=_roc_reward,
             args=arguments,
@@ -181,6 +194,16 @@ def train_stage(
     trainer._last_loaded_step = -1  # no step has been synced yet
     adapter.trainer = trainer
     return context.train(trainer, checkpoint)
+
+
+def check_grpo_options(stage: StageConfig, own_arguments: Collection[str] = OWN_ARGUMENTS) -> None:
+    """Raise `ConfigError` for an argument in `[stages.NAME.grpo]` that GRPOConfig lacks or that the trainer sets."""
+    where = f"stages.{stage.name}.grpo"
+    for name in stage.grpo:
+        if name in own_arguments:
+            raise ConfigError(f"{where}: {name}: expected another argument, since the trainer sets this one itself")
+        if name not in (known := {argument.name for argument in fields(GRPOConfig)}):
+            raise ConfigError(f"{where}: {name}: unknown argument of TRL's GRPOConfig; {suggestion(name, known)}")
 
 
 def problem_schedule(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
@@ -231,6 +254,8 @@ class TrlAdapter(MetricsCallback):
         # With roc_mode=off all samples are kept, so both rules select the same.
         self._mode: roc.Mode = "released" if stage.roc_mode == "released" else "paper"
         self._weight_version = 0
+        self._trained: list[Episode] = []
+        """The episodes in the loss of the current step."""
         self._step_metrics: dict[str, float] = {}
         self._missing_trl_metrics: set[str] = set()
         self._step_started_at = self._rollout_ended_at = perf_counter()
@@ -249,6 +274,23 @@ class TrlAdapter(MetricsCallback):
         rows = _scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
         self._rollout_ended_at = perf_counter()
         return {name: [getattr(row, name) for row in rows] for name in TrainingRow._fields}
+
+    def write_entropies(self, rows: list[RowEntropies]) -> None:
+        """Write the entropies of all ranks' rows. TRL shuffles the rows, so they are found by their tokens."""
+        gathered = gather_object(rows)
+        if self._rollouts:
+            step = self.step_offset + self.trainer.state.global_step + 1
+            entropies = {(tuple(prompt), tuple(ids)): values for prompt, ids, values in gathered}
+            keys = [(tuple(episode.prompt_ids), tuple(episode.response_ids)) for episode in self._trained]
+            self.run_folder.write_entropies(
+                step,
+                (
+                    {"step": step, "problem": episode.problem.id, "sample": episode.sample}
+                    | {"response_ids": episode.response_ids, "entropies": entropies[key]}
+                    for episode, key in zip(self._trained, keys, strict=True)
+                    if key in entropies
+                ),
+            )
 
     def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
@@ -305,6 +347,7 @@ class TrlAdapter(MetricsCallback):
             )
         in_loss = [_in_loss(group, indices) for group, indices in zip(groups, selected, strict=True)]
         self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._async_metrics(groups)
+        self._trained = [group[index] for group, used in zip(groups, in_loss, strict=True) for index in used]
         placeholder_id = self.trainer.processing_class.eos_token_id
         return [
             _training_row(group[index], is_in_loss=index in used, placeholder_id=placeholder_id)

@@ -75,12 +75,14 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     500: "An internal error of the server; its log has the details",
     501: "This server lacks an optional package that the route needs",
     503: "The server is starting or stopping; send the request again later, or to another server",
+    504: "The service did not run the code; send the request again after the seconds in Retry-After",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
 HEADERS: Mapping[int, Schema] = {
     401: {"WWW-Authenticate": {"description": "the scheme, Bearer", "schema": {"type": "string"}}},
     429: _RETRY_AFTER,
     503: _RETRY_AFTER,
+    504: _RETRY_AFTER,
 }
 
 
@@ -105,7 +107,13 @@ EXAMPLES: Mapping[str, Any] = {
     "Verify": {"pairs": [{"gold": "\\frac{1}{2}", "answer": "0.5"}], "limits": {"timeout_s": 5}},
     "Verdicts": {"results": [_VERDICT]},
     "State": {"status": "ok"},
-    "Ready": {"status": "ready", "isolation": "namespaces", "isolation_reason": ""},
+    "Ready": {
+        "status": "ready",
+        "executors_ready": 4,
+        "executors": 4,
+        "isolation": "namespaces",
+        "isolation_reason": "",
+    },
     "Refusal": {"error": {"type": "InvalidRequest", "message": "call.code: expected text, got 5"}},
 }
 """Examples by the name of their schema."""
@@ -160,6 +168,8 @@ def schemas() -> dict[str, Schema]:
     }
     ready = {
         "status": _field("string", "ready; anything else is an HTTP error"),
+        "executors_ready": _field("integer", "executors that accept calls; more may still be starting"),
+        "executors": _field("integer", "all executors, those that start or restart included"),
         "isolation": _field("string", "the isolation level of all calls"),
         "isolation_reason": _field(
             "string", "why `auto` did not choose a stronger level; empty if it chose the strongest"

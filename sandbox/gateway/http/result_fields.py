@@ -27,12 +27,13 @@ RESULT_FIELDS: dict[str, str] = {
     "exit_code": "exit code of the call's process; null if a signal ended it or nothing ran",
     "signal": "number of the signal that ended the call's process; else null",
     "truncated": "names of the fields that were truncated: stdout, stderr, value, traceback or files",
-    "files": "returned files by path: base64 text in JSON, raw bytes in msgpack",
+    "files": "returned files and figures by path: base64 text in JSON, raw bytes in msgpack",
     "usage": "resources that the call used",
     "attempts": "number of times that the call was started; 0 if never",
     "clamped": "limits above the server's maximum, with the lower value that was used",
-    "missing_files": "paths of return_files that are not in files: the code left no readable regular file there, the "
-    "file did not fit (truncated then contains files), or the call was killed before its files were read",
+    "missing_files": "paths and patterns of return_files without a file in files: the code left no readable regular "
+    "file there, the file did not fit (truncated then contains files), or the call was killed before its files were "
+    "read",
 }
 VERDICT_FIELDS: dict[str, str] = {
     "outcome": "how the answer compares with the right answer",

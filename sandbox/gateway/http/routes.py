@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import codec, exchange, mcp, validation
+from sandbox.gateway.http import codec, exchange, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
@@ -36,7 +36,7 @@ def build_app(dispatcher: Dispatcher) -> web.Application:
     """Build the application. The caller starts and stops the dispatcher."""
     config = dispatcher.config
     app = web.Application(
-        middlewares=[errors_as_json(dispatcher), auth_middleware(config)],
+        middlewares=[errors_as_json(dispatcher), auth_middleware(dispatcher)],
         handler_args={
             "handler_cancellation": True,
             "auto_decompress": False,
@@ -99,7 +99,8 @@ async def ready(request: web.Request) -> web.Response:
     if not dispatcher.is_ready:
         reason = "the server is stopping" if dispatcher.is_draining else "no executor is ready yet"
         raise HttpError(503, f"{reason}; try again in 1 s, or use another server", {"Retry-After": "1"})
-    return web.json_response({"status": "ready", **dispatcher.isolation})
+    counts = {"executors_ready": dispatcher.executors_ready, "executors": len(dispatcher.executors)}
+    return web.json_response({"status": "ready", **counts, **dispatcher.isolation})
 
 
 async def prometheus(request: web.Request) -> web.Response:
@@ -118,7 +119,7 @@ async def stats(request: web.Request) -> web.Response:
 async def openapi(request: web.Request) -> web.Response:
     config = request.app[DISPATCHER].config
     own_profiles = [profile.name for profile in config.own_profiles]
-    return web.json_response(document(ROUTES, config.token is not None, own_profiles))
+    return web.json_response(document(ROUTES, config.needs_token, own_profiles))
 
 
 async def docs(request: web.Request) -> web.Response:
@@ -177,6 +178,7 @@ ROUTES: tuple[Route, ...] = (
         invalid_schemas=_VERDICTS,
     ),
     *mcp.ROUTES,
+    *sandbox_fusion.ROUTES,
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),
     Route("GET", "/metrics", prometheus, "Metrics for Prometheus", {"text/plain": None}, error_statuses=(401, 403)),

@@ -17,6 +17,7 @@ from sandbox.fields import MAX_LABEL_CHARS, check_names
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import Json
 from sandbox.own_profiles import check_profile
+from sandbox.tenants import Tenant
 from sandbox.types import Call, Limits, Profile, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
@@ -49,8 +50,12 @@ async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = _queue_timeout_s(raw.pop("queue_timeout_s"), "call", timeout_s)
-    call = _decode_call(raw, None, "call", config)
-    batch = Batch(1, timeout_s)
+    return batch_of_one(_decode_call(raw, None, "call", config), config, timeout_s)
+
+
+def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None = None) -> ParsedBatch:
+    """Return a batch of one call. Without `queue_timeout_s` it may wait as long as the server allows."""
+    batch = Batch(1, config.queue_timeout_s if queue_timeout_s is None else queue_timeout_s)
     _add(batch, 0, call, call.id, config.max_limits)
     return ParsedBatch(batch, 0)
 
@@ -78,6 +83,16 @@ async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
         timeout_s,
         config,
     )
+
+
+async def set_tenant(batch: Batch, tenant: Tenant) -> None:
+    """Give a parsed batch the owner of the request's token, whose bounds then apply to each call. Raises `InvalidCall`
+    if a call names another tenant."""
+    batch.tenant = tenant
+    for n, call in enumerate(batch.calls):
+        if n % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
+            await asyncio.sleep(0)
+        call.set_tenant(tenant)
 
 
 async def _parse_all(

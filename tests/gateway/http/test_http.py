@@ -150,7 +150,7 @@ async def test_a_malformed_body_is_a_400_with_the_reason(name: str) -> None:
 
 # In msgpack, the byte 9f begins a list of 15 items, 80 is an empty mapping, and 90 is an empty list.
 MANY_OBJECTS_IN_SMALL_BODIES: dict[str, tuple[str, bytes]] = {
-    "objects": ("application/json", b"[" + b"{}," * 100 + b"{}]"),
+    "objects": ("application/json", b"[" + b"{}," * 200 + b"{}]"),
     "lists": ("application/json", b"[" + b"[]," * codec.MAX_JSON_BRACKETS + b"[]]"),
     "msgpack maps": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15),
     "msgpack lists": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x90" * 15) * 15),
@@ -339,9 +339,18 @@ async def test_unknown_paths_and_methods_get_json_errors() -> None:
 async def test_ready_and_stats_have_the_isolation_level_and_its_reason() -> None:
     async with serving(isolation="none", isolation_reason="namespaces: refused here") as served:
         isolation = {"isolation": "none", "isolation_reason": "namespaces: refused here"}
-        assert json.loads((await served.get("/ready"))[1]) == {"status": "ready", **isolation}
+        ready = {"status": "ready", "executors_ready": 1, "executors": 1, **isolation}
+        assert json.loads((await served.get("/ready"))[1]) == ready
         service = json.loads((await served.get("/v1/stats"))[1])["service"]
         assert isolation.items() <= service.items()
+
+
+async def test_ready_counts_the_executors_that_are_ready() -> None:
+    async with serving(executors=2, cores=2) as served:
+        served.dispatcher.executors[0].kill()
+        await until(lambda: served.dispatcher.executors_ready == 1)
+        ready = json.loads((await served.get("/ready"))[1])
+        assert (ready["executors_ready"], ready["executors"]) == (1, 2)
 
 
 async def test_the_server_is_ready_from_its_first_executor_to_the_drain() -> None:

@@ -1,0 +1,89 @@
+"""Reads the files that the process of a call returned. It can return anything, so each name is checked.
+
+    entry    u32 index into `return_files`, u64 length of the rest, the rest
+    rest     of a path: the content
+             of a pattern: the path of a file that matches it, NUL, the content
+             of index 2^32 - 1: a rendered figure
+
+A pattern whose only matches have been returned before has an entry with such a path and no content.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from sandbox.errors import InvalidCall
+from sandbox.fields import MAX_FILES, MAX_PATH_BYTES, check_path
+from sandbox.path_patterns import is_pattern, matches
+
+MAX_FIGURES = 20
+"""Maximum number of figures that a call returns; `guest/returned_files.py` has the same number."""
+_ENTRY = struct.Struct("<IQ")
+_FIGURE_INDEX = 2**32 - 1
+_MAX_ENTRIES = 2 * MAX_FILES + MAX_FIGURES
+"""An honest process sends an entry for each file and each figure, and one without content for each pattern."""
+
+
+class ReturnedFiles(NamedTuple):
+    """Contents by path, and the paths and patterns of `return_files` of which no file was returned."""
+
+    files: dict[str, bytes]
+    missing: list[str]
+
+
+def parse(data: bytes, return_files: list[str], *, figures: bool) -> ReturnedFiles:
+    """Return the files in `data`, up to the first entry that is malformed. An entry with a name that its pattern does
+    not allow is ignored. Never raises."""
+    if not return_files and not figures:
+        return ReturnedFiles({}, [])
+    files: dict[str, bytes] = {}
+    images: list[bytes] = []
+    found = set[str]()
+    start = 0
+    for _ in range(_MAX_ENTRIES):
+        if len(data) - start < _ENTRY.size:
+            break
+        index, size = _ENTRY.unpack_from(data, start)
+        start += _ENTRY.size
+        if size > len(data) - start:
+            break
+        end = start + size
+        if index < len(return_files):
+            _add(files, found, return_files[index], data, start, end)
+        elif index == _FIGURE_INDEX and figures:
+            images.append(data[start:end])
+        else:
+            break
+        start = end
+    missing = [path for path in dict.fromkeys(return_files) if path not in found]
+    return ReturnedFiles(files | _named(images[:MAX_FIGURES], {*files, *return_files}), missing)
+
+
+def _add(files: dict[str, bytes], found: set[str], requested: str, data: bytes, start: int, end: int) -> None:
+    """Add the entry `data[start:end]` of a path or pattern of `return_files`, if its name is allowed."""
+    path = requested
+    if is_pattern(requested):
+        name_end = data.find(b"\0", start, min(end, start + MAX_PATH_BYTES + 1))
+        path = data[start : max(name_end, start)].decode("utf-8", "surrogateescape")
+        if not _is_clean(path) or not matches(path, requested):
+            return
+        start = name_end + 1
+    if path not in files:
+        if len(files) == MAX_FILES:
+            return
+        files[path] = data[start:end]
+    found.add(requested)
+
+
+def _is_clean(path: str) -> bool:
+    try:
+        return bool(check_path(path, ""))
+    except InvalidCall:
+        return False
+
+
+def _named(images: list[bytes], used_names: set[str]) -> dict[str, bytes]:
+    """Return the images as figure-1.png and so on, without the numbers of names that are used."""
+    names = (f"figure-{number}.png" for number in range(1, len(images) + len(used_names) + 1))
+    return dict(zip((name for name in names if name not in used_names), images, strict=False))

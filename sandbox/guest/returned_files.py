@@ -1,0 +1,174 @@
+"""Returns files of a call's working directory, and its open figures, through descriptor 4.
+
+    entry    u32 index into `return_files`, u64 length of the rest, the rest
+    rest     of a path: the content
+             of a pattern: the path of a file that matches it, NUL, the content
+             of index 2^32 - 1: a figure as PNG
+
+Regular files are returned whole or not at all; each is returned once. A pattern whose matches have all been returned
+before gets an entry with such a path and no content. The rules for patterns are those of `sandbox/path_patterns.py`.
+This module runs after the code and in its process, so it bounds its own work for the sake of the code only: the
+executor trusts no entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import output_files
+
+FILES_FD = 4
+ENTRY = struct.Struct("<IQ")
+FIGURE_INDEX = 2**32 - 1
+MAX_FILES, MAX_FIGURES = 256, 20
+MAX_PATH_BYTES = 1024
+MAX_SCANNED_ENTRIES = 20_000
+"""Directory entries that the patterns of one call may visit together."""
+_is_pattern = re.compile(r"[*?[]").search
+
+
+class FileWriter:
+    """Writes entries, at most `limit_bytes` together."""
+
+    def __init__(self, working_dir: str, limit_bytes: int) -> None:
+        self._working_dir = working_dir
+        self._limit_bytes = limit_bytes
+        self._images: list = []
+        self._returned: set = set()
+        self._scans_left = MAX_SCANNED_ENTRIES
+        self._is_truncated = False
+
+    def render_figures(self) -> str:
+        """Render the open figures of pyplot, and return the text of what failed. Do nothing if the code has not
+        imported pyplot."""
+        pyplot: Any = sys.modules.get("matplotlib.pyplot")
+        numbers, failures = [], ""
+        if pyplot is not None:
+            with contextlib.suppress(Exception):  # the code may have replaced pyplot by anything
+                numbers = list(pyplot.get_fignums())
+        self._is_truncated = len(numbers) > MAX_FIGURES
+        for number in numbers[:MAX_FIGURES]:
+            image = io.BytesIO()
+            try:
+                pyplot.figure(number).savefig(image, format="png")
+                self._images.append(image.getvalue())
+            except BaseException as error:
+                failures += f"figure {number} was not rendered: {type(error).__qualname__}: {error}\n"
+        return failures
+
+    def send(self, return_files: list) -> bool:
+        """Write the files of all paths, then of all patterns, then the figures. Return whether something was left out
+        because there was too much of it."""
+        try:
+            for index, path in enumerate(return_files):
+                if not _is_pattern(path) and path not in self._returned:
+                    self._add_file(index, path, b"")
+            for index, pattern in enumerate(return_files):
+                if _is_pattern(pattern):
+                    self._add_matches(index, pattern)
+            for image in self._images:
+                self._add(FIGURE_INDEX, b"", image)
+        except Exception:  # no memory is left, for example; the call's report is still sent
+            self._is_truncated = True
+        return self._is_truncated
+
+    def _add_matches(self, index: int, pattern: str) -> None:
+        is_matched, returned_before = False, ""
+        for path in self._find(pattern.split("/")):
+            if path in self._returned:
+                returned_before = path
+            elif len(self._returned) == MAX_FILES:
+                self._is_truncated = True
+                break
+            elif self._add_file(index, path, os.fsencode(path) + b"\0"):
+                is_matched = True
+        if returned_before and not is_matched:
+            self._add(index, os.fsencode(returned_before) + b"\0", b"")
+
+    def _add_file(self, index: int, path: str, prefix: bytes) -> bool:
+        """Write the entry of a file. Return False for what is no regular file, cannot be read or does not fit."""
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(os.path.join(self._working_dir, path), flags)
+        except OSError:
+            return False
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or not self._has_space(len(prefix) + status.st_size):
+            os.close(fd)  # `open` would raise an error for a directory
+            return False
+        with open(fd, "rb") as file:
+            self._add(index, prefix, file.read(status.st_size))
+        self._returned.add(path)
+        return True
+
+    def _add(self, index: int, prefix: bytes, content: bytes) -> None:
+        size = len(prefix) + len(content)
+        if self._has_space(size):
+            output_files.write_all(FILES_FD, ENTRY.pack(index, size) + prefix)
+            output_files.write_all(FILES_FD, content)
+
+    def _has_space(self, size: int) -> bool:
+        has_space = size <= self._limit_bytes - os.lseek(FILES_FD, 0, os.SEEK_CUR) - ENTRY.size
+        self._is_truncated |= not has_space
+        return has_space
+
+    def _find(self, parts: list) -> Iterator[str]:
+        """Yield the paths that match, without following links, sorted within each directory."""
+        stack = [("", parts)]  # directories, each with the parts that a path in it has to match
+        while stack:
+            directory, (part, *rest) = stack.pop()
+            if part == "**":
+                deeper = [(path + "/", ["**", *rest]) for path in self._children(directory, part, directories=True)]
+                stack += [*reversed(deeper), (directory, rest or ["*"])]
+            elif not rest:
+                yield from self._children(directory, part, directories=False)
+            else:
+                paths = self._children(directory, part, directories=True)
+                stack += [(path + "/", rest) for path in reversed(paths)]
+
+    def _children(self, directory: str, part: str, *, directories: bool) -> list:
+        """Return the paths of the directories, or else of the regular files, whose names match."""
+        if not _is_pattern(part):  # its directory may be too large to be scanned
+            is_directory = self._is_directory(directory + part)
+            return [directory + part] if is_directory or not directories else []
+        children = []
+        for entry in self._scan(directory):
+            is_kind = entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False)
+            if is_kind and _matches(entry.name, part):
+                children.append(directory + entry.name)
+        returnable = [path for path in children if path.isprintable() and len(os.fsencode(path)) <= MAX_PATH_BYTES]
+        self._is_truncated |= len(returnable) < len(children)
+        return returnable
+
+    def _scan(self, directory: str) -> list:
+        """Return the entries of a directory, sorted by name; not all of them once too many have been visited."""
+        try:
+            with os.scandir(os.path.join(self._working_dir, directory)) as scan:
+                entries = list(itertools.islice(scan, self._scans_left + 1))
+        except OSError:
+            return []
+        if len(entries) > self._scans_left:
+            self._is_truncated = True
+            entries.pop()
+        self._scans_left -= len(entries)
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def _is_directory(self, path: str) -> bool:
+        try:
+            return stat.S_ISDIR(os.lstat(os.path.join(self._working_dir, path)).st_mode)
+        except OSError:
+            return False
+
+
+def _matches(name: str, part: str) -> bool:
+    return (name[0] != "." or part[0] == ".") and fnmatchcase(name, part)

@@ -1,0 +1,30 @@
+"""Patterns of relative paths: `*`, `?` and `[...]` in a part, and once `**` for directories of any number and depth.
+
+The rules are those of Python's `glob`: no wildcard matches a "/", or a "." at the start of a name. The guest finds the
+files of a pattern by the same rules (`guest/returned_files.py`); `matches` checks the names that come back.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+MAX_PATTERN_BYTES = 255
+"""Together with the maximum length of a name this bounds the steps of one match to about 60,000."""
+ANY_DIRECTORIES = "**"
+is_pattern = re.compile(r"[*?[]").search
+"""Whether a path is a pattern: whether it has a character with a meaning in patterns."""
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Return whether a relative path without empty, `.` or `..` parts matches a pattern."""
+    names, parts = path.split("/"), pattern.split("/")
+    if ANY_DIRECTORIES in parts:
+        at = parts.index(ANY_DIRECTORIES)
+        last = parts[at + 1 :] or ["*"]
+        parts = [*parts[:at], *["*"] * (len(names) - at - len(last)), *last]
+    return len(names) == len(parts) and all(map(_matches_part, names, parts))
+
+
+def _matches_part(name: str, part: str) -> bool:
+    return (name[0] != "." or part[0] == ".") and fnmatchcase(name, part)
