@@ -21,6 +21,7 @@ from typing import Any
 
 from sandbox.errors import ConfigError
 from sandbox.fields import NumberRule
+from sandbox.mounts import read_mounts
 from sandbox.own_profiles import PARENTS, OwnProfile, read_profiles
 from sandbox.types import LIMIT_FIELDS, Limits
 
@@ -194,6 +195,8 @@ class ExecutorConfig:
     attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
     own_profiles: tuple[OwnProfile, ...] = ()
     """Profiles of the TOML file, each after the one that it extends. Each pool keeps a zygote for each."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """Directories that calls can read: path that calls see, path on the host."""
 
     def encode(self) -> dict[str, Any]:
         """Return the executor's settings as a mapping for msgpack or JSON."""
@@ -207,8 +210,9 @@ class ExecutorConfig:
         if values.get("python") is None:  # the only setting whose default, None, is not a value that its rule accepts
             values.pop("python", None)
         own_profiles = tuple(OwnProfile.decode(profile) for profile in values.pop("own_profiles", ()))
+        mounts = tuple((path, source) for path, source in values.pop("mounts", ()))
         checked = {name: _find(name, settings, where=name).checked(value, where=name) for name, value in values.items()}
-        return ExecutorConfig(**checked, own_profiles=own_profiles)
+        return ExecutorConfig(**checked, own_profiles=own_profiles, mounts=mounts)
 
 
 DEFAULT_MAX_LIMITS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
@@ -333,6 +337,8 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
     toml = _read_toml(file) if file else {}
     if file and isinstance(toml.get("profiles"), dict):  # else it is the setting `profiles`, a list
         values["own_profiles"] = read_profiles(toml.pop("profiles"), file)
+    if file and "mounts" in toml:
+        values["mounts"] = read_mounts(toml.pop("mounts"), file)
     from_toml = ((name, value, f"{file}: {name}") for name, value in toml.items())
     for source in (from_toml, _from_environment(environ), _from_flags(flags)):
         checked = {name: (_find(name, SETTINGS, where).checked(value, where), where) for name, value, where in source}

@@ -85,7 +85,6 @@ def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None
         (["serve", "--port", "http"], "--port: expected a whole number from 0 to 65535, got 'http'"),
         (["serve", "--host", "0.0.0.0"], "needs a token"),
         (["run"], "expected one of FILE, - (code on standard input) or -c CODE"),
-        (["run", "-c", "1", "also.py"], "expected one of FILE"),
         (["run", "-c", "1", "--profile", "huge"], "run.profile: expected one of auto, bare, numeric, symbolic, scien"),
         (["run", "-c", "1", "--env", "A"], "--env A: expected NAME=VALUE"),
         (["run", "-c", "1", "--env", "1A=x"], "run.env: expected names of ASCII letters"),

@@ -94,6 +94,9 @@ class Executor:
         """Cores that the machine grants to this process and its calls."""
         capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
+        self._mounts = config.mounts
+        has_uids = self.level is jail.Level.LANDLOCK and jail.host_uids(0, 1, self.level)[0] is not None
+        jail.check_mounts(self._mounts, self.level, has_uids=has_uids)
         self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
         """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""
         self.slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
@@ -163,6 +166,7 @@ class Executor:
             env=GUEST_ENV,
             uid_base=uid_base,
             uid_count=uid_count,
+            data=self._mounts,
             user_namespace_per_call=shares_uid and self._can_limit_processes,
             scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
