@@ -119,6 +119,6 @@ class JailSpec:
     def decode(cls, text: str) -> JailSpec:
         fields = json.loads(text)
         python = Interpreter.decode(fields["python"])
-        data = tuple((path, source) for path, source in fields["data"])
+        data = tuple((path, source) for path, source in fields.get("data", ()))
         converted = {"level": Level(fields["level"]), "python": python, "argv": tuple(fields["argv"]), "data": data}
         return cls(**{**fields, **converted})
