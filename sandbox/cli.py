@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, LOG_FORMAT, SETTINGS, ServeConfig, flag_name, load
+from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.path_patterns import is_pattern, matches
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
@@ -42,6 +42,7 @@ _GROUPS = {
     "limits": "the maximum that a call may request; a higher limit is lowered to it",
     "isolation": "the jail around the calls",
     "cluster": "calls on other machines",
+    "logs": "log lines on stderr",
     "tuning": "the defaults suit the machine",
 }
 """Headings of the argument groups in `--help`, in order, with their descriptions."""
@@ -69,8 +70,10 @@ def serve(args: argparse.Namespace) -> int:
     """Run calls that come over HTTP, until stopped."""
     import logging
 
+    from sandbox import logs
+
     config = _config(args, (*SETTINGS, *FORMER_SETTINGS))
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logs.configure(config.log_format)
     if config.cluster is not None:  # the nodes have Pythons and isolation levels of their own
         from sandbox.cluster.command import serve_cluster
 
