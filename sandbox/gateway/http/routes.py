@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import codec, exchange, mcp, sandbox_fusion, validation
+from sandbox.gateway.http import codec, exchange, judge, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
@@ -55,7 +55,7 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)
     app.on_response_prepare.append(add_request_id)
-    app.on_startup.extend([_start_stats, mcp.on_startup])
+    app.on_startup.extend([_start_stats, judge.on_startup, mcp.on_startup])
     app.on_cleanup.extend([_stop_stats, mcp.on_cleanup])
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.handler)
@@ -182,6 +182,7 @@ ROUTES: tuple[Route, ...] = (
         CALL_ERROR_STATUSES,
         invalid_schemas=_VERDICTS,
     ),
+    *judge.ROUTES,
     *mcp.ROUTES,
     *sandbox_fusion.ROUTES,
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
