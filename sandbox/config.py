@@ -26,7 +26,9 @@ from sandbox.own_profiles import PARENTS, OwnProfile, read_profiles
 from sandbox.types import LIMIT_FIELDS, Limits
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
-LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+CLIENT_VARIABLES = ("URL",)
+"""Variables with the prefix that are for clients: a server may be started from the same shell."""
+LOG_FORMATS = ("text", "json")
 
 SLOTS_PER_CORE = 16
 """Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and enough slots
@@ -193,6 +195,7 @@ class ExecutorConfig:
         "built-in profiles that each zygote pool keeps a zygote for",
     )
     attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
+    log_format: str = _text("logs", "text", "format of log lines; json: one JSON object per line", *LOG_FORMATS)
     own_profiles: tuple[OwnProfile, ...] = ()
     """Profiles of the TOML file, each after the one that it extends. Each pool keeps a zygote for each."""
     mounts: tuple[tuple[str, str], ...] = ()
@@ -243,6 +246,7 @@ class ServeConfig(ExecutorConfig):
     )
     batch_calls: int = _count("queue", 65_536, 1, 10_000_000, "calls in one batch")
     results_mb: int = _count("queue", 1024, 1, 10_000_000, "MiB of results kept for clients that read slowly")
+    access_log: str = _text("logs", "off", "log a line for each request", "on", "off")
     executors: int = _count("tuning", 0, 0, 1024, f"executor processes; 0: one per {CORES_PER_EXECUTOR} cores")
     cluster: str | None = _text(
         "cluster",
@@ -387,7 +391,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 def _from_environment(environ: Mapping[str, str]) -> _Values:
     for key, text in environ.items():
         name = key.removeprefix(ENV_PREFIX)
-        if name != key and not _is_service_link(name, text):
+        if name != key and name not in CLIENT_VARIABLES and not _is_service_link(name, text):
             yield name.lower(), _parse(name.lower(), text), key
 
 

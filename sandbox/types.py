@@ -38,9 +38,13 @@ from sandbox.fields import (
     decode_bytes,
     shown,
     to_base64,
+    with_decoded_stdin,
 )
 
 MAX_CODE_CHARS = 4 << 20
+DEADLINE = NumberRule(
+    0.01, 1e9, whole=False, doc="seconds of wall time after which an unfinished call is cancelled, from its admission"
+)
 MAX_STDIN_CHARS = 16 << 20
 """Characters of standard input, or its bytes if it is bytes."""
 
@@ -176,6 +180,7 @@ class Call:
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     figures: bool = False
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -193,7 +198,7 @@ class Call:
         base = defaults or _NO_DEFAULTS
         call = object.__new__(cls)  # the constructor would check all fields a second time
         if "stdin_base64" in mapping:
-            mapping = _with_decoded_stdin(mapping, where)
+            mapping = with_decoded_stdin(mapping, where)
         for name in _DEFAULTS:
             value = getattr(base, name)
             if name in mapping:
@@ -231,7 +236,7 @@ class Call:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
-        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures"):
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures", "deadline_s"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
@@ -440,6 +445,7 @@ CALL_FIELDS: dict[str, str] = {
     "env": "environment variables of the code: name to text",
     "argv": "arguments of the code: sys.argv is main.py and these",
     "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
+    "deadline_s": DEADLINE.doc,
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -477,19 +483,10 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tenant": check_label,
     "env": check_env,
     "argv": check_arguments,
+    "deadline_s": partial(check_number, rule=DEADLINE),
     "figures": check_flag,
 }
 """The check of each field of a call except `limits`."""
-
-
-def _with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the mapping with `stdin` as bytes instead of `stdin_base64`."""
-    text = mapping["stdin_base64"]
-    if "stdin" in mapping:
-        raise InvalidCall(f"{where}.stdin_base64: expected one of stdin and stdin_base64, got both; send one")
-    if not isinstance(text, str):
-        raise InvalidCall(f"{where}.stdin_base64: expected base64 text, got {shown(text)}")
-    return {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
 
 
 _NO_DEFAULTS = Call(code="")
