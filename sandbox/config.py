@@ -217,6 +217,9 @@ class ServeConfig(ExecutorConfig):
         "listen", None, "token that clients must send as 'Authorization: Bearer TOKEN'", secret=True
     )
     token_file: str | None = _text("listen", None, "file that contains the token")
+    tenants: str | None = _text(
+        "listen", None, "TOML file with a token and bounds for each tenant; SIGHUP makes the server read it again"
+    )
     connections: int = _count("listen", 16_384, 1, 1_000_000, "open connections; more get 503")
     body_mb: int = _count("listen", 256, 1, 100_000, "MiB of one request body")
     stall_s: float = _number("listen", 30.0, 0.01, 1e6, "seconds a client may take to send or read 256 KiB")
@@ -248,13 +251,18 @@ class ServeConfig(ExecutorConfig):
     """With `isolation` auto: the reason why the chosen level is not a stronger one. Empty for the strongest."""
 
     def __post_init__(self) -> None:
-        if self.token is None and not _is_loopback(self.host):  # `load` has read the token of `token_file`
+        if not self.needs_token and not _is_loopback(self.host):  # `load` has read the token of `token_file`
             raise ConfigError(
                 f"host={self.host} can be reached from other machines and needs a token; "
-                f"set {ENV_PREFIX}TOKEN or --token-file, or stay on 127.0.0.1"
+                f"set {ENV_PREFIX}TOKEN, --token-file or --tenants, or stay on 127.0.0.1"
             )
         if self.cluster is not None and not re.fullmatch(r"ray(=(auto|\S+:\d+))?", self.cluster):
             raise ConfigError(f"cluster={self.cluster}: expected ray, ray=auto or ray=HOST:PORT")
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether requests must carry a token: the server's or that of a tenant."""
+        return self.token is not None or self.tenants is not None
 
     @property
     def ray_address(self) -> str:
@@ -319,7 +327,7 @@ def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
         checked = {name: (_find(name, SETTINGS, where).checked(value, where), where) for name, value, where in source}
         values |= {name: value for name, (value, _) in checked.items()}
         if "token_file" in checked:  # read here, so that a token from a later source replaces the file's
-            values["token"] = _read_token(*checked["token_file"])
+            values["token"] = read_token(*checked["token_file"])
     max_limits = {name: values.pop(f"max_{name}") for name in LIMIT_FIELDS if f"max_{name}" in values}
     return ServeConfig(**values, max_limits=replace(DEFAULT_MAX_LIMITS, **max_limits))
 
@@ -381,7 +389,8 @@ def _parse(name: str, text: str) -> Any:
     return SETTINGS[name].rule.parse(text) if name in SETTINGS else text
 
 
-def _read_token(file: str, where: str) -> str:
+def read_token(file: str, where: str) -> str:
+    """Return the token in a file. Raises `ConfigError`; `where` names the setting as its source does."""
     try:
         token = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -90,6 +90,7 @@ class ModelConfig:
 
     path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines and passes; the trained weights are float32
+    attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
     system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
     shape: ModelShape | None = None  # sizes for --dry-run, if the model's config.json is not on this machine
@@ -120,6 +121,9 @@ class EnginesConfig:
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
     placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
+    args: dict[str, Any] = field(
+        default_factory=dict
+    )  # more of vLLM's AsyncEngineArgs, for servers that the run starts
     # Only for kind=openai, whose servers keep their own weights; model.path then names a tokenizer:
     model_name: str = ""  # the model's name at the endpoints
     api_key_env: str = ""  # name of the environment variable that has the API key; the key itself is stored nowhere
@@ -205,6 +209,7 @@ class StageConfig(SamplingConfig):
     micro_batch_tokens: PositiveInt = 65536  # tokens per device and pass, prompts included; bounds activations
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     save_steps: PositiveInt = 10  # training steps between checkpoints
+    grpo: dict[str, Any] = field(default_factory=dict)  # more arguments of TRL's GRPOConfig
 
 
 @dataclass(frozen=True, config=STRICT)

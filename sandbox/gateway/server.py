@@ -61,6 +61,8 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch, membersh
 async def _serve(config: ServeConfig, launch: Launch, membership: Membership | None) -> None:
     stop = _stop_on_signals()
     async with Dispatcher(config, launch, membership) as dispatcher:
+        if config.tenants is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, dispatcher.reload_tenants)
         runner = web.AppRunner(build_app(dispatcher), shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -22,8 +23,9 @@ import socket
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -42,6 +44,13 @@ RESTART_DELAY_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """Chunked prefill is off because vLLM cannot reset a CPU's random generator: a seeded request whose prompt is computed
 in two chunks would end the engine."""
+OWN_OPTIONS = (
+    "--tensor-parallel-size",
+    "--gpu-memory-utilization",
+    "--worker-extension-cls",
+    "--weight-transfer-config",
+)
+"""Options that have settings of their own, or that belong to the weight sync."""
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 RANK_VARIABLES = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|TORCHELASTIC_.*"
@@ -66,6 +75,15 @@ the thread that started the process ends, also if that thread is killed (prctl 1
 threads stay on the server's cores; vLLM itself binds only its compute threads."""
 
 
+CHECK_OPTIONS_CODE = """\
+import sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+"""
+"""Ends with exit code 2, and the reason in the last line of stderr, if vLLM does not accept its arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class VllmServers:
     """The settings of servers of one model."""
@@ -83,9 +101,11 @@ class VllmServers:
     uses_nccl: bool = False
     """Whether weights are sent by NCCL."""
     cpu_kv_gb: int = 1
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """More options of vLLM's engine, named as in its `AsyncEngineArgs`."""
 
     def command(self, port: int) -> list[str]:
-        """Return the command line of one server."""
+        """Return the command line of one server. Raises `ConfigError` for an option that is set twice."""
         options = {
             "--model": str(self.model),
             "--host": "127.0.0.1",
@@ -106,6 +126,10 @@ class VllmServers:
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
         flags = ["--disable-uvicorn-access-log", *([] if self.gpus_per_server else CPU_FLAGS)]
         arguments = [word for option in options.items() for word in option]
+        more = [option_words(name, value) for name, value in self.args.items()]
+        if twice := sorted({words[0] for words in more} & {*options, *flags, *OWN_OPTIONS}):
+            raise ConfigError(f"engines.args: {', '.join(twice)}: expected other options, since the trainer sets these")
+        arguments += [word for words in more for word in words]
         return [self.python, "-c", LAUNCHER_SCRIPT, "-m", module, *arguments, *flags]
 
     def environment(self, index: int, count: int, cores: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
@@ -240,3 +264,11 @@ def free_port(host: str = "127.0.0.1") -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def option_words(name: str, value: object) -> list[str]:
+    """Return an option as words of a command line: a flag for true and false, JSON for a table."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]

@@ -329,6 +329,7 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
             seed=derive_seed(config, stage),
             first_step=before.step,
             dtype=config.model.dtype,
+            attn_implementation=config.model.attn_implementation,
             hardware=config.hardware,
         )
 

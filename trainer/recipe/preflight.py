@@ -15,11 +15,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -27,6 +28,7 @@ from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import check_source
 from trainer.engines.engine import EngineError
+from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, option_words
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
@@ -62,7 +64,7 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     if shape:
         lines += [*_check_disk(run, phases, shape), *_check_memory(config, phases, shape)]
     if commands & {*DISTRIBUTED_PHASES}:
-        lines += _check_packages(config)
+        lines += [*_check_packages(config), *_check_grpo_options(config, phases)]
     if commands & {*SAMPLING_PHASES}:
         lines += [*_check_own_engines(config), *asyncio.run(_check_servers(config))]
     return [" ".join(line.split()) for line in lines]
@@ -167,6 +169,17 @@ def _check_packages(config: RunConfig) -> Iterator[str]:
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
 
 
+def _check_grpo_options(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
+    for stage in (config.stages[phase.stage] for phase in phases if phase.command == "grpo"):
+        if stage.grpo:
+            from trainer.training.grpo import check_grpo_options  # loads torch and TRL
+
+            try:
+                check_grpo_options(stage)
+            except ConfigError as error:
+                yield str(error)
+
+
 def _check_own_engines(config: RunConfig) -> Iterator[str]:
     """Check what the run's own engines need: enough GPUs, and vLLM."""
     engines, hardware = config.engines, config.hardware
@@ -185,6 +198,8 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
         yield (
             f"engines: {python} has no vLLM; name a Python that has it in engines.vllm_python, or set engines.endpoints"
         )
+    elif starts_servers and engines.args and (reason := _rejected_options(python, engines.args)):
+        yield f"engines.args: {reason}"
     if engines.kind == "vllm" and engines.weight_sync == "nccl" and not find_spec("vllm"):
         yield (
             f"engines: weight_sync=nccl needs vLLM in {sys.executable}, too; install it, or set engines.weight_sync "
@@ -199,6 +214,18 @@ def _has_vllm(python: str) -> bool:
         ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return False
+
+
+def _rejected_options(python: str, args: Mapping[str, Any]) -> str:
+    """Return the reason why vLLM does not accept more options; empty if it does."""
+    words = [word for name, value in args.items() for word in option_words(name, value)]
+    try:
+        run = subprocess.run(
+            [python, "-c", CHECK_OPTIONS_CODE, *words], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"expected {python} to check the options, got {type(error).__name__}: {error}"
+    return run.stderr.strip().rpartition("\n")[2] if run.returncode else ""
 
 
 async def _check_servers(config: RunConfig) -> list[str]:

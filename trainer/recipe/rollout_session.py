@@ -150,6 +150,7 @@ async def _vllm_engines(
             first_gpu=hardware.gpus_per_node if hardware.engine_gpus else 0,
             gpu_memory_utilization=engines.gpu_memory_utilization,
             uses_nccl=engines.weight_sync == "nccl",
+            args=engines.args,
         )
         endpoints = await stack.enter_async_context(servers.serve(engines.count, run_dir / "engines"))
     return vllm_clients(engines, endpoints, vocab_size)

@@ -59,6 +59,8 @@ class TrainingContext:
     """The number of training steps of the run before this stage."""
     dtype: str = "float32"
     """The dtype of forward and backward passes. The weights are float32 in any case."""
+    attn_implementation: str = ""
+    """The implementation of attention; if empty, the one that transformers chooses."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def trl_arguments(
@@ -76,7 +78,10 @@ class TrainingContext:
             "optim": "adamw_torch",
             "learning_rate": settings.learning_rate,
             "use_cpu": not self.hardware.gpus_per_node,
-            "model_init_kwargs": {"dtype": "float32"},  # in bfloat16, updates of 1e-6 would be rounded to zero
+            "model_init_kwargs": {
+                "dtype": "float32",  # in bfloat16, updates of 1e-6 would be rounded to zero
+                **({"attn_implementation": self.attn_implementation} if self.attn_implementation else {}),
+            },
             "bf16": self.dtype == "bfloat16",
             "gradient_checkpointing": settings.gradient_checkpointing,
             "ddp_find_unused_parameters": False,

@@ -29,8 +29,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from math import nan
@@ -45,7 +45,7 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import ConfigError, SamplingConfig, StageConfig
+from trainer.config import ConfigError, SamplingConfig, StageConfig, suggestion
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import WITHOUT_LOGPROBS_ADVICE, Episode, Problem, StopReason
 from trainer.rollout.loop_thread import LoopThread
@@ -73,6 +73,15 @@ TRL_METRICS = {
 """Names of the trainer's metrics over the tokens in the loss, by the name in the run folder."""
 PENDING_GROUPS = "pending_groups.json"
 """Name of the file in a checkpoint with the groups that the next step continues."""
+OWN_ARGUMENTS = frozenset({
+    "output_dir", "seed", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "learning_rate",
+    "use_cpu", "model_init_kwargs", "bf16", "gradient_checkpointing", "ddp_find_unused_parameters", "fsdp",
+    "accelerator_config", "save_strategy", "save_steps", "save_total_limit", "logging_steps", "dataloader_pin_memory",
+    "report_to", "disable_tqdm", "max_steps", "num_generations", "max_completion_length", "shuffle_dataset", "beta",
+    "epsilon", "epsilon_high", "loss_type", "scale_rewards", "temperature", "vllm_importance_sampling_correction",
+    "lr_scheduler_type", "warmup_steps", "max_grad_norm",
+})  # fmt: skip
+"""Arguments of GRPOConfig that `train_stage` sets."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 """Reads and writes `PENDING_GROUPS`."""
 
@@ -144,7 +153,7 @@ def train_stage(
     adapter = TrlAdapter(stage, context, problems, rollouts, earlier_steps)
     if checkpoint and steps_done and (checkpoint / PENDING_GROUPS).exists():
         adapter.pending_groups = EPISODE_GROUPS.validate_json((checkpoint / PENDING_GROUPS).read_bytes())
-    arguments = _GrpoArguments(
+    own_arguments = dict(
         **context.trl_arguments(stage, rows=stage.problems_per_step * stage.kept_per_problem),
         max_steps=earlier_steps + stage.steps,
         # The batch: TRL repeats each prompt `num_generations` times. `TokenBudgetTrainer` splits a step into passes.
@@ -164,6 +173,8 @@ def train_stage(
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
     )
+    check_grpo_options(stage, own_arguments)
+    arguments = _GrpoArguments(**own_arguments, **stage.grpo)
     context.truncate_run(steps_done)
     with model_errors_as_config_errors(context.model):
         trainer = TokenBudgetTrainer(
@@ -181,6 +192,16 @@ def train_stage(
     trainer._last_loaded_step = -1  # no step has been synced yet
     adapter.trainer = trainer
     return context.train(trainer, checkpoint)
+
+
+def check_grpo_options(stage: StageConfig, own_arguments: Collection[str] = OWN_ARGUMENTS) -> None:
+    """Raise `ConfigError` for an argument in `[stages.NAME.grpo]` that GRPOConfig lacks or that the trainer sets."""
+    where = f"stages.{stage.name}.grpo"
+    for name in stage.grpo:
+        if name in own_arguments:
+            raise ConfigError(f"{where}: {name}: expected another argument, since the trainer sets this one itself")
+        if name not in (known := {argument.name for argument in fields(GRPOConfig)}):
+            raise ConfigError(f"{where}: {name}: unknown argument of TRL's GRPOConfig; {suggestion(name, known)}")
 
 
 def problem_schedule(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:

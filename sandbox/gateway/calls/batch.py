@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from sandbox.errors import InvalidCall
+from sandbox.tenants import Tenant
 from sandbox.types import Call, EncodedResult
 
 ExecutorId = int
@@ -45,6 +47,20 @@ class PendingCall:
         self.queue_ms = 0.0
         """Milliseconds that the call waited in the gateway, all attempts together."""
 
+    def set_tenant(self, tenant: Tenant) -> None:
+        """Give the call an owner, whose bounds apply from now on. Raises `InvalidCall` if it names another tenant."""
+        assert self.call is not None
+        if self.tenant not in ("", tenant.name):
+            raise InvalidCall(
+                f"call.tenant: the token is that of tenant {tenant.name!r}, got {self.tenant!r:.80}; omit the field"
+            )
+        self.tenant = tenant.name
+        self.priority = max(self.priority, tenant.priority)
+        limits, lowered = self.call.limits.clamped(tenant.max_limits)
+        if lowered:
+            self.call = self.call.with_limits(limits)
+            self.clamped = self.clamped | lowered
+
 
 class Batch:
     """The calls of one HTTP request and their results, by index.
@@ -55,11 +71,13 @@ class Batch:
 
     __slots__ = (
         "admitted_at", "calls", "first_never_sent", "on_done", "on_result", "queue_timeout_s", "requeued", "results",
-        "unfinished", "unread_bytes",
+        "tenant", "unfinished", "unread_bytes",
     )  # fmt: skip
 
     def __init__(self, size: int, queue_timeout_s: float) -> None:
         self.queue_timeout_s = queue_timeout_s
+        self.tenant: Tenant | None = None
+        """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size
         self.unfinished = size

@@ -37,14 +37,16 @@ from sandbox.types import EncodedResult, unavailable_result
 RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
+SHARED_S = 10.0
+"""Seconds for which the executors count as shared after calls of several tenants were unfinished at once."""
 MAX_EXPIRED_AT_ONCE = 512
 """Maximum number of calls that one `expire` finishes, which blocks the event loop for some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits on unfinished calls. The server does not verify who a tenant is: a tenant's share protects against a
-    greedy tenant, not against a client that uses several names."""
+    """Limits on unfinished calls. Without a tenants file the server does not verify who a tenant is: a tenant's share
+    then protects against a greedy tenant, not against a client that uses several names."""
 
     max_calls: int
     max_bytes: int
@@ -103,6 +105,7 @@ class CallTable:
         self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
         """The running call on its last attempt, by executor. The queue counts all others as running."""
         self._seq = 0
+        self._shared_until = -math.inf
 
     @property
     def waiting(self) -> int:
@@ -117,19 +120,29 @@ class CallTable:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
         groups = _group_by_tenant(batch.calls)
         wanted = _load_by_tenant(groups)
-        self._check_capacity(wanted, now)
+        self._check_capacity(wanted, self._share(batch), now)
         for name, load in wanted.items():
             self.outstanding.add(load.calls, load.bytes)
             self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
         batch.admitted_at = now
         for call in batch.calls:
             call.batch, call.waiting_since = batch, now
+        max_running = batch.tenant.max_running if batch.tenant is not None else None
         for group in groups:
-            self._queue.push(*group)
+            self._queue.push(*group, max_running=math.inf if max_running is None else max_running)
+        if len(self._tenants) > 1:
+            self._shared_until = now + SHARED_S
 
-    def assign(self, executor: ExecutorId, max_calls: int, target_bytes: int, now: float) -> list[PendingCall]:
+    def is_shared(self, now: float) -> bool:
+        """Return whether several tenants have used the executors at once in the last `SHARED_S`."""
+        return now < self._shared_until
+
+    def assign(
+        self, executor: ExecutorId, max_calls: int, target_bytes: int, now: float, max_per_tenant: float = math.inf
+    ) -> list[PendingCall]:
         """Assign the next calls to an executor and return them: at most `max_calls`, and none after the one that
-        reaches `target_bytes`."""
+        reaches `target_bytes`. Tenants with `max_per_tenant` running calls, on all executors together, get no more.
+        Calls on their last attempt, of which an executor has at most one, do not count as running for this."""
         assigned: list[PendingCall] = []
         running = self._running.setdefault(executor, {})
         size_bytes = 0
@@ -137,7 +150,7 @@ class CallTable:
             call: PendingCall | None
             if self._waiting_last_attempts and executor not in self._running_last_attempt:
                 call = self._running_last_attempt[executor] = self._waiting_last_attempts.popitem(last=False)[0]
-            elif (call := self._queue.pop()) is None:
+            elif (call := self._queue.pop(max_per_tenant)) is None:
                 break
             self._seq += 1
             call.seq, call.executor = self._seq, executor
@@ -236,6 +249,7 @@ class CallTable:
     def fail_waiting(self, error_type: str, message: str, max_calls: int) -> list[PendingCall]:
         """Finish at most `max_calls` waiting calls with `unavailable`, and return them."""
         failed: list[PendingCall] = []
+        self._queue.lift_bounds()
         while len(failed) < max_calls:
             if self._waiting_last_attempts:
                 call = self._waiting_last_attempts.popitem(last=False)[0]
@@ -281,7 +295,7 @@ class CallTable:
         batch.unread_bytes += size_bytes
         self.unread_result_bytes += size_bytes
 
-    def _check_capacity(self, wanted: Mapping[str, Outstanding], now: float) -> None:
+    def _check_capacity(self, wanted: Mapping[str, Outstanding], share: float, now: float) -> None:
         """Raises `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for
         the batch beside the unfinished calls."""
         if self.unread_result_bytes > self.limits.max_result_bytes:
@@ -291,7 +305,7 @@ class CallTable:
                 f"{self.limits.max_result_bytes}; try again in {after_s} s",
                 retry_after_s=after_s,
             )
-        checks = list(self._capacity_checks(wanted))
+        checks = list(self._capacity_checks(wanted, share))
         for check in checks:
             if check.wanted > check.maximum:
                 raise RequestRefused(
@@ -310,19 +324,24 @@ class CallTable:
                     retry_after_s=after_s,
                 )
 
-    def _capacity_checks(self, wanted: Mapping[str, Outstanding]) -> Iterator[_CapacityCheck]:
+    def _capacity_checks(self, wanted: Mapping[str, Outstanding], share: float) -> Iterator[_CapacityCheck]:
         """Yield the checks of calls and of bytes: for the queue, then for each tenant."""
         limits, held = self.limits, self.outstanding
         calls, size_bytes = sum(load.calls for load in wanted.values()), sum(load.bytes for load in wanted.values())
         yield _CapacityCheck("the queue", "", "calls", held.calls, calls, limits.max_calls)
         yield _CapacityCheck("the queue", "", "bytes", held.bytes, size_bytes, limits.max_bytes)
-        max_calls = math.ceil(limits.max_calls * limits.tenant_share)
-        max_bytes = math.ceil(limits.max_bytes * limits.tenant_share)
+        max_calls = math.ceil(limits.max_calls * share)
+        max_bytes = math.ceil(limits.max_bytes * share)
         for name, load in wanted.items():
             tenant, share_of = self._tenants.get(name) or Outstanding(), ", a tenant's share of "
             holder = f"tenant {name!r}"
             yield _CapacityCheck(holder, f"{share_of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
             yield _CapacityCheck(holder, f"{share_of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
+
+    def _share(self, batch: Batch) -> float:
+        """Return the part of the queue that one tenant of the batch may hold."""
+        share = batch.tenant.queue_share if batch.tenant is not None else None
+        return self.limits.tenant_share if share is None else share
 
     def _dequeue(self, call: PendingCall) -> None:
         if call in self._waiting_last_attempts:

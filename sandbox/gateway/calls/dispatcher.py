@@ -16,10 +16,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Protocol
@@ -32,6 +35,7 @@ from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, MetricSample
+from sandbox.tenants import Tenants, load_tenants
 from sandbox.types import EncodedResult, Status
 from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
@@ -42,6 +46,8 @@ TIMER_SLACK_S = 0.002
 STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
 MAX_STOPPED_AT_ONCE = 512
 """Waiting calls that get `Stopped` in one iteration of the event loop, which takes some milliseconds."""
+RESERVED_SLOTS = 1 / 8
+"""Part of the short slots that a tenant leaves free while other tenants use the executors too."""
 UNHEALTHY_AFTER_S = 150.0
 """Seconds without any ready executor after which `/health` fails: more than one start may take
 (`executor_handle.START_S`)."""
@@ -103,6 +109,7 @@ class Dispatcher:
                 max_result_bytes=config.results_mb << 20,
             )
         )
+        self.tenants = _load_tenants(config)
         self.is_draining = False
         self.executors: list[ExecutorHandle] = []
         self._launch = launch
@@ -167,6 +174,17 @@ class Dispatcher:
         """Lower the memory limit of further calls to the memory of a machine that runs them."""
         self.config = replace(self.config, max_limits=within_memory(self.config.max_limits, memory_mb))
 
+    def reload_tenants(self) -> None:
+        """Read the tenants file again. It applies to new requests at once; unfinished calls keep their bounds, except
+        that the next request of a tenant sets the `max_running` of all its calls. A file with an error changes
+        nothing."""
+        try:
+            self.tenants = _load_tenants(self.config)
+        except ConfigError as error:
+            log.error("the tenants are unchanged: %s", error)
+        else:
+            log.info("%s: %d tenants read", self.config.tenants, len(self.tenants or ()))
+
     async def started(self) -> None:
         """Wait until every executor is ready; in a cluster, until the first node is. Raises `ConfigError` if an
         executor or the cluster cannot start."""
@@ -200,6 +218,10 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         return not self.is_draining and any(executor.is_ready for executor in self.executors)
+
+    @property
+    def executors_ready(self) -> int:
+        return sum(executor.is_ready for executor in self.executors)
 
     @property
     def isolation(self) -> dict[str, str]:
@@ -268,7 +290,7 @@ class Dispatcher:
             ("calls_dispatched", {}, self.dispatched),
             ("calls_bytes", {}, self.call_table.outstanding.bytes),
             ("results_bytes", {}, self.call_table.unread_result_bytes),
-            ("executors_ready", {}, sum(executor.is_ready for executor in self.executors)),
+            ("executors_ready", {}, self.executors_ready),
             ("executor_restarts_total", {}, self.executor_restarts),
             *(sample for executor in self.executors for sample in executor.stats.samples(executor.number)),
             *self._node_samples(),
@@ -322,9 +344,11 @@ class Dispatcher:
         if self.is_draining:
             self._stop_waiting_calls()
             return
+        max_per_tenant = self._max_per_tenant()
+        send_frame = functools.partial(self._send_frame, max_per_tenant)
         # `any` stops at the first executor that accepted a frame; the next iteration compares the windows again.
         while self.call_table.waiting and any(
-            map(self._send_frame, sorted(self.executors, key=self._free_window, reverse=True))
+            map(send_frame, sorted(self.executors, key=self._free_window, reverse=True))
         ):
             pass
 
@@ -335,13 +359,26 @@ class Dispatcher:
             self._schedule_dispatch()
         self._check_idle()
 
-    def _send_frame(self, executor: ExecutorHandle) -> bool:
-        """Send an executor one frame of calls. Returns False if its window is full, or if the only waiting calls are on
-        their last attempt and the executor already runs such a call."""
+    def _max_per_tenant(self) -> float:
+        """Return how many calls one tenant may have at all executors.
+
+        While several tenants use the executors, a tenant leaves some short slots free, and none of its calls waits in
+        an executor. So a call of another tenant gets a slot at once, and not when calls that sleep have become long. A
+        tenant alone has no such bound.
+        """
+        if not self.call_table.is_shared(monotonic()):
+            return math.inf
+        ready = [(e.window, e.ready_report.slots) for e in self.executors if e.is_ready and e.ready_report]
+        return max(1, sum(window - slots - math.ceil(slots * RESERVED_SLOTS) for window, slots in ready))
+
+    def _send_frame(self, max_per_tenant: float, executor: ExecutorHandle) -> bool:
+        """Send an executor one frame of calls. Returns False if its window is full, or if it may run none of the
+        waiting calls: they are on their last attempt and the executor already runs such a call, or their tenants have
+        reached their bounds."""
         if (free_window := self._free_window(executor)) <= 0:
             return False
         max_calls = min(free_window, MAX_FRAME_CALLS)
-        calls = self.call_table.assign(executor.number, max_calls, TARGET_FRAME_BYTES, monotonic())
+        calls = self.call_table.assign(executor.number, max_calls, TARGET_FRAME_BYTES, monotonic(), max_per_tenant)
         if calls:
             executor.send(["calls", [[call.seq, _encode_call(call)] for call in calls]])
         return bool(calls)
@@ -376,6 +413,10 @@ class Dispatcher:
     def _check_idle(self) -> None:
         if self.is_draining and not self.call_table.outstanding.calls:
             self._idle.set()
+
+
+def _load_tenants(config: ServeConfig) -> Tenants | None:
+    return None if config.tenants is None else load_tenants(Path(config.tenants), config.token)
 
 
 def _encode_call(call: PendingCall) -> dict[str, object]:

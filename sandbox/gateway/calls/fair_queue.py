@@ -3,19 +3,22 @@
 Invariants:
 - A lower priority number always goes first. Calls of a higher number may wait until their `queue_timeout_s`; a running
   call is never interrupted for another one.
-- Within one priority, the next call belongs to a tenant with the fewest running calls of that priority; tenants with
-  equally many take turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the
-  queue to empty.
-- A requeued call (its executor died) goes before all other calls of its priority.
+- Within one priority, the next call belongs to a tenant with the fewest running calls; tenants with equally many take
+  turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the queue to empty.
+- A tenant with `max_running` running calls gets no further call. Its waiting calls are skipped at no cost: the tenant
+  is in no ring until one of its calls ends.
+- A requeued call (its executor died) goes before all other calls of its priority, whatever its tenant has running: it
+  was within the bound before.
 - The cost of a step does not depend on how many calls or tenants wait. `pop` searches the priorities in use (at most
   201, `types.PRIORITY`) and the distinct numbers of running calls per tenant (with N running calls at most sqrt(2N)).
+  A change of a tenant's running calls visits the priorities in which it has waiting calls.
 - No clock and no I/O.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -39,155 +42,148 @@ class FairQueue(Generic[Item]):
     """Waiting calls in order. Each popped call must later be passed to `finished` or `requeue`."""
 
     def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant[Item]] = {}
+        """Tenants with running calls, or with waiting calls that are not requeued."""
         self._levels: dict[int, _PriorityLevel[Item]] = {}
-        """Levels with waiting or running calls, by priority."""
-        self._waiting: dict[int, _PriorityLevel[Item]] = {}
-        """Levels with waiting calls, by priority."""
+        """Levels with a call that `pop` may return, by priority."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def push(self, *items: Item) -> None:
-        """Add calls, all of one priority and one tenant, behind that tenant's other calls."""
-        self._level(items[0].priority).push(items)
+    def push(self, *items: Item, max_running: float = math.inf) -> None:
+        """Add calls, all of one priority and one tenant, behind that tenant's other calls. From now on the tenant may
+        have `max_running` running calls."""
+        tenant, priority = self._tenant(items[0].tenant), items[0].priority
+        if max_running != tenant.max_running:
+            self._update(tenant, tenant.running, max_running)
+        waiting = tenant.waiting.get(priority)
+        if waiting is None:
+            waiting = tenant.waiting[priority] = OrderedDict()
+            self._join_ring(priority, tenant)
+        waiting.update(dict.fromkeys(items))
         self._count += len(items)
 
     def requeue(self, item: Item) -> None:
         """Add a popped call again, before all new calls of its priority. It counts as running no longer."""
-        level = self._level(item.priority)
-        level.finished(item)
-        level.requeued[item] = None
+        self.finished(item)
+        self._level(item.priority).requeued[item] = None
         self._count += 1
 
-    def pop(self) -> Item | None:
-        """Remove and return the next call, which counts as running from now on; None if no call waits."""
-        if not self._count:
-            return None
-        priority = min(self._waiting)
-        level = self._waiting[priority]
-        item = level.pop()
-        self._count -= 1
-        if not level.has_waiting:
-            del self._waiting[priority]
-        return item
+    def pop(self, max_per_tenant: float = math.inf) -> Item | None:
+        """Remove and return the next call, which counts as running from now on; None if no call may run. New calls come
+        from tenants with fewer than `max_per_tenant` running calls only."""
+        for priority in sorted(self._levels):
+            level = self._levels[priority]
+            if level.requeued:
+                item = level.requeued.popitem(last=False)[0]
+                self._remove_if_empty(priority, level)
+                tenant = self._tenant(item.tenant)
+            elif (fewest := min(level.rings)) < max_per_tenant:
+                tenant = next(iter(level.rings[fewest].values()))
+                item = next(iter(tenant.waiting[priority]))
+                self._remove_waiting(tenant, item)
+            else:
+                continue
+            self._count -= 1
+            self._update(tenant, tenant.running + 1, tenant.max_running)
+            return item
+        return None
 
     def remove(self, item: Item) -> None:
         """Remove a waiting call."""
-        level = self._levels[item.priority]
-        level.remove(item)
+        level = self._levels.get(item.priority)
+        if level is not None and item in level.requeued:
+            del level.requeued[item]
+            self._remove_if_empty(item.priority, level)
+        else:
+            tenant = self._tenants[item.tenant]
+            self._remove_waiting(tenant, item)
+            self._remove_if_unused(tenant)
         self._count -= 1
-        if not level.has_waiting:
-            del self._waiting[item.priority]
-            self._remove_if_unused(item.priority, level)
 
     def finished(self, item: Item) -> None:
         """Count a popped call as running no longer."""
-        level = self._levels[item.priority]
-        level.finished(item)
-        self._remove_if_unused(item.priority, level)
+        tenant = self._tenants[item.tenant]
+        self._update(tenant, tenant.running - 1, tenant.max_running)
+        self._remove_if_unused(tenant)
+
+    def lift_bounds(self) -> None:
+        """Let `pop` return the calls of all tenants, however many of their calls are running."""
+        for tenant in self._tenants.values():
+            self._update(tenant, tenant.running, math.inf)
+
+    def _update(self, tenant: _Tenant[Item], running: int, max_running: float) -> None:
+        """Change the numbers of a tenant, and move it to the rings for them."""
+        for priority in tenant.waiting:
+            self._leave_ring(priority, tenant)
+        tenant.running, tenant.max_running = running, max_running
+        for priority in tenant.waiting:
+            self._join_ring(priority, tenant)
+
+    def _remove_waiting(self, tenant: _Tenant[Item], item: Item) -> None:
+        waiting = tenant.waiting[item.priority]
+        del waiting[item]
+        if not waiting:
+            del tenant.waiting[item.priority]
+            self._leave_ring(item.priority, tenant)
+
+    def _join_ring(self, priority: int, tenant: _Tenant[Item]) -> None:
+        if tenant.running < tenant.max_running:
+            self._level(priority).rings.setdefault(tenant.running, OrderedDict())[tenant.name] = tenant
+
+    def _leave_ring(self, priority: int, tenant: _Tenant[Item]) -> None:
+        if tenant.running < tenant.max_running:
+            level = self._levels[priority]
+            ring = level.rings[tenant.running]
+            del ring[tenant.name]
+            if not ring:
+                del level.rings[tenant.running]
+                self._remove_if_empty(priority, level)
+
+    def _tenant(self, name: str) -> _Tenant[Item]:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name)
+        return tenant
 
     def _level(self, priority: int) -> _PriorityLevel[Item]:
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _PriorityLevel()
-        self._waiting[priority] = level
         return level
 
-    def _remove_if_unused(self, priority: int, level: _PriorityLevel[Item]) -> None:
-        if not level.tenants and not level.has_waiting:
+    def _remove_if_unused(self, tenant: _Tenant[Item]) -> None:
+        if not tenant.waiting and not tenant.running:
+            del self._tenants[tenant.name]
+
+    def _remove_if_empty(self, priority: int, level: _PriorityLevel[Item]) -> None:
+        if not level.requeued and not level.rings:
             del self._levels[priority]
 
 
-class _TenantQueue(Generic[Item]):
-    """One tenant's calls of one priority."""
+class _Tenant(Generic[Item]):
+    """One tenant's calls."""
 
-    __slots__ = ("running", "waiting")
+    __slots__ = ("max_running", "name", "running", "waiting")
 
-    def __init__(self) -> None:
-        self.waiting: OrderedSet[Item] = OrderedDict()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waiting: dict[int, OrderedSet[Item]] = {}
+        """Waiting calls by priority, without requeued ones. No set is empty."""
         self.running = 0
+        self.max_running = math.inf
 
 
 class _PriorityLevel(Generic[Item]):
-    """One priority: the requeued calls, then a queue per tenant.
+    """One priority: the requeued calls, and the tenants with waiting calls of this priority that may run one.
 
-    Tenants with waiting calls are in rings, one ring per number of running calls. The next call is that of the first
-    tenant in the ring with the lowest number; the tenant then moves to the end of the ring for its new number.
+    The tenants are in rings, one ring per number of running calls. The next call is that of the first tenant in the
+    ring with the lowest number; the tenant then moves to the end of the ring for its new number.
     """
+
+    __slots__ = ("requeued", "rings")
 
     def __init__(self) -> None:
         self.requeued: OrderedSet[Item] = OrderedDict()
-        self.tenants: dict[str, _TenantQueue[Item]] = {}
-        """Tenants with running calls, or with waiting calls that are not requeued."""
-        self._rings: dict[int, OrderedDict[str, _TenantQueue[Item]]] = {}
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self.requeued or self._rings)
-
-    def push(self, items: Sequence[Item]) -> None:
-        name = items[0].tenant
-        tenant = self._tenant(name)
-        if not tenant.waiting:
-            self._join_ring(name, tenant)
-        tenant.waiting.update(dict.fromkeys(items))
-
-    def pop(self) -> Item:
-        if self.requeued:
-            item = self.requeued.popitem(last=False)[0]
-            self._add_running(item.tenant, self._tenant(item.tenant), 1)
-            return item
-        ring = self._rings[min(self._rings)]
-        name, tenant = next(iter(ring.items()))
-        item = tenant.waiting.popitem(last=False)[0]
-        self._leave_ring(name, tenant)
-        tenant.running += 1
-        if tenant.waiting:
-            self._join_ring(name, tenant)
-        return item
-
-    def remove(self, item: Item) -> None:
-        if item in self.requeued:
-            del self.requeued[item]
-            return
-        tenant = self.tenants[item.tenant]
-        del tenant.waiting[item]
-        if not tenant.waiting:
-            self._leave_ring(item.tenant, tenant)
-            self._remove_if_unused(item.tenant, tenant)
-
-    def finished(self, item: Item) -> None:
-        tenant = self.tenants[item.tenant]
-        self._add_running(item.tenant, tenant, -1)
-        self._remove_if_unused(item.tenant, tenant)
-
-    def _add_running(self, name: str, tenant: _TenantQueue[Item], count: int) -> None:
-        """Change a tenant's number of running calls, and move it to the ring for the new number."""
-        if tenant.waiting:
-            self._leave_ring(name, tenant)
-        tenant.running += count
-        if tenant.waiting:
-            self._join_ring(name, tenant)
-
-    def _tenant(self, name: str) -> _TenantQueue[Item]:
-        tenant = self.tenants.get(name)
-        if tenant is None:
-            tenant = self.tenants[name] = _TenantQueue()
-        return tenant
-
-    def _remove_if_unused(self, name: str, tenant: _TenantQueue[Item]) -> None:
-        if not tenant.waiting and not tenant.running:
-            del self.tenants[name]
-
-    def _join_ring(self, name: str, tenant: _TenantQueue[Item]) -> None:
-        ring = self._rings.get(tenant.running)
-        if ring is None:
-            ring = self._rings[tenant.running] = OrderedDict()
-        ring[name] = tenant
-
-    def _leave_ring(self, name: str, tenant: _TenantQueue[Item]) -> None:
-        ring = self._rings[tenant.running]
-        del ring[name]
-        if not ring:
-            del self._rings[tenant.running]
+        self.rings: dict[int, OrderedDict[str, _Tenant[Item]]] = {}

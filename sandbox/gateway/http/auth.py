@@ -1,8 +1,8 @@
 """Decides which requests are served.
 
-- With a token, a request must carry it. `PUBLIC_PATHS` are exceptions: `/health` and `/ready` for probes, and the
-  pages, since a browser sends no token with a page. The pages contain no data; they ask for the token and fetch their
-  data with it.
+- With a token or tenants, a request must carry the server's token or that of a tenant. `PUBLIC_PATHS` are exceptions:
+  `/health` and `/ready` for probes, and the pages, since a browser sends no token with a page. The pages contain no
+  data; they ask for the token and fetch their data with it.
 - Without a token the server listens on loopback only. Then web pages in a browser on the same machine are kept out:
   requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding) are rejected.
 """
@@ -15,39 +15,49 @@ import ipaddress
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from sandbox.config import ServeConfig
+from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http.errors import HttpError
+from sandbox.tenants import Tenant, Tenants
 
 DOCS_ASSETS = frozenset({"/docs/assets/swagger-ui.css", "/docs/assets/swagger-ui-bundle.js"})
+TENANT = web.RequestKey("tenant", Tenant)
+"""The tenant of a request's token. Missing for the server's token, and on a server without tenants."""
 PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
-def auth_middleware(config: ServeConfig) -> Middleware:
-    """Return the middleware that checks each request."""
-    token = config.token
+def auth_middleware(dispatcher: Dispatcher) -> Middleware:
+    """Return the middleware that checks each request, and stores the tenant of its token as `TENANT`."""
+    config = dispatcher.config
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is None:
+        if not config.needs_token:
             check_local_request(request.headers.get("Host", ""), request.headers.get("Origin"), config.host)
         elif request.path not in PUBLIC_PATHS:
-            check_token(request.headers.get("Authorization", ""), token)
+            tenant = check_token(request.headers.get("Authorization", ""), config.token, dispatcher.tenants)
+            if tenant is not None:
+                request[TENANT] = tenant
         return await handler(request)
 
     return middleware
 
 
-def check_token(authorization: str, token: str) -> None:
-    """Raises `HttpError` 401 unless the header carries the token. The comparison takes constant time."""
+def check_token(authorization: str, server_token: str | None, tenants: Tenants | None = None) -> Tenant | None:
+    """Return the tenant whose token the header carries; None for the server's token. Raises `HttpError` 401 for another
+    token. The time of the comparison says nothing about the characters of a token."""
     scheme, _, sent = authorization.partition(" ")
-    matches = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token.encode())
-    if scheme.lower() != "bearer" or not matches:
-        received = "a wrong token" if sent else "no token"
-        raise HttpError(
-            401,
-            f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
-            {"WWW-Authenticate": "Bearer"},
-        )
+    if scheme.lower() == "bearer":
+        token = sent.strip()
+        if tenants is not None and (tenant := tenants.find(token)) is not None:
+            return tenant
+        if server_token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), server_token.encode()):
+            return None
+    received = "a wrong token" if sent else "no token"
+    raise HttpError(
+        401,
+        f"expected the token as 'Authorization: Bearer TOKEN', got {received}",
+        {"WWW-Authenticate": "Bearer"},
+    )
 
 
 def check_local_request(host: str, origin: str | None, own_host: str) -> None:

@@ -16,7 +16,8 @@ from aiohttp import web
 from sandbox.config import ServeConfig
 from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import codec
+from sandbox.gateway.http import codec, validation
+from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.validation import ParsedBatch
 from sandbox.types import EncodedResult, Status
@@ -50,7 +51,7 @@ async def admitted_batch(
         del body  # frees the memory before the calls are validated; so does `del raw` before they wait
         batch, malformed = await parse(raw, dispatcher.config)
         del raw
-        dispatcher.submit(batch)
+        await submit(request, batch)
     finally:
         bodies.release(size)
     status = 400 if malformed == len(batch.results) else 200
@@ -62,6 +63,15 @@ async def admitted_batch(
         yield batch, content_type, status
     finally:
         dispatcher.cancel(batch)
+
+
+async def submit(request: web.Request, batch: Batch) -> None:
+    """Admit a parsed batch for the tenant of the request's token. Every batch of a request passes through here. Raises
+    `InvalidCall` if a call names another tenant, `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
+    tenant = request.get(TENANT)
+    if tenant is not None:
+        await validation.set_tenant(batch, tenant)
+    request.app[DISPATCHER].submit(batch)
 
 
 async def wait_for_results(batch: Batch) -> None:

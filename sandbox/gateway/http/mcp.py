@@ -135,9 +135,10 @@ async def _read_body(request: web.Request) -> bytes:
 
 async def _run_call(call: Call) -> Result:
     """Run the call of a tool for the current request."""
-    dispatcher = _request.get().app[DISPATCHER]
+    request = _request.get()
+    dispatcher = request.app[DISPATCHER]
     batch, _ = await validation.parse_call(call.encode(binary=True), dispatcher.config)
-    dispatcher.submit(batch)
+    await exchange.submit(request, batch)
     try:
         await exchange.wait_for_results(batch)
         return Result.decode(exchange.pop_results(batch)[0])

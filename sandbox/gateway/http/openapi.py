@@ -108,7 +108,13 @@ EXAMPLES: Mapping[str, Any] = {
     "Verify": {"pairs": [{"gold": "\\frac{1}{2}", "answer": "0.5"}], "limits": {"timeout_s": 5}},
     "Verdicts": {"results": [_VERDICT]},
     "State": {"status": "ok"},
-    "Ready": {"status": "ready", "isolation": "namespaces", "isolation_reason": ""},
+    "Ready": {
+        "status": "ready",
+        "executors_ready": 4,
+        "executors": 4,
+        "isolation": "namespaces",
+        "isolation_reason": "",
+    },
     "Refusal": {"error": {"type": "InvalidRequest", "message": "call.code: expected text, got 5"}},
 }
 """Examples by the name of their schema."""
@@ -162,6 +168,8 @@ def schemas() -> dict[str, Schema]:
     }
     ready = {
         "status": _field("string", "ready; anything else is an HTTP error"),
+        "executors_ready": _field("integer", "executors that accept calls; more may still be starting"),
+        "executors": _field("integer", "all executors, those that start or restart included"),
         "isolation": _field("string", "the isolation level of all calls"),
         "isolation_reason": _field(
             "string", "why `auto` did not choose a stronger level; empty if it chose the strongest"

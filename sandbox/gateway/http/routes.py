@@ -36,7 +36,7 @@ def build_app(dispatcher: Dispatcher) -> web.Application:
     """Build the application. The caller starts and stops the dispatcher."""
     config = dispatcher.config
     app = web.Application(
-        middlewares=[errors_as_json(dispatcher), auth_middleware(config)],
+        middlewares=[errors_as_json(dispatcher), auth_middleware(dispatcher)],
         handler_args={
             "handler_cancellation": True,
             "auto_decompress": False,
@@ -99,7 +99,8 @@ async def ready(request: web.Request) -> web.Response:
     if not dispatcher.is_ready:
         reason = "the server is stopping" if dispatcher.is_draining else "no executor is ready yet"
         raise HttpError(503, f"{reason}; try again in 1 s, or use another server", {"Retry-After": "1"})
-    return web.json_response({"status": "ready", **dispatcher.isolation})
+    counts = {"executors_ready": dispatcher.executors_ready, "executors": len(dispatcher.executors)}
+    return web.json_response({"status": "ready", **counts, **dispatcher.isolation})
 
 
 async def prometheus(request: web.Request) -> web.Response:
@@ -116,7 +117,7 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.json_response(document(ROUTES, request.app[DISPATCHER].config.token is not None))
+    return web.json_response(document(ROUTES, request.app[DISPATCHER].config.needs_token))
 
 
 async def docs(request: web.Request) -> web.Response:

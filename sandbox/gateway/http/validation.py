@@ -16,6 +16,7 @@ from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.fields import MAX_LABEL_CHARS, check_names
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import Json
+from sandbox.tenants import Tenant
 from sandbox.types import Call, Limits, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
@@ -77,6 +78,16 @@ async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
         timeout_s,
         config,
     )
+
+
+async def set_tenant(batch: Batch, tenant: Tenant) -> None:
+    """Give a parsed batch the owner of the request's token, whose bounds then apply to each call. Raises `InvalidCall`
+    if a call names another tenant."""
+    batch.tenant = tenant
+    for n, call in enumerate(batch.calls):
+        if n % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
+            await asyncio.sleep(0)
+        call.set_tenant(tenant)
 
 
 async def _parse_all(

@@ -17,10 +17,12 @@ from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.calls.call_table import (
     MAX_EXPIRED_AT_ONCE,
     MAX_RETRY_AFTER_S,
+    SHARED_S,
     AdmissionLimits,
     AnswerRate,
     CallTable,
 )
+from sandbox.tenants import Tenant
 from sandbox.types import Call
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)
@@ -248,11 +250,41 @@ def _count_instructions(step: Callable[[], object]) -> int:
     return count
 
 
-def _step_costs(others: int, tenants: int) -> dict[str, int]:
+def test_a_tenant_holds_at_most_its_own_share_of_the_queue() -> None:
+    call_table = CallTable(LIMITS)
+    batch, more = batch_of(6, tenants="a"), batch_of(1, tenants="a")
+    batch.tenant = more.tenant = Tenant("a", queue_share=0.5)
+    call_table.admit(batch, 0.0)
+    with pytest.raises(Overloaded, match="tenant 'a' holds 6 of at most 6 calls"):
+        call_table.admit(more, 0.0)
+    call_table.admit(batch_of(6, tenants="b"), 0.0)  # the share of the server, 9, is that of other tenants
+
+
+def test_max_running_bounds_the_calls_of_a_tenant_at_all_executors() -> None:
+    call_table, batch = CallTable(LIMITS), batch_of(5, tenants="a")
+    batch.tenant = Tenant("a", max_running=3)
+    call_table.admit(batch, 0.0)
+    assert [len(call_table.assign(executor, 2, UNLIMITED_BYTES, 0.0)) for executor in (0, 1)] == [2, 1]
+    call_table.finish(0, 1, ok_result())
+    assert len(call_table.assign(0, 2, UNLIMITED_BYTES, 0.0)) == 1
+    assert len(call_table.fail_waiting("Stopped", "", 10)) == 1
+
+
+def test_executors_are_shared_for_a_while_after_calls_of_several_tenants() -> None:
+    call_table = CallTable(LIMITS)
+    call_table.admit(batch_of(2, tenants="a"), 0.0)
+    assert not call_table.is_shared(0.0)
+    call_table.admit(batch := batch_of(1, tenants="b"), 1.0)
+    call_table.cancel(batch)
+    assert call_table.is_shared(1.0) and call_table.is_shared(SHARED_S) and not call_table.is_shared(1.0 + SHARED_S)
+
+
+def _step_costs(others: int, tenants: int, max_running: int | None) -> dict[str, int]:
     """Return the number of instructions of each step for a batch of three calls. The table also holds `others` calls of
-    `tenants` tenants, of which 640 run on ten other executors."""
+    `tenants` tenants, of which 640 run on ten other executors, or fewer if the tenants have a bound `max_running`."""
     call_table = CallTable(limits_on_calls(100_000))
     other_batch, batch = batch_of(others, tenants=range(tenants)), batch_of(3)
+    other_batch.tenant = Tenant("", max_running=max_running)  # the table reads only its bounds
     call_table.admit(other_batch, 0.0)
     for executor in range(1, 11):
         call_table.assign(executor, 64, UNLIMITED_BYTES, 0.0)
@@ -270,9 +302,10 @@ def _step_costs(others: int, tenants: int) -> dict[str, int]:
     return costs
 
 
+@pytest.mark.parametrize("max_running", [None, 3])
 @pytest.mark.parametrize("tenants", [1, 100])
-def test_the_cost_of_a_step_does_not_depend_on_the_number_of_calls(tenants: int) -> None:
-    costs, costs_of_many = _step_costs(1_000, tenants), _step_costs(20_000, tenants)
+def test_the_cost_of_a_step_does_not_depend_on_the_number_of_calls(tenants: int, max_running: int | None) -> None:
+    costs, costs_of_many = _step_costs(1_000, tenants, max_running), _step_costs(20_000, tenants, max_running)
     max_growth = 200  # instructions: their number also depends a little on the sizes of dicts
     growth = {step: costs_of_many[step] - cost for step, cost in costs.items()}
     assert {step: instructions for step, instructions in growth.items() if instructions > max_growth} == {}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.gateway.calls.fair_queue import FairQueue
+
+BOUNDS = {"a": math.inf, "b": 2, "c": 1}
+"""Running calls that each tenant may have."""
 
 
 @dataclass(eq=False)
@@ -21,7 +25,8 @@ class SlowQueue:
     """A queue with the order of `FairQueue` that searches lists.
 
     Among the tenants with the fewest running calls, the tenant with the oldest position is next. A tenant gets a new
-    position when it starts to wait, and when the number of its running calls changes.
+    position when it starts to wait, and when the number of its running calls changes. Tenants whose calls run as often
+    as `BOUNDS` allows, or as the caller of `pop` allows, are not next.
     """
 
     def __init__(self) -> None:
@@ -29,11 +34,12 @@ class SlowQueue:
         self.requeued: list[Item] = []
         self.running: list[Item] = []
         self.positions: dict[tuple[int, str], int] = {}
+        """Positions by priority and tenant."""
         self.next_position = itertools.count()
 
     def push(self, item: Item) -> None:
         if not self.has_waiting(item):
-            self.renew_position(item)
+            self.positions[item.priority, item.tenant] = next(self.next_position)
         self.items.append(item)
 
     def requeue(self, item: Item) -> None:
@@ -42,41 +48,45 @@ class SlowQueue:
 
     def finish(self, item: Item) -> None:
         self.running.remove(item)
-        self.renew_position(item)
+        self.renew_positions(item)
 
     def remove(self, item: Item) -> None:
         (self.requeued if item in self.requeued else self.items).remove(item)
 
-    def pop(self) -> Item | None:
-        if not self.items and not self.requeued:
+    def pop(self, max_per_tenant: float) -> Item | None:
+        allowed = [i for i in self.items if self.count_running(i) < min(max_per_tenant, BOUNDS[i.tenant])]
+        if not allowed and not self.requeued:
             return None
-        priority = min(item.priority for item in self.items + self.requeued)
+        priority = min(item.priority for item in allowed + self.requeued)
         candidates = [item for item in self.requeued if item.priority == priority]
         if not candidates:
-            candidates = sorted((item for item in self.items if item.priority == priority), key=self.sort_key)
+            candidates = sorted((item for item in allowed if item.priority == priority), key=self.sort_key)
         self.remove(candidates[0])
         self.running.append(candidates[0])
-        self.renew_position(candidates[0])
+        self.renew_positions(candidates[0])
         return candidates[0]
 
     def sort_key(self, item: Item) -> tuple[int, int]:
-        key = (item.priority, item.tenant)
-        running = sum((other.priority, other.tenant) == key for other in self.running)
-        return running, self.positions[key]
+        return self.count_running(item), self.positions[item.priority, item.tenant]
+
+    def count_running(self, item: Item) -> int:
+        return sum(other.tenant == item.tenant for other in self.running)
 
     def has_waiting(self, item: Item) -> bool:
         """Return whether the item's tenant has waiting items of its priority. Requeued items have no position: they are
         next in any case."""
         return any((other.priority, other.tenant) == (item.priority, item.tenant) for other in self.items)
 
-    def renew_position(self, item: Item) -> None:
-        self.positions[item.priority, item.tenant] = next(self.next_position)
+    def renew_positions(self, item: Item) -> None:
+        for priority, tenant in self.positions:
+            if tenant == item.tenant:
+                self.positions[priority, tenant] = next(self.next_position)
 
 
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(-1, 1)),
-        st.tuples(st.just("pop")),
+        st.tuples(st.just("pop"), st.sampled_from([1, 2, math.inf])),
         st.tuples(st.just("requeue"), st.integers(0, 50)),
         st.tuples(st.just("finished"), st.integers(0, 50)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
@@ -95,11 +105,11 @@ def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]
         if kind == "push":
             item = Item(*arguments)  # type: ignore[arg-type]
             waiting.append(item)
-            fast.push(item)
+            fast.push(item, max_running=BOUNDS[item.tenant])
             slow.push(item)
         elif kind == "pop":
-            popped = fast.pop()
-            assert popped is slow.pop()
+            popped = fast.pop(arguments[0])  # type: ignore[arg-type]
+            assert popped is slow.pop(arguments[0])  # type: ignore[arg-type]
             if popped is not None:
                 waiting.remove(popped)
                 running.append(popped)
@@ -160,6 +170,34 @@ def test_a_tenant_with_long_calls_does_not_get_the_slots_of_others() -> None:
         assert started is not None and started.tenant == "short"
 
 
+def test_a_tenant_at_its_bound_gets_no_call_until_one_of_its_calls_ends() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    bounded = [Item("a", priority) for priority in (0, 0, -1)]
+    for item in bounded:
+        queue.push(item, max_running=1)
+    assert queue.pop() is bounded[2] and queue.pop() is None
+    queue.push(other := Item("b", 1))
+    assert queue.pop() is other
+    queue.finished(bounded[2])
+    assert queue.pop() is bounded[0] and queue.pop() is None
+
+
+def test_a_raised_bound_applies_to_calls_that_wait_already() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(Item("a"), Item("a"), max_running=1)
+    assert queue.pop() and queue.pop() is None
+    queue.push(Item("a"), max_running=3)
+    assert queue.pop() and queue.pop() and not len(queue)
+
+
+def test_all_waiting_calls_can_be_popped_after_the_bounds_are_lifted() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(*(Item("a") for _ in range(3)), max_running=1)
+    queue.pop()
+    queue.lift_bounds()
+    assert queue.pop() and queue.pop() and not len(queue)
+
+
 def test_finished_calls_leave_no_entries_behind() -> None:
     queue: FairQueue[Item] = FairQueue()
     items = [Item(tenant, priority) for tenant in "abc" for priority in (1, 2)]
@@ -168,4 +206,4 @@ def test_finished_calls_leave_no_entries_behind() -> None:
     queue.remove(items[3])
     while (popped := queue.pop()) is not None:
         queue.finished(popped)
-    assert not queue._levels and not queue._waiting  # entries that stay there have no other symptom
+    assert not queue._levels and not queue._tenants  # entries that stay there have no other symptom

@@ -339,9 +339,18 @@ async def test_unknown_paths_and_methods_get_json_errors() -> None:
 async def test_ready_and_stats_have_the_isolation_level_and_its_reason() -> None:
     async with serving(isolation="none", isolation_reason="namespaces: refused here") as served:
         isolation = {"isolation": "none", "isolation_reason": "namespaces: refused here"}
-        assert json.loads((await served.get("/ready"))[1]) == {"status": "ready", **isolation}
+        ready = {"status": "ready", "executors_ready": 1, "executors": 1, **isolation}
+        assert json.loads((await served.get("/ready"))[1]) == ready
         service = json.loads((await served.get("/v1/stats"))[1])["service"]
         assert isolation.items() <= service.items()
+
+
+async def test_ready_counts_the_executors_that_are_ready() -> None:
+    async with serving(executors=2, cores=2) as served:
+        served.dispatcher.executors[0].kill()
+        await until(lambda: served.dispatcher.executors_ready == 1)
+        ready = json.loads((await served.get("/ready"))[1])
+        assert (ready["executors_ready"], ready["executors"]) == (1, 2)
 
 
 async def test_the_server_is_ready_from_its_first_executor_to_the_drain() -> None:

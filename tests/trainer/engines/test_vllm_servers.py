@@ -242,3 +242,21 @@ def test_the_worker_extension_imports_nothing_but_vllm():
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported == {"vllm._custom_ops", "__future__"}
+
+
+def test_more_options_are_passed_on_and_those_of_the_trainer_are_refused() -> None:
+    servers = VllmServers("python", Path("model"), max_model_len=64)
+    more = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "hf_overrides": {"a": 1}, "async_scheduling": True}
+    command = replace(servers, args=more).command(8000)
+    words = [
+        "--kv-cache-dtype",
+        "fp8",
+        "--no-enable-prefix-caching",
+        "--hf-overrides",
+        '{"a": 1}',
+        "--async-scheduling",
+    ]
+    assert [command[command.index(word)] for word in words] == words
+    for name in ("max_model_len", "gpu_memory_utilization", "dtype", "weight_transfer_config"):
+        with pytest.raises(ConfigError, match=rf"engines\.args: --{name.replace('_', '-')}: expected other options"):
+            replace(servers, args={name: 1}).command(8000)

@@ -56,6 +56,15 @@ def _config(folder: Path, *sets: str, text: str = SMALL_RUN) -> RunConfig:
     return load_config(file, {}, [f"run_dir={folder / 'run'}", *sets])
 
 
+OPTIONS_OF_FAKE_VLLM = """
+class AsyncEngineArgs:
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--kv-cache-dtype")
+        return parser
+"""
+
+
 def _missing(config: RunConfig, *commands: str) -> list[str]:
     """Return what is missing for the phases with these commands, or for all phases."""
     run = RecipeRun(config)
@@ -157,6 +166,45 @@ def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Pa
     assert [line.split(":")[0] for line in _missing(config, "eval")] == ["sandbox"]
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("adam_beta3", "adam_beta3: unknown argument of TRL's GRPOConfig; did you mean adam_beta"),
+        ("beta", "beta: expected another argument, since the trainer sets this one itself"),
+    ],
+)
+def test_arguments_that_grpo_config_lacks_or_the_trainer_sets_are_named(
+    tmp_path: Path, argument: str, message: str
+) -> None:
+    config = _config(tmp_path, f"stages.rl1.grpo.{argument}=1", f"sandbox.endpoints={UNUSED_URL}")
+    (line,) = [line for line in _missing(config, "grpo") if "grpo" in line]
+    assert line.startswith(f"stages.rl1.grpo: {message}")
+    assert not any("grpo" in line for line in _missing(config, "eval"))
+
+
+def test_options_that_vllm_rejects_are_named(tmp_path: Path) -> None:
+    module = tmp_path / "site/vllm/engine/arg_utils.py"
+    parsers = tmp_path / "site/vllm/utils/argparse_utils.py"
+    for file, code in (
+        (module, OPTIONS_OF_FAKE_VLLM),
+        (parsers, "from argparse import ArgumentParser as FlexibleArgumentParser"),
+    ):
+        file.parent.mkdir(parents=True)
+        file.write_text(code)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    sets = ["engines.kind=vllm", f"engines.vllm_python={python}", f"sandbox.endpoints={UNUSED_URL}"]
+    good, bad = (
+        [line for line in _missing(_config(tmp_path, *sets, f"engines.args.{option}"), "eval") if "engines" in line]
+        for option in ("kv_cache_dtype=fp8", "kv_cash_dtype=fp8")
+    )
+    assert good == []
+    assert len(bad) == 1
+    assert bad[0].startswith("engines.args: ")
+    assert bad[0].endswith("error: unrecognized arguments: --kv-cash-dtype fp8")
+
+
 def test_a_phase_that_runs_alone_has_a_preflight_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(tmp_path, "sft.data=gone.jsonl")
     run = RecipeRun(config)
@@ -188,7 +236,7 @@ def test_phases_that_do_not_fit_the_gpu_are_named(tmp_path: Path) -> None:
     assert shape
     sft, *stages = preflight._check_memory(config, RecipeRun(config).phases(), shape)
     assert sft.startswith(
-        "memory: sft: training and the engine on the same GPU take 201% of its 80 GB; lower micro_batch_size"
+        "memory: sft: training and the engine on the same GPU take 201% of its 80 GB; lower micro_batch_tokens"
     )
     assert all(
         line.startswith("memory: stages.rl") and "an engine's KV cache holds 0 tokens" in line for line in stages

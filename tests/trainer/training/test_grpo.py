@@ -185,6 +185,20 @@ def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, l
     assert list(stage_run.run_folder.read_metrics()) == []
 
 
+def test_more_arguments_reach_trl_and_the_list_of_own_arguments_is_complete(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_arguments: list[Any] = []
+    monkeypatch.setattr(grpo, "check_grpo_options", lambda stage, own: own_arguments.append(own))
+    StageRun(tmp_path, model, loop_thread, steps=1, grpo={"weight_decay": 0.125}).run(Sampler(model))
+    assert own_arguments[0].keys() == grpo.OWN_ARGUMENTS
+    saved = torch.load(next(tmp_path.glob("stages/rl1/checkpoints/*/training_args.bin")), weights_only=False)
+    assert saved.weight_decay == 0.125
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"stages\.rl1\.grpo: beta: expected another argument"):
+        StageRun(tmp_path, model, loop_thread, steps=2, grpo={"beta": 0.1}).run(Sampler(model))
+
+
 def test_settings_that_contradict_the_machine_or_the_data_are_refused(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:

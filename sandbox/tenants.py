@@ -1,0 +1,148 @@
+"""Tenants: the tokens that may send calls, and how much of the server each may use. Read from the file of `--tenants`.
+
+    [tenants.rl-training]
+    token_file = "rl-training.token"    # or token = "..."; a relative path starts at the directory of this file
+    queue_share = 0.5                   # fraction of queue_calls and queue_mb; default: tenant_share of the server
+    max_running = 64                    # calls at executors at once; default: no bound of its own
+    max_timeout_s = 60                  # and the other limits; lower than the server's
+    priority = 0                        # lowest priority number that its calls may have
+
+- A token is kept as its SHA-256 digest. No `repr`, log line or error message contains a token.
+- Tokens are found by their digest in a dict, so the time of a comparison says nothing about the characters of a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sandbox.config import read_token
+from sandbox.errors import ConfigError, InvalidCall
+from sandbox.fields import NumberRule, check_label, check_names
+from sandbox.types import LIMIT_FIELDS, PRIORITY, Limits
+
+MAX_FILE_BYTES = 16 << 20
+"""Size of a tenants file, so that a wrong path (a device, a log) does not fill the memory."""
+_UNLIMITED = Limits(**{name: rule.high for name, rule in LIMIT_FIELDS.items()})  # type: ignore[arg-type]
+_NUMBERS: Mapping[str, NumberRule] = {
+    "queue_share": NumberRule(0.01, 1, whole=False),
+    "max_running": NumberRule(1, 1_000_000),
+    "priority": PRIORITY,
+    **{f"max_{name}": rule for name, rule in LIMIT_FIELDS.items()},
+}
+_KEYS = dict.fromkeys(("token", "token_file", *_NUMBERS))
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One owner of calls, and its bounds."""
+
+    name: str
+    queue_share: float | None = None
+    """Part of the queue's calls and bytes that it may hold; None: `tenant_share` of the server."""
+    max_running: int | None = None
+    """Calls that executors may have at once, those that wait in an executor included; None: no bound of its own."""
+    max_limits: Limits = field(default=_UNLIMITED)
+    """Maximum limits of its calls, in addition to the server's."""
+    priority: int = 0
+    """Lowest priority number of its calls: a lower number, which would go before other tenants, is raised to this."""
+
+
+class Tenants:
+    """All tenants of one file."""
+
+    def __init__(self, by_digest: Mapping[bytes, Tenant]) -> None:
+        self._by_digest = by_digest
+
+    def find(self, token: str) -> Tenant | None:
+        """Return the tenant with this token; None for an unknown token."""
+        return self._by_digest.get(_digest(token))
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def __repr__(self) -> str:
+        return f"Tenants({', '.join(tenant.name for tenant in self._by_digest.values())})"
+
+
+def load_tenants(file: Path, server_token: str | None = None) -> Tenants:
+    """Read a tenants file. Raises `ConfigError` with the file, the tenant and what to do. `server_token` is the token
+    of the server itself, which no tenant may have."""
+    by_digest: dict[bytes, Tenant] = {}
+    for name, raw in _read_tables(file).items():
+        where = f"{file}: tenant {name!r:.80}"
+        _check_names(name, raw, where)
+        digest = _digest(_token(raw, where, file.parent))
+        if digest in by_digest:
+            raise ConfigError(
+                f"{where}: has the token of tenant {by_digest[digest].name!r:.80}; give each tenant a token of its own"
+            )
+        if server_token is not None and digest == _digest(server_token):
+            raise ConfigError(f"{where}: has the token of the server; give the tenant a token of its own")
+        by_digest[digest] = _tenant(name, raw, where)
+    return Tenants(by_digest)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+def _read_tables(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the keys of each tenant, by name."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"{file}: expected a tenants file of at most {MAX_FILE_BYTES} bytes; check the path")
+        document = tomllib.loads(text.decode())
+    except OSError as error:
+        raise ConfigError(f"{file}: the tenants file cannot be read ({error.strerror}); check --tenants") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: is not TOML ({error}); correct the tenants file there") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 at byte {error.start}; correct the tenants file there") from None
+    tables = document.get("tenants")
+    if set(document) - {"tenants"}:
+        unknown = min(set(document) - {"tenants"})
+        raise ConfigError(f"{file}: unknown key {unknown!r:.80}; a tenant is a table [tenants.NAME]")
+    if not isinstance(tables, dict) or not tables or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f"{file}: expected a table [tenants.NAME] for each tenant, got none; add at least one")
+    return tables
+
+
+def _check_names(name: str, raw: Mapping[str, Any], where: str) -> None:
+    try:
+        check_label(name, f"{where}: the name")
+        check_names(raw, _KEYS, where)
+    except InvalidCall as error:
+        raise ConfigError(f"{error}; correct it") from None
+    if not name:
+        raise ConfigError(f"{where}: the name is empty; name the tenant")
+
+
+def _token(raw: Mapping[str, Any], where: str, directory: Path) -> str:
+    sources = [key for key in ("token", "token_file") if key in raw]
+    if len(sources) != 1:
+        received = "both" if sources else "neither"
+        raise ConfigError(f"{where}: expected token or token_file, got {received}; set one of them")
+    value = raw[sources[0]]
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: {sources[0]}: expected text that is not empty; set it")
+    if sources == ["token_file"]:
+        return read_token(str(directory / value), f"{where}: token_file")
+    return value.strip()  # as clients and files do: a header has no space at its ends
+
+
+def _tenant(name: str, raw: Mapping[str, Any], where: str) -> Tenant:
+    values: dict[str, Any] = {}
+    for key, rule in _NUMBERS.items():
+        if key in raw:
+            if not rule.accepts(raw[key]):
+                raise ConfigError(f"{where}: {key}: expected {rule.expected}, got {raw[key]!r:.80}; correct it")
+            values[key] = rule.convert(raw[key])
+    limits = {limit: values.pop(f"max_{limit}") for limit in LIMIT_FIELDS if f"max_{limit}" in values}
+    return Tenant(name, **values, max_limits=replace(_UNLIMITED, **limits))

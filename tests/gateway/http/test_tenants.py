@@ -1,0 +1,127 @@
+"""Tests of a server with a tenants file: a request has the bounds of its token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeFleet
+from tests.gateway.serving import Served, serving, until
+
+pytestmark = pytest.mark.asyncio
+
+TENANTS = """
+[tenants.a]
+token = "token-a"
+max_timeout_s = 3
+max_running = 2
+priority = 5
+[tenants.b]
+token = "token-b"
+"""
+A, B = "Bearer token-a", "Bearer token-b"
+
+
+@asynccontextmanager
+async def serving_tenants(directory: Path, text: str = TENANTS, **settings: Any) -> AsyncIterator[Served]:
+    file = directory / "tenants.toml"
+    file.write_text(text, encoding="utf-8")
+    async with serving(tenants=str(file), **settings) as served:
+        yield served
+
+
+async def test_a_request_needs_the_token_of_a_tenant_or_of_the_server(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path, token="server") as served:
+        for header, status in ((A, 200), (B, 200), ("Bearer server", 200), ("Bearer x", 401), ("Basic token-a", 401)):
+            assert (await served.post("/v1/execute", {"code": "1"}, Authorization=header))[0] == status
+        assert (await served.post("/v1/execute", {"code": "1"}))[0] == 401
+    async with serving_tenants(tmp_path) as served:  # also on loopback
+        assert (await served.post("/v1/execute", {"code": "1"}))[0] == 401
+
+
+async def test_a_call_of_another_tenant_is_refused(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path) as served:
+        for tenant, status in (("a", 200), ("", 200), ("b", 400), ("c", 400)):
+            batch = {"calls": [{"code": "1"}, {"code": "1", "tenant": tenant}]}
+            received, body = await served.post("/v1/batch", batch, Authorization=A)
+            assert received == status
+            if status == 400:
+                assert "the token is that of tenant 'a'" in body["error"]["message"]
+        assert not served.dispatcher.call_table.outstanding.calls
+
+
+@pytest.mark.parametrize("path", ["/v1/execute", "/v1/batch", "/v1/verify"])
+async def test_every_route_applies_the_limits_and_the_priority_of_the_tenant(tmp_path: Path, path: str) -> None:
+    limits = {"limits": {"timeout_s": 9}, "priority": -1}
+    bodies = {
+        "/v1/execute": {"code": "hang", **limits},
+        "/v1/batch": {"calls": [{"code": "hang"}], "defaults": limits},
+        "/v1/verify": {"pairs": [{"gold": "1", "answer": "hang"}], **limits},
+    }
+    async with serving_tenants(tmp_path) as served:
+        request = asyncio.create_task(served.post(path, bodies[path], Authorization=A))
+        table = served.dispatcher.call_table
+        await until(lambda: any(table._running.values()))
+        (call,) = (call for calls in table._running.values() for call in calls.values())
+        assert call.call is not None and (call.tenant, call.priority, call.call.limits.timeout_s) == ("a", 5, 3)
+        assert call.clamped == {"timeout_s": 3}
+        request.cancel()
+
+
+async def test_a_tenant_has_at_most_max_running_calls_at_executors(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path, fleet=FakeFleet(slots=64)) as served:
+        calls = {"calls": [{"code": "hang"}] * 5}
+        requests = [asyncio.create_task(served.post("/v1/batch", calls, Authorization=token)) for token in (A, B)]
+        await until(lambda: served.dispatcher.call_table.outstanding.calls == 10)
+        await until(lambda: served.dispatcher.dispatched == 2 + 5)
+        for request in requests:
+            request.cancel()
+
+
+async def test_a_reloaded_file_applies_to_new_requests(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path) as served:
+        calls = {"calls": [{"code": "hang"}] * 5}
+        request = asyncio.create_task(served.post("/v1/batch", calls, Authorization=A))
+        await until(lambda: served.dispatcher.dispatched == 2)
+        (tmp_path / "tenants.toml").write_text('[tenants.c]\ntoken = "token-c"\n', encoding="utf-8")
+        served.dispatcher.reload_tenants()
+        assert served.dispatcher.dispatched == 2 and not request.done()
+        for token, status in ((A, 401), ("Bearer token-c", 200)):
+            assert (await served.post("/v1/execute", {"code": "1"}, Authorization=token))[0] == status
+        request.cancel()
+
+
+async def test_a_wrong_file_changes_nothing_and_is_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_tenants(tmp_path) as served:
+        (tmp_path / "tenants.toml").write_text('[tenants.a]\ntoken = "token-a"\nx = 1\n', encoding="utf-8")
+        with caplog.at_level(logging.INFO):
+            served.dispatcher.reload_tenants()
+        (record,) = (record for record in caplog.records if record.name.startswith("sandbox"))
+        assert record.levelname == "ERROR" and "tenant 'a': unknown field 'x'" in record.getMessage()
+        assert "\n" not in record.getMessage() and "token-a" not in record.getMessage()
+        for token in (A, B):
+            assert (await served.post("/v1/execute", {"code": "1"}, Authorization=token))[0] == 200
+
+
+async def test_a_tenant_alone_may_fill_the_windows_and_leaves_slots_to_others_while_they_are_shared() -> None:
+    async with serving(FakeFleet(slots=64)) as served:
+        calls = {"calls": [{"code": "hang"}] * 200, "defaults": {"tenant": "greedy"}}
+        alone = asyncio.create_task(served.post("/v1/batch", calls))
+        await until(lambda: served.dispatcher.dispatched == 128)
+        alone.cancel()
+        await until(lambda: not served.dispatcher.call_table.outstanding.calls)
+        modest = asyncio.create_task(served.post("/v1/execute", {"code": "hang", "tenant": "modest"}))
+        await until(lambda: served.dispatcher.dispatched == 1)
+        greedy = asyncio.create_task(served.post("/v1/batch", calls))
+        await until(lambda: served.dispatcher.call_table.outstanding.calls == 201)
+        await until(lambda: served.dispatcher.dispatched == 1 + 64 * 7 // 8)
+        for request in (modest, greedy):
+            request.cancel()
