@@ -165,8 +165,8 @@ class AsyncClient:
     async def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order.
 
-        `fields` may be `limits`, `priority` and `tenant` of `Call`. Each pair is a call of its own. Raises as
-        `run_batch` does.
+        `fields` may be `limits`, `priority`, `tenant` and `deadline_s` of `Call`. Each pair is a call of its own.
+        Raises as `run_batch` does.
         """
         template = template_call(fields)
         decoded = [
@@ -253,6 +253,11 @@ class Client:
         """Run one call: source with the fields of `Call`, or a call with some of its fields replaced."""
         return self._wait(lambda: self._client.execute(code, **fields))
 
+    def submit(self, code: AnyCall, **fields: Any) -> Future[Result]:
+        """Start one call and return the future of its result at once. `asyncio.wrap_future` waits for it in any event
+        loop. Cancelling the future cancels the call."""
+        return self._start(lambda: self._client.execute(code, **fields))
+
     def run_batch(self, calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None = None) -> list[Result]:
         """Run all `calls` and return their results in the same order. `defaults` sets fields that a call omits."""
         return self._wait(lambda: self._client.run_batch(calls, defaults))
@@ -299,10 +304,13 @@ class Client:
             await self._stop.wait()
         self._loop = None
 
-    def _wait(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def _start(self, start: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         if self._loop is None:
             raise RuntimeError(_NOT_OPEN.format(name="Client", keyword="with", wait=""))
-        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
+        return asyncio.run_coroutine_threadsafe(start(), self._loop)
+
+    def _wait(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        future = self._start(start)
         try:
             return future.result()
         except BaseException:

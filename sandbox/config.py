@@ -24,6 +24,8 @@ from sandbox.fields import NumberRule
 from sandbox.types import LIMIT_FIELDS, Limits, Profile
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
+CLIENT_VARIABLES = ("URL",)
+"""Variables with the prefix that are for clients: a server may be started from the same shell."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 SLOTS_PER_CORE = 16
@@ -371,7 +373,7 @@ def _from_toml(file: Path) -> _Values:
 def _from_environment(environ: Mapping[str, str]) -> _Values:
     for key, text in environ.items():
         name = key.removeprefix(ENV_PREFIX)
-        if name != key and not _is_service_link(name, text):
+        if name != key and name not in CLIENT_VARIABLES and not _is_service_link(name, text):
             yield name.lower(), _parse(name.lower(), text), key
 
 

@@ -40,6 +40,9 @@ from sandbox.fields import (
 )
 
 MAX_CODE_CHARS = 4 << 20
+DEADLINE = NumberRule(
+    0.01, 1e9, whole=False, doc="seconds of wall time after which an unfinished call is cancelled, from its admission"
+)
 MAX_STDIN_CHARS = 16 << 20
 """Characters of standard input, or its bytes if it is bytes."""
 
@@ -165,6 +168,7 @@ class Call:
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     figures: bool = False
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -220,7 +224,7 @@ class Call:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
-        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures"):
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures", "deadline_s"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
@@ -429,6 +433,7 @@ CALL_FIELDS: dict[str, str] = {
     "env": "environment variables of the code: name to text",
     "argv": "arguments of the code: sys.argv is main.py and these",
     "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
+    "deadline_s": DEADLINE.doc,
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -463,6 +468,7 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tenant": check_label,
     "env": check_env,
     "argv": check_arguments,
+    "deadline_s": partial(check_number, rule=DEADLINE),
     "figures": check_flag,
 }
 """The check of each field of a call except `limits`."""

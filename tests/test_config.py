@@ -131,6 +131,10 @@ def test_service_links_of_kubernetes_are_ignored() -> None:
     assert load(None, {**links, "RSTAR_SANDBOX_PORT_8642_TCP_PORT": "8642"}, {}) == ServeConfig()
 
 
+def test_the_variable_of_clients_is_no_setting_of_the_server() -> None:
+    assert load(None, {"RSTAR_SANDBOX_URL": "http://127.0.0.1:8642"}, {}) == ServeConfig()
+
+
 def test_executor_settings_survive_encoding() -> None:
     config = ServeConfig(python="/usr/bin/python3", slots=4, profiles=("bare",), attempts=2)
     assert ExecutorConfig.decode(config.executor_config().encode()) == config.executor_config()

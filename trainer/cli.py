@@ -263,6 +263,20 @@ def show(args: argparse.Namespace) -> None:
     show_run(args)
 
 
+def entropy(args: argparse.Namespace) -> None:
+    """Show which tokens of a run's trained episodes had the highest entropy."""
+    from transformers import AutoTokenizer
+
+    from trainer.config import ConfigError
+    from trainer.runs.entropy import show_entropy
+
+    models = sorted(args.run.glob("stages/*/model"))  # every model of a run has the same tokenizer
+    if not args.model and not models:
+        raise ConfigError(f"{args.run}: has no model yet; name its tokenizer with --model")
+    tokenizer = AutoTokenizer.from_pretrained(args.model or models[0])
+    show_entropy(args, lambda token: str(tokenizer.decode([token])))
+
+
 # The command line
 
 
@@ -386,6 +400,11 @@ def _parser() -> argparse.ArgumentParser:
         "--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)"
     )
     command.add_argument("--step", type=int, metavar="STEP", help="show only the episodes of this step")
+    command = add("entropy", entropy)
+    command.add_argument("run", type=Path, help="the run folder; it was trained with storage.save_entropies")
+    command.add_argument("--step", type=int, metavar="STEP", help="only this training step (default: all)")
+    command.add_argument("--episode", metavar="STEP/PROBLEM/SAMPLE", help="show an episode with its tokens marked")
+    command.add_argument("--model", metavar="PATH", help="folder or hub name of the tokenizer (default: the run's)")
     return parser
 
 

@@ -250,6 +250,7 @@ class StorageConfig:
     """What the run folder stores."""
 
     save_logprobs: bool = False  # write each token's log-probability into the episodes
+    save_entropies: bool = False  # write the entropy of each token of the episodes in the loss
 
 
 @dataclass(frozen=True, config=STRICT)

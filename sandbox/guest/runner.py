@@ -170,7 +170,7 @@ def _prepare_call(has_stdin: bool) -> None:
         sys.path[0] = os.getcwd()
     if has_stdin:
         raw = io.BufferedReader(io.FileIO(0, closefd=False))
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape")
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="\n")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _reseed()
     getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing

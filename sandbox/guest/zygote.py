@@ -46,6 +46,7 @@ import wiped_memory
 import fork_batch
 import output_files
 import checker
+import notebook
 import confine
 import descriptors
 import frames
@@ -56,6 +57,7 @@ import runner
 import system_calls
 
 sys.modules["rstar_checker"] = checker  # a call may bring a file named checker.py
+sys.modules["rstar_notebook"] = notebook
 _FIRST_FREE_FD = 10
 """The zygote's own descriptors start here, because a call uses 0 to 4."""
 _MAX_SLOTS_PER_POOL = 4096

@@ -95,6 +95,17 @@ def test_the_synchronous_client_has_the_same_methods() -> None:
             break
 
 
+def test_a_submitted_call_can_be_awaited_in_another_event_loop_and_cancelled() -> None:
+    async def main(client: Client) -> str:
+        hanging = asyncio.wrap_future(client.submit("hang"))
+        result = await asyncio.wrap_future(client.submit("one"))
+        hanging.cancel()
+        return result.stdout
+
+    with gateway_in_a_thread() as url, Client(url) as client:
+        assert asyncio.run(main(client)) == "one"
+
+
 def test_the_synchronous_client_works_from_many_threads() -> None:
     outputs: list[str] = []
     with gateway_in_a_thread() as url, Client(url) as client:
@@ -133,8 +144,8 @@ def test_a_synchronous_client_that_cannot_open_raises_the_reason(
         client.ready()
 
 
-def test_both_clients_have_the_same_public_names() -> None:
+def test_both_clients_have_the_same_public_names_and_only_the_synchronous_one_needs_submit() -> None:
     def public_names(client_class: type) -> set[str]:
         return {name for name in vars(client_class) if not name.startswith("_")}
 
-    assert public_names(AsyncClient) == public_names(Client)
+    assert public_names(AsyncClient) | {"submit"} == public_names(Client)

@@ -37,6 +37,19 @@ async def test_execute_accepts_source_or_a_call() -> None:
 
 
 @pytest.mark.asyncio
+async def test_bytes_variables_and_arguments_are_sent_as_they_are() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        await client.execute("one", stdin=b"\0\xff", env={"A": "1"}, argv=["-x"])
+        await client.execute(Call("two", stdin=b"\0\xff"), figures=True)
+        calls = list(served.fleet.last_executor.calls.values())
+    sent = [{name: value for name, value in call.items() if name != "id"} for call in calls]
+    assert sent == [
+        {"code": "one", "stdin": b"\0\xff", "env": {"A": "1"}, "argv": ["-x"]},
+        {"code": "two", "stdin": b"\0\xff", "figures": True},
+    ]
+
+
+@pytest.mark.asyncio
 async def test_calls_submitted_together_share_requests() -> None:
     async with scripted_server(respond_ok) as server, AsyncClient(server.url) as client:
         results = await asyncio.gather(*(client.execute(f"{n}") for n in range(150)))

@@ -107,7 +107,7 @@ def test_reading_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path
 
 @dataclass(frozen=True)
 class OtherCalls:
-    """Two calls with secrets in their code, input, files, output and value."""
+    """Two calls with secrets in their code, input, arguments, variables, files, names of files, output and value."""
 
     secrets: frozenset[str]
     endless: Call
@@ -115,19 +115,23 @@ class OtherCalls:
 
 
 def other_calls() -> OtherCalls:
-    tokens = [canary() for _ in range(9)]
+    tokens = [canary() for _ in range(14)]
     endless = call(
         f"import time\nx = {tokens[0]!r}\ntime.sleep(1000)",
         stdin=tokens[1],
         files={"in": tokens[2].encode()},
+        argv=(tokens[9],),
+        env={"SECRET": tokens[10]},
         timeout_s=300.0,
     )
     short = call(
         f"import sys\nprint({tokens[3]!r}, file=sys.stderr)\nopen('out', 'w').write({tokens[4]!r})\nprint({tokens[5]!r})\n"
-        f"{tokens[6]!r}",
+        f"open({tokens[13]!r}, 'w')\n{tokens[6]!r}",
         stdin=tokens[7],
         files={"in": tokens[8].encode()},
-        return_files=("out",),
+        argv=(tokens[11],),
+        env={"SECRET": tokens[12]},
+        return_files=("out", "CANARY*"),
     )
     return OtherCalls(frozenset(tokens), endless, short)
 

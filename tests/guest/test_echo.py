@@ -28,10 +28,13 @@ def runner() -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(GUEST)  # the runner imports modules beside it
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
+    for name in ("output_files", "returned_files"):
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(

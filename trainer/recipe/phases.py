@@ -96,7 +96,9 @@ class RecipeRun:
     def __init__(self, config: RunConfig) -> None:
         self.started_at, self.config = perf_counter(), config
         self.dir = Path(config.run_dir)
-        self.run_folder = RunFolder(self.dir, save_logprobs=config.storage.save_logprobs)
+        self.run_folder = RunFolder(
+            self.dir, save_logprobs=config.storage.save_logprobs, save_entropies=config.storage.save_entropies
+        )
 
     def phases(self) -> list[Phase]:
         """Return all phases in order."""

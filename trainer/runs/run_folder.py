@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -49,6 +49,8 @@ class RunFolder:
     path: Path
     save_logprobs: bool = False
     """Whether episode rows have the log-probability of each token, which doubles their size."""
+    save_entropies: bool = False
+    """Whether the entropy of each token in the loss is written, computed by the pass of the loss."""
     on_metrics: Callable[[Mapping[str, Any]], None] = lambda row: None
     """Receives each row of metrics, to pass it on to trackers (`trainer.runs.trackers`)."""
 
@@ -120,6 +122,11 @@ class RunFolder:
         if self._episodes_path(step).exists():
             write_rows(self._episodes_path(step), (row for row in self.read_episodes(step) if is_kept(row)))
 
+    def write_entropies(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the entropies of a training step: `step`, `problem`, `sample`, `response_ids`, and `entropies` in nats,
+        null for an observation."""
+        write_rows(self._entropies_path(step), rows)
+
     def truncate_after(self, step: int) -> None:
         """Delete all metrics and episodes after `step`, the step of the checkpoint from which the run continues."""
         if self._metrics_path.exists():
@@ -128,6 +135,9 @@ class RunFolder:
         for later in self.episode_steps():
             if later > step:
                 self._episodes_path(later).unlink()
+        for later in self.entropy_steps():
+            if later > step:
+                self._entropies_path(later).unlink()
 
     # Reading
 
@@ -154,12 +164,23 @@ class RunFolder:
         """Yield the rows of a step's episodes in the order in which they were written."""
         return read_rows(self._episodes_path(step))
 
+    def entropy_steps(self) -> list[int]:
+        """Return the training steps that have entropies, ascending."""
+        return sorted(int(path.stem[5:]) for path in self.path.glob("entropies/step_*.jsonl"))
+
+    def read_entropies(self, step: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a step's entropies."""
+        return read_rows(self._entropies_path(step))
+
     @property
     def _metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
     def _episodes_path(self, step: int) -> Path:
         return self.path / "episodes" / f"step_{step:06}.jsonl"
+
+    def _entropies_path(self, step: int) -> Path:
+        return self.path / "entropies" / f"step_{step:06}.jsonl"
 
     def _episode_row(self, episode: Episode) -> dict[str, Any]:
         row = {name: getattr(episode, name) for name in _EPISODE_FIELDS} | {

@@ -40,6 +40,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
@@ -58,7 +59,7 @@ from trainer.training.context import (
     model_errors_as_config_errors,
     waiting_group,
 )
-from trainer.training.token_budget import TokenBudgetTrainer
+from trainer.training.token_budget import RowEntropies, TokenBudgetTrainer
 
 if TYPE_CHECKING:
     from trainer.collection.cluster_collector import WeightSync
@@ -179,6 +180,7 @@ def train_stage(
     with model_errors_as_config_errors(context.model):
         trainer = TokenBudgetTrainer(
             micro_batch_tokens=stage.micro_batch_tokens,
+            on_entropies=adapter.write_entropies if context.run_folder.save_entropies else None,
             model=str(context.model),
             reward_funcs=_roc_reward,
             args=arguments,
@@ -252,6 +254,8 @@ class TrlAdapter(MetricsCallback):
         # With roc_mode=off all samples are kept, so both rules select the same.
         self._mode: roc.Mode = "released" if stage.roc_mode == "released" else "paper"
         self._weight_version = 0
+        self._trained: list[Episode] = []
+        """The episodes in the loss of the current step."""
         self._step_metrics: dict[str, float] = {}
         self._missing_trl_metrics: set[str] = set()
         self._step_started_at = self._rollout_ended_at = perf_counter()
@@ -270,6 +274,23 @@ class TrlAdapter(MetricsCallback):
         rows = _scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
         self._rollout_ended_at = perf_counter()
         return {name: [getattr(row, name) for row in rows] for name in TrainingRow._fields}
+
+    def write_entropies(self, rows: list[RowEntropies]) -> None:
+        """Write the entropies of all ranks' rows. TRL shuffles the rows, so they are found by their tokens."""
+        gathered = gather_object(rows)
+        if self._rollouts:
+            step = self.step_offset + self.trainer.state.global_step + 1
+            entropies = {(tuple(prompt), tuple(ids)): values for prompt, ids, values in gathered}
+            keys = [(tuple(episode.prompt_ids), tuple(episode.response_ids)) for episode in self._trained]
+            self.run_folder.write_entropies(
+                step,
+                (
+                    {"step": step, "problem": episode.problem.id, "sample": episode.sample}
+                    | {"response_ids": episode.response_ids, "entropies": entropies[key]}
+                    for episode, key in zip(self._trained, keys, strict=True)
+                    if key in entropies
+                ),
+            )
 
     def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
@@ -326,6 +347,7 @@ class TrlAdapter(MetricsCallback):
             )
         in_loss = [_in_loss(group, indices) for group, indices in zip(groups, selected, strict=True)]
         self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._async_metrics(groups)
+        self._trained = [group[index] for group, used in zip(groups, in_loss, strict=True) for index in used]
         placeholder_id = self.trainer.processing_class.eos_token_id
         return [
             _training_row(group[index], is_in_loss=index in used, placeholder_id=placeholder_id)

@@ -21,7 +21,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,6 +32,9 @@ IMPORTANCE_RATIO_CAP = 2.0
 """Largest importance ratio of a token. TRL's default masks whole sequences instead, which zeroes most episodes of 8K to
 12K tokens."""
 
+RowEntropies = tuple[list[int], list[int], list[float | None]]
+"""Prompt ids and completion ids of a row, and the entropies of its completion in nats: None if not in the loss."""
+OnEntropies = Callable[[list[RowEntropies]], None]
 Batch = dict[str, Any]
 """TRL's tensors of some rows, the row first. Prompts are padded on the left, completions on the right."""
 
@@ -39,9 +42,14 @@ Batch = dict[str, Any]
 class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
     """`GRPOTrainer` for settings with one gradient accumulation step and without TRL's importance correction."""
 
-    def __init__(self, *args: Any, micro_batch_tokens: int, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, micro_batch_tokens: int, on_entropies: OnEntropies | None = None, **options: Any
+    ) -> None:
+        """`on_entropies` is called on each rank, once per step, with the rows that this rank has computed."""
         super().__init__(*args, **options)
         self.micro_batch_tokens = micro_batch_tokens
+        self._on_entropies = on_entropies
+        self._entropies: list[RowEntropies] = []
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """Return the loss of a step. The gradients of all passes but the last are in the model already."""
@@ -58,6 +66,9 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
                     self.accelerator.backward(loss)
                     earlier_loss += loss.detach()
         self._log_sums(sums)
+        if self._on_entropies:
+            rows, self._entropies = self._entropies, []
+            self._on_entropies(rows)
         return loss + earlier_loss
 
     def _pass_loss(self, model: Any, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
@@ -76,6 +87,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         advantages_B1 = batch["advantages"][:, None]
         loss_BT = -torch.min(ratio_BT * advantages_B1, clipped_BT * advantages_B1) * importance_BT
         counted = (difference_BT.abs(), importance_BT, entropies_BT.detach())
+        if self._on_entropies:
+            self._entropies += _row_entropies(batch, entropies_BT, mask_BT)
         sums += torch.stack([mask_BT.sum(), *((x * mask_BT).sum() for x in counted), sums.new_tensor(mask_BL.numel())])
         # Gradients are averaged over ranks, so each rank divides by its equal share of the tokens.
         return (loss_BT * mask_BT).sum() / (batch["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes)
@@ -147,6 +160,17 @@ def _take(inputs: Batch, rows: Sequence[int]) -> Batch:
         elif value.dim() == 2:
             batch[name] = value[:, :num_completion]
     return batch
+
+
+def _row_entropies(batch: Batch, entropies_BT: torch.Tensor, mask_BT: torch.Tensor) -> Iterator[RowEntropies]:
+    for row, in_loss in enumerate(mask_BT.bool().tolist()):
+        if not any(in_loss):  # a pass without loss
+            continue
+        prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+        length = int(batch["completion_mask"][row].sum())
+        values = entropies_BT[row, :length].tolist()
+        entropies = [round(value, 4) if used else None for value, used in zip(values, in_loss[:length], strict=True)]
+        yield prompt_ids, batch["completion_ids"][row, :length].tolist(), entropies
 
 
 def _joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

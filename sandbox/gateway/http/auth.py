@@ -1,14 +1,15 @@
 """Decides which requests are served.
 
-- With a token or tenants, a request must carry the server's token or that of a tenant. `PUBLIC_PATHS` are exceptions:
-  `/health` and `/ready` for probes, and the pages, since a browser sends no token with a page. The pages contain no
-  data; they ask for the token and fetch their data with it.
+- With a token or tenants, a request must carry the server's token or that of a tenant, as a bearer token or as the
+  password in its URL. `PUBLIC_PATHS` are exceptions: `/health` and `/ready` for probes, and the pages, since a browser
+  sends no token with a page. The pages contain no data; they ask for the token and fetch their data with it.
 - Without a token the server listens on loopback only. Then web pages in a browser on the same machine are kept out:
   requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding) are rejected.
 """
 
 from __future__ import annotations
 
+import base64
 import hmac
 import ipaddress
 
@@ -34,7 +35,8 @@ def auth_middleware(dispatcher: Dispatcher) -> Middleware:
         if not config.needs_token:
             check_local_request(request.headers.get("Host", ""), request.headers.get("Origin"), config.host)
         elif request.path not in PUBLIC_PATHS:
-            tenant = check_token(request.headers.get("Authorization", ""), config.token, dispatcher.tenants)
+            token = sent_token(request.headers.get("Authorization", ""), request.headers.get("Origin"))
+            tenant = check_token(token, config.token, dispatcher.tenants)
             if tenant is not None:
                 request[TENANT] = tenant
         return await handler(request)
@@ -42,17 +44,28 @@ def auth_middleware(dispatcher: Dispatcher) -> Middleware:
     return middleware
 
 
-def check_token(authorization: str, server_token: str | None, tenants: Tenants | None = None) -> Tenant | None:
-    """Return the tenant whose token the header carries; None for the server's token. Raises `HttpError` 401 for another
-    token. The time of the comparison says nothing about the characters of a token."""
+def sent_token(authorization: str, origin: str | None = None) -> str:
+    """Return the token in a header, or "". Basic authentication is for clients that take a URL only: its password is
+    the token. A browser repeats it without being asked, so the request of a web page cannot use it."""
     scheme, _, sent = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        token = sent.strip()
-        if tenants is not None and (tenant := tenants.find(token)) is not None:
-            return tenant
-        if server_token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), server_token.encode()):
-            return None
-    received = "a wrong token" if sent else "no token"
+        return sent.strip()
+    if scheme.lower() != "basic" or origin is not None:
+        return ""
+    try:
+        return base64.b64decode(sent).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def check_token(token: str, server_token: str | None, tenants: Tenants | None = None) -> Tenant | None:
+    """Return the tenant of a token; None for the server's token. Raises `HttpError` 401 for another token. The time of
+    the comparison says nothing about the characters of a token."""
+    if token and tenants is not None and (tenant := tenants.find(token)) is not None:
+        return tenant
+    if server_token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), server_token.encode()):
+        return None
+    received = "a wrong token" if token else "no token"
     raise HttpError(
         401,
         f"expected the token as 'Authorization: Bearer TOKEN', got {received}",

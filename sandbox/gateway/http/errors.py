@@ -31,6 +31,7 @@ ERROR_TYPES = {
     500: "InternalError",
     501: "NotImplemented",
     503: "NotReady",
+    504: "TryAgain",
 }
 
 

@@ -20,6 +20,7 @@ from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FI
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
     CALL_FIELDS,
+    DEADLINE,
     LIMIT_FIELDS,
     PRIORITY,
     Call,
@@ -78,12 +79,14 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     500: "An internal error of the server; its log has the details",
     501: "This server lacks an optional package that the route needs",
     503: "The server is starting or stopping; send the request again later, or to another server",
+    504: "The service did not run the code; send the request again after the seconds in Retry-After",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
 HEADERS: Mapping[int, Schema] = {
     401: {"WWW-Authenticate": {"description": "the scheme, Bearer", "schema": {"type": "string"}}},
     429: _RETRY_AFTER,
     503: _RETRY_AFTER,
+    504: _RETRY_AFTER,
 }
 
 
@@ -165,6 +168,7 @@ def schemas() -> dict[str, Schema]:
         "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=_ref("Call")),
         "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
+        "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE)),
     }
     ready = {
         "status": _field("string", "ready; anything else is an HTTP error"),
@@ -206,6 +210,7 @@ def _call_schema() -> Schema:
     schema = _schema_of_dataclass(Call, CALL_FIELDS)
     properties = schema["properties"]
     properties["priority"] |= _range(PRIORITY)
+    properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE))
     properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
     properties["stdin_base64"] = {**_schema_of_hint(bytes), "description": CALL_FIELDS["stdin_base64"]}
     schema["properties"] = {name: properties[name] for name in CALL_FIELDS}

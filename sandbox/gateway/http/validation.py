@@ -7,22 +7,24 @@ A malformed call gets the result `invalid` and does not affect the other calls o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
-from sandbox.fields import MAX_LABEL_CHARS, check_names
+from sandbox.fields import MAX_LABEL_CHARS, check_names, check_number
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import Json
 from sandbox.tenants import Tenant
-from sandbox.types import Call, Limits, invalid_result
+from sandbox.types import DEADLINE, Call, Limits, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results are in the same order",
     "defaults": "values for fields that a call omits",
     "queue_timeout_s": "seconds that a call may wait for a slot, at most the server's --queue-timeout-s",
+    "deadline_s": f"{DEADLINE.doc}; of this and the call's own deadline_s the earlier one counts",
 }
 VERIFY_FIELDS: dict[str, str] = {
     "pairs": "the pairs of a right answer and an answer to check; verdicts are in the same order",
@@ -49,8 +51,12 @@ async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = _queue_timeout_s(raw.pop("queue_timeout_s"), "call", timeout_s)
-    call = Call.decode(raw)
-    batch = Batch(1, timeout_s)
+    return batch_of_one(Call.decode(raw), config, timeout_s)
+
+
+def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None = None) -> ParsedBatch:
+    """Return a batch of one call. Without `queue_timeout_s` it may wait as long as the server allows."""
+    batch = Batch(1, config.queue_timeout_s if queue_timeout_s is None else queue_timeout_s)
     _add(batch, 0, call, call.id, config.max_limits)
     return ParsedBatch(batch, 0)
 
@@ -61,8 +67,9 @@ async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
     calls = _check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
     defaults = Call.decode_defaults(raw.get("defaults"))
     timeout_s = _queue_timeout_s(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
+    deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
     return await _parse_all(
-        calls, lambda item, index: Call.decode(item, defaults, f"calls[{index}]"), timeout_s, config
+        calls, lambda item, index: Call.decode(item, defaults, f"calls[{index}]"), timeout_s, config, deadline_s
     )
 
 
@@ -91,9 +98,13 @@ async def set_tenant(batch: Batch, tenant: Tenant) -> None:
 
 
 async def _parse_all(
-    items: list[Json], decode: Callable[[Json, int], Call], timeout_s: float, config: ServeConfig
+    items: list[Json],
+    decode: Callable[[Json, int], Call],
+    timeout_s: float,
+    config: ServeConfig,
+    deadline_s: float = math.inf,
 ) -> ParsedBatch:
-    batch = Batch(len(items), timeout_s)
+    batch = Batch(len(items), timeout_s, deadline_s)
     malformed = 0
     for index, item in enumerate(items):
         if index % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:

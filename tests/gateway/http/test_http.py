@@ -150,7 +150,7 @@ async def test_a_malformed_body_is_a_400_with_the_reason(name: str) -> None:
 
 # In msgpack, the byte 9f begins a list of 15 items, 80 is an empty mapping, and 90 is an empty list.
 MANY_OBJECTS_IN_SMALL_BODIES: dict[str, tuple[str, bytes]] = {
-    "objects": ("application/json", b"[" + b"{}," * 100 + b"{}]"),
+    "objects": ("application/json", b"[" + b"{}," * 200 + b"{}]"),
     "lists": ("application/json", b"[" + b"[]," * codec.MAX_JSON_BRACKETS + b"[]]"),
     "msgpack maps": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15),
     "msgpack lists": (MSGPACK, b"\x9f" + (b"\x9f" + b"\x90" * 15) * 15),

@@ -148,6 +148,27 @@ def test_an_engine_that_disagrees_with_the_trainer_is_corrected_and_measured(
     assert disagreeing["grad_norm"] == pytest.approx(2 * agreeing["grad_norm"], rel=1e-3)
 
 
+def test_the_entropies_of_the_episodes_in_the_loss_are_those_of_the_policy(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    stage_run = StageRun(tmp_path, model, loop_thread, steps=1)
+    stage_run.run_folder.save_entropies = True
+    stage_run.run(Sampler(model))
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    rows = list(stage_run.run_folder.read_entropies(1))
+    (metrics,) = stage_run.run_folder.read_metrics()
+    assert len(rows) == metrics["episodes_in_loss"] > 0
+    episodes = {(row["problem"]["id"], row["sample"]): row for row in stage_run.run_folder.read_episodes(1)}
+    for row in rows:
+        episode = episodes[row["problem"], row["sample"]]
+        assert episode["is_selected"] and row["response_ids"] == episode["response_ids"]
+        logp_TV = policy(torch.tensor([[*episode["prompt_ids"], *row["response_ids"]]])).logits[0].log_softmax(-1)
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)[len(episode["prompt_ids"]) - 1 : -1]
+        for position, (measured, expected) in enumerate(zip(row["entropies"], entropy_T.tolist(), strict=True)):
+            is_observation = position in OBSERVATION_POSITIONS
+            assert measured is None if is_observation else measured == pytest.approx(expected, abs=2e-3)
+
+
 def test_a_metric_that_trl_does_not_log_is_nan_with_one_warning(
     tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

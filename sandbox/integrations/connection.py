@@ -1,0 +1,41 @@
+"""The connection of the integrations to a server: one client per server in each process.
+
+All environments and sandboxes of a process share this client, so that thousands of them need no connections of their
+own. Without arguments it uses the server of `RSTAR_SANDBOX_URL` and the token of `RSTAR_SANDBOX_TOKEN`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from functools import cache
+
+from sandbox.client import DEFAULT_ENDPOINT, Client
+from sandbox.errors import ServiceError
+from sandbox.types import Result, Status
+
+_lock = threading.Lock()
+
+
+def shared_client(url: str | None = None, token: str | None = None) -> Client:
+    """Return the open client of this process for the server at `url`. Raises `ValueError` for a malformed URL."""
+    url = url or os.environ.get("RSTAR_SANDBOX_URL") or DEFAULT_ENDPOINT
+    with _lock:  # two threads must not open two clients
+        return _open_client(url, token or os.environ.get("RSTAR_SANDBOX_TOKEN") or None, os.getpid())
+
+
+@cache
+def _open_client(url: str, token: str | None, pid: int) -> Client:
+    """Open a client. A forked process has another `pid`, because it has no thread of its parent's client."""
+    client = Client(url, token=token).open()
+    atexit.register(client.close)
+    return client
+
+
+def checked(result: Result) -> Result:
+    """Return the result of a call that ran. Raises `ServiceError` for `unavailable` and `invalid`."""
+    if result.status in (Status.UNAVAILABLE, Status.INVALID):
+        reason = f"{result.error.type}: {result.error.message}" if result.error else "the call has no result"
+        raise ServiceError(f"the sandbox did not run the code: {reason}")
+    return result

@@ -1,0 +1,77 @@
+"""Which tokens the policy is uncertain about: forking tokens, and tokens right after a tool response.
+
+rStar2-Agent (arXiv 2508.20722, section 5.4) looks at the tokens with the highest entropy. Forking tokens are those in
+the model's own text; reflection tokens are those with which the model reacts to a tool response. Entropies are in nats.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+TOP_SHARE = 0.2
+"""The share of all tokens that counts as high entropy."""
+REFLECTION_TOKENS = 10
+"""Sampled tokens behind a tool response that count as a reaction to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token that the model sampled, its entropy, and whether it is right after a tool response."""
+
+    id: int
+    entropy: float
+    is_reaction: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenKind:
+    """A token id among the tokens with high entropy: how often it is there, and its mean entropy there."""
+
+    id: int
+    count: int
+    mean_entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyTable:
+    """The tokens of the model's own text, or those right after tool responses."""
+
+    tokens: int
+    mean_entropy: float
+    high_share: float
+    """The part of the tokens that has high entropy."""
+    frequent: list[TokenKind]
+    """The most frequent token ids with high entropy."""
+
+
+def sampled_tokens(ids: Sequence[int], entropies: Sequence[float | None]) -> Iterator[SampledToken]:
+    """Yield the sampled tokens of a response. A token without an entropy is an observation."""
+    since_observation = REFLECTION_TOKENS
+    for token, entropy in zip(ids, entropies, strict=True):
+        if entropy is None:
+            since_observation = 0
+            continue
+        yield SampledToken(token, entropy, since_observation < REFLECTION_TOKENS)
+        since_observation += 1
+
+
+def high_entropy(tokens: Iterable[SampledToken]) -> float:
+    """Return the entropy that the top fifth of the tokens has at least; infinity for no token."""
+    ordered = sorted(token.entropy for token in tokens)
+    return ordered[min(len(ordered) - 1, round(len(ordered) * (1 - TOP_SHARE)))] if ordered else float("inf")
+
+
+def entropy_table(tokens: Sequence[SampledToken], threshold: float, max_kinds: int) -> EntropyTable:
+    """Return the table of some tokens, for the `threshold` of all tokens."""
+    by_id: defaultdict[int, list[float]] = defaultdict(list)
+    for token in tokens:
+        if token.entropy >= threshold:
+            by_id[token.id].append(token.entropy)
+    kinds = [TokenKind(id, len(entropies), fmean(entropies)) for id, entropies in by_id.items()]
+    kinds.sort(key=lambda kind: (-kind.count, -kind.mean_entropy))
+    num_high = sum(kind.count for kind in kinds)
+    mean = fmean(token.entropy for token in tokens) if tokens else 0.0
+    return EntropyTable(len(tokens), mean, num_high / max(1, len(tokens)), kinds[:max_kinds])
