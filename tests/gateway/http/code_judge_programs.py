@@ -128,9 +128,11 @@ SUBMISSIONS: dict[str, Json] = {
     "big_output": _python("for i in range(20000):\n    print('line', i, 'of a long output')"),
     "output_of_1000": _python("print('z' * 999)\nprint('cut')"),
     "busy_loop": _python("print('begin', flush=True)\nwhile True:\n    pass"),
-    "busy_loop_unflushed": _python("print('begin', end='')\nwhile True:\n    pass"),
+    "unflushed_and_sleep": _python("import time\nprint('begin', end='')\ntime.sleep(60)"),
     "long_output_and_sleep": _python("import time\nprint('x' * 990)\ntime.sleep(60)"),
-    "swallows_errors": _python("while True:\n    try:\n        pass\n    except BaseException:\n        pass"),
+    "swallows_errors": _python(
+        "import time\nwhile True:\n    try:\n        time.sleep(1)\n    except BaseException:\n        pass"
+    ),
     "short_sleep": _python("import time\ntime.sleep(0.3)\nprint('awake')"),
     "memory": _python("data = bytearray(2 << 30)"),
     "memory_list": _python("data = []\nwhile True:\n    data.append(bytearray(1 << 20))"),
