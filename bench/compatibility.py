@@ -2,8 +2,8 @@
 
     python -m bench.compatibility [--calls 1500] [--batch 50] [--in-flight 4] [--rounds 3] [--json]
 
-One server runs the same programs through each route, in rounds in which the routes take turns. Bodies are JSON, which is
-all that the other services have. Each program prints its own number, and every answer is checked.
+One server runs the same programs through each route, in rounds in which the routes take turns. Bodies are JSON, which
+is all that the other services have. Each program prints its own number, and every answer is checked.
 """
 
 from __future__ import annotations
@@ -129,11 +129,11 @@ async def _run(
             raise command.BenchFailed(f"{path}: expected the numbers from {start} on, got {str(body)[:500]}")
         advance(len(numbers))
 
-    cpu_s, gateway_s = processes.cpu_s(server.processes()), processes.cpu_s([server.pid])
+    server_cpu, gateway_s = processes.CpuMeter(server.pid), processes.cpu_s([server.pid])
     wall_s = await closed_loop(iter(range(0, args.calls, args.batch)), send, args.in_flight)
     return {
         "calls_per_s": args.calls / wall_s,
-        "cpu_ms": (processes.cpu_s(server.processes()) - cpu_s) * 1e3 / args.calls,
+        "cpu_ms": server_cpu.total_s() * 1e3 / args.calls,
         "gateway_cpu_ms": (processes.cpu_s([server.pid]) - gateway_s) * 1e3 / args.calls,
     }
 
