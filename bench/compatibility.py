@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from bench.harness import arguments, command, requirements
-from bench.harness.load import Refused, closed_loop, http_session
+from bench.harness.load import closed_loop, http_session
 from bench.harness.rounds import median_of_ratios, median_of_rows, rotated
 from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
@@ -120,17 +120,18 @@ async def _run(
 ) -> dict[str, float]:
     """Run all calls through a route. Returns calls per second, and CPU milliseconds per call of all processes of the
     server and of the gateway alone."""
-    route = ROUTES[path]
+    errors: list[str] = []
 
     async def send(start: int) -> None:
         numbers = range(start, min(start + args.batch, args.calls))
-        body = await _post(http, server.url + path, json.dumps(route.build(numbers)).encode())
-        if not route.are_correct(numbers, body):
-            raise command.BenchFailed(f"{path}: expected the numbers from {start} on, got {str(body)[:500]}")
+        if error := await _send(http, server.url, path, numbers):
+            errors.append(f"{path}: {error}")
         advance(len(numbers))
 
     server_cpu, gateway_s = processes.CpuMeter(server.pid), processes.cpu_s([server.pid])
     wall_s = await closed_loop(iter(range(0, args.calls, args.batch)), send, args.in_flight)
+    if errors:
+        raise command.BenchFailed(errors[0])
     return {
         "calls_per_s": args.calls / wall_s,
         "cpu_ms": server_cpu.total_s() * 1e3 / args.calls,
@@ -138,11 +139,15 @@ async def _run(
     }
 
 
-async def _post(http: aiohttp.ClientSession, url: str, body: bytes) -> Any:
-    async with http.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
-        if response.status != 200:
-            raise Refused(response.status, (await response.text())[:500])
-        return await response.json()
+async def _send(http: aiohttp.ClientSession, url: str, path: str, numbers: Sequence[int]) -> str:
+    """Run the programs of these numbers. Returns what is wrong with the answer, or an empty text."""
+    body = json.dumps(ROUTES[path].build(numbers)).encode()
+    async with http.post(url + path, data=body, headers={"Content-Type": "application/json"}) as response:
+        text = await response.text()
+        is_correct = response.status == 200 and ROUTES[path].are_correct(numbers, json.loads(text))
+    if is_correct:
+        return ""
+    return f"expected the numbers from {numbers[0]} on, got {response.status} {text[:500]}"
 
 
 def tables(result: Result) -> list[Block]:

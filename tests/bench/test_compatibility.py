@@ -27,4 +27,4 @@ def test_a_wrong_answer_ends_the_benchmark(
 ) -> None:
     monkeypatch.setitem(ROUTES, REFERENCE, Route(lambda numbers: ROUTES["/run/long-batch"].build([1]), bool))
     assert compatibility.main([*SMALL, "--isolation", "none"]) == 1
-    assert "the service answered 400" in capsys.readouterr().err
+    assert "/v1/batch: expected the numbers from 0 on, got 400" in capsys.readouterr().err
