@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import codec, exchange, judge, mcp, sandbox_fusion, validation
+from sandbox.gateway.http import code_judge, codec, exchange, judge, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
@@ -186,6 +186,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     *judge.ROUTES,
     *mcp.ROUTES,
+    *code_judge.ROUTES,
     *sandbox_fusion.ROUTES,
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),
