@@ -20,8 +20,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, LOG_FORMAT, SETTINGS, ServeConfig, flag_name, load
+from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
+from sandbox.own_profiles import check_profile
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _GROUPS = {
     "limits": "the maximum that a call may request; a higher limit is lowered to it",
     "isolation": "the jail around the calls",
     "cluster": "calls on other machines",
+    "logs": "log lines on stderr",
     "tuning": "the defaults suit the machine",
 }
 """Headings of the argument groups in `--help`, in order, with their descriptions."""
@@ -68,8 +70,10 @@ def serve(args: argparse.Namespace) -> int:
     """Run calls that come over HTTP, until stopped."""
     import logging
 
+    from sandbox import logs
+
     config = _config(args, (*SETTINGS, *FORMER_SETTINGS))
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logs.configure(config.log_format)
     if config.cluster is not None:  # the nodes have Pythons and isolation levels of their own
         from sandbox.cluster.command import serve_cluster
 
@@ -88,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
     call = run_command.call_of(args)
     run_command.check_return_files(call, overwrite=args.force)
-    config = _with_python(_config(args, _RUN_SETTINGS), args)
+    config = _config(args, _RUN_SETTINGS)
+    check_profile(call.profile, config.own_profiles, "run")
+    config = _with_python(config, args)
     from sandbox.executor import run_once
 
     result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
@@ -276,8 +282,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     echo.add_argument("--echo", action="store_true", help="print the value of the last expression, as a notebook does")
     echo.add_argument("--no-echo", dest="echo", action="store_false", help="do not print it (default)")
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
-    profiles = [profile.value for profile in Profile]
-    parser.add_argument("--profile", choices=profiles, default="auto", help="profile of the zygote to fork")
+    names = ", ".join(Profile)
+    parser.add_argument(
+        "--profile", metavar="NAME", default="auto", help=f"profile of the zygote to fork: {names}, or one of --config"
+    )
     for name, rule in LIMIT_FIELDS.items():
         text = f"{rule.doc} (default: {rule.default:g})"
         parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)

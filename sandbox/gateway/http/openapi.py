@@ -63,6 +63,8 @@ class Route:
     """Named schemas that only this route uses, in addition to those of `schemas()`."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
+    error_schemas: Mapping[int, str] = field(default_factory=dict)
+    """Schema names of the bodies of errors that are no `Refusal`, by status."""
 
 
 ERROR_DESCRIPTIONS: Mapping[int, str] = {
@@ -72,6 +74,7 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     408: "The body did not arrive in time",
     413: "The body or the batch is larger than this server accepts; send smaller ones",
     415: "The body has a content type or an encoding that is not supported",
+    422: "The request is malformed; each error names the field and what was expected",
     429: "The queue is full; send the request again after the seconds in Retry-After",
     500: "An internal error of the server; its log has the details",
     501: "This server lacks an optional package that the route needs",
@@ -120,10 +123,11 @@ EXAMPLES: Mapping[str, Any] = {
 """Examples by the name of their schema."""
 
 
-def document(routes: Iterable[Route], needs_token: bool) -> Schema:
-    """Return the whole document."""
+def document(routes: Iterable[Route], needs_token: bool, own_profiles: Iterable[str] = ()) -> Schema:
+    """Return the whole document. `own_profiles` are the names of the profiles that the operator has defined."""
     paths: dict[str, Schema] = {}
     named_schemas = schemas()
+    named_schemas["Profile"]["enum"] += own_profiles
     for route in routes:
         named_schemas |= route.schemas
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -304,7 +308,7 @@ def _operation(route: Route) -> Schema:
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for status in (*route.error_statuses, 500):
         description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
-        content = {"application/json": _media("Refusal")}
+        content = {"application/json": _media(route.error_schemas.get(status, "Refusal"), route.examples)}
         if status == 400 and route.invalid_schemas:
             description += " If every item of a batch is malformed: the results, each with its own message."
             refusal_or_results = {"anyOf": [reference("Refusal"), reference(route.invalid_schemas["application/json"])]}
@@ -383,6 +387,8 @@ def _schema_of_hint(hint: Any) -> Schema:
     """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
     if hint == str | bytes:  # as text, since JSON has no bytes
         hint = str
+    if hint == Profile | str:  # `document` adds the other names to the schema of `Profile`
+        hint = Profile
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
         return {"type": plain[hint]}
