@@ -13,6 +13,7 @@ Bytes are base64 text in JSON and raw `bin` in msgpack; `decode` takes both. Sta
 from __future__ import annotations
 
 import base64
+import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -37,9 +38,13 @@ from sandbox.fields import (
     decode_bytes,
     shown,
     to_base64,
+    with_decoded_stdin,
 )
 
 MAX_CODE_CHARS = 4 << 20
+DEADLINE = NumberRule(
+    0.01, 1e9, whole=False, doc="seconds of wall time after which an unfinished call is cancelled, from its admission"
+)
 MAX_STDIN_CHARS = 16 << 20
 """Characters of standard input, or its bytes if it is bytes."""
 
@@ -72,8 +77,15 @@ class Status(DocumentedEnum):
     INVALID = "invalid", "The call is malformed and did not run. `error.message` names the field."
 
 
+PROFILE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+"""Form of the name of a profile."""
+
+
 class Profile(DocumentedEnum):
-    """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong."""
+    """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong.
+
+    An operator can define further profiles (`sandbox.own_profiles`), whose names are plain text.
+    """
 
     AUTO = "auto", "The server chooses by the imports in the code."
     BARE = "bare", "The modules of the standard library that math code uses."
@@ -81,6 +93,9 @@ class Profile(DocumentedEnum):
     SYMBOLIC = "symbolic", "`numeric`, sympy and mpmath."
     SCIENTIFIC = "scientific", "`symbolic`, scipy, networkx, pandas and matplotlib."
     VERIFY = "verify", "`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."
+
+
+_PROFILES: dict[str, Profile] = {profile.value: profile for profile in Profile}
 
 
 class Outcome(DocumentedEnum):
@@ -158,13 +173,14 @@ class Call:
     return_files: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
     echo: bool = True
-    profile: Profile = Profile.AUTO
+    profile: Profile | str = Profile.AUTO
     id: str = ""
     priority: int = 0
     tenant: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     figures: bool = False
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -182,7 +198,7 @@ class Call:
         base = defaults or _NO_DEFAULTS
         call = object.__new__(cls)  # the constructor would check all fields a second time
         if "stdin_base64" in mapping:
-            mapping = _with_decoded_stdin(mapping, where)
+            mapping = with_decoded_stdin(mapping, where)
         for name in _DEFAULTS:
             value = getattr(base, name)
             if name in mapping:
@@ -220,7 +236,7 @@ class Call:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
-        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures"):
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures", "deadline_s"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
                 raw[name] = str(value) if isinstance(value, Profile) else value
@@ -429,6 +445,7 @@ CALL_FIELDS: dict[str, str] = {
     "env": "environment variables of the code: name to text",
     "argv": "arguments of the code: sys.argv is main.py and these",
     "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
+    "deadline_s": DEADLINE.doc,
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -444,11 +461,14 @@ def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
     return _FIELD_CHECKS[name](value, where)
 
 
-def _check_profile(value: Any, where: str) -> Profile:
-    try:
-        return Profile(value)
-    except ValueError:
-        raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}") from None
+def _check_profile(value: Any, where: str) -> Profile | str:
+    """Check the form of a name. The server checks that it has a profile of this name."""
+    if isinstance(value, str):
+        if value in _PROFILES:
+            return _PROFILES[value]
+        if PROFILE_NAME.fullmatch(value):
+            return value
+    raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}")
 
 
 _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
@@ -463,19 +483,10 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tenant": check_label,
     "env": check_env,
     "argv": check_arguments,
+    "deadline_s": partial(check_number, rule=DEADLINE),
     "figures": check_flag,
 }
 """The check of each field of a call except `limits`."""
-
-
-def _with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the mapping with `stdin` as bytes instead of `stdin_base64`."""
-    text = mapping["stdin_base64"]
-    if "stdin" in mapping:
-        raise InvalidCall(f"{where}.stdin_base64: expected one of stdin and stdin_base64, got both; send one")
-    if not isinstance(text, str):
-        raise InvalidCall(f"{where}.stdin_base64: expected base64 text, got {shown(text)}")
-    return {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
 
 
 _NO_DEFAULTS = Call(code="")

@@ -23,7 +23,7 @@ from sandbox.types import CALL_FIELDS, MAX_STDIN_CHARS, Call, Outcome, Profile, 
 MAX_ANSWER_CHARS = 4096
 """Maximum length of an answer in characters; longer answers are unparsable. The checker in the guest has the same
 number. A text over `MAX_STDIN_CHARS` is refused before, as in every call, because it is a malformed request."""
-VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant")}
+VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant", "deadline_s")}
 """Fields of a call that a request may set for its checks."""
 
 _CODE = "import rstar_checker\nrstar_checker.outcome()"
@@ -64,8 +64,8 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
 
 
 def build_check(gold: str, answer: str, template: Call) -> Call:
-    """Return the call that compares `gold` and `answer`, with the limits, priority and tenant of `template`. A text
-    that is too long is cut one character above the maximum, so that the checker still refuses it."""
+    """Return the call that compares `gold` and `answer`, with the fields of `template`. A text that is too
+    long is cut one character above the maximum, so that the checker still refuses it."""
     texts = json.dumps([gold[: MAX_ANSWER_CHARS + 1], answer[: MAX_ANSWER_CHARS + 1]])
     return replace(template, code=_CODE, stdin=texts, profile=Profile.VERIFY)
 

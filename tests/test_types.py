@@ -61,6 +61,7 @@ calls = st.builds(
     tenant=labels,
     env=st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True), process_texts, max_size=3),
     argv=st.lists(process_texts, max_size=3).map(tuple),
+    deadline_s=st.none() | st.floats(0.01, 1e9),
     figures=st.booleans(),
 )
 amounts = st.floats(0, 1e9)
@@ -296,6 +297,7 @@ def test_unknown_keys_of_a_result_are_ignored() -> None:
         ({"code": 5}, r"call\.code: expected text, got 5"),
         ({"stdin": 5}, r"call\.stdin: expected text, got 5"),
         ({"env": {"A": 1}}, r"call\.env\['A'\]: expected text without NUL, got 1"),
+        ({"deadline_s": 0}, r"call\.deadline_s: expected a number from 0\.01 to 1000000000, got 0"),
         ({"argv": ["a", None]}, r"call\.argv\[1\]: expected text without NUL, got None"),
         (
             {"limits": Limits(timeout_s=-1)},
@@ -304,7 +306,7 @@ def test_unknown_keys_of_a_result_are_ignored() -> None:
         ({"limits": 5}, r"call\.limits: expected an object, got 5"),
         ({"files": {"../a": b""}}, r"call\.files: expected a relative path"),
         ({"return_files": "a"}, r"call\.return_files: expected a list"),
-        ({"profile": "fast"}, r"call\.profile: expected one of auto, bare"),
+        ({"profile": "Fast!"}, r"call\.profile: expected one of auto, bare"),
         ({"priority": 0.5}, r"call\.priority: expected a whole number"),
         ({"echo": 1}, r"call\.echo: expected true or false"),
         ({"id": None}, r"call\.id: expected printable text"),
@@ -329,7 +331,7 @@ def test_the_constructor_of_a_call_accepts_fields_in_json_form() -> None:
         ({"code": "", "timeout_s": 1}, "did you mean limits.timeout_s?"),
         ({"code": "", "limits": {"timeout": 1}}, "did you mean limits.timeout_s?"),
         ({"codee": ""}, "did you mean code?"),
-        ({"code": "", "colour": 1}, "priority, tenant, env, argv, figures"),
+        ({"code": "", "colour": 1}, "env, argv, figures, deadline_s"),
     ],
 )
 def test_an_unknown_field_gets_the_path_of_the_most_similar_one(raw: dict[str, Any], suggestion: str) -> None:

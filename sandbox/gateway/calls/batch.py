@@ -7,8 +7,10 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 
 from sandbox.errors import InvalidCall
 from sandbox.tenants import Tenant
@@ -70,12 +72,17 @@ class Batch:
     """
 
     __slots__ = (
-        "admitted_at", "calls", "first_never_sent", "on_done", "on_result", "queue_timeout_s", "requeued", "results",
-        "tenant", "unfinished", "unread_bytes",
+        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "on_done", "on_read", "on_result",
+        "queue_timeout_s", "requeued", "results", "tenant", "unfinished", "unread_bytes",
     )  # fmt: skip
 
-    def __init__(self, size: int, queue_timeout_s: float) -> None:
+    def __init__(self, size: int, queue_timeout_s: float, deadline_s: float = math.inf) -> None:
         self.queue_timeout_s = queue_timeout_s
+        self.deadline_s = deadline_s
+        """Seconds after the admission at which unfinished calls are cancelled."""
+        self.deadlines: list[tuple[float, PendingCall]] = []
+        """Calls with a deadline, each with the seconds from the admission to its deadline. From the admission on, the
+        last of the list is the earliest. May contain finished calls."""
         self.tenant: Tenant | None = None
         """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
         self.admitted_at = 0.0
@@ -92,10 +99,23 @@ class Batch:
         """Requeued calls, each with its `waiting_since`, oldest first. May contain calls that no longer wait."""
         self.on_result: Callable[[int], None] | None = None
         self.on_done: Callable[[], None] | None = None
+        self.on_read: Callable[[EncodedResult], None] | None = None
+        """Called with each result that `pop_result` returns."""
 
     def add(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
         """Add a valid call, whose result will have this index."""
-        self.calls.append(PendingCall(index, call, call_id, clamped))
+        pending = PendingCall(index, call, call_id, clamped)
+        self.calls.append(pending)
+        deadline_s = self.deadline_s if call.deadline_s is None else min(call.deadline_s, self.deadline_s)
+        if deadline_s < math.inf:
+            self.deadlines.append((deadline_s, pending))
+
+    def start(self, now: float) -> None:
+        """Set the time of the admission, from which the calls wait and their deadlines count."""
+        self.admitted_at = now
+        self.deadlines.sort(key=itemgetter(0), reverse=True)
+        for call in self.calls:
+            call.batch, call.waiting_since = self, now
 
     def set_result(self, index: int, result: EncodedResult) -> None:
         """Store the only result of an index."""
@@ -113,6 +133,7 @@ class Batch:
         """Drop the calls. They refer to this batch, and the reference cycle would keep calls and batch in memory until
         a garbage collection."""
         self.calls.clear()
+        self.deadlines.clear()
         self.requeued.clear()
         self.first_never_sent = 0
 
@@ -120,7 +141,18 @@ class Batch:
         """Remove and return the result of an index, which must have one."""
         result, self.results[index] = self.results[index], None
         assert result is not None
+        if self.on_read is not None:
+            self.on_read(result)
         return result
+
+    def next_deadline(self) -> tuple[float, PendingCall] | None:
+        """Return the earliest deadline of an unfinished call, and the call; None if no such call has one."""
+        while self.deadlines:
+            deadline_s, call = self.deadlines[-1]
+            if call.call is not None:
+                return self.admitted_at + deadline_s, call
+            self.deadlines.pop()
+        return None
 
     def longest_waiting(self) -> PendingCall | None:
         """Return the call of this batch that has waited longest, None if no call waits."""

@@ -7,6 +7,8 @@
                       |     fail_waiting -> `unavailable`
                       +---executor_lost---+
 
+    waiting or running ---expire_deadlines, end---> `unavailable`
+
 Invariants:
 - A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
   never exceed its share.
@@ -18,7 +20,8 @@ Invariants:
 - Each executor runs at most one call on its last attempt, so a call that kills executors cannot use up the last attempt
   of another call.
 - The cost of a step does not depend on how many calls wait or run. Only `admit` and `cancel` visit each call of their
-  batch, and `executor_lost` each call of the executor.
+  batch, `executor_lost` each call of the executor, and `with_id` every call.
+- A call that is ended early by its deadline or its caller is forgotten at once, so a late result of it is dropped.
 - No clock and no I/O: `now` (seconds, monotonic) is an argument. `Dispatcher` acts on what this module decides.
 """
 
@@ -27,11 +30,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
+from sandbox.tenants import Tenant
 from sandbox.types import EncodedResult, unavailable_result
 
 RATE_WINDOW_S = 10.0
@@ -69,6 +74,15 @@ class Outstanding:
     def add(self, calls: int, size_bytes: int) -> None:
         self.calls += calls
         self.bytes += size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Calls that were finished before their executor sent a result."""
+
+    calls: list[PendingCall] = field(default_factory=list)
+    running: dict[ExecutorId, list[int]] = field(default_factory=dict)
+    """The `seq`s of those that were running, by executor, which must cancel them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +134,11 @@ class CallTable:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
         groups = _group_by_tenant(batch.calls)
         wanted = _load_by_tenant(groups)
-        self._check_capacity(wanted, self._share(batch), now)
+        self.check_capacity(wanted, batch.tenant, now)
         for name, load in wanted.items():
             self.outstanding.add(load.calls, load.bytes)
             self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
-        batch.admitted_at = now
-        for call in batch.calls:
-            call.batch, call.waiting_since = batch, now
+        batch.start(now)
         max_running = batch.tenant.max_running if batch.tenant is not None else None
         for group in groups:
             self._queue.push(*group, max_running=math.inf if max_running is None else max_running)
@@ -225,26 +237,58 @@ class CallTable:
             expired.append(call)
         return expired
 
+    def expire_deadlines(self, batch: Batch, now: float) -> Ended:
+        """Finish calls of a batch whose deadline has passed with `unavailable`. At most `MAX_EXPIRED_AT_ONCE`, as in
+        `expire`."""
+        expired = Ended()
+        while len(expired.calls) < MAX_EXPIRED_AT_ONCE:
+            deadline, call = batch.next_deadline() or (math.inf, None)
+            if call is None or now < deadline:
+                break
+            state = "waited for a slot" if call.executor is None else f"ran (attempt {call.attempts})"
+            message = (
+                f"not finished {deadline - batch.admitted_at:g} s after its admission, which is its deadline_s; it "
+                f"{state}; set a longer deadline_s, or send fewer calls at once"
+            )
+            self._end(call, "Deadline", message, expired)
+        return expired
+
     def next_expiry(self, batch: Batch) -> float | None:
-        """Return the time at which the first waiting call of a batch expires; None if no call waits."""
-        call = batch.longest_waiting()
-        return None if call is None else call.waiting_since + batch.queue_timeout_s
+        """Return the time at which the first waiting call of a batch expires, or at which the first deadline passes;
+        None if no call waits or has a deadline."""
+        call, deadline = batch.longest_waiting(), batch.next_deadline()
+        times = [] if call is None else [call.waiting_since + batch.queue_timeout_s]
+        return min([*times, deadline[0]] if deadline else times, default=None)
+
+    def with_id(self, call_id: str, owner: Tenant | None) -> list[PendingCall]:
+        """Return all unfinished calls to which their caller gave this id, or only those of a tenant. Visits every
+        unfinished call, 100,000 in about 5 ms: an index would cost every call time and memory, and few calls are
+        cancelled."""
+        running = chain.from_iterable(calls.values() for calls in self._running.values())
+        found = [call for call in chain(self._queue, self._waiting_last_attempts, running) if call.id == call_id]
+        # A call without an id has its index as id, which many batches have.
+        found = [call for call in found if call.call is not None and call.call.id == call_id]
+        if owner is None:
+            return found
+        return [call for call in found if call.batch.tenant is not None and call.batch.tenant.name == owner.name]
+
+    def end(self, calls: Iterable[PendingCall], error_type: str, message: str) -> Ended:
+        """Finish those of the calls that are unfinished with `unavailable`."""
+        ended = Ended()
+        for call in calls:
+            if call.call is not None:
+                self._end(call, error_type, message, ended)
+        return ended
 
     def cancel(self, batch: Batch) -> dict[ExecutorId, list[int]]:
         """Forget the unfinished calls of a batch. Returns the `seq`s of the running calls, by executor."""
-        cancelled: dict[ExecutorId, list[int]] = {}
+        ended = Ended()
         for call in batch.calls:
-            if call.call is None:
-                continue
-            if call.executor is None:
-                self._dequeue(call)
-            else:
-                del self._running[call.executor][call.seq]
-                self._stop_running(call.executor, call)
-                cancelled.setdefault(call.executor, []).append(call.seq)
-            self._forget(call)
+            if call.call is not None:
+                self._release(call, ended)
+                self._forget(call)
         batch.forget_calls()
-        return cancelled
+        return ended.running
 
     def fail_waiting(self, error_type: str, message: str, max_calls: int) -> list[PendingCall]:
         """Finish at most `max_calls` waiting calls with `unavailable`, and return them."""
@@ -295,9 +339,10 @@ class CallTable:
         batch.unread_bytes += size_bytes
         self.unread_result_bytes += size_bytes
 
-    def _check_capacity(self, wanted: Mapping[str, Outstanding], share: float, now: float) -> None:
-        """Raises `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for
-        the batch beside the unfinished calls."""
+    def check_capacity(self, wanted: Mapping[str, Outstanding], owner: Tenant | None, now: float) -> None:
+        """Check whether a batch with this load by tenant would be admitted now. `owner` is `Batch.tenant`. Raises
+        `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for it beside
+        the unfinished calls."""
         if self.unread_result_bytes > self.limits.max_result_bytes:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(
@@ -305,7 +350,7 @@ class CallTable:
                 f"{self.limits.max_result_bytes}; try again in {after_s} s",
                 retry_after_s=after_s,
             )
-        checks = list(self._capacity_checks(wanted, share))
+        checks = list(self._capacity_checks(wanted, self._share(owner)))
         for check in checks:
             if check.wanted > check.maximum:
                 raise RequestRefused(
@@ -338,10 +383,24 @@ class CallTable:
             yield _CapacityCheck(holder, f"{share_of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
             yield _CapacityCheck(holder, f"{share_of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
 
-    def _share(self, batch: Batch) -> float:
-        """Return the part of the queue that one tenant of the batch may hold."""
-        share = batch.tenant.queue_share if batch.tenant is not None else None
+    def _share(self, owner: Tenant | None) -> float:
+        """Return the part of the queue that one tenant of a batch may hold."""
+        share = owner.queue_share if owner is not None else None
         return self.limits.tenant_share if share is None else share
+
+    def _end(self, call: PendingCall, error_type: str, message: str, ended: Ended) -> None:
+        self._release(call, ended)
+        self._finish_unavailable(call, error_type, message)
+        ended.calls.append(call)
+
+    def _release(self, call: PendingCall, ended: Ended) -> None:
+        """Take an unfinished call from the queue or from its executor."""
+        if call.executor is None:
+            self._dequeue(call)
+            return
+        del self._running[call.executor][call.seq]
+        self._stop_running(call.executor, call)
+        ended.running.setdefault(call.executor, []).append(call.seq)
 
     def _dequeue(self, call: PendingCall) -> None:
         if call in self._waiting_last_attempts:

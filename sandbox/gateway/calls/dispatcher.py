@@ -31,11 +31,11 @@ from sandbox import machine
 from sandbox.config import ServeConfig, weakness, within_memory
 from sandbox.errors import ConfigError, NodeError, Overloaded
 from sandbox.gateway.calls.batch import Batch, PendingCall
-from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable
+from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, MetricSample
-from sandbox.tenants import Tenants, load_tenants
+from sandbox.tenants import Tenant, Tenants, load_tenants
 from sandbox.types import EncodedResult, Status
 from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 TIMER_SLACK_S = 0.002
 """Seconds added to each timer, because the event loop's clock has whole milliseconds and a timer may fire too early."""
 STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
+CANCELLED_MESSAGE = "its caller cancelled it by its id"
 MAX_STOPPED_AT_ONCE = 512
-"""Waiting calls that get `Stopped` in one iteration of the event loop, which takes some milliseconds."""
+"""Calls that get `Stopped` or `Cancelled` in one iteration of the event loop, which takes some milliseconds."""
 RESERVED_SLOTS = 1 / 8
 """Part of the short slots that a tenant leaves free while other tenants use the executors too."""
 UNHEALTHY_AFTER_S = 150.0
@@ -120,7 +121,8 @@ class Dispatcher:
         self._other_tasks: list[asyncio.Task[None]] = []
         self._executor_numbers = itertools.count()
         self._restarts_of_removed = 0
-        self._expiry_timers: dict[Batch, asyncio.TimerHandle] = {}
+        self._expiry_timers: dict[Batch, tuple[float, asyncio.TimerHandle]] = {}
+        """The timer of each batch, and the expiry for which it was set."""
         self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
         self._last_ready_at = 0.0
@@ -268,19 +270,27 @@ class Dispatcher:
     def cancel(self, batch: Batch) -> None:
         """Cancel the unfinished calls of a batch, and drop its unread results. Does nothing if there are none."""
         self.call_table.results_read(batch)
-        timer = self._expiry_timers.pop(batch, None)
+        _, timer = self._expiry_timers.pop(batch, (0.0, None))
         if timer is not None:
             timer.cancel()
         if not batch.unfinished:
             return
         before = self.call_table.outstanding.calls
-        cancelled = self.call_table.cancel(batch)
-        for executor in self.executors if cancelled else ():  # a removed executor gets no frame
-            if executor.number in cancelled:
-                executor.send(["cancel", cancelled[executor.number]])
+        self._cancel_running(self.call_table.cancel(batch))
         self.counters.cancelled += before - self.call_table.outstanding.calls
         self._schedule_dispatch()
         self._check_idle()
+
+    async def cancel_calls(self, call_id: str, owner: Tenant | None) -> int:
+        """Finish all unfinished calls to which their caller gave this id with `unavailable`, and return their number;
+        with an owner, the tenant of the request's token, only its own calls. Yields to the event loop after every
+        `MAX_STOPPED_AT_ONCE` of them."""
+        calls, count = self.call_table.with_id(call_id, owner), 0
+        while calls:
+            count += self._end(self.call_table.end(calls[-MAX_STOPPED_AT_ONCE:], "Cancelled", CANCELLED_MESSAGE))
+            del calls[-MAX_STOPPED_AT_ONCE:]
+            await asyncio.sleep(0)
+        return count
 
     def samples(self) -> list[MetricSample]:
         """Return all metrics; gauges are read now."""
@@ -387,17 +397,36 @@ class Dispatcher:
         return executor.window - self.call_table.running(executor.number) if executor.takes_calls else 0
 
     def _arm_expiry_timer(self, batch: Batch) -> None:
-        """Start the timer of a batch for its waiting calls, unless it runs already."""
+        """Start the timer of a batch for its waiting calls and its deadlines, unless it fires early enough already."""
         expiry = self.call_table.next_expiry(batch)
-        if expiry is not None and batch not in self._expiry_timers:
+        if expiry is None:
+            return
+        timed_for, timer = self._expiry_timers.get(batch, (math.inf, None))
+        if expiry < timed_for:
+            if timer is not None:
+                timer.cancel()
             delay_s = expiry - monotonic() + TIMER_SLACK_S
-            self._expiry_timers[batch] = self._loop.call_later(delay_s, self._expire, batch)
+            self._expiry_timers[batch] = expiry, self._loop.call_later(delay_s, self._expire, batch)
 
     def _expire(self, batch: Batch) -> None:
         del self._expiry_timers[batch]
-        self._count_unavailable(self.call_table.expire(batch, monotonic()))
+        now = monotonic()
+        self._count_unavailable(self.call_table.expire(batch, now))
+        self._end(self.call_table.expire_deadlines(batch, now))
         self._arm_expiry_timer(batch)
+
+    def _end(self, ended: Ended) -> int:
+        """Cancel calls that the call table has finished at their executors. Returns their number."""
+        self._cancel_running(ended.running)
+        self._count_unavailable(ended.calls)
+        self._schedule_dispatch()
         self._check_idle()
+        return len(ended.calls)
+
+    def _cancel_running(self, cancelled: Mapping[int, list[int]]) -> None:
+        for executor in self.executors if cancelled else ():  # a removed executor gets no frame
+            if executor.number in cancelled:
+                executor.send(["cancel", cancelled[executor.number]])
 
     def _count(self, call: PendingCall, result: EncodedResult, now: float) -> None:
         usage = result["usage"]

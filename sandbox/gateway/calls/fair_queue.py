@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 
@@ -50,6 +51,14 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the waiting calls, in no particular order."""
+        for level in self._levels.values():
+            yield from level.requeued
+        for tenant in self._tenants.values():
+            for waiting in tenant.waiting.values():
+                yield from waiting
 
     def push(self, *items: Item, max_running: float = math.inf) -> None:
         """Add calls, all of one priority and one tenant, behind that tenant's other calls. From now on the tenant may

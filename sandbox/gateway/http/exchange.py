@@ -19,6 +19,7 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.http.request_record import RECORD
 from sandbox.gateway.http.validation import ParsedBatch
 from sandbox.types import EncodedResult, Status
 
@@ -72,6 +73,7 @@ async def submit(request: web.Request, batch: Batch) -> None:
     if tenant is not None:
         await validation.set_tenant(batch, tenant)
     request.app[DISPATCHER].submit(batch)
+    request[RECORD].add_batch(batch)
 
 
 async def wait_for_results(batch: Batch) -> None:
@@ -125,7 +127,7 @@ async def stream(request: web.Request, status: int, batch: Batch, content_type: 
         while finished and len(lines) < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
             index = finished.popleft()
             result = batch.pop_result(index)
-            result_size += result_bytes(result)
+            result_size += result_bytes(result) if batch.unread_bytes else 0
             lines.append(codec.encode_line(index, result, content_type))
             encoded_size += len(lines[-1])
         num_unsent -= len(lines)

@@ -20,6 +20,7 @@ from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FI
 from sandbox.gateway.metrics import VERSION
 from sandbox.types import (
     CALL_FIELDS,
+    DEADLINE,
     LIMIT_FIELDS,
     PRIORITY,
     Call,
@@ -62,6 +63,8 @@ class Route:
     """Named schemas that only this route uses, in addition to those of `schemas()`."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
+    error_schemas: Mapping[int, str] = field(default_factory=dict)
+    """Schema names of the bodies of errors that are no `Refusal`, by status."""
 
 
 ERROR_DESCRIPTIONS: Mapping[int, str] = {
@@ -71,6 +74,7 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     408: "The body did not arrive in time",
     413: "The body or the batch is larger than this server accepts; send smaller ones",
     415: "The body has a content type or an encoding that is not supported",
+    422: "The request is malformed; each error names the field and what was expected",
     429: "The queue is full; send the request again after the seconds in Retry-After",
     500: "An internal error of the server; its log has the details",
     501: "This server lacks an optional package that the route needs",
@@ -119,10 +123,11 @@ EXAMPLES: Mapping[str, Any] = {
 """Examples by the name of their schema."""
 
 
-def document(routes: Iterable[Route], needs_token: bool) -> Schema:
-    """Return the whole document."""
+def document(routes: Iterable[Route], needs_token: bool, own_profiles: Iterable[str] = ()) -> Schema:
+    """Return the whole document. `own_profiles` are the names of the profiles that the operator has defined."""
     paths: dict[str, Schema] = {}
     named_schemas = schemas()
+    named_schemas["Profile"]["enum"] += own_profiles
     for route in routes:
         named_schemas |= route.schemas
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -150,9 +155,9 @@ def _overview(needs_token: bool) -> str:
 def schemas() -> dict[str, Schema]:
     """Return every named schema."""
     timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
-    call = _call_schema()
+    call = call_schema()
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
-    result = _response_schema(Result, RESULT_FIELDS)
+    result = response_schema(Result, RESULT_FIELDS)
     index = _field("integer", "index in the batch of the call that this result belongs to")
     line = _object(
         f"A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each {HEARTBEAT_S:g} s without "
@@ -161,9 +166,10 @@ def schemas() -> dict[str, Schema]:
         additionalProperties=True,
     )
     batch = {
-        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=_ref("Call")),
-        "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
+        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=reference("Call")),
+        "defaults": {**reference("Defaults"), "description": BATCH_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
+        "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE)),
     }
     ready = {
         "status": _field("string", "ready; anything else is an HTTP error"),
@@ -182,14 +188,14 @@ def schemas() -> dict[str, Schema]:
         "Limits": _limits_schema(),
         "Call": call,
         "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
-        "Defaults": _input("Values for fields that a call omits.", defaults),
-        "Batch": _input("Calls that are sent together. Each has its own result.", batch, "calls"),
-        "Status": _schema_of_enum(Status),
-        "Profile": _schema_of_enum(Profile),
+        "Defaults": input_schema("Values for fields that a call omits.", defaults),
+        "Batch": input_schema("Calls that are sent together. Each has its own result.", batch, "calls"),
+        "Status": schema_of_enum(Status),
+        "Profile": schema_of_enum(Profile),
         "CallError": _schema_of_dataclass(CallError, CALL_ERROR_FIELDS),
         "Usage": _schema_of_dataclass(Usage, USAGE_FIELDS),
         "Result": result,
-        "Results": _list_of("Result", "one result for each call, in the order of the calls"),
+        "Results": list_of("Result", "one result for each call, in the order of the calls"),
         "Line": line,
         **_verify_schemas(call["properties"], timeout),
         **_stats_schemas(),
@@ -201,10 +207,12 @@ def schemas() -> dict[str, Schema]:
     }
 
 
-def _call_schema() -> Schema:
+def call_schema() -> Schema:
+    """Return the schema of a call."""
     schema = _schema_of_dataclass(Call, CALL_FIELDS)
     properties = schema["properties"]
     properties["priority"] |= _range(PRIORITY)
+    properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE))
     properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
     properties["stdin_base64"] = {**_schema_of_hint(bytes), "description": CALL_FIELDS["stdin_base64"]}
     schema["properties"] = {name: properties[name] for name in CALL_FIELDS}
@@ -214,21 +222,21 @@ def _call_schema() -> Schema:
 def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schema]:
     """Return the schemas of `/v1/verify`."""
     pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
-    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=_ref("Pair"))
+    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=reference("Pair"))
     shared = {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
     description = "Pairs to check, each in its own call, and the limits of these calls."
     return {
-        "Pair": _input("The right answer and the answer to check.", pair, *pair),
-        "Verify": _input(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
-        "Outcome": _schema_of_enum(Outcome),
-        "Verdict": _response_schema(Verdict, VERDICT_FIELDS),
-        "Verdicts": _list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
+        "Pair": input_schema("The right answer and the answer to check.", pair, *pair),
+        "Verify": input_schema(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
+        "Outcome": schema_of_enum(Outcome),
+        "Verdict": response_schema(Verdict, VERDICT_FIELDS),
+        "Verdicts": list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
 
 
 def _stats_schemas() -> dict[str, Schema]:
     """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
-    latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
+    latency: Schema = {"anyOf": [{"type": "null"}, reference("Percentiles")]}
     interval = {
         "at_s": _field("number", "end of the interval, in seconds since the server started"),
         "seconds": _field("number", "length of the interval"),
@@ -247,12 +255,12 @@ def _stats_schemas() -> dict[str, Schema]:
     }
     stats = {
         "service": _field("object", "version, state and capacity of the server"),
-        "now": {**_ref("Span"), "description": "the last ten seconds"},
+        "now": {**reference("Span"), "description": "the last ten seconds"},
         "totals": _object("since the server started", totals),
         "executors": _field("array", "one row for each executor", items={"type": "object"}),
         "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
         "missed_imports": _counts("imports by calls of modules that no zygote had preloaded, by module"),
-        "steps": _field("array", "the last ten minutes", items=_ref("Step")),
+        "steps": _field("array", "the last ten minutes", items=reference("Step")),
     }
     return {
         "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
@@ -278,20 +286,21 @@ def _object(description: str, properties: Schema, **rules: object) -> Schema:
     return _field("object", description, properties=properties, required=list(properties), **rules)
 
 
-def _input(description: str, properties: Schema, *required: str) -> Schema:
+def input_schema(description: str, properties: Schema, *required: str) -> Schema:
     """Return the schema of an object in a request: other properties are errors."""
     schema = _field("object", description, properties=properties, additionalProperties=False)
     return schema | ({"required": list(required)} if required else {})
 
 
-def _response_schema(cls: type, docs: Mapping[str, str]) -> Schema:
+def response_schema(cls: type, docs: Mapping[str, str]) -> Schema:
     """Return the schema of a dataclass in a response, to which later versions may add fields."""
     schema = _schema_of_dataclass(cls, docs)
     return schema | {"additionalProperties": True, "required": list(schema["properties"])}
 
 
-def _list_of(name: str, doc: str) -> Schema:
-    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=_ref(name))})
+def list_of(name: str, doc: str) -> Schema:
+    """Return the schema of the response to a batch, a list of results with this schema."""
+    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=reference(name))})
 
 
 def _operation(route: Route) -> Schema:
@@ -299,10 +308,10 @@ def _operation(route: Route) -> Schema:
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for status in (*route.error_statuses, 500):
         description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
-        content = {"application/json": _media("Refusal")}
+        content = {"application/json": _media(route.error_schemas.get(status, "Refusal"), route.examples)}
         if status == 400 and route.invalid_schemas:
             description += " If every item of a batch is malformed: the results, each with its own message."
-            refusal_or_results = {"anyOf": [_ref("Refusal"), _ref(route.invalid_schemas["application/json"])]}
+            refusal_or_results = {"anyOf": [reference("Refusal"), reference(route.invalid_schemas["application/json"])]}
             content |= {
                 content_type: _media(name, route.examples) for content_type, name in route.invalid_schemas.items()
             }
@@ -327,10 +336,11 @@ def _media(name: str | None, examples: Mapping[str, Any] = EXAMPLES) -> Schema:
     if name is None:
         return {}
     example = examples.get(name, EXAMPLES.get(name))
-    return {"schema": _ref(name), **({"example": example} if example is not None else {})}
+    return {"schema": reference(name), **({"example": example} if example is not None else {})}
 
 
-def _ref(name: str) -> Schema:
+def reference(name: str) -> Schema:
+    """Return a reference to a named schema."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -339,14 +349,15 @@ def _limits_schema() -> Schema:
         name: _field("integer" if rule.whole else "number", rule.doc, default=rule.default, **_range(rule))
         for name, rule in LIMIT_FIELDS.items()
     }
-    return _input(_first_sentence(Limits), properties)
+    return input_schema(_first_sentence(Limits), properties)
 
 
 def _range(rule: NumberRule) -> Schema:
     return {"minimum": rule.convert(rule.low), "maximum": rule.convert(rule.high)}
 
 
-def _schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
+def schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
+    """Return the schema of an enum, with the description of each value."""
     description = " ".join((enum.__doc__ or "").split())
     values = " ".join(f"{member}: {member.description}" for member in enum)
     return {"type": "string", "enum": [member.value for member in enum], "description": f"{description} {values}"}
@@ -369,20 +380,22 @@ def _schema_of_dataclass(cls: type, docs: Mapping[str, str]) -> Schema:
             schema["default"] = item.default
         properties[item.name] = schema
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    return _input(_first_sentence(cls), properties, *required)
+    return input_schema(_first_sentence(cls), properties, *required)
 
 
 def _schema_of_hint(hint: Any) -> Schema:
     """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
     if hint == str | bytes:  # as text, since JSON has no bytes
         hint = str
+    if hint == Profile | str:  # `document` adds the other names to the schema of `Profile`
+        hint = Profile
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
         return {"type": plain[hint]}
     if hint is bytes:
         return {"type": "string", "contentEncoding": "base64"}
     if isinstance(hint, type):
-        return _ref(hint.__name__)
+        return reference(hint.__name__)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of_hint(a) for a in arguments]}

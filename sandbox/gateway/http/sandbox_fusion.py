@@ -11,6 +11,7 @@ tool, and the Python SDK `sandbox-fusion`.
 from __future__ import annotations
 
 import base64
+import glob
 import json
 import posixpath
 from collections.abc import Callable, Mapping
@@ -34,8 +35,11 @@ KERNEL_START_S = 10.0
 """Seconds that SandboxFusion adds to `total_timeout` for the start of its kernel."""
 RUN_CODE_OUTPUT_KB = 1024
 """KiB of stdout and of stderr that SandboxFusion reads."""
-NOTEBOOK_OUTPUT_KB = 4096
-"""KiB of the results of all cells, encoded. This bounds the time to decode them, which hostile code can write."""
+NOTEBOOK_OUTPUT_KB = 8192
+"""KiB of the results of all cells, encoded."""
+MAX_CELL_VALUES = 50_000
+"""Values in the results of all cells, each with a `[`, `{` or `,`. Hostile code can write results that contain millions
+and would take a second to decode."""
 RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
@@ -106,7 +110,7 @@ def _decode_run_code(raw: Mapping[str, Json]) -> _Job:
         code=raw["code"],
         stdin="" if stdin is None else stdin,
         files=_files(raw),
-        return_files=tuple(dict.fromkeys(fetched.values())),
+        return_files=_return_files(fetched),
         limits=limits,
         echo=False,
     )
@@ -129,7 +133,7 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
     call = Call(
         code=f"__import__('rstar_notebook').run({','.join(map(_literal, cells))})",
         files=_files(raw),
-        return_files=tuple(dict.fromkeys(fetched.values())),
+        return_files=_return_files(fetched),
         limits=limits,
         echo=False,
     )
@@ -169,12 +173,22 @@ def _decode_base64(content: Json, path: str) -> bytes:
 
 
 def _fetched(raw: Mapping[str, Json]) -> dict[str, str]:
-    """Return the path to return for each name in `fetch_files`."""
+    """Return the path of the file for each name in `fetch_files`. Names are not patterns in SandboxFusion."""
     names = raw.get("fetch_files", [])
     if not isinstance(names, list):
         raise InvalidCall(f"fetch_files: expected a list of relative paths, got {shown(names)}")
-    paths = check_paths([_normal(name) for name in names], "fetch_files")
+    paths = [_normal(name) for name in names]
+    check_paths([_escaped(path) for path in paths], "fetch_files")
     return dict(zip(names, paths, strict=True))
+
+
+def _return_files(fetched: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(map(_escaped, dict.fromkeys(fetched.values())))
+
+
+def _escaped(path: Json) -> Json:
+    """Return a pattern that matches this path only."""
+    return glob.escape(path) if isinstance(path, str) else path
 
 
 def _normal(path: Json) -> Json:
@@ -259,9 +273,13 @@ def _base64_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
     """Return the results of the cells that have ended, from the lines that `guest/notebook.py` writes. Hostile code can
-    write any line; the results end before the first line that is malformed."""
+    write any line; the results end before the first line that is malformed, or that exceeds `MAX_CELL_VALUES`."""
     cells: list[Response] = []
+    values_left = MAX_CELL_VALUES
     for line in stdout.split("\n", num_cells)[:num_cells]:
+        values_left -= sum(map(line.count, "[{,"))
+        if values_left < 0:
+            break
         try:
             cell = json.loads(line)
         except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sandbox.errors import Overloaded, RequestRefused
-from sandbox.gateway.calls.batch import Batch
+from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import (
     MAX_EXPIRED_AT_ONCE,
     MAX_RETRY_AFTER_S,
@@ -32,12 +33,28 @@ UNLIMITED_BYTES = 1 << 20
 EXECUTORS = (0, 1)
 
 
-def batch_of(count: int, *, code: str = "1", queue_timeout_s: float = 10.0, tenants: Sequence[object] = ("",)) -> Batch:
-    """Return a batch whose calls belong to the tenants in turn."""
-    batch = Batch(count, queue_timeout_s)
+def batch_of(
+    count: int,
+    *,
+    code: str = "1",
+    queue_timeout_s: float = 10.0,
+    tenants: Sequence[object] = ("",),
+    deadline_s: float = math.inf,
+    deadlines: Sequence[float | None] = (None,),
+) -> Batch:
+    """Return a batch whose calls have the tenants and the deadlines in turn, and "call INDEX" as id."""
+    batch = Batch(count, queue_timeout_s, deadline_s)
     for index in range(count):
-        batch.add(index, Call(code, tenant=str(tenants[index % len(tenants)])), f"call {index}", {})
+        tenant, own_deadline_s = str(tenants[index % len(tenants)]), deadlines[index % len(deadlines)]
+        call = Call(code, tenant=tenant, deadline_s=own_deadline_s, id=f"call {index}")
+        batch.add(index, call, call.id, {})
     return batch
+
+
+def deadline_of(call: PendingCall) -> float:
+    """Return the time at which the deadline of an unfinished call passes."""
+    assert call.call is not None
+    return call.batch.admitted_at + min(call.call.deadline_s or math.inf, call.batch.deadline_s)
 
 
 def limits_on_calls(max_calls: int) -> AdmissionLimits:
@@ -64,9 +81,17 @@ class CallTableMachine(RuleBasedStateMachine):
         self.assigned: dict[int, list[int]] = {executor: [] for executor in EXECUTORS}
         """The seqs of the calls that each executor has."""
 
-    @rule(count=st.integers(1, 6), code_length=st.integers(0, 700), tenants=st.sampled_from(["a", "b", "ab"]))
-    def submit(self, count: int, code_length: int, tenants: str) -> None:
-        batch = batch_of(count, code="x" * code_length, tenants=tenants)
+    @rule(
+        count=st.integers(1, 6),
+        code_length=st.integers(0, 700),
+        tenants=st.sampled_from(["a", "b", "ab"]),
+        deadline_s=st.sampled_from([math.inf, 15.0]),
+        deadlines=st.lists(st.one_of(st.none(), st.floats(0.01, 60)), min_size=1, max_size=3),
+    )
+    def submit(
+        self, count: int, code_length: int, tenants: str, deadline_s: float, deadlines: list[float | None]
+    ) -> None:
+        batch = batch_of(count, code="x" * code_length, tenants=tenants, deadline_s=deadline_s, deadlines=deadlines)
         batch.on_result = self.result_indices.setdefault(batch, []).append
         batch.on_done = lambda: self.done.append(batch)
         outstanding_before = self.call_table.outstanding.calls, self.call_table.outstanding.bytes
@@ -106,11 +131,26 @@ class CallTableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.batches))
-        for executor, seqs in self.call_table.cancel(batch).items():
-            for seq in seqs:
-                self.assigned[executor].remove(seq)
+        self.withdraw(self.call_table.cancel(batch))
         self.batches.remove(batch)
         self.cancelled.append(batch)
+
+    @rule(index=st.integers(0, 5))
+    def cancel_by_id(self, index: int) -> None:
+        unfinished = [call for batch in self.batches for call in batch.calls if call.call is not None]
+        found = self.call_table.with_id(f"call {index}", None)
+        assert sorted(map(id, found)) == sorted(id(call) for call in unfinished if call.index == index)
+        ended = self.call_table.end(found, "Cancelled", "by the test")
+        assert ended.calls == found
+        assert not self.call_table.end(found, "Cancelled", "a second time").calls
+        self.withdraw(ended.running)
+
+    def withdraw(self, seqs_by_executor: dict[int, list[int]]) -> None:
+        """Take calls from their executors. The results that executors send for them all the same are dropped."""
+        for executor, seqs in seqs_by_executor.items():
+            for seq in seqs:
+                self.assigned[executor].remove(seq)
+                assert self.call_table.finish(executor, seq, ok_result()) is None
 
     @rule(seconds=st.floats(0, 20))
     def pass_time(self, seconds: float) -> None:
@@ -119,7 +159,14 @@ class CallTableMachine(RuleBasedStateMachine):
             waiting = [call for call in batch.calls if call.call is not None and call.executor is None]
             expired = [call for call in waiting if self.now - call.waiting_since >= batch.queue_timeout_s]
             assert sorted(map(id, self.call_table.expire(batch, self.now))) == sorted(map(id, expired))
-            expiries = [call.waiting_since + batch.queue_timeout_s for call in waiting if call not in expired]
+            unfinished = [call for call in batch.calls if call.call is not None]
+            passed = [call for call in unfinished if deadline_of(call) <= self.now]
+            ended = self.call_table.expire_deadlines(batch, self.now)
+            assert sorted(map(id, ended.calls)) == sorted(map(id, passed))
+            self.withdraw(ended.running)
+            left = [call for call in unfinished if call not in passed]
+            expiries = [call.waiting_since + batch.queue_timeout_s for call in left if call.executor is None]
+            expiries += [deadline_of(call) for call in left if deadline_of(call) < math.inf]
             assert self.call_table.next_expiry(batch) == min(expiries, default=None)
 
     @rule(max_calls=st.integers(1, 5))
@@ -270,6 +317,17 @@ def test_max_running_bounds_the_calls_of_a_tenant_at_all_executors() -> None:
     assert len(call_table.fail_waiting("Stopped", "", 10)) == 1
 
 
+def test_a_tenant_finds_only_its_own_calls_by_their_id() -> None:
+    call_table, batches = CallTable(LIMITS), {name: Batch(1, 10.0) for name in "ab"}
+    for name, batch in batches.items():
+        batch.tenant = Tenant(name)
+        batch.add(0, Call("1", id="same", tenant=name), "same", {})
+        call_table.admit(batch, 0.0)
+    assert [call.tenant for call in call_table.with_id("same", Tenant("b"))] == ["b"]
+    assert len(call_table.with_id("same", None)) == 2
+    assert call_table.with_id("same", Tenant("c")) == []
+
+
 def test_executors_are_shared_for_a_while_after_calls_of_several_tenants() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(2, tenants="a"), 0.0)
@@ -283,7 +341,8 @@ def _step_costs(others: int, tenants: int, max_running: int | None) -> dict[str,
     """Return the number of instructions of each step for a batch of three calls. The table also holds `others` calls of
     `tenants` tenants, of which 640 run on ten other executors, or fewer if the tenants have a bound `max_running`."""
     call_table = CallTable(limits_on_calls(100_000))
-    other_batch, batch = batch_of(others, tenants=range(tenants)), batch_of(3)
+    other_batch = batch_of(others, tenants=range(tenants), deadlines=[None, 3600.0])
+    batch, last_batch = batch_of(3, deadline_s=19.0), batch_of(2)
     other_batch.tenant = Tenant("", max_running=max_running)  # the table reads only its bounds
     call_table.admit(other_batch, 0.0)
     for executor in range(1, 11):
@@ -296,7 +355,11 @@ def _step_costs(others: int, tenants: int, max_running: int | None) -> dict[str,
         "next expiry": _count_instructions(lambda: call_table.next_expiry(other_batch)),
         "assign again": _count_instructions(lambda: call_table.assign(0, 1, UNLIMITED_BYTES, 3.0)),
         "expire": _count_instructions(lambda: call_table.expire(batch, 11.0)),
-        "cancel": _count_instructions(lambda: call_table.cancel(batch)),
+        "next deadline": _count_instructions(lambda: call_table.next_expiry(batch)),
+        "deadline": _count_instructions(lambda: call_table.expire_deadlines(batch, 20.0)),
+        "admit again": _count_instructions(lambda: call_table.admit(last_batch, 20.0)),
+        "end": _count_instructions(lambda: call_table.end(last_batch.calls[:1], "Cancelled", "by the test")),
+        "cancel": _count_instructions(lambda: call_table.cancel(last_batch)),
     }
     assert call_table.outstanding.calls == others
     return costs
@@ -338,6 +401,58 @@ def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
         assert expiry == 10.0
         expired.append(len(call_table.expire(batch, 10.0)))
     assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
+
+
+def test_of_the_deadlines_of_a_call_and_of_its_batch_the_earlier_one_counts() -> None:
+    call_table = CallTable(LIMITS)
+    batch = batch_of(3, queue_timeout_s=100.0, deadline_s=5.0, deadlines=[3.0, 8.0, None])
+    call_table.admit(batch, 10.0)
+    ended_at = {}
+    while (expiry := call_table.next_expiry(batch)) is not None:
+        ended_at |= {call.index: expiry for call in call_table.expire_deadlines(batch, expiry).calls}
+    assert ended_at == {0: 13.0, 1: 15.0, 2: 15.0}
+    result = batch.pop_result(1)
+    assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Deadline", 0)
+    assert result["error"]["message"].startswith(
+        "not finished 5 s after its admission, which is its deadline_s; it wait"
+    )
+
+
+def test_a_requeued_call_keeps_its_deadline_on_its_next_executor() -> None:
+    call_table, batch = CallTable(LIMITS), batch_of(1, deadlines=[30.0])
+    call_table.admit(batch, 0.0)
+    call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
+    call_table.executor_lost(0, 25.0)
+    (call,) = call_table.assign(1, 1, UNLIMITED_BYTES, 26.0)
+    assert call_table.next_expiry(batch) == 30.0
+    ended = call_table.expire_deadlines(batch, 30.0)
+    assert (ended.calls, ended.running) == ([call], {1: [call.seq]})
+    assert call_table.finish(1, call.seq, ok_result()) is None
+    assert batch.pop_result(0)["error"]["type"] == "Deadline"
+
+
+def test_deadlines_finish_a_limited_number_of_calls_at_a_time() -> None:
+    call_table, batch = CallTable(limits_on_calls(10_000)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1, deadline_s=1.0)
+    call_table.admit(batch, 0.0)
+    ended = []
+    while (expiry := call_table.next_expiry(batch)) is not None:
+        assert expiry == 1.0
+        ended.append(len(call_table.expire_deadlines(batch, 1.0).calls))
+    assert ended == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
+
+
+def test_calls_without_a_deadline_cost_nothing_for_deadlines() -> None:
+    batch = batch_of(100)
+    CallTable(limits_on_calls(100)).admit(batch, 0.0)
+    assert batch.deadlines == []
+
+
+def test_an_id_that_is_only_the_index_of_its_call_is_not_found() -> None:
+    call_table, batch = CallTable(LIMITS), Batch(2, 10.0)
+    batch.add(0, Call("1"), "0", {})
+    batch.add(1, Call("2", id="0"), "0", {})
+    call_table.admit(batch, 0.0)
+    assert [call.index for call in call_table.with_id("0", None)] == [1]
 
 
 def test_no_call_is_assigned_after_the_one_that_reaches_the_target_size() -> None:
