@@ -35,6 +35,7 @@ RULES_WITHOUT_SCHEMA = (
     "expected base64 text",
     "expected one of stdin and stdin_base64",
     "expected text without NUL",
+    "no unfinished call has the id",
     "expected each path to be a file or a directory",
 )
 WITH_BODY = [(route, mode) for route in ROUTES if route.request_schema for mode in GenerationMode]
