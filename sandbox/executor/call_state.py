@@ -160,8 +160,13 @@ class CallRequest:
             "returns_files": self.returns_files,
         }
         code = encoded["code"].encode("utf-8", "surrogatepass")
-        stdin = _encode_stdin(encoded.get("stdin", ""))
-        return zygote_frames.pack(header, [code, stdin, options_json, *files.values()])
+        blobs = [code, _encode_stdin(encoded.get("stdin", "")), options_json, *files.values()]
+        if "compiled" in encoded:
+            header["has_compiled"] = True
+            blobs.append(encoded["compiled"])
+        if "compile_only" in encoded:
+            header["compile_only"] = True
+        return zygote_frames.pack(header, blobs)
 
 
 @dataclass(eq=False, slots=True)

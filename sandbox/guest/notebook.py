@@ -8,12 +8,13 @@
 
     {"stdout": text, "stderr": text, "display": [{MIME type: text}],
      "error": [{"ename": type, "evalue": message, "traceback": [lines]}]}
+
+  In texts, the characters `[`, `{` and `,` are escaped. So their number bounds the time to decode a line.
 """
 
 from __future__ import annotations
 
 import _ast as ast  # saves the import of the Python code in `ast`
-import binascii
 import importlib
 import io
 import json
@@ -36,6 +37,7 @@ _TEXT_METHODS = (
     ("_repr_markdown_", "text/markdown"),
     ("_repr_svg_", "image/svg+xml"),
 )
+_STRUCTURE = str.maketrans({"[": "\\u005b", "{": "\\u007b", ",": "\\u002c"})
 _displayed: list = []
 """The MIME bundles that the current cell has displayed."""
 
@@ -50,7 +52,7 @@ def run(*cells: str) -> None:
         errors = _run_cell(source, f"Cell In[{number}]", scope)
         stdout, stderr = (_take_output(fd) for fd in streams)
         cell = {"stdout": stdout, "stderr": stderr, "display": _displayed, "error": errors}
-        line = memoryview(json.dumps(cell).encode() + b"\n")
+        line = memoryview(_encode(cell).encode() + b"\n")
         _displayed.clear()
         while line:
             line = line[os.write(results_fd, line) :]
@@ -113,9 +115,18 @@ def _display_figures() -> None:
         figure = pyplot.figure(number)
         png = io.BytesIO()
         figure.savefig(png, format="png", bbox_inches="tight")
-        image = binascii.b2a_base64(png.getvalue(), newline=False).decode()
+        image = importlib.import_module("base64").b64encode(png.getvalue()).decode()
         _displayed.append({"text/plain": repr(figure), "image/png": image})
         pyplot.close(figure)
+
+
+def _encode(value: object) -> str:
+    """Return JSON in which texts contain no `[`, `{` and `,`."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_encode(name)}:{_encode(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_encode, value)) + "]"
+    return json.dumps(value).translate(_STRUCTURE)
 
 
 def _mime_bundle(value: object) -> dict:

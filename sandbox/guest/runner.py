@@ -16,6 +16,10 @@ Report: six little-endian i32, then four texts in UTF-8.
     texts  value, error type, message, traceback
 
 Returned files go to descriptor 4 (`returned_files.py`).
+
+Compiled code: the magic number of the interpreter (4 bytes), then the two results of `_compile` in `marshal` form. A
+call with `compile_only` writes it to the file `COMPILED` and runs nothing. Another call may bring it. It only saves
+time: it is used if the magic number is this interpreter's, and it decides nothing that the code could not do itself.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import gc
 import io
 import json
 import linecache
+import marshal
 import mmap
 import os
 import re
@@ -41,6 +46,7 @@ import time
 import traceback
 import types
 import warnings
+from _frozen_importlib_external import MAGIC_NUMBER
 from _random import Random as _Random
 from typing import Any
 
@@ -48,6 +54,8 @@ import output_files
 import returned_files
 
 SCRIPT = "main.py"
+COMPILED = "compiled"
+"""File in which a call with `compile_only` returns its compiled code."""
 REPORT_FD = 3
 REPORT = struct.Struct("<6i")
 VALUE_TRUNCATED, TRACEBACK_TRUNCATED, FILES_TRUNCATED, OUT_OF_MEMORY = 1, 2, 4, 8
@@ -63,8 +71,10 @@ _STATEMENT = re.compile(
 """Matches the start of a line that cannot be an expression. A statement without a match costs `_compile` a second
 compilation and changes nothing else."""
 _EMPTY_CODE = compile("", SCRIPT, "exec")
-_OWN_FILE = __file__
-_LIBRARY_PREFIXES = tuple({os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))})
+_GUEST_DIR = os.path.dirname(__file__)
+_LIBRARY_PREFIXES = tuple(
+    {_GUEST_DIR, os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))}
+)
 _MAX_TRACEBACK_FRAMES = 200
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 _memory_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -112,7 +122,7 @@ def prepare(directory: str) -> None:
     socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
     main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main_module
-    for file in os.listdir(os.path.dirname(_OWN_FILE)):
+    for file in os.listdir(_GUEST_DIR):
         sys.modules.pop(file.partition(".")[0], None)  # a call may bring files of these names
     sys.argv = [SCRIPT]
     sys.path[0] = directory or os.devnull
@@ -137,14 +147,16 @@ def take_over_logging() -> None:
 def run(call: dict, blobs: list) -> None:
     """Run a call and exit by `os._exit`.
 
-    `blobs` are its code, input, options and files. The options are empty or JSON, an object that may have `files` (the
-    names of the files), `return_files`, `figures`, `env` and `argv`.
+    `blobs` are its code, input, options and files, and then its compiled code if the call `has_compiled`. The options
+    are empty or JSON, an object that may have `files` (the names of the files), `return_files`, `figures`, `env` and
+    `argv`.
     """
     exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
         gc.freeze()  # no collection visits the zygote's objects; this also resets the counters of allocations
         gc.enable()
         source, stdin, options_json, *contents = blobs
+        compiled = contents.pop() if "has_compiled" in call else b""
         _prepare_call(bool(stdin))
         working_dir = os.getcwd()
         options = json.loads(bytes(options_json)) if options_json else {}
@@ -152,7 +164,8 @@ def run(call: dict, blobs: list) -> None:
             _set_environment(options)
         report = _Report(call["output_bytes"])
         returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
-        exit_code = _run_script(call, bytes(source), list(zip(options.get("files", ()), contents)), report)
+        files = list(zip(options.get("files", ()), contents))
+        exit_code = _run_script(call, bytes(source), compiled, files, report)
         if returned is not None and options.get("figures"):
             _write_stderr(returned.render_figures())
         exit_code = _finalize(exit_code)
@@ -211,14 +224,17 @@ def _write_files(files: list) -> None:
             file.write(content)
 
 
-def _run_script(call: dict, source: bytes, files: list, report: _Report) -> int:
+def _run_script(call: dict, source: bytes, compiled: bytes | memoryview, files: list, report: _Report) -> int:
     scope = main_module.__dict__
     try:
         _write_files(files)
         text = _decode_source(source)
         # Split lines as the compiler does; str.splitlines would also split at form feeds.
         linecache.cache[SCRIPT] = (len(text), None, [line + "\n" for line in text.split("\n")], SCRIPT)
-        body, last = _compile(text, call["echo"])
+        body, last = _load_compiled(compiled) or _compile(text, call["echo"])
+        if "compile_only" in call:
+            _write_files([(COMPILED, MAGIC_NUMBER + marshal.dumps((body, last)))])
+            return 0
         exec(body, scope)
         value = eval(last, scope) if last else None
         if value is not None:
@@ -264,6 +280,17 @@ def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | No
         except SyntaxError:
             pass  # the last line continues the lines before it, is not an expression, or is invalid
     return _compile_tree(text)
+
+
+def _load_compiled(data: bytes | memoryview) -> tuple[types.CodeType, types.CodeType | None] | None:
+    """Return the two results of `_compile` from compiled code; None if it is another interpreter's, or invalid."""
+    if bytes(data[: len(MAGIC_NUMBER)]) != MAGIC_NUMBER:
+        return None
+    try:
+        body, last = marshal.loads(data[len(MAGIC_NUMBER) :])
+    except (EOFError, TypeError, ValueError):
+        return None
+    return (body, last) if isinstance(body, types.CodeType) and isinstance(last, (types.CodeType, type(None))) else None
 
 
 def _last_line_start(text: str) -> int:
@@ -347,7 +374,7 @@ def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | Non
     links = []
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name != _OWN_FILE and not name.startswith(_LIBRARY_PREFIXES):
+        if not name.startswith(_LIBRARY_PREFIXES):
             links.append(trace)
         trace = trace.tb_next
     if len(links) > _MAX_TRACEBACK_FRAMES:

@@ -50,6 +50,7 @@ import notebook
 import confine
 import descriptors
 import frames
+import function_call
 import profiles
 import returned_files
 import fork_warmup
@@ -57,6 +58,7 @@ import runner
 import system_calls
 
 sys.modules["rstar_checker"] = checker  # a call may bring a file named checker.py
+sys.modules["rstar_function_call"] = function_call
 sys.modules["rstar_notebook"] = notebook
 _FIRST_FREE_FD = 10
 """The zygote's own descriptors start here, because a call uses 0 to 4."""

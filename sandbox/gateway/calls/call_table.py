@@ -36,6 +36,7 @@ from itertools import chain
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
+from sandbox.tenants import Tenant
 from sandbox.types import EncodedResult, unavailable_result
 
 RATE_WINDOW_S = 10.0
@@ -133,7 +134,7 @@ class CallTable:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
         groups = _group_by_tenant(batch.calls)
         wanted = _load_by_tenant(groups)
-        self._check_capacity(wanted, self._share(batch), now)
+        self.check_capacity(wanted, batch.tenant, now)
         for name, load in wanted.items():
             self.outstanding.add(load.calls, load.bytes)
             self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
@@ -338,9 +339,10 @@ class CallTable:
         batch.unread_bytes += size_bytes
         self.unread_result_bytes += size_bytes
 
-    def _check_capacity(self, wanted: Mapping[str, Outstanding], share: float, now: float) -> None:
-        """Raises `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for
-        the batch beside the unfinished calls."""
+    def check_capacity(self, wanted: Mapping[str, Outstanding], owner: Tenant | None, now: float) -> None:
+        """Check whether a batch with this load by tenant would be admitted now. `owner` is `Batch.tenant`. Raises
+        `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for it beside
+        the unfinished calls."""
         if self.unread_result_bytes > self.limits.max_result_bytes:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(
@@ -348,7 +350,7 @@ class CallTable:
                 f"{self.limits.max_result_bytes}; try again in {after_s} s",
                 retry_after_s=after_s,
             )
-        checks = list(self._capacity_checks(wanted, share))
+        checks = list(self._capacity_checks(wanted, self._share(owner)))
         for check in checks:
             if check.wanted > check.maximum:
                 raise RequestRefused(
@@ -381,9 +383,9 @@ class CallTable:
             yield _CapacityCheck(holder, f"{share_of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
             yield _CapacityCheck(holder, f"{share_of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
 
-    def _share(self, batch: Batch) -> float:
-        """Return the part of the queue that one tenant of the batch may hold."""
-        share = batch.tenant.queue_share if batch.tenant is not None else None
+    def _share(self, owner: Tenant | None) -> float:
+        """Return the part of the queue that one tenant of a batch may hold."""
+        share = owner.queue_share if owner is not None else None
         return self.limits.tenant_share if share is None else share
 
     def _end(self, call: PendingCall, error_type: str, message: str, ended: Ended) -> None:

@@ -44,8 +44,8 @@ CHUNK_BYTES = 256 << 10
 """Bytes that a client has `stall_s` to send or to read."""
 MAX_MAP_LEN = 4096
 """Keys of one msgpack mapping."""
-MAX_DIGITS = 40
-"""Digits of a JSON integer; a longer one is read as a float."""
+MAX_DIGITS = 4300
+"""Digits of a JSON integer; a longer one is read as a float. `int` accepts no more."""
 MAX_JSON_BRACKETS = 4 << 20
 """Opening brackets in a JSON body. They are counted because the JSON decoder has no hook for lists."""
 
@@ -112,13 +112,15 @@ class BodyReader:
         """Count `size` bytes as no longer buffered."""
         self.buffered_bytes -= size
 
-    async def decode(self, body: bytes, content_type: str) -> Json:
-        """Decode a body. Raises `HttpError`: 400 if it is malformed, 413 if it has too many objects."""
+    async def decode(self, body: bytes, content_type: str, max_calls: int | None = None) -> Json:
+        """Decode a body. Raises `HttpError`: 400 if it is malformed, 413 if it has more objects than `max_calls` calls
+        have."""
         decoder = _decode_msgpack if content_type == MSGPACK else _decode_json
+        max_calls = max_calls or self.max_calls
         if len(body) < THREADED_DECODE_BYTES:
-            return decoder(body, self.max_calls)
+            return decoder(body, max_calls)
         async with self._large:
-            decoding = asyncio.get_running_loop().run_in_executor(None, decoder, body, self.max_calls)
+            decoding = asyncio.get_running_loop().run_in_executor(None, decoder, body, max_calls)
             try:
                 return await asyncio.shield(decoding)
             finally:  # a thread cannot be cancelled, so a cancelled request waits for it and keeps the semaphore
@@ -246,8 +248,7 @@ class _ContainerLimit:
 
 
 def _parse_int(digits: str) -> float:
-    """Parse a JSON integer. `int` raises an error for thousands of digits; as a float, the number is out of every
-    field's range, so validation rejects it."""
+    """Parse a JSON integer. `int` raises an error for more digits; as a float, the number is infinite."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 

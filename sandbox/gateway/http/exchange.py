@@ -160,7 +160,7 @@ async def stream(request: web.Request, status: int, batch: Batch, content_type: 
         while finished and len(lines) < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
             index = finished.popleft()
             result = batch.pop_result(index)
-            result_size += result_bytes(result)
+            result_size += result_bytes(result) if batch.unread_bytes else 0
             lines.append(codec.encode_line(index, result, content_type))
             encoded_size += len(lines[-1])
         num_unsent -= len(lines)

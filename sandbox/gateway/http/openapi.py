@@ -161,9 +161,9 @@ def _overview(needs_token: bool) -> str:
 def schemas() -> dict[str, Schema]:
     """Return every named schema."""
     timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
-    call = _call_schema()
+    call = call_schema()
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
-    result = _response_schema(Result, RESULT_FIELDS)
+    result = response_schema(Result, RESULT_FIELDS)
     index = _field("integer", "index in the batch of the call that this result belongs to")
     line = _object(
         f"A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each {HEARTBEAT_S:g} s without "
@@ -172,8 +172,8 @@ def schemas() -> dict[str, Schema]:
         additionalProperties=True,
     )
     batch = {
-        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=_ref("Call")),
-        "defaults": {**_ref("Defaults"), "description": BATCH_FIELDS["defaults"]},
+        "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=reference("Call")),
+        "defaults": {**reference("Defaults"), "description": BATCH_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
         "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE)),
     }
@@ -194,14 +194,14 @@ def schemas() -> dict[str, Schema]:
         "Limits": _limits_schema(),
         "Call": call,
         "Execute": {**call, "properties": {**call["properties"], "queue_timeout_s": timeout}},
-        "Defaults": _input("Values for fields that a call omits.", defaults),
-        "Batch": _input("Calls that are sent together. Each has its own result.", batch, "calls"),
-        "Status": _schema_of_enum(Status),
-        "Profile": _schema_of_enum(Profile),
+        "Defaults": input_schema("Values for fields that a call omits.", defaults),
+        "Batch": input_schema("Calls that are sent together. Each has its own result.", batch, "calls"),
+        "Status": schema_of_enum(Status),
+        "Profile": schema_of_enum(Profile),
         "CallError": _schema_of_dataclass(CallError, CALL_ERROR_FIELDS),
         "Usage": _schema_of_dataclass(Usage, USAGE_FIELDS),
         "Result": result,
-        "Results": _list_of("Result", "one result for each call, in the order of the calls"),
+        "Results": list_of("Result", "one result for each call, in the order of the calls"),
         "Line": line,
         **_verify_schemas(call["properties"], timeout),
         **_stats_schemas(),
@@ -213,7 +213,8 @@ def schemas() -> dict[str, Schema]:
     }
 
 
-def _call_schema() -> Schema:
+def call_schema() -> Schema:
+    """Return the schema of a call."""
     schema = _schema_of_dataclass(Call, CALL_FIELDS)
     properties = schema["properties"]
     properties["priority"] |= _range(PRIORITY)
@@ -227,21 +228,21 @@ def _call_schema() -> Schema:
 def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schema]:
     """Return the schemas of `/v1/verify`."""
     pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
-    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=_ref("Pair"))
+    pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=reference("Pair"))
     shared = {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
     description = "Pairs to check, each in its own call, and the limits of these calls."
     return {
-        "Pair": _input("The right answer and the answer to check.", pair, *pair),
-        "Verify": _input(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
-        "Outcome": _schema_of_enum(Outcome),
-        "Verdict": _response_schema(Verdict, VERDICT_FIELDS),
-        "Verdicts": _list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
+        "Pair": input_schema("The right answer and the answer to check.", pair, *pair),
+        "Verify": input_schema(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
+        "Outcome": schema_of_enum(Outcome),
+        "Verdict": response_schema(Verdict, VERDICT_FIELDS),
+        "Verdicts": list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
 
 
 def _stats_schemas() -> dict[str, Schema]:
     """Return the schemas of `/v1/stats`. Each number has the unit in its name."""
-    latency: Schema = {"anyOf": [{"type": "null"}, _ref("Percentiles")]}
+    latency: Schema = {"anyOf": [{"type": "null"}, reference("Percentiles")]}
     interval = {
         "at_s": _field("number", "end of the interval, in seconds since the server started"),
         "seconds": _field("number", "length of the interval"),
@@ -260,12 +261,12 @@ def _stats_schemas() -> dict[str, Schema]:
     }
     stats = {
         "service": _field("object", "version, state and capacity of the server"),
-        "now": {**_ref("Span"), "description": "the last ten seconds"},
+        "now": {**reference("Span"), "description": "the last ten seconds"},
         "totals": _object("since the server started", totals),
         "executors": _field("array", "one row for each executor", items={"type": "object"}),
         "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
         "missed_imports": _counts("imports by calls of modules that no zygote had preloaded, by module"),
-        "steps": _field("array", "the last ten minutes", items=_ref("Step")),
+        "steps": _field("array", "the last ten minutes", items=reference("Step")),
     }
     return {
         "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
@@ -291,20 +292,21 @@ def _object(description: str, properties: Schema, **rules: object) -> Schema:
     return _field("object", description, properties=properties, required=list(properties), **rules)
 
 
-def _input(description: str, properties: Schema, *required: str) -> Schema:
+def input_schema(description: str, properties: Schema, *required: str) -> Schema:
     """Return the schema of an object in a request: other properties are errors."""
     schema = _field("object", description, properties=properties, additionalProperties=False)
     return schema | ({"required": list(required)} if required else {})
 
 
-def _response_schema(cls: type, docs: Mapping[str, str]) -> Schema:
+def response_schema(cls: type, docs: Mapping[str, str]) -> Schema:
     """Return the schema of a dataclass in a response, to which later versions may add fields."""
     schema = _schema_of_dataclass(cls, docs)
     return schema | {"additionalProperties": True, "required": list(schema["properties"])}
 
 
-def _list_of(name: str, doc: str) -> Schema:
-    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=_ref(name))})
+def list_of(name: str, doc: str) -> Schema:
+    """Return the schema of the response to a batch, a list of results with this schema."""
+    return _object(f"The response to a batch: {doc}.", {"results": _field("array", doc, items=reference(name))})
 
 
 def _operation(route: Route) -> Schema:
@@ -316,7 +318,7 @@ def _operation(route: Route) -> Schema:
         results = {400: route.invalid_schemas, 503: route.unavailable_schemas}.get(status)
         if results:
             description += RESULT_DESCRIPTIONS[status]
-            refusal_or_results = {"anyOf": [_ref("Refusal"), _ref(results["application/json"])]}
+            refusal_or_results = {"anyOf": [reference("Refusal"), reference(results["application/json"])]}
             content |= {content_type: _media(name, route.examples) for content_type, name in results.items()}
             content["application/json"] = {**_media("Refusal"), "schema": refusal_or_results}
         headers = {"headers": HEADERS[status]} if status in HEADERS else {}
@@ -341,10 +343,11 @@ def _media(name: str | None, examples: Mapping[str, Any] = EXAMPLES) -> Schema:
     if name is None:
         return {}
     example = examples.get(name, EXAMPLES.get(name))
-    return {"schema": _ref(name), **({"example": example} if example is not None else {})}
+    return {"schema": reference(name), **({"example": example} if example is not None else {})}
 
 
-def _ref(name: str) -> Schema:
+def reference(name: str) -> Schema:
+    """Return a reference to a named schema."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -353,14 +356,15 @@ def _limits_schema() -> Schema:
         name: _field("integer" if rule.whole else "number", rule.doc, default=rule.default, **_range(rule))
         for name, rule in LIMIT_FIELDS.items()
     }
-    return _input(_first_sentence(Limits), properties)
+    return input_schema(_first_sentence(Limits), properties)
 
 
 def _range(rule: NumberRule) -> Schema:
     return {"minimum": rule.convert(rule.low), "maximum": rule.convert(rule.high)}
 
 
-def _schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
+def schema_of_enum(enum: type[DocumentedEnum]) -> Schema:
+    """Return the schema of an enum, with the description of each value."""
     description = " ".join((enum.__doc__ or "").split())
     values = " ".join(f"{member}: {member.description}" for member in enum)
     return {"type": "string", "enum": [member.value for member in enum], "description": f"{description} {values}"}
@@ -383,7 +387,7 @@ def _schema_of_dataclass(cls: type, docs: Mapping[str, str]) -> Schema:
             schema["default"] = item.default
         properties[item.name] = schema
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    return _input(_first_sentence(cls), properties, *required)
+    return input_schema(_first_sentence(cls), properties, *required)
 
 
 def _schema_of_hint(hint: Any) -> Schema:
@@ -396,7 +400,7 @@ def _schema_of_hint(hint: Any) -> Schema:
     if hint is bytes:
         return {"type": "string", "contentEncoding": "base64"}
     if isinstance(hint, type):
-        return _ref(hint.__name__)
+        return reference(hint.__name__)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of_hint(a) for a in arguments]}

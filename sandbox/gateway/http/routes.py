@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import cancel, codec, exchange, mcp, sandbox_fusion, validation
+from sandbox.gateway.http import cancel, codec, exchange, judge, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
@@ -48,7 +48,7 @@ def build_app(dispatcher: Dispatcher) -> web.Application:
     app[BODIES] = codec.BodyReader(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)
-    app.on_startup.extend([_start_stats, mcp.on_startup])
+    app.on_startup.extend([_start_stats, judge.on_startup, mcp.on_startup])
     app.on_cleanup.extend([_stop_stats, mcp.on_cleanup])
     for route in ROUTES:
         # The default pattern would exclude ids with a slash or a brace.
@@ -191,6 +191,7 @@ ROUTES: tuple[Route, ...] = (
         invalid_schemas=_VERDICTS,
     ),
     *cancel.ROUTES,
+    *judge.ROUTES,
     *mcp.ROUTES,
     *sandbox_fusion.ROUTES,
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),

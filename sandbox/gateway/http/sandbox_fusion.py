@@ -34,8 +34,11 @@ KERNEL_START_S = 10.0
 """Seconds that SandboxFusion adds to `total_timeout` for the start of its kernel."""
 RUN_CODE_OUTPUT_KB = 1024
 """KiB of stdout and of stderr that SandboxFusion reads."""
-NOTEBOOK_OUTPUT_KB = 4096
-"""KiB of the results of all cells, encoded. This bounds the time to decode them, which hostile code can write."""
+NOTEBOOK_OUTPUT_KB = 8192
+"""KiB of the results of all cells, encoded."""
+MAX_CELL_VALUES = 50_000
+"""Values in the results of all cells, each with a `[`, `{` or `,`. Hostile code can write results that contain millions
+and would take a second to decode."""
 RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
@@ -259,9 +262,13 @@ def _base64_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
     """Return the results of the cells that have ended, from the lines that `guest/notebook.py` writes. Hostile code can
-    write any line; the results end before the first line that is malformed."""
+    write any line; the results end before the first line that is malformed, or that exceeds `MAX_CELL_VALUES`."""
     cells: list[Response] = []
+    values_left = MAX_CELL_VALUES
     for line in stdout.split("\n", num_cells)[:num_cells]:
+        values_left -= sum(map(line.count, "[{,"))
+        if values_left < 0:
+            break
         try:
             cell = json.loads(line)
         except (ValueError, RecursionError):

@@ -50,7 +50,7 @@ async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
     """Parse the body of /v1/execute as a batch of one call. Raises `InvalidCall`."""
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
-        timeout_s = _queue_timeout_s(raw.pop("queue_timeout_s"), "call", timeout_s)
+        timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "call", timeout_s)
     return batch_of_one(Call.decode(raw), config, timeout_s)
 
 
@@ -63,10 +63,10 @@ def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None 
 
 async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
     """Parse the body of /v1/batch. Raises `InvalidCall` or `RequestRefused`."""
-    _check_fields(raw, BATCH_FIELDS, "batch", "calls")
-    calls = _check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
+    check_fields(raw, BATCH_FIELDS, "batch", "calls")
+    calls = check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
     defaults = Call.decode_defaults(raw.get("defaults"))
-    timeout_s = _queue_timeout_s(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
+    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
     deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
     return await _parse_all(
         calls, lambda item, index: Call.decode(item, defaults, f"calls[{index}]"), timeout_s, config, deadline_s
@@ -75,10 +75,10 @@ async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
 
 async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
     """Parse the body of /v1/verify as calls that check its pairs. Raises `InvalidCall` or `RequestRefused`."""
-    _check_fields(raw, VERIFY_FIELDS, "verify", "pairs")
-    pairs = _check_items(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
+    check_fields(raw, VERIFY_FIELDS, "verify", "pairs")
+    pairs = check_items(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
     template = verify.template_call({name: raw[name] for name in verify.VERIFY_CALL_FIELDS if name in raw})
-    timeout_s = _queue_timeout_s(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
+    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
     return await _parse_all(
         pairs,
         lambda item, index: verify.build_check(*verify.decode_pair(item, f"pairs[{index}]"), template),
@@ -113,19 +113,21 @@ async def _parse_all(
             call = decode(item, index)
         except InvalidCall as error:
             malformed += 1
-            batch.set_result(index, invalid_result(_id_of(item, index), str(error)).encode(binary=True))
+            batch.set_result(index, invalid_result(id_of(item, index), str(error)).encode(binary=True))
         else:
             _add(batch, index, call, call.id or str(index), config.max_limits)
     return ParsedBatch(batch, malformed)
 
 
-def _check_fields(raw: Json, fields: Mapping[str, str], where: str, required: str) -> None:
+def check_fields(raw: Json, fields: Mapping[str, str], where: str, required: str) -> None:
+    """Raises `InvalidCall` if `raw` is no object, or has other fields."""
     if not isinstance(raw, Mapping):
         raise InvalidCall(f"{where}: expected an object with {required}, got {type(raw).__name__}")
     check_names(raw, fields, where)
 
 
-def _check_items(items: Json, where: str, noun: str, max_items: int) -> list[Json]:
+def check_items(items: Json, where: str, noun: str, max_items: int) -> list[Json]:
+    """Return the items of a batch. Raises `InvalidCall` or `RequestRefused`."""
     if not isinstance(items, list) or not items:
         received = "an empty list" if items == [] else type(items).__name__
         raise InvalidCall(f"{where}: expected a list of at least one {noun}, got {received}")
@@ -137,15 +139,16 @@ def _check_items(items: Json, where: str, noun: str, max_items: int) -> list[Jso
     return items
 
 
-def _queue_timeout_s(value: Json, where: str, max_s: float) -> float:
+def check_queue_timeout(value: Json, where: str, max_s: float) -> float:
+    """Return the seconds that a call may wait for a slot. Raises `InvalidCall`."""
     if value is None:
         return max_s
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise InvalidCall(f"{where}.queue_timeout_s: expected seconds above 0, got {value!r:.80}")
-    return min(float(value), max_s)
+    return float(min(value, max_s))  # in this order, because no float represents the largest integers
 
 
-def _id_of(raw: Json, index: int) -> str:
+def id_of(raw: Json, index: int) -> str:
     """Return the id of a malformed call, or its index if the id is malformed too."""
     call_id = raw.get("id") if isinstance(raw, Mapping) else None
     return call_id if isinstance(call_id, str) and 0 < len(call_id) <= MAX_LABEL_CHARS else str(index)

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from sandbox.executor.profile_choice import imported_modules, smallest_profile
+from sandbox.gateway.http import sandbox_fusion
 from sandbox.gateway.http.sandbox_fusion import decode_cells
 from sandbox.gateway.http.sandbox_fusion_schemas import EXAMPLES, LANGUAGES
 from sandbox.local import local_service
@@ -290,6 +291,19 @@ async def test_a_failure_of_the_service_is_a_504_which_verl_sends_again(
 
 
 @pytest.mark.asyncio
+@pytest.mark.skipif(VERL is None, reason="RSTAR_VERL names no checkout of verl")
+async def test_verl_sends_a_call_again_that_the_service_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert VERL is not None
+    ends = [unavailable_result("", "ExecutorLost", "killed"), Result("", Status.OK, stdout="ok", exit_code=0)]
+    monkeypatch.setattr(fakes, "ok_result", lambda call: ends.pop(0).encode(binary=True))
+    process_single_case = import_reward(Path(VERL)).utils._process_single_case
+    async with serving() as served:
+        url = f"{served.url}/run_code"
+        result, _ = await asyncio.to_thread(process_single_case, 0, None, "ok", url, "x", 2, 1024, "python")
+    assert (result, ends) == (True, [])
+
+
+@pytest.mark.asyncio
 async def test_a_failure_that_would_come_again_is_a_sandbox_error(monkeypatch: pytest.MonkeyPatch) -> None:
     error = CallError("ResultTooLarge", "too large")
     failure = Result("", Status.UNAVAILABLE, error=error).encode(binary=True)
@@ -316,6 +330,28 @@ CELL = '{"stdout": "", "stderr": "", "display": [], "error": []}'
 )  # fmt: skip
 def test_results_of_cells_end_before_a_malformed_line(line: str) -> None:
     assert decode_cells(f"{CELL}\n{line}\n{CELL}\n", 3) == [json.loads(CELL)]
+
+
+def test_results_with_too_many_values_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    monkeypatch.setattr(sandbox_fusion.json, "loads", decoded.append)
+    for value in ("[],", "{},", "1,", '"",', "["):
+        assert decode_cells("[" + value * sandbox_fusion.MAX_CELL_VALUES + "1]", 1) == []
+    assert decoded == []
+
+
+def test_the_bound_of_values_is_for_all_cells_together() -> None:
+    values = sum(map(CELL.count, "[{,"))
+    cells = decode_cells(f"{CELL}\n" * sandbox_fusion.MAX_CELL_VALUES, sandbox_fusion.MAX_CELL_VALUES)
+    assert len(cells) == sandbox_fusion.MAX_CELL_VALUES // values
+
+
+def test_output_of_many_values_is_no_such_result(url: str) -> None:
+    code = "text = '[1, {2}]' * 60_000\nprint(text, end='')\ntext"
+    answer = post(f"{url}/run_jupyter", {"cells": [code]})
+    assert answer["status"] == "Success"
+    assert answer["cells"][0]["stdout"] == "[1, {2}]" * 60_000
+    assert len(answer["cells"][0]["display"][0]["text/plain"]) == 480_002
 
 
 def test_there_are_no_more_results_than_cells() -> None:

@@ -108,3 +108,13 @@ async def test_calls_of_a_client_that_leaves_during_heartbeats_are_cancelled(mon
             await response.content.readexactly(2)
             response.close()
         await until(lambda: served.fleet.last_executor.cancelled == [1])
+
+
+async def test_judged_programs_begin_with_heartbeats_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _begin_heartbeats_early(monkeypatch)
+    async with serving() as served, asyncio.timeout(10):
+        program = {"code": "hang", "tests": [{"stdin": "", "expected": "hang"}]}
+        async with served.http.post(served.url + "/v1/judge", json={"programs": [program]}) as response:
+            assert await response.content.readexactly(2) == b"\n\n"
+            response.close()
+        await until(lambda: served.dispatcher.call_table.outstanding.calls == 0)

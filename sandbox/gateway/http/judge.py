@@ -1,0 +1,294 @@
+"""The route `/v1/judge`: parses programs, has them judged, and sends the results in order or as they come.
+
+The body counts as buffered until the response is complete, because the tests stay in memory until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple, cast
+
+from aiohttp import web
+
+from sandbox.comparison import TextComparison
+from sandbox.config import ServeConfig
+from sandbox.errors import InvalidCall, RequestRefused, first_error
+from sandbox.gateway.calls.batch import Batch
+from sandbox.gateway.http import codec, exchange
+from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON, Json
+from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
+from sandbox.gateway.http.openapi import (
+    Route,
+    Schema,
+    call_schema,
+    input_schema,
+    list_of,
+    reference,
+    response_schema,
+    schema_of_enum,
+)
+from sandbox.gateway.http.validation import BATCH_FIELDS, check_fields, check_items, check_queue_timeout, id_of
+from sandbox.gateway.judging import Judge
+from sandbox.judge import (
+    PROGRAM_FIELDS,
+    TEST_FIELDS,
+    TOLERANCE,
+    JudgedProgram,
+    JudgedTest,
+    JudgeOutcome,
+    Program,
+)
+from sandbox.tenants import Tenant
+from sandbox.types import CALL_FIELDS, EncodedResult, Status, Usage
+
+PROGRAMS_FIELDS: dict[str, str] = {
+    "programs": "the programs; results are in the same order",
+    "defaults": "values for fields that a program omits, for example the tests that all programs share",
+    "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
+}
+MAX_DECODED_CALLS = 1 << 20
+"""The limit on the objects in a body is that of a batch with so many calls, because arguments may have many objects."""
+PROGRAMS_PER_YIELD = 64
+JUDGE = web.AppKey("judge", Judge)
+
+
+class ParsedPrograms(NamedTuple):
+    """The valid programs of a request with their indexes, and a place for the result of each program."""
+
+    programs: list[tuple[int, Program]]
+    results: Batch
+    queue_timeout_s: float
+
+    def of_tenant(self, tenant: Tenant) -> ParsedPrograms:
+        """Return the same for the tenant of the request's token. Raises `InvalidCall` if a program names another."""
+        return self._replace(programs=[(index, program.of_tenant(tenant.name)) for index, program in self.programs])
+
+
+async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
+    """Parse a body with `programs`. Raises `InvalidCall` or `RequestRefused`."""
+    check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
+    items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
+    defaults = Program.decode_defaults(raw.get("defaults"))
+    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "judge", config.queue_timeout_s)
+    parsed = ParsedPrograms([], Batch(len(items), timeout_s), timeout_s)
+    tests = 0
+    for index, item in enumerate(items):
+        if index % PROGRAMS_PER_YIELD == PROGRAMS_PER_YIELD - 1:
+            await asyncio.sleep(0)
+        program_id = id_of(item, index)
+        try:
+            program = Program.decode(item, defaults, f"programs[{index}]")
+        except InvalidCall as error:
+            _set_result(parsed.results, index, JudgedProgram(program_id, JudgeOutcome.INVALID, message=str(error)))
+            continue
+        tests += len(program.tests)
+        _check_count(tests, config)
+        parsed.programs.append((index, program.with_id(program_id)))
+    return parsed
+
+
+def parse_program(raw: Json, config: ServeConfig) -> ParsedPrograms:
+    """Parse a body that is one program. Raises `InvalidCall` or `RequestRefused`."""
+    timeout_s = config.queue_timeout_s
+    if isinstance(raw, dict) and "queue_timeout_s" in raw:
+        timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
+    program = Program.decode(raw)
+    _check_count(len(program.tests), config)
+    return ParsedPrograms([(0, program)], Batch(1, timeout_s), timeout_s)
+
+
+def _check_count(tests: int, config: ServeConfig) -> None:
+    if tests > config.batch_calls:
+        raise RequestRefused(
+            f"expected at most {config.batch_calls} tests in one request, got {tests} or more; "
+            "send several requests, or start the server with a larger --batch-calls"
+        )
+
+
+def _set_result(results: Batch, index: int, judged: JudgedProgram) -> None:
+    results.set_result(index, cast(EncodedResult, judged.encode()))  # a mapping, as the response has it
+
+
+async def run_judge(request: web.Request) -> web.StreamResponse:
+    async with _admitted_programs(request) as (parsed, sent, is_single):
+        content_type = codec.response_type(request, sent, BATCH_TYPES)
+        status = 200 if parsed.programs else 400
+        with _single_errors():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_judge(request, parsed))
+                if content_type in (NDJSON, MSGPACK_STREAM):
+                    return await exchange.stream(request, status, parsed.results, content_type)
+                begun = await exchange.wait_with_heartbeats(request, parsed.results, status, content_type)
+        if is_single:
+            body = codec.encode(parsed.results.pop_result(0), content_type)
+        else:
+            body = await codec.encode_results(exchange.pop_results(parsed.results), content_type)
+        return await exchange.respond(request, status, body, content_type, begun)
+
+
+async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
+    def on_judged(index: int, judged: JudgedProgram) -> None:
+        _set_result(parsed.results, index, judged)
+
+    owner = request.get(TENANT)
+    await request.app[JUDGE].judge_all(parsed.programs, parsed.queue_timeout_s, owner, on_judged)
+
+
+@asynccontextmanager
+async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[ParsedPrograms, str, bool]]:
+    """Read and parse the programs of a request, and check that the queue has room for their tests. Yields them with the
+    body's content type, and whether the body is a single program."""
+    dispatcher, bodies, owner = request.app[DISPATCHER], request.app[BODIES], request.get(TENANT)
+    dispatcher.check_accepting()
+    content_type = codec.body_type(request)
+    body = await bodies.read(request)
+    size = len(body)
+    dispatcher.counters.bytes_in += size
+    try:
+        raw = await bodies.decode(body, content_type, MAX_DECODED_CALLS)
+        del body  # frees the memory before the programs are validated
+        is_single = not (isinstance(raw, dict) and "programs" in raw)
+        parsed = parse_program(raw, dispatcher.config) if is_single else await parse_programs(raw, dispatcher.config)
+        del raw
+        if owner is not None:
+            parsed = parsed.of_tenant(owner)
+        request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
+        if malformed := len(parsed.results.results) - len(parsed.programs):
+            dispatcher.counters.by_status[Status.INVALID.value] += malformed
+        if not parsed.programs:
+            dispatcher.counters.refused[400] += 1
+        yield parsed, content_type, is_single
+    finally:
+        bodies.release(size)
+
+
+@contextmanager
+def _single_errors() -> Iterator[None]:
+    """Raise the first exception of a task group alone, so that the middleware knows its type."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+async def on_startup(app: web.Application) -> None:
+    """Create the judge of an application."""
+    app[JUDGE] = Judge(app[DISPATCHER])
+
+
+_JUDGED_TEST_FIELDS: dict[str, str] = {
+    "outcome": "how the program did in the test",
+    "status": "how the program's call ended; null if it did not run",
+    "message": "the checker's output, or the reason why the test has no other outcome; else empty",
+    "stdout": "the first 1,000 characters of stdout",
+    "stderr": "the last 1,000 characters of stderr",
+    "value": "the first 1,000 characters of the function's result as JSON; null if it returned none",
+    "usage": "resources that the program's call used",
+}
+_JUDGED_PROGRAM_FIELDS: dict[str, str] = {
+    "id": "the program's id; without one, its index, from 0, or empty for a single program",
+    "outcome": "passed if the program passed all tests; else unavailable or unjudged if a test is; else that of the "
+    "first test that failed; invalid if the program is malformed",
+    "passed": "number of tests that the program passed",
+    "total": "number of tests",
+    "is_scorable": "false if a test is unavailable or unjudged, or the program is invalid: do not score it as 0",
+    "message": "the reason why the program is invalid; else empty",
+    "tests": "the results of the tests, in their order",
+    "clamped": "limits above the server's maximum, with the lower value that was used",
+}
+
+
+def _schemas() -> dict[str, Schema]:
+    call_properties = call_schema()["properties"]
+    test = {
+        "stdin": {"type": "string", "description": TEST_FIELDS["stdin"]},
+        "expected": {"type": "string", "description": TEST_FIELDS["expected"]},
+    }
+    pattern = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?$"
+    function_test = {
+        "call": {"type": "string", "pattern": pattern, "description": TEST_FIELDS["call"]},
+        "args": {"type": "array", "items": {}, "description": TEST_FIELDS["args"]},
+        "expected": {"description": TEST_FIELDS["expected"]},
+    }
+    number = {"type": "number", "minimum": TOLERANCE.low, "maximum": TOLERANCE.high}
+    comparison = {"anyOf": [reference("Comparison"), reference("Tolerance")], "description": PROGRAM_FIELDS["compare"]}
+    tolerance = {
+        "abs": {**number, "description": "largest difference"},
+        "rel": {**number, "description": "largest difference, as a multiple of the expected number"},
+    }
+    program = {
+        "code": call_properties["code"],
+        "tests": _array_of("Test", PROGRAM_FIELDS["tests"]),
+        "compare": comparison,
+        "checker": {"type": "string", "minLength": 1, "description": PROGRAM_FIELDS["checker"]},
+        "stop_at_first_failure": {"type": "boolean", "description": PROGRAM_FIELDS["stop_at_first_failure"]},
+        **{name: call_properties[name] for name in PROGRAM_FIELDS if name in CALL_FIELDS and name != "code"},
+    }
+    timeout = {"type": "number", "exclusiveMinimum": 0, "description": PROGRAMS_FIELDS["queue_timeout_s"]}
+    shared = {name: schema for name, schema in program.items() if name not in ("code", "id")}
+    programs = {
+        "programs": _array_of("Program", PROGRAMS_FIELDS["programs"]),
+        "defaults": {**reference("ProgramDefaults"), "description": PROGRAMS_FIELDS["defaults"]},
+        "queue_timeout_s": timeout,
+    }
+    judged = response_schema(JudgedProgram, _JUDGED_PROGRAM_FIELDS)
+    index = {"type": "integer", "description": "index of the program that this result belongs to"}
+    return {
+        "StdinTest": input_schema("A test that gives the program standard input.", test),
+        "FunctionTest": input_schema("A test that calls a function of the program.", function_test, "call"),
+        "Test": {"anyOf": [reference("StdinTest"), reference("FunctionTest")], "description": "One test of a program."},
+        "Comparison": schema_of_enum(TextComparison),
+        "Tolerance": {**input_schema("Numbers are equal within a tolerance.", tolerance), "minProperties": 1},
+        "Program": input_schema("A program and its tests.", program, "code"),
+        "SingleProgram": input_schema("A single program.", {**program, "queue_timeout_s": timeout}, "code", "tests"),
+        "ProgramDefaults": input_schema("Values for fields that a program omits.", shared),
+        "Programs": input_schema("Programs that are judged together.", programs, "programs"),
+        "Judge": {
+            "anyOf": [reference("SingleProgram"), reference("Programs")],
+            "description": "One program, or several.",
+        },
+        "JudgeOutcome": schema_of_enum(JudgeOutcome),
+        "JudgedTest": response_schema(JudgedTest, _JUDGED_TEST_FIELDS),
+        "JudgedProgram": judged,
+        "JudgedPrograms": list_of("JudgedProgram", "one result for each program, in the order of the programs"),
+        "Judged": {
+            "anyOf": [reference("JudgedProgram"), reference("JudgedPrograms")],
+            "description": "The result of a single program, or the results of several.",
+        },
+        "JudgedLine": {**judged, "properties": {"index": index, **judged["properties"]}, "required": ["index"]},
+    }
+
+
+def _array_of(name: str, description: str) -> Schema:
+    return {"type": "array", "minItems": 1, "items": reference(name), "description": description}
+
+
+_JUDGED_TEST = JudgedTest(JudgeOutcome.PASSED, Status.OK, stdout="3\n", usage=Usage(0.3, 2.1, 1.9, 0.4))
+_JUDGED = JudgedProgram("0", JudgeOutcome.PASSED, 1, 1, True, tests=(_JUDGED_TEST,)).encode()
+_TYPES = {JSON: "Judged", MSGPACK: "Judged", NDJSON: "JudgedLine", MSGPACK_STREAM: "JudgedLine"}
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/judge",
+        run_judge,
+        "Run programs against tests: results in order, or streamed as programs finish",
+        _TYPES,
+        "Judge",
+        BODY_TYPES,
+        CALL_ERROR_STATUSES,
+        invalid_schemas=_TYPES,
+        schemas=_schemas(),
+        examples={
+            "Judge": {
+                "code": "print(sum(map(int, input().split())))",
+                "tests": [{"stdin": "1 2\n", "expected": "3\n"}, {"stdin": "5 -5\n", "expected": "0\n"}],
+            },
+            "Judged": _JUDGED,
+            "JudgedLine": {"index": 0, **_JUDGED},
+        },
+    ),
+)

@@ -1,0 +1,265 @@
+"""Runs judged programs as calls of the dispatcher: compile once, run the tests, compare or check their answers.
+
+    program -> waves of tests -> calls -> results -> outcome, comparison here, or call of the checker -> outcome
+
+- A program's code, and its checker, is compiled in a call of its own if at least `MIN_CALLS_TO_COMPILE` calls of a wave
+  use it. If this call fails, the others bring no compiled code and compile for themselves.
+- Without `stop_at_first_failure` all tests are one wave, unless their calls are too large (`MAX_WAVE_BYTES`). With it
+  the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on the outcomes of the tests before them.
+- A wave that does not fit into the queue waits for room, at most `queue_timeout_s`, and in the order of arrival within
+  a tenant. Then its tests are `unavailable`: a request that was accepted is answered for each of its tests.
+- The results of a wave count as unread until their outcomes are known, so their memory is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from time import monotonic
+from weakref import WeakValueDictionary
+
+from sandbox import judge
+from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
+from sandbox.errors import Overloaded, RequestRefused
+from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.call_table import Outstanding
+from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
+from sandbox.judge import FAILURES, JudgedProgram, JudgedTest, JudgeOutcome, Program, ProgramTest
+from sandbox.tenants import Tenant
+from sandbox.types import Call, EncodedResult, unavailable_result
+
+MIN_CALLS_TO_COMPILE = 3
+MAX_WAVE_BYTES = 32 << 20
+"""Bytes of the calls of one wave, except for the first of them. Each call counts with its code."""
+MAX_PROGRAMS_AT_ONCE = 1024
+"""Programs of a request that are judged at the same time, each by a task."""
+ADMISSION_RETRY_S = 0.05
+RESULTS_PER_YIELD = 32
+"""Results judged before the task yields to the event loop."""
+THREADED_DECODE_CHARS = 256 << 10
+"""Length from which a returned value is decoded in a thread."""
+
+
+class Judge:
+    """Judges programs on one dispatcher."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._admission_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By tenant. The task that holds the lock waits for room in the queue."""
+
+    def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
+        """Raises `Overloaded` or `RequestRefused` if the queue could not take one call for each test now. `owner` is
+        the tenant of the request's token."""
+        self._dispatcher.check_accepting()
+        wanted: defaultdict[str, Outstanding] = defaultdict(Outstanding)
+        for program in programs:
+            wanted[program.call.tenant].add(len(program.tests), program.size)
+        self._dispatcher.call_table.check_capacity(wanted, owner, monotonic())
+
+    async def judge_all(
+        self,
+        programs: Sequence[tuple[int, Program]],
+        queue_timeout_s: float,
+        owner: Tenant | None,
+        on_judged: Callable[[int, JudgedProgram], None],
+    ) -> None:
+        """Judge programs, given with their indexes, and report each as it is judged."""
+        waiting = iter(programs)
+
+        async def judge_next() -> None:
+            for index, program in waiting:
+                on_judged(index, await self.judge(program, queue_timeout_s, owner))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(len(programs), MAX_PROGRAMS_AT_ONCE)):
+                tasks.create_task(judge_next())
+
+    async def judge(self, program: Program, queue_timeout_s: float, owner: Tenant | None = None) -> JudgedProgram:
+        """Judge one program for the tenant of the request's token."""
+        call, clamped = self.clamped(program.call, owner)
+        program = replace(program, call=call)
+        run = _ProgramRun(self, program, queue_timeout_s, owner)
+        calls, tests = program.calls(), list[JudgedTest]()
+        for start, end in _waves(calls, doubling=program.stop_at_first_failure):
+            tests += await run.judge_wave(program.tests[start:end], calls[start:end])
+            failed = next((index for index, test in enumerate(tests) if test.outcome in FAILURES), None)
+            if program.stop_at_first_failure and failed is not None:
+                skipped = len(calls) - failed - 1
+                tests[failed + 1 :] = [JudgedTest(JudgeOutcome.SKIPPED)] * skipped
+                break
+        return JudgedProgram.of(program.call.id, tuple(tests), clamped)
+
+    @asynccontextmanager
+    async def running(
+        self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None
+    ) -> AsyncIterator[_Results]:
+        """Run calls, whose limits are `clamped`. Those that are unfinished at the end of the block are cancelled."""
+        batch = Batch(len(calls), queue_timeout_s)
+        batch.tenant = owner
+        results = _Results(batch, self._dispatcher)
+        for index, call in enumerate(calls):
+            batch.add(index, call, "", {})
+            if owner is not None:
+                batch.calls[-1].set_tenant(owner)
+        try:
+            try:
+                await self._admit(batch, batch.calls[0].tenant)
+            except (Overloaded, RequestRefused) as error:
+                stopped = self._dispatcher.is_draining
+                reason = ("Stopped", STOPPED_MESSAGE) if stopped else ("QueueTimeout", str(error))
+                for index in range(len(calls)):
+                    batch.set_result(index, unavailable_result("", *reason).encode(binary=True))
+            yield results
+        finally:
+            self._dispatcher.cancel(batch)
+
+    def clamped(self, call: Call, owner: Tenant | None) -> tuple[Call, dict[str, float]]:
+        """Lower the limits of a call to the maxima of the server and of its tenant. Returns the call, and the lowered
+        limits."""
+        limits, lowered = call.limits.clamped(self._dispatcher.config.max_limits)
+        if owner is not None:
+            limits, lowered_further = limits.clamped(owner.max_limits)
+            lowered |= lowered_further
+        return (call.with_limits(limits) if lowered else call), lowered
+
+    async def _admit(self, batch: Batch, tenant: str) -> None:
+        """Admit a batch, and wait for room in the queue if necessary. Raises `Overloaded` after its `queue_timeout_s`
+        or if the server stops, and `RequestRefused` if the queue is too small for it."""
+        lock = self._admission_locks.setdefault(tenant, asyncio.Lock())
+        give_up_at = monotonic() + batch.queue_timeout_s
+        async with lock:
+            while True:
+                try:
+                    return self._dispatcher.submit(batch)
+                except Overloaded:
+                    if self._dispatcher.is_draining or monotonic() + ADMISSION_RETRY_S > give_up_at:
+                        raise
+                await asyncio.sleep(ADMISSION_RETRY_S)
+                batch.queue_timeout_s = give_up_at - monotonic()
+
+
+class _Results:
+    """The results of running calls, in the order in which they arrive."""
+
+    def __init__(self, batch: Batch, dispatcher: Dispatcher) -> None:
+        self._batch = batch
+        self._dispatcher = dispatcher
+        self._finished: asyncio.Queue[int] = asyncio.Queue()
+        self._count = len(batch.results)
+        batch.on_result = self._finished.put_nowait
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, EncodedResult]]:
+        """Yield the index and result of each call."""
+        for number in range(self._count):
+            if number % RESULTS_PER_YIELD == RESULTS_PER_YIELD - 1:
+                await asyncio.sleep(0)
+            index = await self._finished.get()
+            yield index, self._batch.pop_result(index)
+
+    def release(self, result: EncodedResult) -> None:
+        """Count a result as read."""
+        if self._batch.unread_bytes:
+            self._dispatcher.call_table.results_read(self._batch, result_bytes(result))
+
+
+class _ProgramRun:
+    """The run of one program: its compiled code, and the outcomes of its waves."""
+
+    def __init__(self, judge: Judge, program: Program, queue_timeout_s: float, owner: Tenant | None) -> None:
+        self._judge = judge
+        self._program = program
+        self._queue_timeout_s = queue_timeout_s
+        self._owner = owner
+        self._compiled: dict[str, bytes] = {}
+        """Compiled code of the program and of the checker, by source."""
+
+    async def judge_wave(self, tests: Sequence[ProgramTest], calls: Sequence[Call]) -> list[JudgedTest]:
+        """Run the calls of some tests, and return the results of the tests."""
+        judged: dict[int, JudgedTest] = {}
+        to_check: dict[int, EncodedResult] = {}
+        calls = await self._with_compiled(calls)
+        async with self._running(calls) as results:
+            async for index, result in results:
+                if (unfinished := judge.unfinished_outcome(tests[index], result)) is not None:
+                    judged[index] = unfinished
+                elif self._program.checker:
+                    to_check[index] = result
+                    continue
+                else:
+                    is_right = await _is_right(tests[index], result, self._program.comparison)
+                    outcome = JudgeOutcome.PASSED if is_right else JudgeOutcome.WRONG_ANSWER
+                    judged[index] = JudgedTest.of(outcome, result)
+                results.release(result)
+            if to_check:
+                checks = {index: self._program.check_of(tests[index], result) for index, result in to_check.items()}
+                for index, check in (await self._check(checks)).items():
+                    judged[index] = JudgedTest.of(check[0], to_check[index], check[1])
+        return [judged[index] for index in range(len(calls))]
+
+    async def _check(self, checks: dict[int, Call]) -> dict[int, tuple[JudgeOutcome, str]]:
+        """Run checkers, by index of the test, and return the outcomes and messages."""
+        indexes = list(checks)
+        calls = await self._with_compiled([self._judge.clamped(check, self._owner)[0] for check in checks.values()])
+        outcomes = {}
+        async with self._running(calls) as results:
+            async for number, result in results:
+                outcomes[indexes[number]] = judge.check_outcome(result)
+                results.release(result)
+        return outcomes
+
+    async def _with_compiled(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """Compile each code that many of the calls share, and return the calls with their compiled code."""
+        first_calls = {call.code: call for call in reversed(calls)}
+        for code, count in Counter(call.code for call in calls).items():
+            if count >= MIN_CALLS_TO_COMPILE and code not in self._compiled:
+                self._compiled[code] = await self._compile(first_calls[code])
+        return [judge.with_compiled(call, self._compiled.get(call.code, b"")) for call in calls]
+
+    async def _compile(self, call: Call) -> bytes:
+        async with self._running([judge.compile_call(call)]) as results:
+            async for _, result in results:
+                return judge.compiled_code(result)
+        return b""
+
+    def _running(self, calls: Sequence[Call]) -> AbstractAsyncContextManager[_Results]:
+        return self._judge.running(calls, self._queue_timeout_s, self._owner)
+
+
+def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each wave."""
+    start, max_calls = 0, 1 if doubling else len(calls)
+    while start < len(calls):
+        end, size_bytes = start, 0
+        while end < len(calls) and end - start < max_calls and size_bytes < MAX_WAVE_BYTES:
+            size_bytes += calls[end].size
+            end += 1
+        yield start, end
+        start, max_calls = end, 2 * max_calls
+
+
+async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Comparison) -> bool:
+    """Return whether the answer of a program equals the expected one."""
+    if not test.function_call:
+        return await _finish(compare_texts(test.expected, result["stdout"], comparison))
+    text = result["value"] or ""
+    try:
+        is_long = len(text) > THREADED_DECODE_CHARS
+        value = await asyncio.to_thread(json.loads, text) if is_long else json.loads(text)
+    except (ValueError, RecursionError):  # the program has forged its report
+        return False
+    return await _finish(compare_json(test.expected, value, comparison))
+
+
+async def _finish(steps: Steps) -> bool:
+    """Run a comparison to its end. Yields to the event loop after each step."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bool(end.value)
+        await asyncio.sleep(0)

@@ -1,0 +1,41 @@
+"""Calls a function that the code has defined, for the function tests of `sandbox/judge.py`.
+
+The zygote gives this module the name `rstar_function_call`. A judged program ends with a line that calls `run`. The
+name of the function and its arguments are in the file `FILE`. The result is JSON text, which the runner reports as the
+value of that line. The code can replace all of this, and then only its own answer changes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+FILE = "function_call.json"
+
+
+class _JsonText(str):
+    """Text whose `repr`, which the runner reports, is the text itself."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def run() -> str:
+    """Call the function and return its result as JSON. Raises what the function raises, and `NameError` if the code
+    does not define the function."""
+    with open(FILE, encoding="utf-8") as file:
+        request = json.load(file)
+    outer, _, method = request["call"].partition(".")
+    scope = sys.modules["__main__"].__dict__
+    if outer not in scope:
+        raise NameError(f"the test calls {request['call']}, but the code does not define {outer}")
+    function = getattr(scope[outer](), method) if method else scope[outer]
+    return _JsonText(json.dumps(function(*request["args"]), default=_as_plain))
+
+
+def _as_plain(value: Any) -> Any:
+    """Return an array or a number of numpy as Python's own type."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"the function returned a {type(value).__name__}, which JSON cannot represent")
+    return value.tolist()
