@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import check_label
+from sandbox.judge import JudgedProgram
+from sandbox.judge_requests import RawProgram, decode_all, judge_programs
 from sandbox.transport import PendingResult, Transport
 from sandbox.types import Call, Result, Verdict
 from sandbox.verify import build_check, decode_pair, template_call, verdict_of
@@ -50,6 +52,7 @@ _NOT_OPEN = """this {name} is not open: it was never opened, or was closed. Open
         result = {wait}client.execute("print(1)")
 or call its open() before and its close() afterwards."""
 _EXPECTED_CALL = "Python source (str), a Call, or a mapping as in calls of POST /v1/batch"
+_EXPECTED_PROGRAM = "a mapping as in programs of POST /v1/judge"
 _EXPECTED_PAIR = "a pair (gold, answer), or a mapping as in pairs of POST /v1/verify"
 
 
@@ -188,6 +191,26 @@ class AsyncClient:
             raise InvalidCall("call_id: expected the id of a call, got an empty text")
         return await self._opened().cancel(call_id)
 
+    async def judge(
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
+    ) -> list[JudgedProgram]:
+        """Run programs against their tests, and return the results in the same order.
+
+        A program is a mapping as in `programs` of POST /v1/judge. `defaults` sets fields that a program omits, such as
+        `tests`. Raises as `run_batch` does.
+        """
+        judged = {index: program async for index, program in self.stream_judged(programs, defaults)}
+        return [judged[index] for index in range(len(judged))]
+
+    def stream_judged(
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
+    ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
+        """Run programs against their tests, and yield the index and result of each as it ends. Leaving the loop cancels
+        the rest."""
+        programs = _as_list(programs, "programs", _EXPECTED_PROGRAM)
+        decode_all(programs, defaults or {})
+        return judge_programs(self._opened(), programs, defaults or {})
+
     async def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
         return await self._opened().is_ready()
@@ -280,8 +303,8 @@ class Client:
         """Run all `calls` and yield the index and result of each as it ends. Leaving the loop cancels the rest."""
         return self._stream(self._client.stream(calls, defaults))
 
-    def _stream(self, results: AsyncGenerator[tuple[int, Result], None]) -> Generator[tuple[int, Result], None, None]:
-        async def get_next() -> tuple[int, Result] | None:
+    def _stream(self, results: AsyncGenerator[tuple[int, T], None]) -> Generator[tuple[int, T], None, None]:
+        async def get_next() -> tuple[int, T] | None:
             return await anext(results, None)
 
         try:
@@ -298,6 +321,17 @@ class Client:
     def cancel(self, call_id: str) -> int:
         """Cancel all unfinished calls with this id, those of other clients too, and return their number."""
         return self._wait(lambda: self._client.cancel(call_id))
+
+    def judge(self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None) -> list[JudgedProgram]:
+        """Run programs against their tests, and return the results in the same order."""
+        return self._wait(lambda: self._client.judge(programs, defaults))
+
+    def stream_judged(
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
+    ) -> Generator[tuple[int, JudgedProgram], None, None]:
+        """Run programs against their tests, and yield the index and result of each as it ends. Leaving the loop cancels
+        the rest."""
+        return self._stream(self._client.stream_judged(programs, defaults))
 
     def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""

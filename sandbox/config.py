@@ -26,7 +26,7 @@ from sandbox.types import LIMIT_FIELDS, Limits, Profile
 ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_VARIABLES = ("URL",)
 """Variables with the prefix that are for clients: a server may be started from the same shell."""
-LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+LOG_FORMATS = ("text", "json")
 
 SLOTS_PER_CORE = 16
 """Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and enough slots
@@ -190,6 +190,7 @@ class ExecutorConfig:
         "tuning", ZYGOTE_PROFILES, NameListRule(ZYGOTE_PROFILES), "profiles that each zygote pool keeps a zygote for"
     )
     attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
+    log_format: str = _text("logs", "text", "format of log lines; json: one JSON object per line", *LOG_FORMATS)
 
     def encode(self) -> dict[str, Any]:
         """Return the executor's settings as a mapping for msgpack or JSON."""
@@ -234,6 +235,7 @@ class ServeConfig(ExecutorConfig):
     )
     batch_calls: int = _count("queue", 65_536, 1, 10_000_000, "calls in one batch")
     results_mb: int = _count("queue", 1024, 1, 10_000_000, "MiB of results kept for clients that read slowly")
+    access_log: str = _text("logs", "off", "log a line for each request", "on", "off")
     executors: int = _count("tuning", 0, 0, 1024, f"executor processes; 0: one per {CORES_PER_EXECUTOR} cores")
     cluster: str | None = _text(
         "cluster",

@@ -217,6 +217,16 @@ def decode_bytes(value: Any, where: str) -> bytes:
         raise InvalidCall(f"{where}: expected base64 text, got {shown(value)} ({error})") from None
 
 
+def with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the mapping with `stdin` as bytes instead of `stdin_base64`."""
+    text = mapping["stdin_base64"]
+    if "stdin" in mapping:
+        raise InvalidCall(f"{where}.stdin_base64: expected one of stdin and stdin_base64, got both; send one")
+    if not isinstance(text, str):
+        raise InvalidCall(f"{where}.stdin_base64: expected base64 text, got {shown(text)}")
+    return {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
+
+
 def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return file contents in their JSON form."""
     return {path: base64.b64encode(data).decode("ascii") for path, data in files.items()}

@@ -107,7 +107,7 @@ class ProgramTest:
         if "stdin" in mapping:
             raise InvalidCall(f"{where}: expected stdin or call, got both; use one test for each")
         request = {"call": _function_name(mapping["call"], f"{where}.call"), "args": mapping.get("args", [])}
-        if not isinstance(request["args"], list):
+        if not isinstance(request["args"], (list, tuple)):
             raise InvalidCall(f"{where}.args: expected a list, got {shown(request['args'])}")
         if expected is not ABSENT:
             _to_json(expected, f"{where}.expected")
@@ -290,6 +290,10 @@ class JudgedProgram:
         first_failed = next((outcome for outcome in outcomes if outcome in FAILURES), JudgeOutcome.PASSED)
         passed = outcomes.count(JudgeOutcome.PASSED)
         return cls(program_id, worst or first_failed, passed, len(tests), worst is None, "", tests, clamped)
+
+    def with_id(self, program_id: str) -> JudgedProgram:
+        """Return this result with another id."""
+        return replace(self, id=program_id)
 
     def encode(self) -> dict[str, Any]:
         """Return a mapping for JSON and msgpack."""

@@ -22,7 +22,7 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 from urllib.parse import quote
@@ -32,7 +32,8 @@ import msgpack
 from yarl import URL
 
 from sandbox.backoff import backoff_s
-from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.errors import RequestRefused, ServiceError, Unreachable
+from sandbox.http_failures import failure_of, short_reason
 from sandbox.types import Call, Result, Status, unavailable_result
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
@@ -168,8 +169,8 @@ class Transport:
         self._endpoints = [_Endpoint(url) for url in urls]
         self._headers = headers
         self._timeout_s = timeout_s
-        self._batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
-        self._retries = retries
+        self.batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
+        self.retries = retries
         self._batch_size = batch_size
         self._free_connections = max_connections
         self._gather_s = gather_s
@@ -227,6 +228,40 @@ class Transport:
                 continue
         return False
 
+    async def stream_lines(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+        """Send one request with a JSON body and yield the items of the streamed response. Raises `ServiceError`."""
+        endpoint = self._next_endpoint()
+        headers = {"Content-Type": "application/json", "Accept": STREAM}
+        endpoint.num_calls += 1
+        endpoint.num_requests += 1
+        is_complete = False
+        try:
+            async with self._opened().post(f"{endpoint.url}{path}", data=io.BytesIO(body), headers=headers) as response:
+                if response.status != 200 and not _is_stream_of_invalid(response):
+                    raise await failure_of(endpoint.url, response)
+                unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
+                async for chunk in response.content.iter_any():
+                    unpacker.feed(chunk)
+                    for item in unpacker:
+                        if item is not None:  # None is a heartbeat
+                            yield item
+            is_complete = True
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
+        except (ValueError, msgpack.UnpackException) as error:
+            raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
+        finally:
+            endpoint.num_calls -= 1
+            if not is_complete:
+                endpoint.backoff_until = _now() + MIN_RETRY_DELAY_S
+
+    async def pause(self, failures: int, error: ServiceError | None) -> None:
+        """Wait before the next attempt after `failures` in a row, unless another endpoint is not backing off."""
+        delay_s = retry_delay_s(failures, error.retry_after_s if error is not None else None, self._rng)
+        log.info("%.300s; retry %d of %d, in %.1f s", error or "unavailable tests", failures, self.retries, delay_s)
+        if all(endpoint.is_backing_off(_now()) for endpoint in self._endpoints) or error is None:
+            await asyncio.sleep(delay_s)
+
     def submit(self, call: Call, default_id: str = "") -> PendingResult:
         """Send a call with the next request. `default_id` is the id of its result if the call has none."""
         self._opened()
@@ -278,10 +313,10 @@ class Transport:
                 if response.status == 404:
                     return 0
                 if response.status != 200:
-                    raise await _failure(endpoint.url, response)
+                    raise await failure_of(endpoint.url, response)
                 return int((await response.json())["cancelled"])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{endpoint.url}: {_short_reason(error)}") from None
+            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
 
     def _opened(self) -> aiohttp.ClientSession:
         assert self._session is not None
@@ -341,7 +376,7 @@ class Transport:
     async def _send_with_retries(self, request: _BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
-            endpoint = min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
+            endpoint = self._next_endpoint()
             previous_results, sent_at = request.num_results, _now()
             try:
                 await self._send(endpoint, request)
@@ -350,15 +385,18 @@ class Transport:
             except ServiceError as error:
                 for pending in request.unfinished():
                     pending.count_failure(sent_at, is_first=request.num_results > previous_results)
-                    if pending.failures > self._retries:
+                    if pending.failures > self.retries:
                         pending.set_error(self._final_error(error, pending))
                 if retried := request.unfinished():
                     await asyncio.sleep(self._back_off(endpoint, retried, str(error), error.retry_after_s))
 
+    def _next_endpoint(self) -> _Endpoint:
+        return min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
+
     async def _send(self, endpoint: _Endpoint, request: _BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
         calls, sent_at = request.unfinished(), _now()
-        batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self._batch_fields}
+        batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
         body = io.BytesIO(msgpack.packb(batch, unicode_errors="surrogatepass"))
         headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
         endpoint.num_calls += len(calls)
@@ -367,7 +405,7 @@ class Transport:
         try:
             async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
                 if response.status != 200 and not _is_stream_of_invalid(response):
-                    raise await _failure(endpoint.url, response)
+                    raise await failure_of(endpoint.url, response)
                 unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
                 async for chunk in response.content.iter_any():
                     unpacker.feed(chunk)
@@ -375,7 +413,7 @@ class Transport:
                     if request.is_abandoned:
                         return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{endpoint.url}: {_short_reason(error)}") from None
+            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
         finally:
@@ -410,7 +448,7 @@ class Transport:
         types: Counter[str] = Counter()
         for pending, encoded in results.items():
             pending.count_failure(sent_at)
-            if pending.failures > self._retries:
+            if pending.failures > self.retries:
                 pending.set_result(encoded)
             else:
                 pending.detach()
@@ -439,7 +477,7 @@ class Transport:
         pause_s = retry_delay_s(failures, retry_after_s, self._rng)
         endpoint.backoff_until = _now() + pause_s
         delay_s = pause_s if all(other.is_backing_off(_now()) for other in self._endpoints) else 0.0
-        retry = f"retry {failures} of {self._retries}"
+        retry = f"retry {failures} of {self.retries}"
         log.info("%.300s; %s, with %d calls, in %.1f s", reason, retry, len(calls), delay_s)
         return delay_s
 
@@ -464,35 +502,9 @@ def _is_stream_of_invalid(response: aiohttp.ClientResponse) -> bool:
     return response.status == 400 and response.content_type == STREAM
 
 
-async def _failure(url: str, response: aiohttp.ClientResponse) -> ServiceError:
-    """Return the error for a response with a status other than 200."""
-    text = (await response.content.read(4096)).decode("utf-8", "replace")
-    message = f"{url} answered {response.status}: {text}"
-    if response.status in (429, 503):
-        return Overloaded(message, retry_after_s=_seconds(response.headers.get("Retry-After")))
-    if 400 <= response.status < 500:
-        return RequestRefused(message)
-    return Unreachable(message)
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < math.inf else None
-
-
 def _is_retryable(encoded: dict[str, Any]) -> bool:
     error = encoded["error"]
     return encoded["status"] == Status.UNAVAILABLE and bool(error) and error["type"] in RETRYABLE_ERRORS
-
-
-def _short_reason(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        is_refused = isinstance(error.os_error, ConnectionRefusedError)
-        return "connection refused" if is_refused else f"cannot connect ({error.os_error})"
-    return str(error) or type(error).__name__
 
 
 def _now() -> float:

@@ -37,6 +37,7 @@ from sandbox.fields import (
     decode_bytes,
     shown,
     to_base64,
+    with_decoded_stdin,
 )
 
 MAX_CODE_CHARS = 4 << 20
@@ -186,7 +187,7 @@ class Call:
         base = defaults or _NO_DEFAULTS
         call = object.__new__(cls)  # the constructor would check all fields a second time
         if "stdin_base64" in mapping:
-            mapping = _with_decoded_stdin(mapping, where)
+            mapping = with_decoded_stdin(mapping, where)
         for name in _DEFAULTS:
             value = getattr(base, name)
             if name in mapping:
@@ -472,16 +473,6 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "figures": check_flag,
 }
 """The check of each field of a call except `limits`."""
-
-
-def _with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the mapping with `stdin` as bytes instead of `stdin_base64`."""
-    text = mapping["stdin_base64"]
-    if "stdin" in mapping:
-        raise InvalidCall(f"{where}.stdin_base64: expected one of stdin and stdin_base64, got both; send one")
-    if not isinstance(text, str):
-        raise InvalidCall(f"{where}.stdin_base64: expected base64 text, got {shown(text)}")
-    return {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
 
 
 _NO_DEFAULTS = Call(code="")

@@ -7,15 +7,15 @@ import logging
 import socket
 import sys
 
+from sandbox import logs
 from sandbox.cluster.ray_nodes import drive
-from sandbox.config import LOG_FORMAT
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="sandbox.cluster", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the gateway")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    logs.configure(level=logging.WARNING)
     return drive(socket.socket(fileno=args.fd))
 
 

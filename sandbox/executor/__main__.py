@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import sys
 
 import trio
 
-from sandbox.config import LOG_FORMAT
+from sandbox import logs
 from sandbox.executor.connection import serve
 from sandbox.jail import kernel
 
@@ -25,9 +24,9 @@ def main() -> int:
         kernel.set_parent_death_signal()
         if os.getppid() != args.parent:  # it has died before the line above
             return 1
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    logs.configure()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the gateway stops gracefully, then closes the socket
-    return trio.run(serve, socket.socket(fileno=args.fd))
+    return trio.run(serve, socket.socket(fileno=args.fd), logs.configure)
 
 
 if __name__ == "__main__":

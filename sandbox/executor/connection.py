@@ -6,7 +6,7 @@ At the end of the stream the gateway has gone; the executor then stops and kills
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -27,8 +27,9 @@ FLUSH_TIMEOUT_S = 5.0
 Frames = AsyncGenerator[list[Any], None]
 
 
-async def serve(sock: socket.socket) -> int:
-    """Serve a gateway until it closes its end, or until all calls are answered after "drain". Return an exit code."""
+async def serve(sock: socket.socket, set_log_format: Callable[[str], None] = lambda _log_format: None) -> int:
+    """Serve a gateway until it closes its end, or until all calls are answered after "drain". Return an exit code.
+    `set_log_format` is called with the gateway's format of log lines."""
     stream = UnixStream(sock)
     failure = ""
     async with trio.open_nursery() as nursery, aclosing(_read_frames(stream, wire.Unpacker())) as frames:
@@ -38,6 +39,7 @@ async def serve(sock: socket.socket) -> int:
             if first_frame is None or first_frame[0] != "configure":
                 raise ProtocolError(f"expected a configure frame first, got {first_frame and first_frame[0]!r}")
             config, is_replacement = ExecutorConfig.decode(first_frame[1]), first_frame[2:] == [True]
+            set_log_format(config.log_format)
             if config.isolation == AUTO:
                 raise ConfigError(f"isolation={AUTO}: expected a level; the server chooses one for all its executors")
             await GatewayConnection(stream, config, is_replacement=is_replacement).run(frames)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 
@@ -30,6 +31,7 @@ from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
 from sandbox.gateway.http.listener import RESERVED_FDS, Listener, raise_connection_limit
 from sandbox.gateway.http.routes import build_app
 from sandbox.gateway.metrics import VERSION
+from sandbox.gateway.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +62,11 @@ def serve(config: ServeConfig, launch: Launch = ExecutorProcess.launch, membersh
 
 async def _serve(config: ServeConfig, launch: Launch, membership: Membership | None) -> None:
     stop = _stop_on_signals()
+    traces = Traces.from_environment(os.environ)
     async with Dispatcher(config, launch, membership) as dispatcher:
         if config.tenants is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, dispatcher.reload_tenants)
-        runner = web.AppRunner(build_app(dispatcher), shutdown_timeout=CLOSE_TIMEOUT_S)
+        runner = web.AppRunner(build_app(dispatcher, traces), shutdown_timeout=CLOSE_TIMEOUT_S)
         await runner.setup()
         try:
             listener, address = await _listen(runner, dispatcher)
@@ -80,6 +83,8 @@ async def _serve(config: ServeConfig, launch: Launch, membership: Membership | N
             await runner.cleanup()
             raise
         await runner.cleanup()
+    if traces is not None:
+        await asyncio.to_thread(traces.stop)
 
 
 def _stop_on_signals() -> asyncio.Event:

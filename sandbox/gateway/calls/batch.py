@@ -72,7 +72,7 @@ class Batch:
     """
 
     __slots__ = (
-        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "on_done", "on_result",
+        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "on_done", "on_read", "on_result",
         "queue_timeout_s", "requeued", "results", "tenant", "unfinished", "unread_bytes",
     )  # fmt: skip
 
@@ -99,6 +99,8 @@ class Batch:
         """Requeued calls, each with its `waiting_since`, oldest first. May contain calls that no longer wait."""
         self.on_result: Callable[[int], None] | None = None
         self.on_done: Callable[[], None] | None = None
+        self.on_read: Callable[[EncodedResult], None] | None = None
+        """Called with each result that `pop_result` returns."""
 
     def add(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
         """Add a valid call, whose result will have this index."""
@@ -139,6 +141,8 @@ class Batch:
         """Remove and return the result of an index, which must have one."""
         result, self.results[index] = self.results[index], None
         assert result is not None
+        if self.on_read is not None:
+            self.on_read(result)
         return result
 
     def next_deadline(self) -> tuple[float, PendingCall] | None:

@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused
 from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.http.request_record import shown_path
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ ERROR_TYPES = {
     408: "TooSlow",
     413: "TooLarge",
     415: "UnsupportedMediaType",
+    422: "MalformedBody",
     429: "Overloaded",
     500: "InternalError",
     501: "NotImplemented",
@@ -66,7 +68,7 @@ def errors_as_json(dispatcher: Dispatcher) -> Middleware:
         except ConnectionError:
             raise
         except Exception:  # a bug of the server: its traceback goes to the log, not to the client
-            log.exception("%s %s failed", request.method, request.path)
+            log.exception("%s %s failed", request.method, shown_path(request))
             error = HttpError(500, "internal error of the server, not caused by the request; the server's log has it")
         dispatcher.counters.refused[error.status] += 1
         return _to_response(error)

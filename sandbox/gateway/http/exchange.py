@@ -20,6 +20,7 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
+from sandbox.gateway.http.request_record import RECORD
 from sandbox.gateway.http.validation import ParsedBatch
 from sandbox.types import EncodedResult, Status
 
@@ -74,6 +75,7 @@ async def submit(request: web.Request, batch: Batch) -> None:
     if tenant is not None:
         await validation.set_tenant(batch, tenant)
     request.app[DISPATCHER].submit(batch)
+    request[RECORD].add_batch(batch)
 
 
 async def wait_with_heartbeats(

@@ -67,6 +67,8 @@ class Route:
     """Named schemas that only this route uses, in addition to those of `schemas()`."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
+    error_schemas: Mapping[int, str] = field(default_factory=dict)
+    """Schema names of the bodies of errors that are no `Refusal`, by status."""
 
 
 ERROR_DESCRIPTIONS: Mapping[int, str] = {
@@ -77,6 +79,7 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     408: "The body did not arrive in time",
     413: "The body or the batch is larger than this server accepts; send smaller ones",
     415: "The body has a content type or an encoding that is not supported",
+    422: "The request is malformed; each error names the field and what was expected",
     429: "The queue is full; send the request again after the seconds in Retry-After",
     500: "An internal error of the server; its log has the details",
     501: "This server lacks an optional package that the route needs",
@@ -314,7 +317,7 @@ def _operation(route: Route) -> Schema:
     responses: dict[str, Schema] = {"200": {"description": "Success.", "content": content}}
     for status in (*route.error_statuses, 500):
         description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
-        content = {"application/json": _media("Refusal")}
+        content = {"application/json": _media(route.error_schemas.get(status, "Refusal"), route.examples)}
         results = {400: route.invalid_schemas, 503: route.unavailable_schemas}.get(status)
         if results:
             description += RESULT_DESCRIPTIONS[status]

@@ -9,15 +9,17 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import cancel, codec, exchange, judge, mcp, sandbox_fusion, validation
+from sandbox.gateway.http import cancel, code_judge, codec, exchange, judge, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
 from sandbox.gateway.http.listener import KEEPALIVE_S
 from sandbox.gateway.http.openapi import MAX_SAFE_INTEGER, Route, document
+from sandbox.gateway.http.request_record import add_request_id, record_requests
 from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.stats import Stats
+from sandbox.gateway.traces import Traces
 from sandbox.types import Result, Status
 
 STATS = web.AppKey("stats", Stats)
@@ -32,11 +34,15 @@ PAGE_HEADERS = {
 }
 
 
-def build_app(dispatcher: Dispatcher) -> web.Application:
-    """Build the application. The caller starts and stops the dispatcher."""
+def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Application:
+    """Build the application. The caller starts and stops the dispatcher and the traces."""
     config = dispatcher.config
     app = web.Application(
-        middlewares=[errors_as_json(dispatcher), auth_middleware(dispatcher)],
+        middlewares=[
+            record_requests(traces, has_access_log=config.access_log == "on"),
+            errors_as_json(dispatcher),
+            auth_middleware(dispatcher),
+        ],
         handler_args={
             "handler_cancellation": True,
             "auto_decompress": False,
@@ -48,6 +54,7 @@ def build_app(dispatcher: Dispatcher) -> web.Application:
     app[BODIES] = codec.BodyReader(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)
+    app.on_response_prepare.append(add_request_id)
     app.on_startup.extend([_start_stats, judge.on_startup, mcp.on_startup])
     app.on_cleanup.extend([_stop_stats, mcp.on_cleanup])
     for route in ROUTES:
@@ -193,6 +200,7 @@ ROUTES: tuple[Route, ...] = (
     *cancel.ROUTES,
     *judge.ROUTES,
     *mcp.ROUTES,
+    *code_judge.ROUTES,
     *sandbox_fusion.ROUTES,
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),

@@ -11,6 +11,7 @@ tool, and the Python SDK `sandbox-fusion`.
 from __future__ import annotations
 
 import base64
+import glob
 import json
 import posixpath
 from collections.abc import Callable, Mapping
@@ -109,7 +110,7 @@ def _decode_run_code(raw: Mapping[str, Json]) -> _Job:
         code=raw["code"],
         stdin="" if stdin is None else stdin,
         files=_files(raw),
-        return_files=tuple(dict.fromkeys(fetched.values())),
+        return_files=_return_files(fetched),
         limits=limits,
         echo=False,
     )
@@ -132,7 +133,7 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
     call = Call(
         code=f"__import__('rstar_notebook').run({','.join(map(_literal, cells))})",
         files=_files(raw),
-        return_files=tuple(dict.fromkeys(fetched.values())),
+        return_files=_return_files(fetched),
         limits=limits,
         echo=False,
     )
@@ -172,12 +173,22 @@ def _decode_base64(content: Json, path: str) -> bytes:
 
 
 def _fetched(raw: Mapping[str, Json]) -> dict[str, str]:
-    """Return the path to return for each name in `fetch_files`."""
+    """Return the path of the file for each name in `fetch_files`. Names are not patterns in SandboxFusion."""
     names = raw.get("fetch_files", [])
     if not isinstance(names, list):
         raise InvalidCall(f"fetch_files: expected a list of relative paths, got {shown(names)}")
-    paths = check_paths([_normal(name) for name in names], "fetch_files")
+    paths = [_normal(name) for name in names]
+    check_paths([_escaped(path) for path in paths], "fetch_files")
     return dict(zip(names, paths, strict=True))
+
+
+def _return_files(fetched: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(map(_escaped, dict.fromkeys(fetched.values())))
+
+
+def _escaped(path: Json) -> Json:
+    """Return a pattern that matches this path only."""
+    return glob.escape(path) if isinstance(path, str) else path
 
 
 def _normal(path: Json) -> Json:

@@ -90,6 +90,10 @@ REQUESTS: dict[str, tuple[str, Json]] = {
     "fetch_nested": _code(
         "import os\nos.makedirs('d/e')\nopen('d/e/f', 'wb').write(bytes([0, 255]))", fetch_files=["d/e/f", "d/e/g"]
     ),
+    "fetch_odd_names": _code(
+        "for name in ('a[1].txt', '*', 'b?', 'bx'):\n    open(name, 'w').write(name)",
+        fetch_files=["a[1].txt", "*", "b?", "c[2]"],
+    ),
     "fetch_after_error": _code("open('a.txt', 'w').write('kept')\nraise ValueError", fetch_files=["a.txt"]),
     "output_before_timeout": _code("print('early', flush=True)\nwhile True: pass", run_timeout=0.5),
     "killed_child": _code(

@@ -1,0 +1,127 @@
+"""What is known of each request: its id, its line in the access log, and its trace.
+
+- The id is the request's `X-Request-Id`, else the trace id of its `traceparent` (W3C Trace Context), else a random one.
+  The response has it as `X-Request-Id`, and every log line of the request contains it. Results do not: a result belongs
+  to exactly one response, and a call costs nothing more.
+- Text from the client reaches a log line only if it is printable ASCII of bounded length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from sandbox import logs
+from sandbox.gateway.calls.batch import Batch
+from sandbox.gateway.traces import RequestTrace, Traces
+
+access_log = logging.getLogger("sandbox.access")
+
+REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""Ids that are taken from a request. Others are replaced."""
+TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+MAX_PATH_CHARS = 200
+CLIENT_DISCONNECTED = 499
+"""Status in the access log of a request whose client closed the connection, as nginx has it."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, from its head to the end of its response."""
+
+    id: str
+    started_at: float
+    tenant: str = ""
+    """Tenant of the token; without one, that of the first call."""
+    calls: int = 0
+    trace: RequestTrace | None = None
+
+    def add_batch(self, batch: Batch) -> None:
+        """Count the calls of an admitted batch, and follow its results if the request is traced."""
+        self.calls += len(batch.results)
+        if batch.calls:
+            self.tenant = batch.calls[0].tenant
+        if self.trace is not None:
+            self.trace.add_batch(batch)
+
+
+RECORD = web.RequestKey("record", RequestRecord)
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the id of a request with these headers."""
+    sent = headers.get(REQUEST_ID_HEADER)
+    if sent is not None and REQUEST_ID.fullmatch(sent):
+        return sent
+    parent = headers.get("traceparent")
+    if parent is not None and (match := TRACEPARENT.fullmatch(parent)):
+        return match[1]
+    return secrets.token_hex(16)
+
+
+def shown_path(request: web.Request) -> str:
+    """Return the path as the client spelled it, shortened: the decoded path may contain line breaks."""
+    return request.rel_url.raw_path[:MAX_PATH_CHARS]
+
+
+def record_requests(traces: Traces | None, *, has_access_log: bool) -> Middleware:
+    """Return the middleware that owns the record of each request. It must be the outermost one."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        record = request[RECORD] = RequestRecord(request_id(request.headers), time.monotonic())
+        token = logs.request_id.set(record.id)
+        if traces is not None:
+            record.trace = traces.start(request.method, shown_path(request), request.headers, record.id)
+        status, bytes_out = CLIENT_DISCONNECTED, 0
+        try:
+            response = await handler(request)
+            status, bytes_out = response.status, _size(response)
+            return response
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        finally:
+            if record.trace is not None:
+                record.trace.end(status, record.tenant, record.calls)
+            if has_access_log:
+                _log_access(request, record, status, bytes_out)
+            logs.request_id.reset(token)
+
+    return middleware
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Set the header `X-Request-Id` of a response."""
+    response.headers[REQUEST_ID_HEADER] = request[RECORD].id
+
+
+def _size(response: web.StreamResponse) -> int:
+    """Return the bytes of a response's body, which may not have been sent yet."""
+    if response.prepared:
+        return response.body_length
+    body = response.body if isinstance(response, web.Response) else None
+    return len(body) if isinstance(body, bytes) else 0
+
+
+def _log_access(request: web.Request, record: RequestRecord, status: int, bytes_out: int) -> None:
+    fields: dict[str, object] = {
+        "method": request.method,
+        "path": shown_path(request),
+        "status": status,
+        "tenant": record.tenant,
+        "calls": record.calls,
+        "bytes_in": request.content.total_bytes,
+        "bytes_out": bytes_out,
+        "ms": round((time.monotonic() - record.started_at) * 1000, 1),
+    }
+    text = " ".join(f"{name}={value!r}" if name == "tenant" else f"{name}={value}" for name, value in fields.items())
+    access_log.info("%s", text, extra={"fields": fields})

@@ -1,0 +1,126 @@
+"""The client's requests to `/v1/judge`: programs in groups, each group one request, which is sent again if it fails.
+
+- A program gets a `JudgedProgram` of the server, or a `ServiceError` is raised.
+- A failed request is sent again with the programs that have no result yet. So is a program with a test that is
+  `unavailable` for a reason in `RETRYABLE_ERRORS`. After `retries` failures in a row it keeps this result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from sandbox.errors import RequestRefused, ServiceError, Unreachable
+from sandbox.judge import JudgedProgram, JudgeOutcome, Program
+from sandbox.transport import RETRYABLE_ERRORS, Transport
+from sandbox.types import Limits
+
+MAX_TESTS = 4096
+"""Tests in one request, except for a program that has more."""
+MAX_REQUESTS = 16
+"""Requests at the same time."""
+
+RawProgram = Mapping[str, Any]
+"""A program as in `programs` of POST /v1/judge."""
+
+
+async def judge_programs(
+    transport: Transport, programs: Sequence[RawProgram], defaults: Mapping[str, Any]
+) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
+    """Have valid programs judged, and yield the index and result of each. Raises `ServiceError`."""
+    judged: asyncio.Queue[tuple[int, JudgedProgram] | Exception] = asyncio.Queue()
+    groups = iter(_groups(programs, defaults))
+
+    async def judge_groups() -> None:
+        try:
+            for group in groups:
+                async for item in _judge_group(transport, group, defaults):
+                    judged.put_nowait(item)
+        except Exception as error:  # raised by the task that reads the queue
+            judged.put_nowait(error)
+
+    tasks = [asyncio.create_task(judge_groups()) for _ in range(min(MAX_REQUESTS, len(programs)))]
+    try:
+        for _ in programs:
+            item = await judged.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _judge_group(
+    transport: Transport, group: Mapping[int, RawProgram], defaults: Mapping[str, Any]
+) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
+    """Have some programs, given by index, judged by one request at a time."""
+    waiting = dict(group)
+    failures = 0
+    while waiting:
+        indexes = list(waiting)
+        error: ServiceError | None = None
+        body = {"programs": list(waiting.values()), "defaults": defaults, **transport.batch_fields}
+        try:
+            async for line in transport.stream_lines("/v1/judge", json.dumps(body, default=_as_json).encode()):
+                judged, index = _decode_line(line, indexes)
+                if failures < transport.retries and _is_retryable(judged):
+                    continue
+                del waiting[index]
+                if "id" not in group[index]:
+                    judged = judged.with_id(str(index))
+                yield index, judged
+                failures = 0
+        except RequestRefused:
+            raise
+        except ServiceError as raised:
+            error = raised
+        if waiting:
+            failures += 1
+            if failures > transport.retries:
+                raise error or Unreachable(f"the server ended its response with {len(waiting)} results missing")
+            await transport.pause(failures, error)
+
+
+def _groups(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> list[dict[int, RawProgram]]:
+    """Return the programs by index, in groups that are sent together."""
+    groups: list[dict[int, RawProgram]] = []
+    room = 0
+    for index, program in enumerate(programs):
+        tests = len(program.get("tests", defaults.get("tests", ())))
+        if not groups or tests > room:
+            groups.append({})
+            room = MAX_TESTS
+        groups[-1][index] = program
+        room -= tests
+    return groups
+
+
+def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> None:
+    """Check programs before they are sent. Raises `InvalidCall` with the index of a malformed one."""
+    base = Program.decode_defaults(defaults)
+    for index, program in enumerate(programs):
+        Program.decode(program, base, f"programs[{index}]")
+
+
+def _decode_line(line: Any, indexes: Sequence[int]) -> tuple[JudgedProgram, int]:
+    try:
+        return JudgedProgram.decode(line), indexes[line["index"]]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise Unreachable(f"the server sent something that is no result: {error!r:.200}") from None
+
+
+def _is_retryable(judged: JudgedProgram) -> bool:
+    return any(
+        test.outcome is JudgeOutcome.UNAVAILABLE and test.message.partition(":")[0] in RETRYABLE_ERRORS
+        for test in judged.tests
+    )
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Limits):
+        return {name: getattr(value, name) for name in Limits.__slots__}
+    raise TypeError(f"expected a value that JSON can represent, got {type(value).__name__}")

@@ -1,0 +1,165 @@
+"""Tests of `AsyncClient.judge`: order, checks before sending, and retries of programs without a result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import msgpack
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from sandbox import judge_requests
+from sandbox.client import AsyncClient, Client
+from sandbox.errors import InvalidCall, Overloaded, RequestRefused, Unreachable
+from sandbox.judge import JudgedProgram, JudgedTest, JudgeOutcome
+from sandbox.types import Limits
+from tests.client.servers import gateway_in_a_thread
+from tests.gateway.serving import serving
+
+PASSING = {"code": "hi", "tests": [{"stdin": "", "expected": "hi"}]}
+"""A fake executor prints the code."""
+FAILING = {"code": "ho", "tests": [{"stdin": "", "expected": "hi"}]}
+Answer = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
+"""Takes the number of the request and a program; returns its result, an HTTP status, or None for a lost connection."""
+
+
+def result(outcome: JudgeOutcome, message: str = "") -> dict[str, Any]:
+    return JudgedProgram.of("", (JudgedTest(outcome, message=message),), {}).encode()
+
+
+@asynccontextmanager
+async def scripted(answer: Answer) -> AsyncIterator[tuple[str, list[list[str]]]]:
+    """A server of `/v1/judge`. Yields its URL, and the codes of each request."""
+    requests: list[list[str]] = []
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        programs = json.loads(await request.read())["programs"]
+        requests.append([program["code"] for program in programs])
+        response = web.StreamResponse(headers={"Content-Type": "application/x-msgpack-stream"})
+        for index, program in enumerate(programs):
+            answered = answer(len(requests), program)
+            if isinstance(answered, int):
+                return web.json_response({"error": {"type": "No", "message": "no"}}, status=answered)
+            if not response.prepared:
+                await response.prepare(request)
+                await response.write(b"\xc0")  # a heartbeat
+            if answered is None:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            await response.write(msgpack.packb({"index": index, **answered}))
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/judge", respond)
+    async with TestServer(app) as server:
+        yield str(server.make_url("/")), requests
+
+
+@pytest.mark.asyncio
+async def test_results_are_in_the_order_of_the_programs() -> None:
+    async with serving() as served, AsyncClient(served.url) as client:
+        programs = [PASSING, FAILING, {**PASSING, "id": "mine", "limits": Limits(timeout_s=2)}]
+        judged = await client.judge(programs)
+        streamed = [item async for item in client.stream_judged(programs)]
+    assert [program.outcome.value for program in judged] == ["passed", "wrong_answer", "passed"]
+    assert [program.id for program in judged] == ["0", "1", "mine"]
+    assert sorted(index for index, _ in streamed) == [0, 1, 2]
+    assert judged[0].tests[0].stdout == "hi"
+
+
+@pytest.mark.asyncio
+async def test_defaults_are_sent_once_and_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_requests, "MAX_TESTS", 4)
+    defaults = {"tests": [{"expected": "hi"}] * 2}
+    async with serving() as served, AsyncClient(served.url) as client:
+        judged = await client.judge([{"code": "hi"}] * 7, defaults)
+    assert [program.passed for program in judged] == [2] * 7
+
+
+@pytest.mark.asyncio
+async def test_malformed_programs_raise_before_anything_is_sent() -> None:
+    async with AsyncClient("http://127.0.0.1:1") as client:
+        with pytest.raises(InvalidCall, match=r"programs\[1\].tests\[0\].expected"):
+            await client.judge([PASSING, {"code": "1", "tests": [{"stdin": ""}]}])
+        with pytest.raises(InvalidCall, match=r"defaults\.code"):
+            await client.judge([PASSING], {"code": "1"})
+        with pytest.raises(TypeError, match="programs: expected a list"):
+            await client.judge(PASSING)  # type: ignore[arg-type]
+        assert await client.judge([]) == []
+
+
+@pytest.mark.asyncio
+async def test_programs_of_a_broken_response_are_sent_again() -> None:
+    def answer(number: int, program: dict[str, Any]) -> dict[str, Any] | None:
+        return None if number == 1 and program["code"] == "b" else result(JudgeOutcome.PASSED)
+
+    async with scripted(answer) as (url, requests), AsyncClient(url) as client:
+        judged = await client.judge([{**PASSING, "code": code} for code in "abc"])
+    assert requests == [["a", "b", "c"], ["b", "c"]]
+    assert [program.outcome for program in judged] == [JudgeOutcome.PASSED] * 3
+
+
+@pytest.mark.asyncio
+async def test_tests_that_were_stopped_are_run_again_and_others_are_not() -> None:
+    messages = {"a": "Stopped: x", "b": "QueueTimeout: x"}
+
+    def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
+        if number == 1:
+            return result(JudgeOutcome.UNAVAILABLE, messages[program["code"]])
+        return result(JudgeOutcome.PASSED)
+
+    async with scripted(answer) as (url, requests), AsyncClient(url) as client:
+        judged = await client.judge([{**PASSING, "code": code} for code in "ab"])
+    assert requests == [["a", "b"], ["a"]]
+    assert [program.outcome.value for program in judged] == ["passed", "unavailable"]
+
+
+@pytest.mark.asyncio
+async def test_a_program_without_retries_left_keeps_its_result() -> None:
+    async with (
+        scripted(lambda _number, _program: result(JudgeOutcome.UNAVAILABLE, "Stopped: x")) as (url, requests),
+        AsyncClient(url, retries=2) as client,
+    ):
+        (judged,) = await client.judge([PASSING])
+    assert (len(requests), judged.outcome, judged.is_scorable) == (3, JudgeOutcome.UNAVAILABLE, False)
+
+
+@pytest.mark.parametrize(
+    ("answered", "error", "attempts"), [(400, RequestRefused, 1), (429, Overloaded, 3), (None, Unreachable, 3)]
+)
+@pytest.mark.asyncio
+async def test_a_failure_that_persists_raises(answered: int | None, error: type[Exception], attempts: int) -> None:
+    async with scripted(lambda _number, _program: answered) as (url, requests), AsyncClient(url, retries=2) as client:
+        with pytest.raises(error):
+            await client.judge([PASSING])
+    assert len(requests) == attempts
+
+
+@pytest.mark.asyncio
+async def test_a_response_that_is_no_result_is_an_error() -> None:
+    async with scripted(lambda _number, _program: {"id": 1}) as (url, _), AsyncClient(url, retries=0) as client:
+        with pytest.raises(Unreachable, match="no result"):
+            await client.judge([PASSING])
+
+
+def test_the_client_without_an_event_loop_has_the_same_method() -> None:
+    with gateway_in_a_thread() as url, Client(url) as client:
+        assert [program.passed for program in client.judge([PASSING, FAILING])] == [1, 0]
+        assert {index: program.passed for index, program in client.stream_judged([PASSING, FAILING])} == {0: 1, 1: 0}
+
+
+@pytest.mark.asyncio
+async def test_leaving_the_loop_cancels_the_request() -> None:
+    hanging = {**PASSING, "code": "hang"}
+    async with serving() as served, AsyncClient(served.url) as client:
+        async with aclosing(client.stream_judged([hanging, PASSING])) as judged:
+            assert (await anext(judged))[0] == 1
+        async with asyncio.timeout(10):
+            while served.dispatcher.call_table.outstanding.calls:  # noqa: ASYNC110  the server has no event for it
+                await asyncio.sleep(0.01)
