@@ -133,10 +133,11 @@ EXAMPLES: Mapping[str, Any] = {
 """Examples by the name of their schema."""
 
 
-def document(routes: Iterable[Route], needs_token: bool) -> Schema:
-    """Return the whole document."""
+def document(routes: Iterable[Route], needs_token: bool, own_profiles: Iterable[str] = ()) -> Schema:
+    """Return the whole document. `own_profiles` are the names of the profiles that the operator has defined."""
     paths: dict[str, Schema] = {}
     named_schemas = schemas()
+    named_schemas["Profile"]["enum"] += own_profiles
     for route in routes:
         named_schemas |= route.schemas
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -397,6 +398,8 @@ def _schema_of_hint(hint: Any) -> Schema:
     """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
     if hint == str | bytes:  # as text, since JSON has no bytes
         hint = str
+    if hint == Profile | str:  # `document` adds the other names to the schema of `Profile`
+        hint = Profile
     plain = {str: "string", bool: "boolean", int: "integer", float: "number"}
     if hint in plain:
         return {"type": plain[hint]}

@@ -129,7 +129,9 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.json_response(document(ROUTES, request.app[DISPATCHER].config.needs_token))
+    config = request.app[DISPATCHER].config
+    own_profiles = [profile.name for profile in config.own_profiles]
+    return web.json_response(document(ROUTES, config.needs_token, own_profiles))
 
 
 async def docs(request: web.Request) -> web.Response:
