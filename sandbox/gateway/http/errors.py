@@ -27,6 +27,7 @@ ERROR_TYPES = {
     408: "TooSlow",
     413: "TooLarge",
     415: "UnsupportedMediaType",
+    422: "MalformedBody",
     429: "Overloaded",
     500: "InternalError",
     501: "NotImplemented",

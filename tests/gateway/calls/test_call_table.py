@@ -138,7 +138,7 @@ class CallTableMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5))
     def cancel_by_id(self, index: int) -> None:
         unfinished = [call for batch in self.batches for call in batch.calls if call.call is not None]
-        found = self.call_table.with_id(f"call {index}")
+        found = self.call_table.with_id(f"call {index}", None)
         assert sorted(map(id, found)) == sorted(id(call) for call in unfinished if call.index == index)
         ended = self.call_table.end(found, "Cancelled", "by the test")
         assert ended.calls == found
@@ -317,6 +317,17 @@ def test_max_running_bounds_the_calls_of_a_tenant_at_all_executors() -> None:
     assert len(call_table.fail_waiting("Stopped", "", 10)) == 1
 
 
+def test_a_tenant_finds_only_its_own_calls_by_their_id() -> None:
+    call_table, batches = CallTable(LIMITS), {name: Batch(1, 10.0) for name in "ab"}
+    for name, batch in batches.items():
+        batch.tenant = Tenant(name)
+        batch.add(0, Call("1", id="same", tenant=name), "same", {})
+        call_table.admit(batch, 0.0)
+    assert [call.tenant for call in call_table.with_id("same", Tenant("b"))] == ["b"]
+    assert len(call_table.with_id("same", None)) == 2
+    assert call_table.with_id("same", Tenant("c")) == []
+
+
 def test_executors_are_shared_for_a_while_after_calls_of_several_tenants() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(2, tenants="a"), 0.0)
@@ -441,7 +452,7 @@ def test_an_id_that_is_only_the_index_of_its_call_is_not_found() -> None:
     batch.add(0, Call("1"), "0", {})
     batch.add(1, Call("2", id="0"), "0", {})
     call_table.admit(batch, 0.0)
-    assert [call.index for call in call_table.with_id("0")] == [1]
+    assert [call.index for call in call_table.with_id("0", None)] == [1]
 
 
 def test_no_call_is_assigned_after_the_one_that_reaches_the_target_size() -> None:
