@@ -81,7 +81,8 @@ def _take_output(fd: int) -> str:
 def _run_cell(source: str, name: str, scope: dict) -> list:
     """Run a cell and display its figures. Return the errors of both."""
     errors = []
-    for step in (lambda: _execute(source, name, scope), _display_figures):
+    steps: tuple[Callable[[], None], ...] = (lambda: _execute(source, name, scope), _display_figures)
+    for step in steps:
         try:
             step()
         except BaseException as error:
