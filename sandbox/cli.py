@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
+from sandbox.own_profiles import check_profile
 from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
     call = run_command.call_of(args)
     run_command.check_return_files(call, overwrite=args.force)
-    config = _with_python(_config(args, _RUN_SETTINGS), args)
+    config = _config(args, _RUN_SETTINGS)
+    check_profile(call.profile, config.own_profiles, "run")
+    config = _with_python(config, args)
     from sandbox.executor import run_once
 
     result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
@@ -279,8 +282,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     echo.add_argument("--echo", action="store_true", help="print the value of the last expression, as a notebook does")
     echo.add_argument("--no-echo", dest="echo", action="store_false", help="do not print it (default)")
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
-    profiles = [profile.value for profile in Profile]
-    parser.add_argument("--profile", choices=profiles, default="auto", help="profile of the zygote to fork")
+    names = ", ".join(Profile)
+    parser.add_argument(
+        "--profile", metavar="NAME", default="auto", help=f"profile of the zygote to fork: {names}, or one of --config"
+    )
     for name, rule in LIMIT_FIELDS.items():
         text = f"{rule.doc} (default: {rule.default:g})"
         parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)

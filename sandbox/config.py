@@ -21,7 +21,9 @@ from typing import Any
 
 from sandbox.errors import ConfigError
 from sandbox.fields import NumberRule
-from sandbox.types import LIMIT_FIELDS, Limits, Profile
+from sandbox.mounts import read_mounts
+from sandbox.own_profiles import PARENTS, OwnProfile, read_profiles
+from sandbox.types import LIMIT_FIELDS, Limits
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_VARIABLES = ("URL",)
@@ -48,7 +50,7 @@ call; the call itself takes several milliseconds of a core."""
 
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 """All levels, the strongest first."""
-ZYGOTE_PROFILES = tuple(p.value for p in Profile if p not in (Profile.AUTO, Profile.VERIFY))
+ZYGOTE_PROFILES = tuple(profile.value for profile in PARENTS)
 """Profiles that `--profiles` may name. `auto` is resolved to one of them; the zygote of `verify` is spawned on first
 use and needs no setting."""
 
@@ -187,14 +189,22 @@ class ExecutorConfig:
         "idle priority",
     )
     profiles: tuple[str, ...] = _setting(
-        "tuning", ZYGOTE_PROFILES, NameListRule(ZYGOTE_PROFILES), "profiles that each zygote pool keeps a zygote for"
+        "tuning",
+        ZYGOTE_PROFILES,
+        NameListRule(ZYGOTE_PROFILES),
+        "built-in profiles that each zygote pool keeps a zygote for",
     )
     attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
     log_format: str = _text("logs", "text", "format of log lines; json: one JSON object per line", *LOG_FORMATS)
+    own_profiles: tuple[OwnProfile, ...] = ()
+    """Profiles of the TOML file, each after the one that it extends. Each pool keeps a zygote for each."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """Directories that calls can read: path that calls see, path on the host."""
 
     def encode(self) -> dict[str, Any]:
         """Return the executor's settings as a mapping for msgpack or JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(ExecutorConfig)}
+        values = {f.name: getattr(self, f.name) for f in fields(ExecutorConfig)}
+        return {**values, "own_profiles": [profile.encode() for profile in self.own_profiles]}
 
     @staticmethod
     def decode(raw: Mapping[str, Any]) -> ExecutorConfig:
@@ -202,9 +212,10 @@ class ExecutorConfig:
         values, settings = dict(raw), _settings_of(ExecutorConfig)
         if values.get("python") is None:  # the only setting whose default, None, is not a value that its rule accepts
             values.pop("python", None)
-        return ExecutorConfig(
-            **{name: _find(name, settings, where=name).checked(value, where=name) for name, value in values.items()}
-        )
+        own_profiles = tuple(OwnProfile.decode(profile) for profile in values.pop("own_profiles", ()))
+        mounts = tuple((path, source) for path, source in values.pop("mounts", ()))
+        checked = {name: _find(name, settings, where=name).checked(value, where=name) for name, value in values.items()}
+        return ExecutorConfig(**checked, own_profiles=own_profiles, mounts=mounts)
 
 
 DEFAULT_MAX_LIMITS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
@@ -275,7 +286,7 @@ class ServeConfig(ExecutorConfig):
 
     def executor_config(self) -> ExecutorConfig:
         """Return the settings of a server's only executor."""
-        return ExecutorConfig(**self.encode())
+        return ExecutorConfig(**{f.name: getattr(self, f.name) for f in fields(ExecutorConfig)})
 
     def resolved(self, cores: int, memory_mb: int | None = None) -> ServeConfig:
         """Return settings with zeros replaced by the numbers for a machine that grants `cores`, and with the memory
@@ -327,7 +338,13 @@ def split_evenly(total: int, parts: int) -> list[int]:
 def load(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> ServeConfig:
     """Read the settings from all sources. `flags` maps names of settings to text. Raises `ConfigError`."""
     values: dict[str, Any] = {}
-    for source in (_from_toml(file) if file else (), _from_environment(environ), _from_flags(flags)):
+    toml = _read_toml(file) if file else {}
+    if file and isinstance(toml.get("profiles"), dict):  # else it is the setting `profiles`, a list
+        values["own_profiles"] = read_profiles(toml.pop("profiles"), file)
+    if file and "mounts" in toml:
+        values["mounts"] = read_mounts(toml.pop("mounts"), file)
+    from_toml = ((name, value, f"{file}: {name}") for name, value in toml.items())
+    for source in (from_toml, _from_environment(environ), _from_flags(flags)):
         checked = {name: (_find(name, SETTINGS, where).checked(value, where), where) for name, value, where in source}
         values |= {name: value for name, (value, _) in checked.items()}
         if "token_file" in checked:  # read here, so that a token from a later source replaces the file's
@@ -360,16 +377,15 @@ _Values = Iterator[tuple[str, Any, str]]
 """Name of a setting, its value, and the source's spelling of the name, for error messages."""
 
 
-def _from_toml(file: Path) -> _Values:
+def _read_toml(file: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {file}: cannot be read ({error.strerror})") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {file}: is not TOML ({error})") from None
-    return ((name, value, f"{file}: {name}") for name, value in values.items())
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Values:

@@ -23,16 +23,18 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgpack
+from yarl import URL
 
 from sandbox.backoff import backoff_s
 from sandbox.errors import RequestRefused, ServiceError, Unreachable
 from sandbox.http_failures import failure_of, short_reason
-from sandbox.types import Call, Result, Status
+from sandbox.types import Call, Result, Status, unavailable_result
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
@@ -87,6 +89,13 @@ class PendingResult:
         self.request.num_awaited -= 1
         self.request.num_results += 1
 
+    def set_cancelled(self) -> None:
+        """Give a call that no server has the result that a server gives to cancelled calls."""
+        message = "its caller cancelled it by its id before a server had it"
+        self.future.set_result(unavailable_result(self.id, "Cancelled", message))
+        if self.request is not None:
+            self.request.num_awaited -= 1
+
     def set_error(self, error: ServiceError) -> None:
         if not self.future.done():
             self.future.set_exception(error)
@@ -103,6 +112,8 @@ class _BatchRequest:
         """Number of calls that are unfinished and not abandoned."""
         self.num_results = 0
         self.has_abandoned_calls = False
+        self.is_sent = False
+        """False while the request pauses between two attempts, so that no server has its calls."""
         self.task: asyncio.Task[None]
         for pending in calls:
             pending.request = self
@@ -269,6 +280,44 @@ class Transport:
             elif pending.request is not None:
                 pending.request.abandon_one()
 
+    async def cancel(self, call_id: str) -> int:
+        """Cancel all unfinished calls with this id, at every endpoint and in this transport, and return their number.
+        The request may arrive before this transport's own calls, so it is sent until they have ended. Raises
+        `ServiceError` if no endpoint answers."""
+        submitted = [*chain(self._waiting, *self._pausing, *(request.calls for request in self._requests))]
+        own = [pending for pending in submitted if pending.call.id == call_id]
+        cancelled = 0
+        for attempt in count(1):
+            for pending in own:
+                if not pending.future.done() and not (pending.request is not None and pending.request.is_sent):
+                    pending.set_cancelled()
+                    cancelled += 1
+            answers = [self._send_cancel(endpoint, call_id) for endpoint in self._endpoints]
+            counts = await asyncio.gather(*answers, return_exceptions=True)
+            cancelled += sum(number for number in counts if isinstance(number, int))
+            errors = [error for error in counts if isinstance(error, BaseException)]
+            if len(errors) == len(counts):
+                raise errors[0]
+            unfinished = [pending.future for pending in own if not pending.future.done()]
+            if not unfinished:
+                break
+            await asyncio.wait(unfinished, timeout=backoff_s(attempt, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
+        return cancelled
+
+    async def _send_cancel(self, endpoint: _Endpoint, call_id: str) -> int:
+        """Return how many calls an endpoint has cancelled. Raises `ServiceError`."""
+        name = quote(call_id, safe="").replace(".", "%2E")  # "." and ".." would change the path
+        url = URL(f"{endpoint.url}/v1/calls/{name}", encoded=True)
+        try:
+            async with self._opened().delete(url) as response:
+                if response.status == 404:
+                    return 0
+                if response.status != 200:
+                    raise await failure_of(endpoint.url, response)
+                return int((await response.json())["cancelled"])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
+
     def _opened(self) -> aiohttp.ClientSession:
         assert self._session is not None
         return self._session
@@ -352,6 +401,7 @@ class Transport:
         headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
         endpoint.num_calls += len(calls)
         endpoint.num_requests += 1
+        request.is_sent = True
         try:
             async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
                 if response.status != 200 and not _is_stream_of_invalid(response):
@@ -368,6 +418,7 @@ class Transport:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
         finally:
             endpoint.num_calls -= len(calls)
+            request.is_sent = False
         if missing := len(request.unfinished()):
             raise Unreachable(f"{endpoint.url} closed the connection with {missing} of {len(calls)} results missing")
 

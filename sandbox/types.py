@@ -13,6 +13,7 @@ Bytes are base64 text in JSON and raw `bin` in msgpack; `decode` takes both. Sta
 from __future__ import annotations
 
 import base64
+import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -76,8 +77,15 @@ class Status(DocumentedEnum):
     INVALID = "invalid", "The call is malformed and did not run. `error.message` names the field."
 
 
+PROFILE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+"""Form of the name of a profile."""
+
+
 class Profile(DocumentedEnum):
-    """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong."""
+    """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong.
+
+    An operator can define further profiles (`sandbox.own_profiles`), whose names are plain text.
+    """
 
     AUTO = "auto", "The server chooses by the imports in the code."
     BARE = "bare", "The modules of the standard library that math code uses."
@@ -85,6 +93,9 @@ class Profile(DocumentedEnum):
     SYMBOLIC = "symbolic", "`numeric`, sympy and mpmath."
     SCIENTIFIC = "scientific", "`symbolic`, scipy, networkx, pandas and matplotlib."
     VERIFY = "verify", "`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."
+
+
+_PROFILES: dict[str, Profile] = {profile.value: profile for profile in Profile}
 
 
 class Outcome(DocumentedEnum):
@@ -162,7 +173,7 @@ class Call:
     return_files: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
     echo: bool = True
-    profile: Profile = Profile.AUTO
+    profile: Profile | str = Profile.AUTO
     id: str = ""
     priority: int = 0
     tenant: str = ""
@@ -450,11 +461,14 @@ def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
     return _FIELD_CHECKS[name](value, where)
 
 
-def _check_profile(value: Any, where: str) -> Profile:
-    try:
-        return Profile(value)
-    except ValueError:
-        raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}") from None
+def _check_profile(value: Any, where: str) -> Profile | str:
+    """Check the form of a name. The server checks that it has a profile of this name."""
+    if isinstance(value, str):
+        if value in _PROFILES:
+            return _PROFILES[value]
+        if PROFILE_NAME.fullmatch(value):
+            return value
+    raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}")
 
 
 _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {

@@ -72,7 +72,7 @@ def test_version_is_the_installed_one() -> None:
     assert done.stdout.startswith("rstar-sandbox 0.")
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--prot", "1"], ["run", "--profile", "huge", "x.py"]])
+@pytest.mark.parametrize("argv", [[], ["fly"], ["serve", "--prot", "1"], ["run", "--profil", "bare", "x.py"]])
 def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
@@ -85,6 +85,7 @@ def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None
         (["serve", "--port", "http"], "--port: expected a whole number from 0 to 65535, got 'http'"),
         (["serve", "--host", "0.0.0.0"], "needs a token"),
         (["run"], "expected one of FILE, - (code on standard input) or -c CODE"),
+        (["run", "-c", "1", "--profile", "huge"], "run.profile: expected one of auto, bare, numeric, symbolic, scien"),
         (["run", "-c", "1", "--env", "A"], "--env A: expected NAME=VALUE"),
         (["run", "-c", "1", "--env", "1A=x"], "run.env: expected names of ASCII letters"),
         (["run", "-c", "1", "--return", "../*"], "expected a relative path"),

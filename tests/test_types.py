@@ -306,7 +306,7 @@ def test_unknown_keys_of_a_result_are_ignored() -> None:
         ({"limits": 5}, r"call\.limits: expected an object, got 5"),
         ({"files": {"../a": b""}}, r"call\.files: expected a relative path"),
         ({"return_files": "a"}, r"call\.return_files: expected a list"),
-        ({"profile": "fast"}, r"call\.profile: expected one of auto, bare"),
+        ({"profile": "Fast!"}, r"call\.profile: expected one of auto, bare"),
         ({"priority": 0.5}, r"call\.priority: expected a whole number"),
         ({"echo": 1}, r"call\.echo: expected true or false"),
         ({"id": None}, r"call\.id: expected printable text"),

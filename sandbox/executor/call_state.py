@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sandbox.executor import profile_choice, zygote_frames
+from sandbox.executor import zygote_frames
+from sandbox.executor.profile_choice import BUILT_IN_PROFILES, ProfileTree, imported_modules
 from sandbox.jail import CgroupUsage
 from sandbox.types import LIMIT_FIELDS, EncodedResult, Profile, unavailable_result
 
@@ -67,17 +68,15 @@ class CallRequest:
     limits: dict[str, float]
     modules: frozenset[str]
     """Modules that the code appears to import."""
-    profile: Profile
+    profile: str
 
     @classmethod
-    def decode(cls, seq: int, encoded: dict[str, Any]) -> CallRequest:
+    def decode(cls, seq: int, encoded: dict[str, Any], profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
         """Decode `Call.encode(binary=True)`."""
         requested = encoded.get("limits", {})
         limits = {name: requested.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
-        modules = profile_choice.imported_modules(encoded["code"])
-        profile = Profile(encoded.get("profile", Profile.AUTO))
-        if profile is Profile.AUTO:
-            profile = profile_choice.smallest_profile(modules)
+        modules = imported_modules(encoded["code"])
+        profile = profiles.choose(encoded.get("profile", Profile.AUTO), modules)
         return cls(seq, encoded, limits, modules, profile)
 
     @property

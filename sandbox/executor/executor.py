@@ -38,6 +38,7 @@ from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
 from sandbox.executor.monitor import CallMonitor, KillReason, Monitor
 from sandbox.executor.process_tree import CpuPriority
+from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
 from sandbox.executor.zygote_frames import Header, get_number
@@ -93,6 +94,9 @@ class Executor:
         """Cores that the machine grants to this process and its calls."""
         capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
+        self._mounts = config.mounts
+        has_uids = self.level is jail.Level.LANDLOCK and jail.host_uids(0, 1, self.level)[0] is not None
+        jail.check_mounts(self._mounts, self.level, has_uids=has_uids)
         self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
         """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""
         self.slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
@@ -129,7 +133,8 @@ class Executor:
         self._nursery: trio.Nursery | None = None
         self._ready = trio.Event()
         self._scratch_parent_dir = self._find_scratch_parent_dir()
-        profiles = tuple(Profile(name) for name in config.profiles)
+        self._profiles = ProfileTree(config.own_profiles)
+        profiles = (*config.profiles, *self._profiles.own)
         min_pools = math.ceil((self.slots + self.long_slots) / MAX_SLOTS_PER_POOL)
         pools = max(min(capacity["zygote_pools"], self.slots), min_pools)
         short, long = math.ceil(self.slots / pools), math.ceil(self.long_slots / pools)
@@ -150,7 +155,7 @@ class Executor:
         log.info("scratch directories are on %s; disk_mb limits each file only", shared)
         return parent
 
-    def _new_pool(self, number: int, slots: Slots, profiles: tuple[Profile, ...]) -> ZygotePool:
+    def _new_pool(self, number: int, slots: Slots, profiles: tuple[str, ...]) -> ZygotePool:
         uid_base, uid_count = jail.host_uids(number, slots.count, self.level, self.python)
         shares_uid = uid_base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
         scratch_root = f"{self._scratch_parent_dir}/rstar-sandbox-{secrets.token_hex(8)}"
@@ -161,11 +166,18 @@ class Executor:
             env=GUEST_ENV,
             uid_base=uid_base,
             uid_count=uid_count,
+            data=self._mounts,
             user_namespace_per_call=shares_uid and self._can_limit_processes,
             scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
         return ZygotePool(
-            spec, profiles, slots, self, report_after_s=self._demote_after_s, is_replacement=self._is_replacement
+            spec,
+            profiles,
+            slots,
+            self,
+            tree=self._profiles,
+            report_after_s=self._demote_after_s,
+            is_replacement=self._is_replacement,
         )
 
     @cached_property
@@ -208,7 +220,7 @@ class Executor:
 
     def submit(self, seq: int, encoded: dict[str, Any]) -> None:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
-        call = CallState(CallRequest.decode(seq, encoded))
+        call = CallState(CallRequest.decode(seq, encoded, self._profiles))
         self._calls[seq] = call
         if not self._queue:
             self._progress_at = time.monotonic()
@@ -231,7 +243,7 @@ class Executor:
             if call.is_cancelled:
                 self._queue.popleft()
                 continue
-            if call.request.profile is Profile.VERIFY:
+            if call.request.profile == Profile.VERIFY:
                 for pool in self.pools:
                     pool.request_verifier()
                 if all(pool.is_waiting_for_verifier for pool in self.pools):
@@ -253,7 +265,7 @@ class Executor:
             "running_long": self.running_long,
             "slots": self.slots,
             "long_slots": self.long_slots,
-            "zygotes": Counter(zygote.profile.value for zygote in self.all_zygotes()),
+            "zygotes": Counter(str(zygote.profile) for zygote in self.all_zygotes()),
             "zygote_restarts_total": sum(pool.restarts for pool in self.pools),
             "retried_total": self.counts["retried"],
             "demoted_total": self.counts["demoted"],
@@ -300,7 +312,7 @@ class Executor:
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
-    def _pick_zygote(self, profile: Profile) -> tuple[ZygotePool, Zygote] | None:
+    def _pick_zygote(self, profile: str) -> tuple[ZygotePool, Zygote] | None:
         """Return a zygote for a call and its pool, which has a free slot; None if there is no such pool."""
         for pool in sorted(self.pools, key=lambda pool: pool.slots.free_short, reverse=True):
             if not pool.slots.free_short or not pool.slots.free:

@@ -1,5 +1,5 @@
-"""A zygote pool: one jail and its zygotes. There is one zygote per profile, forked from the zygote of the previous
-profile in the chain. The `verify` zygote is forked from `symbolic` on the first request for it.
+"""A zygote pool: one jail and its zygotes. There is one zygote per profile, forked from the zygote of the profile that
+it extends (`profile_choice.ProfileTree`). The `verify` zygote is forked from `symbolic` on the first request for it.
 
     task per profile:  _supervise -> _run_zygote -> _spawn, _serve_zygote (_handshake, then _handle_frame per frame)
                            ^                                   |
@@ -7,7 +7,7 @@ profile in the chain. The `verify` zygote is forked from `symbolic` on the first
 
 Invariants:
 - The exit of a zygote ends only its own calls, with two exceptions that end the whole jail. One is the exit of the
-  first zygote of the chain, which the launcher waits for. The other is any exit if there are no cgroups, since then
+  zygote of `bare`, which the launcher waits for. The other is any exit if there are no cgroups, since then
   only the exit of the jail's init shows that the processes of the calls are gone.
 - A zygote that sends an invalid frame counts as compromised, and so does its whole jail, which is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
@@ -26,10 +26,10 @@ import trio
 
 from sandbox import jail
 from sandbox.backoff import backoff_s
-from sandbox.errors import NodeError, ProtocolError
+from sandbox.errors import ConfigError, NodeError, ProtocolError
 from sandbox.executor import zygote_frames
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallState, StillRunning, wall_cap_s
-from sandbox.executor.profile_choice import PROFILE_CHAIN
+from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.slots import Slots
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.executor.zygote_frames import Header
@@ -61,7 +61,7 @@ class PoolOwner(Protocol):
 class Zygote:
     """The executor's end of one zygote: its socket, its jail, and its running calls."""
 
-    def __init__(self, profile: Profile, stream: UnixStream, jail_process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, profile: str, stream: UnixStream, jail_process: subprocess.Popen[bytes] | None) -> None:
         self.profile = profile
         self.stream = stream
         self.jail_process = jail_process
@@ -119,15 +119,16 @@ class ZygotePool:
     def __init__(
         self,
         spec: jail.JailSpec,
-        profiles: tuple[Profile, ...],
+        profiles: tuple[str, ...],
         slots: Slots,
         owner: PoolOwner,
         *,
+        tree: ProfileTree,
         report_after_s: float,
         is_replacement: bool = False,
     ) -> None:
         self.slots = slots
-        self.zygotes: dict[Profile, Zygote] = {}
+        self.zygotes: dict[str, Zygote] = {}
         """The zygotes that are ready."""
         self.restarts = 0
         self.has_been_ready = False
@@ -137,7 +138,8 @@ class ZygotePool:
         this many bytes, so they are added to the call's memory limit."""
         self._spec = spec
         self._plan = jail.confinement_plan(spec)
-        self._profiles = tuple(p for p in PROFILE_CHAIN if p in profiles or p is Profile.BARE)
+        self._tree = tree
+        self._profiles = tuple(name for name in tree.names if name in profiles or name == Profile.BARE)
         self._owner = owner
         self._report_after_s = report_after_s
         self._is_replacement = is_replacement
@@ -157,22 +159,18 @@ class ZygotePool:
         """Start the `verify` zygote. Idempotent."""
         self._verifier_requested.set()
 
-    def best_zygote(self, profile: Profile) -> Zygote | None:
-        """Return the zygote of a profile; while this is down, the next larger zygote, else the next smaller one. The
-        `verify` zygote is replaced by another only if it has failed to start."""
+    def best_zygote(self, profile: str) -> Zygote | None:
+        """Return the zygote of a profile, or while this is down the best substitute. The `verify` zygote is replaced by
+        another only if it has failed to start."""
         if profile in self.zygotes:
             return self.zygotes[profile]
-        if profile is Profile.VERIFY and not self._verifier_failed:
+        if profile == Profile.VERIFY and not self._verifier_failed:
             return None
-        index = PROFILE_CHAIN.index(Profile.SYMBOLIC if profile is Profile.VERIFY else profile)
-        for other in (*PROFILE_CHAIN[index:], *reversed(PROFILE_CHAIN[:index])):
-            if other in self.zygotes:
-                return self.zygotes[other]
-        return None
+        return next((self.zygotes[name] for name in self._tree.substitutes(profile) if name in self.zygotes), None)
 
     async def run(self) -> None:
         """Supervise all zygotes until cancelled, then kill the jail. Raises `NodeError` if the zygotes fail to start
-        and have never been ready."""
+        and have never been ready, and `ConfigError` if one of them cannot load an own profile."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -206,14 +204,14 @@ class ZygotePool:
         call.attempt = Attempt(call, run_id, slot, now, kill, hang_deadline, memory_bytes, zygote_bytes)
         zygote.start_call(call.attempt)
 
-    async def _supervise(self, profile: Profile) -> None:
+    async def _supervise(self, profile: str) -> None:
         """Run one zygote after the other."""
         failures = 0
         while True:
             await trio.sleep(backoff_s(failures, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S))
             zygote, reason = await self._run_zygote(profile)
             failures = 0 if zygote is not None and zygote.was_ready else failures + 1
-            if profile is Profile.VERIFY:
+            if profile == Profile.VERIFY:
                 self._verifier_failed = failures >= START_TRIES
             if zygote is not None:
                 self._reap(zygote, reason)
@@ -223,7 +221,7 @@ class ZygotePool:
             if failures >= START_TRIES and not self.has_been_ready:
                 raise NodeError(f"the {profile} zygote failed to start {failures} times, last: {reason}")
 
-    async def _run_zygote(self, profile: Profile) -> tuple[Zygote | None, str]:
+    async def _run_zygote(self, profile: str) -> tuple[Zygote | None, str]:
         """Spawn a zygote and serve it until its end. Return the zygote, or None if it was not spawned, and the reason
         of its end."""
         try:
@@ -240,18 +238,19 @@ class ZygotePool:
         finally:
             stream.close()
 
-    async def _spawn(self, profile: Profile, stream: UnixStream, zygote_sock: socket.socket) -> Zygote:
-        """Start the jail if this is the first profile of the chain; else make the zygote before it fork this one."""
+    async def _spawn(self, profile: str, stream: UnixStream, zygote_sock: socket.socket) -> Zygote:
+        """Start the jail if the profile is `bare`; else make the zygote of its nearest ancestor fork this one."""
         stream.enable_credentials()
-        smaller = self._profiles[: self._chain_index(profile)]
-        if smaller:
-            parent = await self._wait_for_zygote(smaller[-1])
-            parent.stream.write(zygote_frames.pack({"op": "spawn", "profile": profile.value}), zygote_sock.fileno())
+        ancestors = [name for name in self._tree.ancestors(profile) if name in self._profiles]
+        if ancestors:
+            parent = await self._wait_for_zygote(ancestors[0])
+            frame = zygote_frames.pack({"op": "spawn", **self._tree.frame_fields(profile)})
+            parent.stream.write(frame, zygote_sock.fileno())
             zygote = Zygote(profile, stream, parent.jail_process)
             zygote.jail_exited = parent.jail_exited
             return zygote
         self._jail_process = self._start_jail(zygote_sock)
-        stream.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": profile.value}))
+        stream.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": str(profile)}))
         return Zygote(profile, stream, self._jail_process)
 
     async def _serve_zygote(self, zygote: Zygote) -> str:
@@ -294,15 +293,18 @@ class ZygotePool:
         zygote.python = zygote_frames.get_text(header, "python")
         zygote.missing_modules = zygote_frames.get_texts(header, "missing")
         # The server logs the missing modules of the other zygotes when the executor is ready. This zygote starts later.
-        if zygote.missing_modules and zygote.profile is Profile.VERIFY:
+        if zygote.missing_modules and zygote.profile == Profile.VERIFY:
             missing = ", ".join(zygote.missing_modules)
             log.warning("the Python that runs the calls lacks %s, so answers cannot be checked; install them", missing)
         for problem in zygote_frames.get_texts(header, "problems")[:20]:  # the zygote is untrusted
             log.info("%s zygote: %s", zygote.profile, problem)
+        if "refused" in header:
+            reason = f"profile {zygote.profile}: {zygote_frames.get_text(header, 'refused')}"
+            raise NodeError(reason) if self.has_been_ready else ConfigError(reason)
         pid = zygote.stream.peer_pid
         mapped_bytes, private_bytes = _mapped_and_private_bytes(pid)
         self.max_zygote_bytes = max(self.max_zygote_bytes, private_bytes)
-        if zygote.profile is Profile.BARE:
+        if zygote.profile == Profile.BARE:
             if self.slots.cgroups is not None:
                 self.slots.cgroups.allow_clone_into(pid, zygote.stream.peer_uid)
             elif self._spec.level is not jail.Level.NONE:
@@ -374,17 +376,12 @@ class ZygotePool:
                 self._release_slot(attempt.slot)
             else:
                 self._park_slot(attempt.slot, zygote.jail_exited)
-        if zygote.profile is Profile.BARE or zygote.jail_exited is not None:
+        if zygote.profile == Profile.BARE or zygote.jail_exited is not None:
             self._kill_jail(zygote.jail_process)
         self._notify_change()
         self._owner.on_calls_lost(lost, reason)
 
-    def _chain_index(self, profile: Profile) -> int:
-        """Return how many of this pool's profiles come before `profile` in the chain. `verify` follows `symbolic`."""
-        end = PROFILE_CHAIN.index(Profile.SYMBOLIC) + 1 if profile is Profile.VERIFY else PROFILE_CHAIN.index(profile)
-        return sum(PROFILE_CHAIN.index(other) < end for other in self._profiles)
-
-    async def _wait_for_zygote(self, profile: Profile) -> Zygote:
+    async def _wait_for_zygote(self, profile: str) -> Zygote:
         while profile not in self.zygotes:
             await self._zygotes_changed.wait()
         return self.zygotes[profile]

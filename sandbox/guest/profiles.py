@@ -1,5 +1,7 @@
 """The modules that a zygote of each profile imports, and the code that warms them up.
 
+The executor sends the profiles that an operator has defined (`load_own`).
+
 An import is not enough: the first `sympy.solve` takes ten times as long as later ones, because of lazy imports and
 caches. So each zygote runs typical code of its profile once, before any call.
 
@@ -109,6 +111,7 @@ compare(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{p
 }
 
 
+_OWN_WARMUP_FILE = "<warm-up>"
 _loaded: set = set()
 
 
@@ -126,6 +129,39 @@ def load(profile: str) -> tuple[list[str], list[str]]:
     warm_up_problems = _warm_up(profile)
     # A missing module also makes the warm-up fail; then only the module is reported.
     return sorted({*missing, *own_missing}), problems + import_problems + ([] if own_missing else warm_up_problems)
+
+
+def load_own(own: dict) -> tuple[list[str], list[str], str]:
+    """Load an operator's profile: its parents, its imports, and its warm-up code as a whole.
+
+    Return what `load` returns for the parents, and the reason why the profile cannot be used, or an empty text.
+    """
+    name = own["name"]
+    PARENT_PROFILE[name] = own["extends"]
+    missing, problems = load(own["extends"])
+    _loaded.add(name)  # so that a profile that extends this one does not load it again
+    step = ""
+    try:
+        for module in own["imports"]:
+            step = f"import {module}"
+            importlib.import_module(module)
+        step = "warm-up code"
+        scope: dict = {"__name__": "warm", "__builtins__": builtins}
+        exec(compile(own["warm"], _OWN_WARMUP_FILE, "exec", dont_inherit=True), scope)
+    except BaseException as error:
+        return missing, problems, f"{step}{_line_of(error)}: {type(error).__name__}: {error}"
+    return missing, problems, ""
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the line of the warm-up code that an error came from, as text."""
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == _OWN_WARMUP_FILE else None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _OWN_WARMUP_FILE:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f", line {line}" if line else ""
 
 
 def _import(profile: str) -> tuple[set[str], list[str]]:

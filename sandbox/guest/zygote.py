@@ -5,6 +5,7 @@ of each exactly once. Only the executor, at the other end of the socket, decides
 
     received                                      sent
     configure {plan, profile}            first    ready {python, modules, missing, problems}
+                                                      or with {refused}, and the zygote exits
     start {address_space_bytes, report_after_s}
     cgroup_procs {slot} + descriptor              (to write to, to enter the slot's cgroup)
     cgroup_dir {slot} + descriptor                (to clone into the slot's cgroup)
@@ -14,7 +15,7 @@ of each exactly once. Only the executor, at the other end of the socket, decides
                                                   still_running {run_id, pid, wall_ms} + pidfd
                                                       once, after report_after_s or timeout_s of the call
     kill {run_id}
-    spawn {profile} + socket                      (forks a child zygote that adds a profile and serves the socket)
+    spawn {profile, own} + socket                 (forks a child zygote that adds a profile and serves the socket)
 
 The end of the socket ends the zygote and all its calls.
 """
@@ -348,7 +349,7 @@ class Zygote:
             confinement.close_cgroup_fds()
             confinement.prepare()
             self.__dict__.clear()
-            warm_up_and_serve(_move_fd_up(sock), confinement, header["profile"])
+            warm_up_and_serve(_move_fd_up(sock), confinement, header)
 
 
 HANDLERS = {
@@ -362,14 +363,18 @@ HANDLERS = {
 """The method that handles a frame, by the frame's `op`."""
 
 
-def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, profile: str) -> None:
-    """Import and warm up a profile, compact the memory, and serve. Calls share that memory and rarely write to it."""
+def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, header: dict) -> None:
+    """Import and warm up a profile, compact the memory, and serve. Calls share that memory and rarely write to it.
+
+    `header` is that of the frame `configure` or `spawn`. Its `own` is an operator's profile.
+    """
     fork_memory.use_one_heap()
-    missing, problems = profiles.load(profile)
+    missing, problems, refused = _load_profile(header)
+    if refused:
+        _send_ready(frames.FrameWriter(sock), [], [], {"refused": refused})
+        raise EOFError
     runner.take_over_logging()
     _warm_up(sock, confinement)
-    if threading.active_count() != 1:
-        raise RuntimeError(f"expected one thread, because a zygote forks, but importing {profile} started others")
     fork_memory.remap_code()
     fork_memory.compact_heap()
     # Made after the compaction, so that what changes with each call is outside the huge pages: a write to a huge page
@@ -377,11 +382,26 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, pro
     zygote = Zygote(frames.FrameReader(sock), confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
     zygote.inherited_kb = _inherited_kb()
+    _send_ready(zygote.writer, missing, problems, {})
+    zygote.serve()
+
+
+def _load_profile(header: dict) -> tuple[list[str], list[str], str]:
+    """Load a profile. Return missing modules, other problems, and why an operator's profile cannot be used."""
+    if "own" in header:
+        missing, problems, refused = profiles.load_own(header["own"])
+    else:
+        (missing, problems), refused = profiles.load(header["profile"]), ""
+    if not refused and threading.active_count() != 1:
+        refused = "expected one thread, because a zygote forks, but loading the profile started others"
+    return missing, problems, refused
+
+
+def _send_ready(writer: frames.FrameWriter, missing: list[str], problems: list[str], more: dict) -> None:
     modules = sorted({name.partition(".")[0] for name in sys.modules})
     ready = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
-    zygote.send({"op": "ready", **ready})
-    zygote.writer.flush()
-    zygote.serve()
+    writer.add({"op": "ready", **ready, **more})
+    writer.flush()
 
 
 def _warm_up(sock: socket.socket, confinement: confine.Confinement) -> None:
@@ -458,7 +478,7 @@ def main() -> None:
         runner.prepare(confinement.scratch_mount or "")
         _warm_up(sock, confinement)
         fork_memory.colocate_bytecode(os.path.dirname(__file__))
-        warm_up_and_serve(sock, confinement, header["profile"])
+        warm_up_and_serve(sock, confinement, header)
 
 
 if __name__ == "__main__":

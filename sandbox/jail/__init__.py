@@ -10,6 +10,7 @@ The package is synchronous and imports only the standard library, `machine` and 
 
 from sandbox.jail.cgroup import CgroupUsage, SlotCgroup
 from sandbox.jail.cgroup_tree import CgroupTree, IdleCgroup, fds_for_slots, max_slots_for_fds, raise_fd_limit_for
+from sandbox.jail.data_mounts import check_mounts
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.kernel import can_restore_priority
 from sandbox.jail.landlock_rules import scratch_parent_dir
@@ -33,6 +34,7 @@ __all__ = [
     "ProbedLayer",
     "SlotCgroup",
     "can_restore_priority",
+    "check_mounts",
     "choose_level",
     "confinement_plan",
     "fds_for_slots",

@@ -63,6 +63,7 @@ def rules_for(spec: JailSpec, abi: int) -> LandlockRules:
     binaries = [spec.python.binary, *(source for source, _ in spec.python.libraries)]
     rights = {
         **dict.fromkeys((*mounts, spec.guest_dir_in_jail), READ_FILE | READ_DIR),
+        **dict.fromkeys((source for _, source in spec.data), READ_FILE | READ_DIR),
         **dict.fromkeys(binaries, READ_FILE | EXECUTE),
         **dict.fromkeys(_config_files(spec.python), READ_FILE),
         **dict.fromkeys((f"/dev/{name}" for name in DEVICES), READ_FILE | WRITE_FILE),

@@ -6,6 +6,7 @@
     /dev        null, zero, full, random, urandom; shm -> /tmp, for POSIX semaphores
     /etc        passwd, group and hosts of a few lines
     /tmp        empty: the mount point of each call's scratch directory
+    ...         directories of the operator (`JailSpec.data`), read-only and without programs
 
 - There is no /sys and no /proc. /proc would show other processes, the mounts and kernel addresses, and many containers
   refuse to mount it.
@@ -49,6 +50,8 @@ def build(spec: JailSpec) -> None:
     _copy_guest(spec.guest_dir)
     _add_python(spec.python)
     _make_devices()
+    for target, source in spec.data:
+        _bind(source, target, _READ_ONLY | kernel.MS_NOEXEC)
     # This must be last, when all files exist. It makes the file system itself read-only, and not only one mount of it.
     flags = kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID
     kernel.mount("jail", ROOT_STAGING_DIR, flags=flags, options="mode=755")
@@ -125,12 +128,12 @@ def _make_devices() -> None:
     os.symlink("/tmp", f"{ROOT_STAGING_DIR}/dev/shm")
 
 
-def _bind(source: str, target: str) -> None:
+def _bind(source: str, target: str, flags: int = _READ_ONLY) -> None:
     path = ROOT_STAGING_DIR + target
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
     kernel.mount(source, path, flags=kernel.MS_BIND)
-    _add_mount_flags(path, _READ_ONLY)
+    _add_mount_flags(path, flags)
 
 
 def _add_mount_flags(path: str, flags: int) -> None:

@@ -64,6 +64,8 @@ class JailSpec:
     uid_count: int = 0
     scratch_root: str | None = None
     """At level `landlock`, the directory that the launcher creates for scratch directories and removes at the end."""
+    data: tuple[tuple[str, str], ...] = ()
+    """Directories that calls can read: path in the jail, path on the host. Checked by `data_mounts.check_mounts`."""
     user_namespace_per_call: bool = False
     """Whether each call gets its own user namespace, so that the kernel counts its processes apart from those of other
     calls with the same uid."""
@@ -117,4 +119,6 @@ class JailSpec:
     def decode(cls, text: str) -> JailSpec:
         fields = json.loads(text)
         python = Interpreter.decode(fields["python"])
-        return cls(**{**fields, "level": Level(fields["level"]), "python": python, "argv": tuple(fields["argv"])})
+        data = tuple((path, source) for path, source in fields.get("data", ()))
+        converted = {"level": Level(fields["level"]), "python": python, "argv": tuple(fields["argv"]), "data": data}
+        return cls(**{**fields, **converted})

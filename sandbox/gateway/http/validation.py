@@ -17,8 +17,9 @@ from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.fields import MAX_LABEL_CHARS, check_names, check_number
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import Json
+from sandbox.own_profiles import check_profile
 from sandbox.tenants import Tenant
-from sandbox.types import DEADLINE, Call, Limits, invalid_result
+from sandbox.types import DEADLINE, Call, Limits, Profile, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results are in the same order",
@@ -51,7 +52,7 @@ async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "call", timeout_s)
-    return batch_of_one(Call.decode(raw), config, timeout_s)
+    return batch_of_one(_decode_call(raw, None, "call", config), config, timeout_s)
 
 
 def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None = None) -> ParsedBatch:
@@ -69,7 +70,11 @@ async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
     timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
     deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
     return await _parse_all(
-        calls, lambda item, index: Call.decode(item, defaults, f"calls[{index}]"), timeout_s, config, deadline_s
+        calls,
+        lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config),
+        timeout_s,
+        config,
+        deadline_s,
     )
 
 
@@ -117,6 +122,13 @@ async def _parse_all(
         else:
             _add(batch, index, call, call.id or str(index), config.max_limits)
     return ParsedBatch(batch, malformed)
+
+
+def _decode_call(raw: Json, defaults: Call | None, where: str, config: ServeConfig) -> Call:
+    call = Call.decode(raw, defaults, where)
+    if call.profile.__class__ is not Profile:
+        check_profile(call.profile, config.own_profiles, where)
+    return call
 
 
 def check_fields(raw: Json, fields: Mapping[str, str], where: str, required: str) -> None:

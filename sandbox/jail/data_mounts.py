@@ -1,0 +1,34 @@
+"""Checks directories of the host that calls may read (`JailSpec.data`) on the machine that runs the calls.
+
+- Levels `nsjail` and `namespaces` mount them read-only (`root_fs`).
+- Level `landlock` grants the right to read them (`landlock_rules`), and level `none` restricts nothing, so there a call
+  sees them at their paths on the host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from sandbox.errors import ConfigError
+from sandbox.jail.python_access import closed_dirs
+from sandbox.jail.spec import HOST_PATH_LEVELS, Level
+
+
+def check_mounts(mounts: Sequence[tuple[str, str]], level: Level, *, has_uids: bool) -> None:
+    """Raise `ConfigError` if a directory cannot be offered to calls at this level. `has_uids` is whether calls at level
+    `landlock` have uids of their own."""
+    for path, source in mounts:
+        where = f"mounts: {path} = {source}"
+        if not os.path.isdir(source):
+            found = "a file" if os.path.exists(source) else "nothing"
+            raise ConfigError(f"{where}: expected a directory on this machine, found {found}")
+        if level not in HOST_PATH_LEVELS:
+            continue
+        if path != source:
+            raise ConfigError(
+                f"{where}: at isolation level {level} calls see the paths of the host, so both paths have to be equal; "
+                f"move the directory to {path}, or use level namespaces"
+            )
+        if has_uids and (closed := closed_dirs([f"{source}/file"])):
+            raise ConfigError(f"{where}: calls run as other users, who cannot enter {closed[0]}; chmod o+x {closed[0]}")
