@@ -26,7 +26,8 @@ from sandbox.errors import InvalidCall
 from sandbox.fields import check_label
 from sandbox.judge import JudgedProgram
 from sandbox.judge_requests import RawProgram, decode_all, judge_programs
-from sandbox.transport import PendingResult, Transport
+from sandbox.pending_results import PendingResult
+from sandbox.transport import Transport
 from sandbox.types import Call, Result, Verdict
 from sandbox.verify import build_check, decode_pair, template_call, verdict_of
 

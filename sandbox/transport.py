@@ -34,7 +34,8 @@ from yarl import URL
 from sandbox.backoff import backoff_s
 from sandbox.errors import RequestRefused, ServiceError, Unreachable
 from sandbox.http_failures import failure_of, short_reason
-from sandbox.types import Call, Result, Status, unavailable_result
+from sandbox.pending_results import BatchRequest, PendingResult
+from sandbox.types import Call, Status
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
@@ -52,88 +53,6 @@ RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
 zygote failed."""
 
 _CLOSED = "the client was closed before the result was there"
-
-
-class PendingResult:
-    """A submitted call and the future of its result."""
-
-    __slots__ = ("call", "failing_since", "failures", "future", "id", "request")
-
-    def __init__(self, call: Call, call_id: str, future: asyncio.Future[Result]) -> None:
-        self.call = call
-        self.id = call_id
-        self.future = future
-        self.failures = 0
-        """Number of failed attempts in a row."""
-        self.failing_since = 0.0
-        """Time at which the first of these attempts was sent."""
-        self.request: _BatchRequest | None = None
-        """The request that contains the call; None while the call waits."""
-
-    def count_failure(self, sent_at: float, *, is_first: bool = False) -> None:
-        """Count a failed attempt that was sent at `sent_at`. `is_first` means that earlier failures no longer count."""
-        if is_first or not self.failures:
-            self.failures, self.failing_since = 0, sent_at
-        self.failures += 1
-
-    def detach(self) -> None:
-        """Remove the call from its request, so that another request can send it."""
-        assert self.request is not None
-        self.request.num_awaited -= 1
-        self.request = None
-
-    def set_result(self, encoded: dict[str, Any]) -> None:
-        assert self.request is not None
-        encoded["id"] = self.id
-        self.future.set_result(Result.decode(encoded))
-        self.request.num_awaited -= 1
-        self.request.num_results += 1
-
-    def set_cancelled(self) -> None:
-        """Give a call that no server has the result that a server gives to cancelled calls."""
-        message = "its caller cancelled it by its id before a server had it"
-        self.future.set_result(unavailable_result(self.id, "Cancelled", message))
-        if self.request is not None:
-            self.request.num_awaited -= 1
-
-    def set_error(self, error: ServiceError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            if self.request is not None:
-                self.request.num_awaited -= 1
-
-
-class _BatchRequest:
-    """Calls that are sent together, and the task that sends them."""
-
-    def __init__(self, calls: list[PendingResult]) -> None:
-        self.calls = calls
-        self.num_awaited = len(calls)
-        """Number of calls that are unfinished and not abandoned."""
-        self.num_results = 0
-        self.has_abandoned_calls = False
-        self.is_sent = False
-        """False while the request pauses between two attempts, so that no server has its calls."""
-        self.task: asyncio.Task[None]
-        for pending in calls:
-            pending.request = self
-
-    def unfinished(self) -> list[PendingResult]:
-        return [pending for pending in self.calls if self.is_waiting_for(pending)]
-
-    def is_waiting_for(self, pending: PendingResult) -> bool:
-        return pending.request is self and not pending.future.done()
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.has_abandoned_calls and not self.num_awaited
-
-    def abandon_one(self) -> None:
-        """Count one abandoned call, and cancel the request if no other call in it is awaited."""
-        self.has_abandoned_calls = True
-        self.num_awaited -= 1
-        if not self.num_awaited:
-            self.task.cancel()
 
 
 class _Endpoint:
@@ -180,7 +99,7 @@ class Transport:
         self._rng = random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup
-        self._requests: set[_BatchRequest] = set()
+        self._requests: set[BatchRequest] = set()
         self._pausing: set[tuple[PendingResult, ...]] = set()
         """Calls that are sent again after a pause."""
 
@@ -340,7 +259,7 @@ class Transport:
             share = math.ceil(len(self._waiting) / self._free_connections)
             if calls := self._next_batch(max(self._batch_size, share)):
                 self._free_connections -= 1
-                request = _BatchRequest(calls)
+                request = BatchRequest(calls)
                 self._requests.add(request)
                 request.task = self._tasks.create_task(self._run(request))
 
@@ -356,7 +275,7 @@ class Transport:
                 calls.append(pending)
         return calls
 
-    async def _run(self, request: _BatchRequest) -> None:
+    async def _run(self, request: BatchRequest) -> None:
         """Give every call of `request` its result or its error."""
         final_error = ServiceError(_CLOSED)
         try:
@@ -366,14 +285,14 @@ class Transport:
         finally:
             self._finish(request, final_error)
 
-    def _finish(self, request: _BatchRequest, error: ServiceError) -> None:
+    def _finish(self, request: BatchRequest, error: ServiceError) -> None:
         for pending in request.unfinished():
             pending.set_error(error)
         self._requests.discard(request)
         self._free_connections += 1
         self._schedule_send()
 
-    async def _send_with_retries(self, request: _BatchRequest) -> None:
+    async def _send_with_retries(self, request: BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
             endpoint = self._next_endpoint()
@@ -393,7 +312,7 @@ class Transport:
     def _next_endpoint(self) -> _Endpoint:
         return min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
 
-    async def _send(self, endpoint: _Endpoint, request: _BatchRequest) -> None:
+    async def _send(self, endpoint: _Endpoint, request: BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
         calls, sent_at = request.unfinished(), _now()
         batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
@@ -425,7 +344,7 @@ class Transport:
     def _set_results(
         self,
         endpoint: _Endpoint,
-        request: _BatchRequest,
+        request: BatchRequest,
         calls: list[PendingResult],
         unpacker: msgpack.Unpacker,
         sent_at: float,
