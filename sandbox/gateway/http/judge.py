@@ -124,12 +124,12 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
                 tasks.create_task(_judge(request, parsed))
                 if content_type in (NDJSON, MSGPACK_STREAM):
                     return await exchange.stream(request, status, parsed.results, content_type)
-                await exchange.wait_for_results(parsed.results)
+                begun = await exchange.wait_with_heartbeats(request, parsed.results, status, content_type)
         if is_single:
             body = codec.encode(parsed.results.pop_result(0), content_type)
         else:
             body = await codec.encode_results(exchange.pop_results(parsed.results), content_type)
-        return await exchange.respond(request, status, body, content_type)
+        return await exchange.respond(request, status, body, content_type, begun)
 
 
 async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:

@@ -1,0 +1,151 @@
+"""E2B's code interpreter, run by the sandbox: `Sandbox` and `AsyncSandbox` with the shapes of `e2b_code_interpreter`.
+
+    from sandbox.integrations.e2b import Sandbox  # instead of: from e2b_code_interpreter import Sandbox
+
+They have `run_code`, `files.write`, `files.read`, `files.list`, `kill` and the context manager, for Python only. This
+module needs no part of E2B. A failure of the service raises `ServiceError` and is never an `Execution`.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Self, TypeVar
+
+from sandbox.integrations.connection import checked, shared_client
+from sandbox.integrations.e2b_results import Execution, ExecutionError, Logs, Result
+from sandbox.integrations.replayed_session import ReplayedSession
+from sandbox.types import DEFAULT_LIMITS, Limits
+from sandbox.types import Result as CallResult
+
+__all__ = ["AsyncSandbox", "Execution", "ExecutionError", "Logs", "Result", "Sandbox"]
+
+T = TypeVar("T")
+
+_LIST_CODE = "import os\n[(entry.name, entry.is_dir(), entry.stat().st_size) for entry in os.scandir({path!r})]"
+
+
+class AsyncSandbox:
+    """One session. Unlike E2B, which keeps a process, each call runs the earlier code of the session again, so its
+    time counts, the clock and unseeded random numbers can differ, and code that failed leaves nothing behind."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        envs: Mapping[str, str] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        """Without `url` and `token`, `RSTAR_SANDBOX_URL` and `RSTAR_SANDBOX_TOKEN` are used."""
+        self._client = shared_client(url, token)
+        self._session: ReplayedSession | None = ReplayedSession({"limits": limits, "env": envs or {}})
+        self._limits = limits
+        self._num_executions = 0
+        self.files: Any = SimpleNamespace(read=self._read, write=self._write, list=self._list)
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a session, with the arguments of the constructor."""
+        return cls(*args, **kwargs)
+
+    async def run_code(self, code: str, *, timeout: float | None = None) -> Execution:
+        """Run code after the earlier code of the session; `timeout` limits the virtual seconds of both together.
+        Raises `InvalidCall` and `ServiceError`."""
+        session = self._opened()
+        limits = self._limits if timeout is None else replace(self._limits, timeout_s=timeout)
+        result = session.finish(code, await self._run(code, figures=True, limits=limits))
+        self._num_executions += 1
+        return Execution.of(result, self._num_executions)
+
+    async def kill(self) -> bool:
+        """End the session. Returns whether it was alive."""
+        is_alive, self._session = self._session is not None, None
+        return is_alive
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def _write(self, path: str, data: str | bytes) -> None:
+        """Write a file at a relative path. Raises `InvalidCall` for another path."""
+        self._opened().write_file(path, data.encode() if isinstance(data, str) else data)
+
+    async def _read(self, path: str, format: str = "text") -> str | bytes:
+        """Return a file as text, or with `format="bytes"` as bytes. Raises `FileNotFoundError`."""
+        result = await self._run("", return_files=[path])
+        if path not in result.files:
+            raise FileNotFoundError(f"{path}: the session has no such file")
+        return result.files[path] if format == "bytes" else result.files[path].decode()
+
+    async def _list(self, path: str = ".") -> list[Any]:
+        """Return `name`, `path`, `type` ("file" or "dir") and `size` of each entry. Raises `FileNotFoundError`."""
+        result = await self._run(_LIST_CODE.format(path=path))
+        if result.value is None:
+            raise FileNotFoundError(f"{path}: {result.error.message if result.error else 'it cannot be listed'}")
+        return [
+            SimpleNamespace(name=name, path=f"{path}/{name}", type="dir" if is_dir else "file", size=size)
+            for name, is_dir, size in sorted(ast.literal_eval(result.value))
+        ]
+
+    def _opened(self) -> ReplayedSession:
+        if self._session is None:
+            raise RuntimeError("the sandbox was killed; create another one")
+        return self._session
+
+    async def _run(self, code: str, **fields: Any) -> CallResult:
+        return checked(await self._wait(self._client.submit(self._opened().call(code, **fields))))
+
+    async def _wait(self, future: Future[CallResult]) -> CallResult:
+        return await asyncio.wrap_future(future)
+
+
+class _BlockingSandbox(AsyncSandbox):
+    """An `AsyncSandbox` whose methods wait in the calling thread, so that their coroutines never suspend."""
+
+    async def _wait(self, future: Future[CallResult]) -> CallResult:
+        return future.result()
+
+
+class Sandbox:
+    """`AsyncSandbox` without `await`. Its session behaves in the same way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._sandbox = sandbox = _BlockingSandbox(*args, **kwargs)
+        self.files: Any = SimpleNamespace(
+            read=lambda *args, **kwargs: _end(sandbox._read(*args, **kwargs)),
+            write=lambda *args, **kwargs: _end(sandbox._write(*args, **kwargs)),
+            list=lambda *args, **kwargs: _end(sandbox._list(*args, **kwargs)),
+        )
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> Self:
+        return cls(*args, **kwargs)
+
+    def run_code(self, code: str, *, timeout: float | None = None) -> Execution:
+        return _end(self._sandbox.run_code(code, timeout=timeout))
+
+    def kill(self) -> bool:
+        return _end(self._sandbox.kill())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, also where an event loop is running, as in a notebook."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    raise AssertionError("the coroutine has suspended")
