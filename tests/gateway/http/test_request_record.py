@@ -72,7 +72,7 @@ async def test_a_log_line_of_a_request_has_its_id(
     async def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(exchange, "wait_for_results", broken)
+    monkeypatch.setattr(exchange, "wait_with_heartbeats", broken)
     caplog.handler.setFormatter(logs.JsonFormatter())
     async with serving() as served:
         assert (await served.post("/v1/execute", {"code": "1"}, X_Request_Id="mine"))[0] == 500
