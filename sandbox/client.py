@@ -22,9 +22,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from sandbox.errors import InvalidCall
+from sandbox.fields import check_label
 from sandbox.judge import JudgedProgram
 from sandbox.judge_requests import RawProgram, decode_all, judge_programs
-from sandbox.transport import PendingResult, Transport
+from sandbox.pending_results import PendingResult
+from sandbox.transport import Transport
 from sandbox.types import Call, Result, Verdict
 from sandbox.verify import build_check, decode_pair, template_call, verdict_of
 
@@ -179,6 +182,16 @@ class AsyncClient:
             verdict_of(result) for result in await self.run_batch([build_check(*pair, template) for pair in decoded])
         ]
 
+    async def cancel(self, call_id: str) -> int:
+        """Cancel all unfinished calls with this id, those of other clients too, and return their number.
+
+        The result of each is `unavailable` with `Cancelled`. Raises `InvalidCall` for an id that no call can have, and
+        `ServiceError` if no endpoint answers.
+        """
+        if not check_label(call_id, "call_id"):
+            raise InvalidCall("call_id: expected the id of a call, got an empty text")
+        return await self._opened().cancel(call_id)
+
     async def judge(
         self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
     ) -> list[JudgedProgram]:
@@ -305,6 +318,10 @@ class Client:
     def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order."""
         return self._wait(lambda: self._client.verify(pairs, **fields))
+
+    def cancel(self, call_id: str) -> int:
+        """Cancel all unfinished calls with this id, those of other clients too, and return their number."""
+        return self._wait(lambda: self._client.cancel(call_id))
 
     def judge(self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None) -> list[JudgedProgram]:
         """Run programs against their tests, and return the results in the same order."""

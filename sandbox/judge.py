@@ -237,7 +237,7 @@ class JudgedTest:
             result["stdout"][:EXCERPT_CHARS],
             result["stderr"][-EXCERPT_CHARS:],
             None if value is None else value[:EXCERPT_CHARS],
-            Usage(**result["usage"]),
+            _decode_usage(result["usage"]),
         )
 
     def encode(self) -> dict[str, Any]:
@@ -255,7 +255,6 @@ class JudgedTest:
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> JudgedTest:
         """Invert `encode`. Unknown keys are ignored."""
-        usage = raw["usage"]
         return cls(
             JudgeOutcome(raw["outcome"]),
             None if raw["status"] is None else Status(raw["status"]),
@@ -263,7 +262,7 @@ class JudgedTest:
             raw["stdout"],
             raw["stderr"],
             raw["value"],
-            Usage(**{item.name: usage[item.name] for item in fields(Usage) if item.name in usage}),
+            _decode_usage(raw["usage"]),
         )
 
 
@@ -406,6 +405,10 @@ def check_outcome(result: EncodedResult) -> tuple[JudgeOutcome, str]:
         return JudgeOutcome.WRONG_ANSWER, message
     reason = f"{error['type']}: {error['message']}" if error else status
     return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {reason}"
+
+
+def _decode_usage(raw: Mapping[str, Any]) -> Usage:
+    return Usage(**{item.name: raw[item.name] for item in fields(Usage) if item.name in raw})
 
 
 def _answer(test: ProgramTest, result: EncodedResult) -> str:

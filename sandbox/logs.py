@@ -27,10 +27,11 @@ def configure(log_format: str = "text", level: int = logging.INFO) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """Adds the id of the request to the line."""
+    """Adds the fields of the log call and the id of the request to the line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
+        fields: dict[str, object] = getattr(record, "fields", {})
+        line = super().formatMessage(record) + "".join(f" {name}={value!r}" for name, value in fields.items())
         current = request_id.get()
         return f"{line} [request {current}]" if current else line
 

@@ -23,16 +23,19 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgpack
+from yarl import URL
 
 from sandbox.backoff import backoff_s
 from sandbox.errors import RequestRefused, ServiceError, Unreachable
 from sandbox.http_failures import failure_of, short_reason
-from sandbox.types import Call, Result, Status
+from sandbox.pending_results import BatchRequest, PendingResult
+from sandbox.types import Call, Status
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
@@ -50,79 +53,6 @@ RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
 zygote failed."""
 
 _CLOSED = "the client was closed before the result was there"
-
-
-class PendingResult:
-    """A submitted call and the future of its result."""
-
-    __slots__ = ("call", "failing_since", "failures", "future", "id", "request")
-
-    def __init__(self, call: Call, call_id: str, future: asyncio.Future[Result]) -> None:
-        self.call = call
-        self.id = call_id
-        self.future = future
-        self.failures = 0
-        """Number of failed attempts in a row."""
-        self.failing_since = 0.0
-        """Time at which the first of these attempts was sent."""
-        self.request: _BatchRequest | None = None
-        """The request that contains the call; None while the call waits."""
-
-    def count_failure(self, sent_at: float, *, is_first: bool = False) -> None:
-        """Count a failed attempt that was sent at `sent_at`. `is_first` means that earlier failures no longer count."""
-        if is_first or not self.failures:
-            self.failures, self.failing_since = 0, sent_at
-        self.failures += 1
-
-    def detach(self) -> None:
-        """Remove the call from its request, so that another request can send it."""
-        assert self.request is not None
-        self.request.num_awaited -= 1
-        self.request = None
-
-    def set_result(self, encoded: dict[str, Any]) -> None:
-        assert self.request is not None
-        encoded["id"] = self.id
-        self.future.set_result(Result.decode(encoded))
-        self.request.num_awaited -= 1
-        self.request.num_results += 1
-
-    def set_error(self, error: ServiceError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            if self.request is not None:
-                self.request.num_awaited -= 1
-
-
-class _BatchRequest:
-    """Calls that are sent together, and the task that sends them."""
-
-    def __init__(self, calls: list[PendingResult]) -> None:
-        self.calls = calls
-        self.num_awaited = len(calls)
-        """Number of calls that are unfinished and not abandoned."""
-        self.num_results = 0
-        self.has_abandoned_calls = False
-        self.task: asyncio.Task[None]
-        for pending in calls:
-            pending.request = self
-
-    def unfinished(self) -> list[PendingResult]:
-        return [pending for pending in self.calls if self.is_waiting_for(pending)]
-
-    def is_waiting_for(self, pending: PendingResult) -> bool:
-        return pending.request is self and not pending.future.done()
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.has_abandoned_calls and not self.num_awaited
-
-    def abandon_one(self) -> None:
-        """Count one abandoned call, and cancel the request if no other call in it is awaited."""
-        self.has_abandoned_calls = True
-        self.num_awaited -= 1
-        if not self.num_awaited:
-            self.task.cancel()
 
 
 class _Endpoint:
@@ -169,7 +99,7 @@ class Transport:
         self._rng = random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup
-        self._requests: set[_BatchRequest] = set()
+        self._requests: set[BatchRequest] = set()
         self._pausing: set[tuple[PendingResult, ...]] = set()
         """Calls that are sent again after a pause."""
 
@@ -269,6 +199,44 @@ class Transport:
             elif pending.request is not None:
                 pending.request.abandon_one()
 
+    async def cancel(self, call_id: str) -> int:
+        """Cancel all unfinished calls with this id, at every endpoint and in this transport, and return their number.
+        The request may arrive before this transport's own calls, so it is sent until they have ended. Raises
+        `ServiceError` if no endpoint answers."""
+        submitted = [*chain(self._waiting, *self._pausing, *(request.calls for request in self._requests))]
+        own = [pending for pending in submitted if pending.call.id == call_id]
+        cancelled = 0
+        for attempt in count(1):
+            for pending in own:
+                if not pending.future.done() and not (pending.request is not None and pending.request.is_sent):
+                    pending.set_cancelled()
+                    cancelled += 1
+            answers = [self._send_cancel(endpoint, call_id) for endpoint in self._endpoints]
+            counts = await asyncio.gather(*answers, return_exceptions=True)
+            cancelled += sum(number for number in counts if isinstance(number, int))
+            errors = [error for error in counts if isinstance(error, BaseException)]
+            if len(errors) == len(counts):
+                raise errors[0]
+            unfinished = [pending.future for pending in own if not pending.future.done()]
+            if not unfinished:
+                break
+            await asyncio.wait(unfinished, timeout=backoff_s(attempt, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
+        return cancelled
+
+    async def _send_cancel(self, endpoint: _Endpoint, call_id: str) -> int:
+        """Return how many calls an endpoint has cancelled. Raises `ServiceError`."""
+        name = quote(call_id, safe="").replace(".", "%2E")  # "." and ".." would change the path
+        url = URL(f"{endpoint.url}/v1/calls/{name}", encoded=True)
+        try:
+            async with self._opened().delete(url) as response:
+                if response.status == 404:
+                    return 0
+                if response.status != 200:
+                    raise await failure_of(endpoint.url, response)
+                return int((await response.json())["cancelled"])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
+
     def _opened(self) -> aiohttp.ClientSession:
         assert self._session is not None
         return self._session
@@ -291,7 +259,7 @@ class Transport:
             share = math.ceil(len(self._waiting) / self._free_connections)
             if calls := self._next_batch(max(self._batch_size, share)):
                 self._free_connections -= 1
-                request = _BatchRequest(calls)
+                request = BatchRequest(calls)
                 self._requests.add(request)
                 request.task = self._tasks.create_task(self._run(request))
 
@@ -307,7 +275,7 @@ class Transport:
                 calls.append(pending)
         return calls
 
-    async def _run(self, request: _BatchRequest) -> None:
+    async def _run(self, request: BatchRequest) -> None:
         """Give every call of `request` its result or its error."""
         final_error = ServiceError(_CLOSED)
         try:
@@ -317,14 +285,14 @@ class Transport:
         finally:
             self._finish(request, final_error)
 
-    def _finish(self, request: _BatchRequest, error: ServiceError) -> None:
+    def _finish(self, request: BatchRequest, error: ServiceError) -> None:
         for pending in request.unfinished():
             pending.set_error(error)
         self._requests.discard(request)
         self._free_connections += 1
         self._schedule_send()
 
-    async def _send_with_retries(self, request: _BatchRequest) -> None:
+    async def _send_with_retries(self, request: BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
             endpoint = self._next_endpoint()
@@ -344,7 +312,7 @@ class Transport:
     def _next_endpoint(self) -> _Endpoint:
         return min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
 
-    async def _send(self, endpoint: _Endpoint, request: _BatchRequest) -> None:
+    async def _send(self, endpoint: _Endpoint, request: BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
         calls, sent_at = request.unfinished(), _now()
         batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
@@ -352,6 +320,7 @@ class Transport:
         headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
         endpoint.num_calls += len(calls)
         endpoint.num_requests += 1
+        request.is_sent = True
         try:
             async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
                 if response.status != 200 and not _is_stream_of_invalid(response):
@@ -368,13 +337,14 @@ class Transport:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
         finally:
             endpoint.num_calls -= len(calls)
+            request.is_sent = False
         if missing := len(request.unfinished()):
             raise Unreachable(f"{endpoint.url} closed the connection with {missing} of {len(calls)} results missing")
 
     def _set_results(
         self,
         endpoint: _Endpoint,
-        request: _BatchRequest,
+        request: BatchRequest,
         calls: list[PendingResult],
         unpacker: msgpack.Unpacker,
         sent_at: float,

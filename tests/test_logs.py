@@ -36,6 +36,12 @@ def test_every_json_record_is_one_line() -> None:
     assert second["calls"] == 3 and "ZeroDivisionError" in second["exception"]
 
 
+def test_a_text_line_has_the_fields_of_the_log_call_without_line_breaks() -> None:
+    record = _record("request")
+    record.fields = {"tenant": "a\nb", "calls": 3}
+    assert logs.TextFormatter(logs.TEXT_FORMAT).format(record).endswith(r"a.b: request tenant='a\nb' calls=3")
+
+
 @pytest.mark.parametrize("formatter", [logs.TextFormatter(logs.TEXT_FORMAT), logs.JsonFormatter()])
 def test_a_line_has_the_request_id_only_inside_a_request(formatter: logging.Formatter) -> None:
     outside = formatter.format(_record("text"))

@@ -28,6 +28,14 @@ def test_the_calls_of_another_tenant_may_not_delay_short_calls(run: TenantsRun, 
         assert lines[0].startswith(f"Not met: {unmet_requirement}")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_isolation")
+def test_calls_that_sleep_in_all_slots_of_a_tenant_do_not_delay_those_of_another(run_benchmark: RunBenchmark) -> None:
+    sizes = ["--sleeping", "300", "--sleep-s", "1", "--short", "20", "--python", OWN_PYTHON]
+    exit_code, result = run_benchmark(tenants.main, *sizes)
+    assert exit_code == 0 and result["delay_ms"] <= 50
+
+
 @pytest.mark.usefixtures("needs_isolation")
 def test_a_small_run_has_a_complete_result(run_benchmark: RunBenchmark) -> None:
     sizes = ["--sleeping", "8", "--sleep-s", "0.2", "--short", "4", "--python", OWN_PYTHON]

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
+from sandbox.executor.connection import serve
 from sandbox.jail import choose_level
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
@@ -344,3 +346,13 @@ def test_calls_run_where_memory_cannot_be_made_executable(denial: str, isolation
         assert [result.status for result in results] == [Status.OK, Status.TIMEOUT, Status.OUTPUT_LIMIT, Status.OK]
         assert (results[0].stdout, results[3].files) == (f"{1 << 20}\n", {"b": b"1212"})
         assert caller.run("import os; print(os.listdir())").stdout == "[]\n"
+
+
+def test_the_log_lines_of_an_executor_have_the_format_of_its_gateway() -> None:
+    gateway_end, executor_end = socket.socketpair()
+    formats: list[str] = []
+    with gateway_end:
+        settings = ExecutorConfig(log_format="json").encode()  # isolation auto, which only a gateway may have: it ends
+        gateway_end.sendall(wire.pack(["configure", settings, False]))
+        assert trio.run(serve, executor_end, formats.append) == 1
+    assert formats == ["json"]

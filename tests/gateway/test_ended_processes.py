@@ -65,6 +65,21 @@ async def wait_for_processes(pids: set[int]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_calls_cancelled_by_their_id_leave_no_process() -> None:
+    async with one_slot() as dispatcher:
+        await run(dispatcher, Call("1"))
+        pids = set(tree_pids(os.getpid()))
+        running = asyncio.create_task(run(dispatcher, *[Call(ENDLESS["sleeps"], id="mine")] * 3))
+        async with asyncio.timeout(WAIT_S):
+            while set(tree_pids(os.getpid())) == pids:  # noqa: ASYNC110  until the process of a call has started
+                await asyncio.sleep(0.01)
+        assert await dispatcher.cancel_calls("mine", None) == 3
+        assert list(map(error_type, await running)) == ["Cancelled"] * 3
+        await wait_for_processes(pids)
+        (after,) = await run(dispatcher, Call("6 * 7"))
+        assert after["value"] == "42"
+
+
 @pytest.mark.parametrize("code", ENDLESS.values(), ids=ENDLESS)
 async def test_a_call_past_its_deadline_leaves_no_process_and_frees_its_slot(code: str) -> None:
     async with one_slot() as dispatcher:

@@ -16,9 +16,11 @@ import socket
 import subprocess
 import sys
 import types
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,20 +33,27 @@ from sandbox.types import Result, Status
 
 SERVE_CODE = """
 import functools, sys
+from sandbox import logs
 from sandbox.config import ServeConfig
 from sandbox.gateway import serve
 from sandbox.gateway.calls.executor_handle import ExecutorProcess
-config = ServeConfig(port={port}, drain_s={drain_s})
+config = ServeConfig(port={port}, drain_s={drain_s}, tenants={tenants!r}, log_format={log_format!r})
+logs.configure(config.log_format)
 sys.exit(serve(config, functools.partial(ExecutorProcess.launch, {module!r})))
 """
 
 
 @contextmanager
 def serving_process(
-    port: int = 0, drain_s: float = 5, module: str = "tests.fakes", max_fds: int | None = None
+    port: int = 0,
+    drain_s: float = 5,
+    module: str = "tests.fakes",
+    max_fds: int | None = None,
+    tenants: str | None = None,
+    log_format: str = "text",
 ) -> Iterator[subprocess.Popen[str]]:
     """Run `serve` with `module` as the program of its executors, and kill it at the end."""
-    code = SERVE_CODE.format(port=port, drain_s=drain_s, module=module)
+    code = SERVE_CODE.format(port=port, drain_s=drain_s, module=module, tenants=tenants, log_format=log_format)
     command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, preexec_fn=_limit_descriptors(max_fds)
@@ -144,6 +153,42 @@ def test_a_second_signal_ends_the_drain_at_once() -> None:
                 pass
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 1
+
+
+def test_sighup_makes_the_server_read_its_tenants_again(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants.a]\ntoken = "first"\n', encoding="utf-8")
+    with serving_process(tenants=str(file), log_format="json") as process:
+        assert process.stderr is not None
+        url = read_url(process)
+        assert [_status(url, token) for token in ("first", "second")] == [200, 401]
+        for text, level in (('[tenants.a]\ntoken = "second"\n', "INFO"), ('[tenants.a]\ntoken = ""\n', "ERROR")):
+            file.write_text(text, encoding="utf-8")
+            process.send_signal(signal.SIGHUP)
+            line = json.loads(process.stderr.readline())
+            assert (line["level"], line["logger"]) == (level, "sandbox.gateway.calls.dispatcher")
+            assert str(file) in line["message"]
+            assert [_status(url, token) for token in ("first", "second")] == [401, 200]
+
+
+def test_a_wrong_tenants_file_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants.a]\ntoken = "s3cret"\n[tenants.b]\ntoken = "s3cret"\n', encoding="utf-8")
+    with serving_process(tenants=str(file)) as process:
+        assert process.wait(10) == 1
+        assert process.stderr is not None
+        expected = f"{file}: tenant 'b': has the token of tenant 'a'; give each tenant a token of its own"
+        assert process.stderr.read() == f"rstar-sandbox: {expected}\n"
+
+
+def _status(url: str, token: str) -> int:
+    """Return the HTTP status of a request with this token."""
+    request = urllib.request.Request(f"{url}/v1/stats", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def test_a_port_in_use_is_an_error() -> None:

@@ -281,14 +281,18 @@ class Dispatcher:
         self._schedule_dispatch()
         self._check_idle()
 
+    def retry_after_s(self) -> int:
+        """Return the seconds after which the calls that wait now are probably finished."""
+        return self.call_table.retry_after_s(self.call_table.waiting, monotonic())
+
     async def cancel_calls(self, call_id: str, owner: Tenant | None) -> int:
         """Finish all unfinished calls to which their caller gave this id with `unavailable`, and return their number;
         with an owner, the tenant of the request's token, only its own calls. Yields to the event loop after every
         `MAX_STOPPED_AT_ONCE` of them."""
         calls, count = self.call_table.with_id(call_id, owner), 0
-        while calls:
-            count += self._end(self.call_table.end(calls[-MAX_STOPPED_AT_ONCE:], "Cancelled", CANCELLED_MESSAGE))
-            del calls[-MAX_STOPPED_AT_ONCE:]
+        for start in range(0, len(calls), MAX_STOPPED_AT_ONCE):
+            part = calls[start : start + MAX_STOPPED_AT_ONCE]
+            count += self._end(self.call_table.end(part, "Cancelled", CANCELLED_MESSAGE))
             await asyncio.sleep(0)
         return count
 

@@ -35,8 +35,9 @@ thread does not block the event loop."""
 HEARTBEAT_S = 15.0
 """Seconds without a result after which a stream sends a heartbeat (an empty line, or nil in msgpack), so that clients
 and proxies can tell a busy server from a dead server."""
-HEARTBEAT = {NDJSON: b"\n", MSGPACK_STREAM: b"\xc0"}
-"""Heartbeats by content type of the stream."""
+HEARTBEAT = {NDJSON: b"\n", MSGPACK_STREAM: b"\xc0", JSON: b"\n"}
+"""Heartbeats by content type. JSON parsers skip white space before a value; a msgpack body cannot have heartbeats,
+because each byte would be a value."""
 RESULTS_PER_YIELD = 64
 """Results encoded before the task yields to the event loop."""
 CHUNK_BYTES = 256 << 10

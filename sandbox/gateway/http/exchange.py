@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 from aiohttp import web
 
@@ -26,6 +27,7 @@ from sandbox.types import EncodedResult, Status
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
 BODIES = web.AppKey("bodies", codec.BodyReader)
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
 CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
@@ -76,6 +78,29 @@ async def submit(request: web.Request, batch: Batch) -> None:
     request[RECORD].add_batch(batch)
 
 
+async def wait_with_heartbeats(
+    request: web.Request, batch: Batch, status: int, content_type: str
+) -> web.StreamResponse | None:
+    """Wait until the batch has all results. If a JSON response takes longer than `HEARTBEAT_S`, it begins before them:
+    with `status`, which cannot change afterwards, and a heartbeat after each `HEARTBEAT_S`. Returns the response that
+    has begun, for `respond`, or None."""
+    if not batch.unfinished:
+        return None
+    if content_type not in codec.HEARTBEAT:
+        await wait_for_results(batch)
+        return None
+    done = asyncio.Event()
+    batch.on_done = done.set
+    response: web.StreamResponse | None = None
+    while not await _wait_for_event(done, codec.HEARTBEAT_S):
+        if response is None:
+            headers = {"Content-Type": content_type, "X-Accel-Buffering": "no"}
+            response = web.StreamResponse(status=status, headers=headers)
+            await response.prepare(request)
+        await send(request, response, codec.HEARTBEAT[content_type])
+    return response
+
+
 async def wait_for_results(batch: Batch) -> None:
     """Wait until the batch has all results."""
     if batch.unfinished:
@@ -88,15 +113,25 @@ def pop_results(batch: Batch) -> list[EncodedResult]:
     return [batch.pop_result(index) for index in range(len(batch.results))]
 
 
-async def respond(request: web.Request, status: int, body: bytes, content_type: str) -> web.StreamResponse:
-    """Send the whole body, in chunks of `CHUNK_BYTES`. Returns when all of it is in the kernel's socket buffer."""
-    if len(body) <= codec.CHUNK_BYTES:
-        response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
+async def respond(
+    request: web.Request,
+    status: int,
+    body: bytes,
+    content_type: str,
+    begun: web.StreamResponse | None = None,
+    headers: Mapping[str, str] = NO_HEADERS,
+) -> web.StreamResponse:
+    """Send the whole body, in chunks of `CHUNK_BYTES`. Returns when all of it is in the kernel's socket buffer. A
+    response that has `begun` keeps its own status and headers."""
+    headers = {"Content-Type": content_type, **headers}
+    if begun is None and len(body) <= codec.CHUNK_BYTES:
+        response = web.Response(status=status, body=body, headers=headers)
         await send(request, response, body)
         return response
-    headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
-    stream = web.StreamResponse(status=status, headers=headers)
-    await stream.prepare(request)
+    stream = begun
+    if stream is None:
+        stream = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(len(body))})
+        await stream.prepare(request)
     for start in range(0, len(body), codec.CHUNK_BYTES):
         await send(request, stream, body[start : start + codec.CHUNK_BYTES])
     await stream.write_eof()

@@ -57,8 +57,12 @@ class Route:
     error_statuses: tuple[int, ...] = ()
     query: Mapping[str, str] = field(default_factory=dict)
     """Descriptions of the query parameters, all whole numbers, by name."""
+    path_parameters: Mapping[str, Schema] = field(default_factory=dict)
+    """Schemas of the parts of the path that are in braces, by name."""
     invalid_schemas: Mapping[str, str] = field(default_factory=dict)
     """`response_schemas` for status 400 if every item of a batch is malformed."""
+    unavailable_schemas: Mapping[str, str] = field(default_factory=dict)
+    """`response_schemas` for status 503 if the result is `unavailable`."""
     schemas: Mapping[str, Schema] = field(default_factory=dict)
     """Named schemas that only this route uses, in addition to those of `schemas()`."""
     examples: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +75,7 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     400: "The request is malformed; the message names the field, what was expected and what came",
     401: "The token is missing or wrong",
     403: "The request comes from a web page of another site, or its Host header is not a name of this server",
+    404: "There is nothing with this name",
     408: "The body did not arrive in time",
     413: "The body or the batch is larger than this server accepts; send smaller ones",
     415: "The body has a content type or an encoding that is not supported",
@@ -81,6 +86,11 @@ ERROR_DESCRIPTIONS: Mapping[int, str] = {
     503: "The server is starting or stopping; send the request again later, or to another server",
     504: "The service did not run the code; send the request again after the seconds in Retry-After",
 }
+RESULT_DESCRIPTIONS: Mapping[int, str] = {
+    400: " If every item of a batch is malformed: the results, each with its own message.",
+    503: " If the call is unavailable: its result, which says why.",
+}
+"""Descriptions of responses whose bodies are results instead of an error."""
 _RETRY_AFTER = {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer"}}}
 HEADERS: Mapping[int, Schema] = {
     401: {"WWW-Authenticate": {"description": "the scheme, Bearer", "schema": {"type": "string"}}},
@@ -309,12 +319,11 @@ def _operation(route: Route) -> Schema:
     for status in (*route.error_statuses, 500):
         description = f"{ERROR_TYPES[status]}: {ERROR_DESCRIPTIONS[status]}."
         content = {"application/json": _media(route.error_schemas.get(status, "Refusal"), route.examples)}
-        if status == 400 and route.invalid_schemas:
-            description += " If every item of a batch is malformed: the results, each with its own message."
-            refusal_or_results = {"anyOf": [reference("Refusal"), reference(route.invalid_schemas["application/json"])]}
-            content |= {
-                content_type: _media(name, route.examples) for content_type, name in route.invalid_schemas.items()
-            }
+        results = {400: route.invalid_schemas, 503: route.unavailable_schemas}.get(status)
+        if results:
+            description += RESULT_DESCRIPTIONS[status]
+            refusal_or_results = {"anyOf": [reference("Refusal"), reference(results["application/json"])]}
+            content |= {content_type: _media(name, route.examples) for content_type, name in results.items()}
             content["application/json"] = {**_media("Refusal"), "schema": refusal_or_results}
         headers = {"headers": HEADERS[status]} if status in HEADERS else {}
         responses[str(status)] = {"description": description, "content": content, **headers}
@@ -322,11 +331,13 @@ def _operation(route: Route) -> Schema:
     if route.request_schema is not None:
         content = {content_type: _media(route.request_schema, route.examples) for content_type in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}
-    if route.query:
-        integer = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
-        operation["parameters"] = [
-            {"name": name, "in": "query", "description": doc, "schema": integer} for name, doc in route.query.items()
-        ]
+    integer = {"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER}
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "description": schema["description"], "schema": schema}
+        for name, schema in route.path_parameters.items()
+    ] + [{"name": name, "in": "query", "description": doc, "schema": integer} for name, doc in route.query.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if route.path in PUBLIC_PATHS:
         operation["security"] = []
     return operation

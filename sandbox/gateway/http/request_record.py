@@ -105,11 +105,9 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 
 def _size(response: web.StreamResponse) -> int:
-    """Return the bytes of a response's body, which may not have been sent yet."""
-    if response.prepared:
-        return response.body_length
-    body = response.body if isinstance(response, web.Response) else None
-    return len(body) if isinstance(body, bytes) else 0
+    """Return the bytes of a response's body, which may not have been sent yet; those of a stream with its framing."""
+    length = response.content_length
+    return response.body_length if length is None else length
 
 
 def _log_access(request: web.Request, record: RequestRecord, status: int, bytes_out: int) -> None:
@@ -123,5 +121,4 @@ def _log_access(request: web.Request, record: RequestRecord, status: int, bytes_
         "bytes_out": bytes_out,
         "ms": round((time.monotonic() - record.started_at) * 1000, 1),
     }
-    text = " ".join(f"{name}={value!r}" if name == "tenant" else f"{name}={value}" for name, value in fields.items())
-    access_log.info("%s", text, extra={"fields": fields})
+    access_log.info("request", extra={"fields": fields})

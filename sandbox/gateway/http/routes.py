@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import code_judge, codec, exchange, judge, mcp, sandbox_fusion, validation
+from sandbox.gateway.http import cancel, code_judge, codec, exchange, judge, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
@@ -20,7 +20,7 @@ from sandbox.gateway.http.request_record import add_request_id, record_requests
 from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.stats import Stats
 from sandbox.gateway.traces import Traces
-from sandbox.types import Result
+from sandbox.types import Result, Status
 
 STATS = web.AppKey("stats", Stats)
 PROMETHEUS = web.AppKey("prometheus", PrometheusText)
@@ -58,7 +58,8 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
     app.on_startup.extend([_start_stats, judge.on_startup, mcp.on_startup])
     app.on_cleanup.extend([_stop_stats, mcp.on_cleanup])
     for route in ROUTES:
-        app.router.add_route(route.method, route.path, route.handler)
+        # The default pattern would exclude ids with a slash or a brace.
+        app.router.add_route(route.method, route.path.replace("{id}", "{id:.+}"), route.handler)
     for path in DOCS_ASSETS:
         app.router.add_get(path, docs_asset)
     return app
@@ -67,9 +68,13 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 async def run_call(request: web.Request) -> web.StreamResponse:
     async with exchange.admitted_batch(request, validation.parse_call) as (batch, sent, _):
         content_type = codec.response_type(request, sent, BODY_TYPES)
-        await exchange.wait_for_results(batch)
-        body = codec.encode_result(exchange.pop_results(batch)[0], content_type)
-        return await exchange.respond(request, 200, body, content_type)
+        begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
+        result = exchange.pop_results(batch)[0]
+        body = codec.encode_result(result, content_type)
+        if result["status"] != Status.UNAVAILABLE:
+            return await exchange.respond(request, 200, body, content_type, begun)
+        retry_after = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
+        return await exchange.respond(request, 503, body, content_type, begun, retry_after)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
@@ -77,22 +82,22 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
         content_type = codec.response_type(request, sent, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
-        await exchange.wait_for_results(batch)
+        begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         body = await codec.encode_results(exchange.pop_results(batch), content_type)
-        return await exchange.respond(request, status, body, content_type)
+        return await exchange.respond(request, status, body, content_type, begun)
 
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
     async with exchange.admitted_batch(request, validation.parse_pairs) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BODY_TYPES)
-        await exchange.wait_for_results(batch)
+        begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         verdicts = []
         for index, result in enumerate(exchange.pop_results(batch)):
             if index % codec.RESULTS_PER_YIELD == codec.RESULTS_PER_YIELD - 1:
                 await asyncio.sleep(0)
             verdicts.append(verify.verdict_of(Result.decode(result)).encode())
         body = await codec.encode_results(verdicts, content_type)
-        return await exchange.respond(request, status, body, content_type)
+        return await exchange.respond(request, status, body, content_type, begun)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -161,7 +166,17 @@ _VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
 _AFTER = {"after": "only steps after this number"}
 
 ROUTES: tuple[Route, ...] = (
-    Route("POST", "/v1/execute", run_call, "Run one call", _RESULT, "Execute", BODY_TYPES, CALL_ERROR_STATUSES),
+    Route(
+        "POST",
+        "/v1/execute",
+        run_call,
+        "Run one call",
+        _RESULT,
+        "Execute",
+        BODY_TYPES,
+        CALL_ERROR_STATUSES,
+        unavailable_schemas=_RESULT,
+    ),
     Route(
         "POST",
         "/v1/batch",
@@ -184,6 +199,7 @@ ROUTES: tuple[Route, ...] = (
         CALL_ERROR_STATUSES,
         invalid_schemas=_VERDICTS,
     ),
+    *cancel.ROUTES,
     *judge.ROUTES,
     *mcp.ROUTES,
     *code_judge.ROUTES,

@@ -1,0 +1,56 @@
+"""`DELETE /v1/calls/ID`: cancels calls by the id that their caller gave them.
+
+An id is a label of the caller and may belong to several calls. A tenant cancels only its own calls; the server's token,
+and any client of a server without tenants, cancels the calls of all.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from sandbox.fields import MAX_LABEL_CHARS, shown
+from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.codec import JSON
+from sandbox.gateway.http.errors import HttpError
+from sandbox.gateway.http.exchange import DISPATCHER
+from sandbox.gateway.http.openapi import Route
+
+NO_CALL = "no unfinished call has the id"
+
+
+async def cancel_calls(request: web.Request) -> web.Response:
+    call_id = request.match_info["id"]
+    count = await request.app[DISPATCHER].cancel_calls(call_id, request.get(TENANT))
+    if not count:
+        raise HttpError(
+            404,
+            f"{NO_CALL} {shown(call_id)}: it has its result, the id is not the one that its caller gave it, or it is "
+            "another tenant's",
+        )
+    return web.json_response({"cancelled": count})
+
+
+_COUNT = {"type": "integer", "minimum": 1, "description": "number of calls that were cancelled"}
+
+ROUTES = (
+    Route(
+        "DELETE",
+        "/v1/calls/{id}",
+        cancel_calls,
+        "Cancel all unfinished calls with an id",
+        {JSON: "Cancelled"},
+        error_statuses=(401, 403, 404),
+        path_parameters={
+            "id": {"type": "string", "minLength": 1, "maxLength": MAX_LABEL_CHARS, "description": "the id of the calls"}
+        },
+        schemas={
+            "Cancelled": {
+                "type": "object",
+                "description": "Calls that were cancelled. Each has the status unavailable, with Cancelled.",
+                "properties": {"cancelled": _COUNT},
+                "required": ["cancelled"],
+            }
+        },
+        examples={"Cancelled": {"cancelled": 1}},
+    ),
+)

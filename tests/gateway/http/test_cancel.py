@@ -1,0 +1,105 @@
+"""Tests of `DELETE /v1/calls/ID` with fake executors: calls end with `Cancelled`, and no other call is affected."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from yarl import URL
+
+from sandbox.gateway.calls import dispatcher
+from tests.fakes import FakeFleet
+from tests.gateway.serving import Served, serving, until
+
+pytestmark = pytest.mark.asyncio
+
+
+def path_of(call_id: str) -> str:
+    return "/v1/calls/" + quote(call_id, safe="").replace(".", "%2E")
+
+
+async def cancel(served: Served, path: str, token: str = "") -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with served.http.delete(URL(served.url + path, encoded=True), headers=headers) as response:
+        return response.status, await response.json()
+
+
+def endings(body: Any) -> list[str]:
+    """Return the error type of each result, or its status if it has no error."""
+    return [result["error"]["type"] if result["error"] else result["status"] for result in body["results"]]
+
+
+@pytest.mark.parametrize("max_at_once", [1, 512])
+async def test_waiting_and_running_calls_of_an_id_are_cancelled(
+    max_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_STOPPED_AT_ONCE", max_at_once)
+    async with serving(FakeFleet(slots=1)) as served, asyncio.timeout(10):
+        calls = [{"code": "hang", "id": name} for name in ("a", "b", "a", "b")]
+        response = asyncio.create_task(served.post("/v1/batch", {"calls": calls}))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
+        assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 2})
+        await until(lambda: len(served.fleet.last_executor.calls) == 3)
+        assert served.fleet.last_executor.cancelled == [1]
+        served.fleet.last_executor.finish(1, 2, 3)  # the result of a cancelled call is dropped
+        status, body = await response
+        assert (status, endings(body)) == (200, ["Cancelled", "ok", "Cancelled", "ok"])
+        assert served.dispatcher.counters.by_status == {"unavailable": 2, "ok": 2}
+        assert served.dispatcher.call_table.outstanding.calls == 0
+
+
+async def test_an_id_without_an_unfinished_call_is_a_404() -> None:
+    async with serving() as served, asyncio.timeout(10):
+        await served.post("/v1/execute", {"code": "1", "id": "done"})
+        response = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}]}))
+        await until(lambda: bool(served.fleet.last_executor.calls))
+        for name in ("done", "0"):  # "0" is the index of the running call, which has no id
+            status, body = await cancel(served, f"/v1/calls/{name}")
+            assert (status, body["error"]["type"]) == (404, "NotFound")
+            assert body["error"]["message"].startswith(f"no unfinished call has the id '{name}': it has its result")
+        assert (await cancel(served, "/v1/calls/"))[0] == 404
+        served.fleet.last_executor.finish(2)
+        assert endings((await response)[1]) == ["ok"]
+
+
+@pytest.mark.parametrize("call_id", ["a/b", "a%2Fb", "..", ".", "ä ö", "{x}", "a?b#c", "/", "+ ;=&", "//"])
+async def test_an_id_may_have_any_characters(call_id: str) -> None:
+    async with serving() as served, asyncio.timeout(10):
+        response = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang", "id": call_id}]}))
+        await until(lambda: bool(served.fleet.last_executor.calls))
+        assert await cancel(served, path_of(call_id)) == (200, {"cancelled": 1})
+        _, body = await response
+        assert (endings(body), body["results"][0]["id"]) == (["Cancelled"], call_id)
+
+
+async def test_a_tenant_cancels_only_its_own_calls(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants.one]\ntoken = "token-of-one"\n[tenants.two]\ntoken = "token-of-two"\n')
+    file.chmod(0o600)
+    async with serving(tenants=str(file), token="token-of-server") as served, asyncio.timeout(10):
+        batch = {"calls": [{"code": "hang", "id": "same"}]}
+        first, second = (
+            asyncio.create_task(served.post("/v1/batch", batch, Authorization=f"Bearer token-of-{name}"))
+            for name in ("one", "two")
+        )
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
+        assert await cancel(served, "/v1/calls/same", "token-of-one") == (200, {"cancelled": 1})
+        assert endings((await first)[1]) == ["Cancelled"]
+        assert (await cancel(served, "/v1/calls/same", "token-of-one"))[0] == 404
+        assert (await cancel(served, "/v1/calls/same"))[0] == 401
+        assert await cancel(served, "/v1/calls/same", "token-of-server") == (200, {"cancelled": 1})
+        assert endings((await second)[1]) == ["Cancelled"]
+
+
+async def test_calls_can_be_cancelled_while_the_server_drains() -> None:
+    async with serving() as served, asyncio.timeout(10):
+        response = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang", "id": "a"}]}))
+        await until(lambda: bool(served.fleet.last_executor.calls))
+        draining = asyncio.create_task(served.dispatcher.drain(3600))
+        await until(lambda: served.dispatcher.is_draining)
+        assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 1})
+        await draining
+        assert endings((await response)[1]) == ["Cancelled"]
