@@ -79,9 +79,10 @@ def _take_output(fd: int) -> str:
 
 
 def _run_cell(source: str, name: str, scope: dict) -> list:
-    """Run a cell, and return its error in a list, which is empty if there was none."""
+    """Run a cell and display its figures. Return the errors of both."""
     errors = []
-    for step in (lambda: _execute(source, name, scope), _display_figures, sys.stdout.flush, sys.stderr.flush):
+    steps: tuple[Callable[[], None], ...] = (lambda: _execute(source, name, scope), _display_figures)
+    for step in steps:
         try:
             step()
         except BaseException as error:
