@@ -41,6 +41,7 @@ from sandbox.judge import (
     JudgeOutcome,
     Program,
 )
+from sandbox.own_profiles import check_profile
 from sandbox.tenants import Tenant
 from sandbox.types import CALL_FIELDS, EncodedResult, Status, Usage
 
@@ -81,6 +82,7 @@ async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
         program_id = id_of(item, index)
         try:
             program = Program.decode(item, defaults, f"programs[{index}]")
+            check_profile(program.call.profile, config.own_profiles, f"programs[{index}]")
         except InvalidCall as error:
             _set_result(parsed.results, index, JudgedProgram(program_id, JudgeOutcome.INVALID, message=str(error)))
             continue
@@ -96,6 +98,7 @@ def parse_program(raw: Json, config: ServeConfig) -> ParsedPrograms:
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
     program = Program.decode(raw)
+    check_profile(program.call.profile, config.own_profiles, "program")
     _check_count(len(program.tests), config)
     return ParsedPrograms([(0, program)], Batch(1, timeout_s), timeout_s)
 
