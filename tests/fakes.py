@@ -27,7 +27,7 @@ def ok_result(call: dict[str, Any]) -> dict[str, Any]:
     usage = Usage(run_ms=1.0, cpu_ms=1.0, peak_memory_mb=10.0)
     files = {path: call.get("files", {}).get(path, b"") for path in call.get("return_files", ())}
     stdin = call.get("stdin")
-    value = stdin.decode(errors="replace") if isinstance(stdin, bytes) else stdin  # a real value is always text
+    value = stdin.decode("utf-8", "replace") if isinstance(stdin, bytes) else stdin
     result = Result("", Status.OK, stdout=call["code"], value=value, exit_code=0, files=files, usage=usage)
     return result.encode(binary=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -201,9 +202,9 @@ ROUTES: tuple[Route, ...] = (
     ),
     *cancel.ROUTES,
     *judge.ROUTES,
-    *mcp.ROUTES,
-    *code_judge.ROUTES,
-    *sandbox_fusion.ROUTES,
+    *(replace(route, group="Model Context Protocol") for route in mcp.ROUTES),
+    *(replace(route, group="code-judge") for route in code_judge.ROUTES),
+    *(replace(route, group="SandboxFusion") for route in sandbox_fusion.ROUTES),
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),
     Route("GET", "/metrics", prometheus, "Metrics for Prometheus", {"text/plain": None}, error_statuses=(401, 403)),

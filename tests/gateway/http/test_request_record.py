@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
+from sandbox import logs
 from sandbox.config import ServeConfig
 from sandbox.gateway import build_app
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import exchange
 from sandbox.gateway.traces import MAX_TRACED_CALLS, Traces
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
@@ -67,12 +67,10 @@ async def test_whole_and_streamed_responses_have_the_id(accept: str) -> None:
 async def test_a_log_line_of_a_request_has_its_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sandbox import logs
-
-    async def broken(*_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(exchange, "wait_with_heartbeats", broken)
+    monkeypatch.setattr(Dispatcher, "submit", broken)
     caplog.handler.setFormatter(logs.JsonFormatter())
     async with serving() as served:
         assert (await served.post("/v1/execute", {"code": "1"}, X_Request_Id="mine"))[0] == 500
