@@ -164,6 +164,16 @@ def evaluate(args: argparse.Namespace) -> None:
         Console().print(report_table(reports, title=f"evaluation {name}"))
 
 
+def compare(args: argparse.Namespace) -> None:
+    """Compare two evaluations of the same problems: the difference in accuracy, with a paired interval."""
+    from trainer.recipe.comparison import compare_evaluations
+
+    comparisons = compare_evaluations(args.before, args.after)
+    if args.json:
+        return print(json.dumps({source: asdict(comparison) for source, comparison in comparisons.items()}))
+    _print_columns("[95 %]", {source: comparison.row() for source, comparison in comparisons.items()})
+
+
 def rollout(args: argparse.Namespace) -> None:
     """Collect episodes of a model into a folder that `show` opens."""
     from trainer.recipe.phases import Phase
@@ -336,6 +346,10 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for the episodes of --model; episodes that it has are not sampled again "
         "(default: a folder in eval/ of the run)",
     )
+
+    command = add("compare", compare, as_json)
+    command.add_argument("before", type=Path, metavar="BEFORE", help="RUN/stages/NAME/eval, or RUN/eval/MODEL")
+    command.add_argument("after", type=Path, metavar="AFTER", help="another evaluation of the same problems")
 
     command = add("rollout", rollout, run, skip)
     command.add_argument("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")
