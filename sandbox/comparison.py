@@ -13,7 +13,8 @@ whether both sides are equal.
                     the tolerance                                            the tolerance
 
 A number is within the tolerance if it differs from the expected number by at most `abs`, or by `rel` times the expected
-number. Two NaN are equal, and an infinity equals itself only. In JSON, 1 equals 1.0, and true does not equal 1.
+number. Two NaN are equal, and an infinity equals itself only. A token that is too large for a float (1e400) is
+compared as text. In JSON, 1 equals 1.0, and true does not equal 1.
 """
 
 from __future__ import annotations
@@ -137,9 +138,11 @@ def _number(token: str) -> float | None:
     if len(token) > MAX_NUMBER_CHARS or not token.isascii() or "_" in token:
         return None
     try:
-        return float(token)
+        number = float(token)
     except ValueError:
         return None
+    is_too_large = math.isinf(number) and token[-1].isdigit()  # else all such numbers would be equal, also to "inf"
+    return None if is_too_large else number
 
 
 def _is_same_leaf(expected: Any, actual: Any, tolerance: Tolerance) -> bool:

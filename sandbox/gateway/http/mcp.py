@@ -88,7 +88,6 @@ class _AsgiRequest:
         self._request = request
         self._body: bytes | None = body
         self._response: web.StreamResponse | None = None
-        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in request.headers.items()]
         self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -99,7 +98,7 @@ class _AsgiRequest:
             "raw_path": request.raw_path.encode(),
             "query_string": request.query_string.encode(),
             "root_path": "",
-            "headers": headers,
+            "headers": [(name.lower(), value) for name, value in request.raw_headers],
         }
 
     async def receive(self) -> dict[str, Any]:
