@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 from contextvars import ContextVar
 from typing import Any
 
@@ -64,6 +65,7 @@ class McpTransport:
             raise HttpError(
                 501, f"/mcp needs the package {error.name} on the server: pip install 'rstar-sandbox[mcp]'"
             ) from None
+        logging.getLogger("mcp.server").setLevel(logging.WARNING)  # it logs a line for each request
         mcp_server = server.build_server(_run_call)
         # The middleware of `auth` has checked the headers Host and Origin.
         no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from sandbox import logs
@@ -99,6 +100,16 @@ def record_requests(traces: Traces | None, *, has_access_log: bool) -> Middlewar
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Set the header `X-Request-Id` of a response."""
     response.headers[REQUEST_ID_HEADER] = request[RECORD].id
+
+
+def shorten_malformed(record: logging.LogRecord) -> bool:
+    """Filter of aiohttp's log: shorten the record of a request that is no HTTP. Its traceback contains bytes that the
+    client has sent, which may be those of a token."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.exc_info = f"{record.msg}: {type(error).__name__}", None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True
 
 
 def _size(response: web.StreamResponse) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sandbox.gateway.http.errors import HttpError, errors_as_json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
 from sandbox.gateway.http.listener import KEEPALIVE_S
 from sandbox.gateway.http.openapi import MAX_SAFE_INTEGER, Route, document
-from sandbox.gateway.http.request_record import add_request_id, record_requests
+from sandbox.gateway.http.request_record import add_request_id, record_requests, shorten_malformed
 from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.stats import Stats
 from sandbox.gateway.traces import Traces
@@ -38,6 +39,7 @@ PAGE_HEADERS = {
 def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Application:
     """Build the application. The caller starts and stops the dispatcher and the traces."""
     config = dispatcher.config
+    logging.getLogger("aiohttp.server").addFilter(shorten_malformed)
     app = web.Application(
         middlewares=[
             record_requests(traces, has_access_log=config.access_log == "on"),

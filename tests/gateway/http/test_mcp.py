@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -83,6 +84,13 @@ async def test_the_route_needs_the_token() -> None:
             assert (await client.call_tool("run_python", {"code": "1"})).content
         status, _ = await served.post("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "ping"})
     assert status == 401
+
+
+async def test_a_request_adds_no_line_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving() as served, client_of(served) as client:
+            await client.call_tool("run_python", {"code": "1"})
+    assert [record for record in caplog.records if record.name.startswith("mcp.server")] == []
 
 
 async def test_headers_may_have_any_bytes() -> None:

@@ -77,6 +77,29 @@ async def test_a_log_line_of_a_request_has_its_id(
     assert '"request_id": "mine"' in caplog.text
 
 
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\x00\r\n\r\n",
+        b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret" + b"x" * 9000 + b"\r\n\r\n",
+        b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization Bearer s3cret\r\n\r\n",
+    ],
+)
+async def test_the_log_shows_no_bytes_of_a_malformed_request(
+    request_head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as served:
+        with caplog.at_level(logging.INFO):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+            writer.write(request_head)
+            answer = await reader.read()
+            writer.close()
+    (record,) = (record for record in caplog.records if record.name == "aiohttp.server")
+    assert answer.startswith(b"HTTP/1.1 400") or answer.startswith(b"HTTP/1.0 400")
+    assert record.levelname == "INFO" and record.getMessage().startswith("Error handling request from 127.0.0.1: ")
+    assert "s3cret" not in caplog.text
+
+
 def _access_fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [record.fields for record in caplog.records if record.name == "sandbox.access"]  # type: ignore[attr-defined]
 
