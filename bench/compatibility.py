@@ -1,9 +1,10 @@
-"""How many calls per second do the routes of other services run, compared with `/v1/batch`?
+"""How many calls per second do the routes of other services run, compared with `/v1/batch` and `/v1/execute`?
 
     python -m bench.compatibility [--calls 1500] [--batch 50] [--in-flight 4] [--rounds 3] [--json]
 
 One server runs the same programs through each route, in rounds in which the routes take turns. Bodies are JSON, which
-is all that the other services have. Each program prints its own number, and every answer is checked.
+is all that the other services have. Each program prints its own number, and every answer is checked. Routes for one
+program are compared with `/v1/execute`; `/run_code` gets the fields that verl sends.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
 from bench.servers import service
 
-REFERENCE = "/v1/batch"
+BATCH, SINGLE = "/v1/batch", "/v1/execute"
 MAX_SLOWDOWN = 1.1
-"""Limit of the CPU time of a call through a route, as a multiple of that through `REFERENCE`."""
+"""Limit of the CPU time of a call through a route, as a multiple of that through the reference."""
 
 
 class Route(NamedTuple):
@@ -33,6 +34,8 @@ class Route(NamedTuple):
 
     build: Callable[[Sequence[int]], Any]
     are_correct: Callable[[Sequence[int], Any], bool]
+    reference: str = BATCH
+    """Route to compare with. Requests of routes that are compared with `SINGLE` have one program."""
 
 
 def _program(number: int) -> str:
@@ -53,6 +56,16 @@ def _submissions(numbers: Sequence[int]) -> Any:
     }
 
 
+def _call(numbers: Sequence[int]) -> Any:
+    return _calls(numbers)["calls"][0]
+
+
+def _run_code(numbers: Sequence[int]) -> Any:
+    seconds = {"run_timeout": 10, "compile_timeout": 10, "memory_limit_MB": 1024}
+    fields = {"language": "python", "stdin": None, "files": {}, "fetch_files": []}
+    return {"code": _program(numbers[0]), **seconds, **fields}
+
+
 def _outputs_are_correct(numbers: Sequence[int], body: Any) -> bool:
     return [result["stdout"] for result in body["results"]] == [f"{number}\n" for number in numbers]
 
@@ -62,9 +75,11 @@ def _all_succeeded(numbers: Sequence[int], body: Any) -> bool:
 
 
 ROUTES: dict[str, Route] = {
-    REFERENCE: Route(_calls, _outputs_are_correct),
+    BATCH: Route(_calls, _outputs_are_correct),
     "/run/long-batch": Route(_submissions, _outputs_are_correct),
     "/judge/long-batch": Route(_submissions, _all_succeeded),
+    SINGLE: Route(_call, lambda numbers, body: body["stdout"] == f"{numbers[0]}\n", SINGLE),
+    "/run_code": Route(_run_code, lambda numbers, body: body["run_result"]["stdout"] == f"{numbers[0]}\n", SINGLE),
 }
 
 
@@ -96,16 +111,16 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
                     if turn:  # the first round warms the server up
                         rows[path].append(row)
     slowdowns = {
-        path: round(median_of_ratios(rows[path], rows[REFERENCE], lambda row, ref: row["cpu_ms"] / ref["cpu_ms"]), 3)
-        for path in ROUTES
-        if path != REFERENCE
+        path: round(median_of_ratios(rows[path], rows[ref], lambda row, base: row["cpu_ms"] / base["cpu_ms"]), 3)
+        for path, (_, _, ref) in ROUTES.items()
+        if path != ref
     }
     return {
         **{name: getattr(args, name) for name in ("calls", "batch", "in_flight")},
         "routes": {path: median_of_rows(path_rows, 3) for path, path_rows in rows.items()},
         "slowdowns": slowdowns,
         "requirements": [
-            requirements.at_most(f"CPU time of {path} / {REFERENCE}", MAX_SLOWDOWN, slowdown)
+            requirements.at_most(f"CPU time of {path} / {ROUTES[path].reference}", MAX_SLOWDOWN, slowdown)
             for path, slowdown in slowdowns.items()
         ],
     }
@@ -121,15 +136,16 @@ async def _run(
     """Run all calls through a route. Returns calls per second, and CPU milliseconds per call of all processes of the
     server and of the gateway alone."""
     errors: list[str] = []
+    size = 1 if ROUTES[path].reference == SINGLE else args.batch
 
     async def send(start: int) -> None:
-        numbers = range(start, min(start + args.batch, args.calls))
+        numbers = range(start, min(start + size, args.calls))
         if error := await _send(http, server.url, path, numbers):
             errors.append(f"{path}: {error}")
         advance(len(numbers))
 
     server_cpu, gateway_s = processes.CpuMeter(server.pid), processes.cpu_s([server.pid])
-    wall_s = await closed_loop(iter(range(0, args.calls, args.batch)), send, args.in_flight)
+    wall_s = await closed_loop(iter(range(0, args.calls, size)), send, args.in_flight)
     if errors:
         raise command.BenchFailed(errors[0])
     return {
@@ -162,7 +178,7 @@ def tables(result: Result) -> list[Block]:
         )
         for path, row in result["routes"].items()
     ]
-    header = ("route", "calls/s", "CPU ms per call", "of it gateway, µs", f"CPU / {REFERENCE}")
+    header = ("route", "calls/s", "CPU ms per call", "of it gateway, µs", f"CPU / {BATCH} or {SINGLE}")
     return [Table(header, rows), *requirements.unmet(result)]
 
 

@@ -41,6 +41,8 @@ class TenantsRun:
     sleeping: int
     alone_ms: list[float] = field(default_factory=list)
     beside_ms: list[float] = field(default_factory=list)
+    queue_ms: list[float] = field(default_factory=list)
+    """Milliseconds that each short call waited for a slot, in the order of the answers."""
     num_slept: int = 0
     """Calls that slept and ended as ok."""
     mismatched: int = 0
@@ -106,6 +108,7 @@ async def _send_short(
     async def send(n: int, due: float) -> None:
         result = await execute(http, url, {"code": f"print({n} * {n})", "tenant": "short"})
         latencies_ms.append((time.perf_counter() - due) * 1e3)
+        run.queue_ms.append(result["usage"]["queue_ms"])
         run.mismatched += (result["status"], result["stdout"]) != ("ok", f"{n * n}\n")
         on_answer()
 
@@ -128,6 +131,7 @@ def summarize(run: TenantsRun) -> dict[str, Any]:
         "calls_beside": len(run.beside_ms),
         "alone_ms": percentiles(run.alone_ms, POINTS),
         "beside_ms": percentiles(run.beside_ms, POINTS),
+        "beside_queue_ms": percentiles(run.queue_ms[len(run.alone_ms) :], POINTS),
         "max_beside_ms": round(max(run.beside_ms), 2),
         "delay_ms": delay_ms,
         "requirements": [

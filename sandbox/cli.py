@@ -134,6 +134,8 @@ def runtime(args: argparse.Namespace) -> int:
     """Build the guest runtime, the Python that runs the calls, unless it exists, and print its path."""
     from sandbox import runtime as runtimes
 
+    if args.list or args.added or args.requirements:
+        return _runtime_extras(args)
     current = runtimes.find()
     if current is not None and not (args.python or args.path or args.force):
         print(current / "bin" / "python")
@@ -155,6 +157,29 @@ def runtime(args: argparse.Namespace) -> int:
             f"rstar-sandbox: other commands {others}; set RSTAR_RUNTIME={directory} to make them use it",
             file=sys.stderr,
         )
+    return 0
+
+
+def _runtime_extras(args: argparse.Namespace) -> int:
+    """List all runtimes, or build one with more packages and print its path."""
+    from sandbox import runtime as runtimes
+    from sandbox import runtime_extras as extras
+
+    if args.list:
+        for python, packages in extras.installed_runtimes():
+            print(f"{python}  {packages}")
+        return 0
+    if args.path or args.check or args.force:
+        raise ConfigError("runtime: --with and --requirements cannot be combined with --path, --check or --force")
+    added = [*args.added, *(extras.read_requirements(args.requirements) if args.requirements else ())]
+    if args.python:
+        python, version = Path(args.python), runtimes.version_of(Path(args.python))
+    else:
+        python, version = runtimes.best_python()
+    with _sigterm_as_exit():
+        built = extras.build_with(python, version, added)
+    print("rstar-sandbox: pass this path to `serve` or `run` as --python:", file=sys.stderr)
+    print(built)
     return 0
 
 
@@ -307,6 +332,16 @@ def _add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", metavar="DIR", help="directory (default: $RSTAR_RUNTIME, or under ~/.local/share)")
     parser.add_argument("--force", action="store_true", help="build it again, with the newest Python found")
     parser.add_argument("--check", action="store_true", help="build nothing; fail if it does not exist")
+    parser.add_argument(
+        "--with",
+        dest="added",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="package to install in addition, such as scikit-learn (can be repeated); prints the path for --python",
+    )
+    parser.add_argument("--requirements", type=Path, metavar="FILE", help="file with such packages, one per line")
+    parser.add_argument("--list", action="store_true", help="list all runtimes, build nothing")
 
 
 def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:

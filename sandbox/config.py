@@ -48,6 +48,8 @@ CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""
 
+MAX_TOKEN_CHARS = 1 << 16
+"""Maximum length of a token file, so that a wrong path (a device, a log) does not fill the memory."""
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 """All levels, the strongest first."""
 ZYGOTE_PROFILES = tuple(profile.value for profile in PARENTS)
@@ -384,7 +386,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {file}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib raises these two for long numbers and deep nesting
         raise ConfigError(f"--config {file}: is not TOML ({error})") from None
 
 
@@ -412,9 +414,13 @@ def _parse(name: str, text: str) -> Any:
 def read_token(file: str, where: str) -> str:
     """Return the token in a file. Raises `ConfigError`; `where` names the setting as its source does."""
     try:
-        token = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(file).open(encoding="utf-8") as opened:
+            token = opened.read(MAX_TOKEN_CHARS + 1)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: expected a file with a token, but {file} cannot be read ({error})") from None
+    if len(token) > MAX_TOKEN_CHARS:
+        raise ConfigError(f"{where}: expected a token of at most {MAX_TOKEN_CHARS} characters, but {file} is longer")
+    token = token.strip()
     if not token:
         raise ConfigError(f"{where}: expected a file with a token, but {file} is empty")
     return token

@@ -24,7 +24,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sandbox.errors import ConfigError, SandboxError
 
@@ -58,11 +60,12 @@ PREFERRED_PYTHONS = ((3, 13), (3, 12))
 SIZE_MB = 450
 """Disk space of a runtime in MB."""
 
-_MARKER = "rstar-runtime.json"
+MARKER = "rstar-runtime.json"
 _SMOKE_TEST = (
     "import math_verify, matplotlib.pyplot, mpmath, networkx, numpy, pandas, scipy.optimize, sympy; "
     "assert sympy.sqrt(4) == 2; assert matplotlib.get_cachedir() == matplotlib.get_data_path()"
 )
+_IMPORT_SCRIPT = Path(__file__).with_name("runtime_imports.py")
 _FONT_CACHE_SCRIPT = Path(__file__).with_name("runtime_fonts.py")
 _VERSION_QUERY = "import sys; print(sys.version_info[0], sys.version_info[1])"
 
@@ -72,6 +75,27 @@ class RuntimeBuildError(SandboxError):
 
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PackageSet:
+    """The packages of a runtime: the pins of all of them, and which of them an operator has added."""
+
+    requirements: tuple[str, ...]
+    added: tuple[str, ...] = ()
+
+    def encode(self) -> dict[str, list[str]]:
+        """Return a mapping for JSON."""
+        return {"requirements": list(self.requirements), "added": list(self.added)}
+
+    @staticmethod
+    def decode(raw: Mapping[str, Any]) -> PackageSet:
+        """Invert `encode`."""
+        return PackageSet(tuple(raw["requirements"]), tuple(raw.get("added", ())))
+
+
+def default_packages() -> PackageSet:
+    return PackageSet(REQUIREMENTS)
 
 
 def log_to_stderr(line: str) -> None:
@@ -125,12 +149,14 @@ def _home(environ: Mapping[str, str]) -> Path:
         ) from None
 
 
-def is_complete(directory: Path) -> bool:
-    """Return whether `directory` is a finished runtime with the current pins, whose base interpreter still exists."""
+def is_complete(directory: Path, packages: PackageSet | None = None) -> bool:
+    """Return whether `directory` is a finished runtime with these packages, by default the current pins, whose base
+    interpreter still exists."""
+    wanted = packages or default_packages()
     try:
-        marker = json.loads((directory / _MARKER).read_text(encoding="utf-8"))
-        return bool(marker.get("requirements") == list(REQUIREMENTS)) and (directory / "bin" / "python").exists()
-    except (OSError, ValueError):
+        found = PackageSet.decode(json.loads((directory / MARKER).read_text(encoding="utf-8")))
+        return found.requirements == wanted.requirements and (directory / "bin" / "python").exists()
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -141,20 +167,30 @@ def identity(directory: Path) -> str:
     return f"{'.'.join(values['version'].split('.')[:2])}-{_pins_hash()}"
 
 
-def build(python: Path, directory: Path, *, force: bool = False, log: Log = log_to_stderr) -> Path:
-    """Build a runtime at `directory` with `python`, unless it is complete. Returns the path of its interpreter.
+def build(
+    python: Path,
+    directory: Path,
+    *,
+    packages: PackageSet | None = None,
+    force: bool = False,
+    log: Log = log_to_stderr,
+) -> Path:
+    """Build a runtime at `directory` with `python`, unless it is complete. Returns the path of its interpreter. The
+    default of `packages` is `default_packages()`.
 
     Raises `ConfigError` if `directory` contains something else, and `RuntimeBuildError` if the build fails.
     """
-    if is_complete(directory) and not force:
+    packages = packages or default_packages()
+    if is_complete(directory, packages) and not force:
         return directory / "bin" / "python"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory, log):
-            if force or not is_complete(directory):  # another process may have built it meanwhile
+            if force or not is_complete(directory, packages):  # another process may have built it meanwhile
                 _check_replaceable(directory)
-                log(f"building the guest runtime once, with {python}: {directory} (about {SIZE_MB} MB)")
-                _build_and_swap(python, directory)
+                more = f" and {', '.join(packages.added)}" if packages.added else ""
+                log(f"building the guest runtime once, with {python}{more}: {directory} (about {SIZE_MB} MB)")
+                _build_and_swap(python, directory, packages)
     except OSError as error:
         reason = f"{error.strerror or error}, {error.filename or directory}"
         raise RuntimeBuildError(
@@ -220,7 +256,7 @@ def _pins_hash() -> str:
 
 def _check_replaceable(directory: Path) -> None:
     """Raise `ConfigError` unless `directory` is absent, empty or a runtime: nothing else may be replaced."""
-    if directory.is_dir() and ((directory / _MARKER).exists() or not any(directory.iterdir())):
+    if directory.is_dir() and ((directory / MARKER).exists() or not any(directory.iterdir())):
         return
     if directory.exists() or directory.is_symlink():
         raise ConfigError(f"{directory}: exists and is no guest runtime; name another directory, or remove it")
@@ -253,12 +289,12 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _build_and_swap(python: Path, directory: Path) -> None:
+def _build_and_swap(python: Path, directory: Path, packages: PackageSet) -> None:
     for stale in directory.parent.glob(f".{directory.name}.new-*"):  # the lock excludes other builders
         shutil.rmtree(stale, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
     try:
-        _build_venv(python, new, directory)
+        _build_venv(python, new, directory, packages)
         if directory.exists():
             directory.rename(new / "old")
             # rename(2) cannot replace a directory with files; until the next rename there is no runtime.
@@ -267,7 +303,7 @@ def _build_and_swap(python: Path, directory: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _build_venv(python: Path, new: Path, directory: Path) -> None:
+def _build_venv(python: Path, new: Path, directory: Path, packages: PackageSet) -> None:
     if (free := shutil.disk_usage(new).free >> 20) < SIZE_MB:
         raise RuntimeBuildError(
             f"the guest runtime needs {SIZE_MB} MB at {directory}, where {free} MB are free; set "
@@ -278,25 +314,32 @@ def _build_venv(python: Path, new: Path, directory: Path) -> None:
     pip = [venv_python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     # Compile all but the libraries' tests; bytecode contains the final path in place of the build path.
     compile_all = ["-m", "compileall", "-q", "-j", "0", "-x", r"/tests?/", "-s", str(venv), "-p", str(directory)]
+    install = ["install", "--quiet", "--only-binary=:all:", "--no-compile", *packages.requirements]
     steps = {
         "creating the environment": [str(python), "-m", "venv", str(venv)],
-        "installing the libraries": [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *REQUIREMENTS],
+        "installing the libraries": [*pip, *install],
         "storing the font cache": [venv_python, "-I", "-B", str(_FONT_CACHE_SCRIPT)],
         "removing pip": [*pip, "uninstall", "--quiet", "--yes", "pip", "setuptools"],
         "compiling": [venv_python, *compile_all, str(venv / "lib")],
         "testing it": [venv_python, "-I", "-B", "-c", _SMOKE_TEST],
     }
+    if packages.added:
+        steps["testing the added packages"] = [venv_python, "-I", "-B", str(_IMPORT_SCRIPT), *packages.added]
     with _progress(len(steps)) as show:
         for title, command in steps.items():
             show(title)
-            _run_step(title, command)
-    (venv / _MARKER).write_text(json.dumps({"requirements": REQUIREMENTS, "python": str(python)}) + "\n")
+            run_step(title, command)
+    (venv / MARKER).write_text(json.dumps({**packages.encode(), "python": str(python)}) + "\n")
     _make_readable(venv)
 
 
-def _run_step(title: str, command: Sequence[str]) -> None:
-    # Python's -I would hide pip's settings (index, proxy) too; only the variables that change imports are removed.
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+def step_environment() -> dict[str, str]:
+    """Return the environment of the commands that build a runtime. Python's -I would hide pip's settings (index, proxy)
+    too, so only the variables that change imports are removed."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+
+def run_step(title: str, command: Sequence[str]) -> None:
     # In a session of its own, the step gets no Ctrl-C and can be killed with all its children.
     with subprocess.Popen(
         command,
@@ -305,7 +348,7 @@ def _run_step(title: str, command: Sequence[str]) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=environ,
+        env=step_environment(),
         start_new_session=True,
     ) as process:
         try:

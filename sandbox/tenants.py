@@ -1,10 +1,10 @@
-"""Tenants: the tokens that may send calls, and how much of the server each may use. Read from the file of `--tenants`.
+"""The tenants that may send calls, and the bounds of each. `load_tenants` reads them from the file of `--tenants`.
 
     [tenants.rl-training]
     token_file = "rl-training.token"    # or token = "..."; a relative path starts at the directory of this file
-    queue_share = 0.5                   # fraction of queue_calls and queue_mb; default: tenant_share of the server
+    queue_share = 0.5                   # fraction of queue_calls and queue_mb; default: the server's --tenant-share
     max_running = 64                    # calls at executors at once; default: no bound of its own
-    max_timeout_s = 60                  # and the other limits; lower than the server's
+    max_timeout_s = 60                  # one key per limit; the lower one of this and the server's maximum counts
     priority = 0                        # lowest priority number that its calls may have
 
 - A token is kept as its SHA-256 digest. No `repr`, log line or error message contains a token.
@@ -14,8 +14,10 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,17 @@ from sandbox.errors import ConfigError, InvalidCall
 from sandbox.fields import NumberRule, check_label, check_names
 from sandbox.types import LIMIT_FIELDS, PRIORITY, Limits
 
-MAX_FILE_BYTES = 16 << 20
-"""Size of a tenants file, so that a wrong path (a device, a log) does not fill the memory."""
+MAX_FILE_BYTES = 1 << 20
+"""Maximum size of a tenants file. The server answers no request while it reads the file again: half a second for 10,000
+tenants."""
 _UNLIMITED = Limits(**{name: rule.high for name, rule in LIMIT_FIELDS.items()})  # type: ignore[arg-type]
-_NUMBERS: Mapping[str, NumberRule] = {
+_NUMBER_RULES: Mapping[str, NumberRule] = {
     "queue_share": NumberRule(0.01, 1, whole=False),
     "max_running": NumberRule(1, 1_000_000),
     "priority": PRIORITY,
     **{f"max_{name}": rule for name, rule in LIMIT_FIELDS.items()},
 }
-_KEYS = dict.fromkeys(("token", "token_file", *_NUMBERS))
+_KEYS = dict.fromkeys(("token", "token_file", *_NUMBER_RULES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ def _digest(token: str) -> bytes:
 
 def _read_tables(file: Path) -> dict[str, dict[str, Any]]:
     """Return the keys of each tenant, by name."""
+    _check_is_no_device(file, str(file))
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_FILE_BYTES + 1)
@@ -101,10 +105,10 @@ def _read_tables(file: Path) -> dict[str, dict[str, Any]]:
         document = tomllib.loads(text.decode())
     except OSError as error:
         raise ConfigError(f"{file}: the tenants file cannot be read ({error.strerror}); check --tenants") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: is not TOML ({error}); correct the tenants file there") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 at byte {error.start}; correct the tenants file there") from None
+    except (ValueError, RecursionError) as error:  # tomllib raises these two for long numbers and deep nesting
+        raise ConfigError(f"{file}: is not TOML ({error}); correct the tenants file there") from None
     tables = document.get("tenants")
     if set(document) - {"tenants"}:
         unknown = min(set(document) - {"tenants"})
@@ -112,6 +116,14 @@ def _read_tables(file: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(tables, dict) or not tables or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"{file}: expected a table [tenants.NAME] for each tenant, got none; add at least one")
     return tables
+
+
+def _check_is_no_device(file: Path, where: str) -> None:
+    """Raise `ConfigError` for a pipe or a device, because reading it may block the server for ever."""
+    with suppress(OSError, ValueError):  # the reader of the file says why it cannot be read
+        mode = file.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ConfigError(f"{where}: expected a regular file, but {file} is a pipe or a device; check the path")
 
 
 def _check_names(name: str, raw: Mapping[str, Any], where: str) -> None:
@@ -133,13 +145,14 @@ def _token(raw: Mapping[str, Any], where: str, directory: Path) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{where}: {sources[0]}: expected text that is not empty; set it")
     if sources == ["token_file"]:
+        _check_is_no_device(directory / value, f"{where}: token_file")
         return read_token(str(directory / value), f"{where}: token_file")
-    return value.strip()  # as clients and files do: a header has no space at its ends
+    return value.strip()  # a client cannot send white space at the ends of a header
 
 
 def _tenant(name: str, raw: Mapping[str, Any], where: str) -> Tenant:
     values: dict[str, Any] = {}
-    for key, rule in _NUMBERS.items():
+    for key, rule in _NUMBER_RULES.items():
         if key in raw:
             if not rule.accepts(raw[key]):
                 raise ConfigError(f"{where}: {key}: expected {rule.expected}, got {raw[key]!r:.80}; correct it")

@@ -463,11 +463,8 @@ def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
 
 def _check_profile(value: Any, where: str) -> Profile | str:
     """Check the form of a name. The server checks that it has a profile of this name."""
-    if isinstance(value, str):
-        if value in _PROFILES:
-            return _PROFILES[value]
-        if PROFILE_NAME.fullmatch(value):
-            return value
+    if isinstance(value, str) and (value in _PROFILES or PROFILE_NAME.fullmatch(value)):
+        return _PROFILES.get(value, value)
     raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}")
 
 

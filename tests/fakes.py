@@ -26,7 +26,9 @@ def ok_result(call: dict[str, Any]) -> dict[str, Any]:
     """Return the encoded result of a call that succeeded."""
     usage = Usage(run_ms=1.0, cpu_ms=1.0, peak_memory_mb=10.0)
     files = {path: call.get("files", {}).get(path, b"") for path in call.get("return_files", ())}
-    result = Result("", Status.OK, stdout=call["code"], value=call.get("stdin"), exit_code=0, files=files, usage=usage)
+    stdin = call.get("stdin")
+    value = stdin.decode("utf-8", "replace") if isinstance(stdin, bytes) else stdin
+    result = Result("", Status.OK, stdout=call["code"], value=value, exit_code=0, files=files, usage=usage)
     return result.encode(binary=True)
 
 

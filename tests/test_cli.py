@@ -343,11 +343,11 @@ def test_run_and_serve_build_the_runtime_once_and_fail_with_no_install(
 ) -> None:
     built: list[Path] = []
 
-    def build(python: Path, new: Path, directory: Path) -> None:
+    def build(python: Path, new: Path, directory: Path, packages: runtime.PackageSet) -> None:
         built.append(directory)
         (new / "venv" / "bin").mkdir(parents=True)
         (new / "venv" / "bin" / "python").symlink_to(python)
-        (new / "venv" / runtime._MARKER).write_text(json.dumps({"requirements": runtime.REQUIREMENTS}))
+        (new / "venv" / runtime.MARKER).write_text(json.dumps({"requirements": runtime.REQUIREMENTS}))
 
     pythons: list[str | None] = []
     """The Python of each call or server."""

@@ -111,6 +111,17 @@ def test_a_token_may_come_from_a_file_and_the_higher_source_wins(tmp_path: Path)
     assert load(file, {"RSTAR_SANDBOX_TOKEN": "from-env"}, {}).token == "from-env"
 
 
+def test_a_long_token_file_is_refused_without_reading_all_of_it() -> None:
+    with pytest.raises(ConfigError, match="at most 65536 characters, but /dev/zero is longer"):
+        load(None, {}, {"token_file": "/dev/zero"})
+
+
+@pytest.mark.parametrize("text", ["port = " + "9" * 5000, "port = " + "[" * 5000])
+def test_long_numbers_and_deep_nesting_in_a_file_are_one_error_each(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load(_write_toml(tmp_path, text), {}, {})
+
+
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").touch()
     with pytest.raises(ConfigError, match="is empty"):

@@ -11,8 +11,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from sandbox import wire
 from sandbox.client import AsyncClient
-from sandbox.config import ExecutorConfig, load
+from sandbox.config import ExecutorConfig, ServeConfig, load
 from sandbox.errors import ConfigError, InvalidCall
 from sandbox.executor.profile_choice import PROFILE_CHAIN, ProfileTree
 from sandbox.local import local_service
@@ -68,6 +69,16 @@ def test_a_wrong_profile_is_an_error_that_names_it(toml: str, message: str, tmp_
     toml = toml if "[profiles.b]" in toml else f"{toml}\n[profiles.good]" if "[profiles]" not in toml else toml
     with pytest.raises(ConfigError, match=message):
         load_toml(toml, tmp_path)
+
+
+def test_every_executor_of_a_node_gets_the_profiles_and_the_mounts() -> None:
+    config = ServeConfig(own_profiles=(ML, DEEP), mounts=(("/data", "/srv/data"),), executors=2)
+    for share in config.resolved(cores=4).per_executor():
+        unpacker = wire.Unpacker()
+        unpacker.feed(wire.pack(["configure", share.encode()]))
+        ((_, settings),) = unpacker
+        received = ExecutorConfig.decode(settings)
+        assert (received.own_profiles, received.mounts) == ((ML, DEEP), (("/data", "/srv/data"),))
 
 
 def test_profiles_as_a_list_still_choose_the_zygotes(tmp_path: Path) -> None:

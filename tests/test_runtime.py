@@ -22,12 +22,12 @@ from sandbox.errors import ConfigError
 OWN_VERSION = sys.version_info[:2]
 
 
-def _fake_build(python: Path, new: Path, directory: Path) -> None:
+def _fake_build(python: Path, new: Path, directory: Path, packages: runtime.PackageSet) -> None:
     """Create the files of `_build_venv` without the libraries."""
     venv = new / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(python)
-    (venv / runtime._MARKER).write_text(json.dumps({"requirements": list(runtime.REQUIREMENTS)}), encoding="utf-8")
+    (venv / runtime.MARKER).write_text(json.dumps({"requirements": list(runtime.REQUIREMENTS)}), encoding="utf-8")
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replace the build by a fast one. The list has the directories that were built."""
     built: list[Path] = []
 
-    def build(python: Path, new: Path, directory: Path) -> None:
+    def build(python: Path, new: Path, directory: Path, packages: runtime.PackageSet) -> None:
         built.append(directory)
-        _fake_build(python, new, directory)
+        _fake_build(python, new, directory, packages)
 
     monkeypatch.setattr(runtime, "_build_venv", build)
     return built
@@ -73,7 +73,7 @@ def test_changed_pins_require_another_runtime(
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(python: Path, new: Path, directory: Path) -> None:
+    def fail(python: Path, new: Path, directory: Path, packages: runtime.PackageSet) -> None:
         (new / "venv").mkdir()
         raise runtime.RuntimeBuildError("no network")
 
@@ -348,7 +348,7 @@ def test_a_runtime_is_built_with_the_servers_python_if_no_preferred_one_is_found
 def test_the_error_of_a_failed_step_contains_the_output_of_pip() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('ERROR: No matching distribution found for numpy')"]
     with pytest.raises(runtime.RuntimeBuildError, match=r"(?s)installing failed \(exit 1\); pip found no wheel.*numpy"):
-        runtime._run_step("installing", command)
+        runtime.run_step("installing", command)
 
 
 @pytest.mark.parametrize(
@@ -364,14 +364,14 @@ def test_the_error_of_a_python_without_venv_names_the_package_that_has_it(
     output: str, advises_to_install_venv: bool
 ) -> None:
     with pytest.raises(runtime.RuntimeBuildError) as raised:
-        runtime._run_step("making", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
+        runtime.run_step("making", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
     assert ("apt install python3-venv" in str(raised.value)) == advises_to_install_venv
 
 
 def test_the_error_contains_the_errors_of_pip_without_its_warnings() -> None:
     output = "WARNING: Retrying after connection broken\nERROR: No matching distribution found for numpy"
     with pytest.raises(runtime.RuntimeBuildError) as raised:
-        runtime._run_step("installing", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
+        runtime.run_step("installing", [sys.executable, "-c", f"import sys; sys.exit({output!r})"])
     assert str(raised.value).splitlines()[1:] == ["ERROR: No matching distribution found for numpy"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_token_finds_its_tenant_with_its_bounds(tmp_path: Path) -> None:
         ('[tenants]\ntoken = "s3cret"\n', "expected a table [tenants.NAME] for each tenant"),
         ("", "expected a table [tenants.NAME] for each tenant"),
         ('token = "s3cret', "is not TOML"),
+        ("a = " + "[" * 5000, "is not TOML"),
+        ("a = " + "9" * 5000, "is not TOML"),
+        ("#" * (1 << 20), "expected a table [tenants.NAME] for each tenant"),
+        ("#" * ((1 << 20) + 1), "expected a tenants file of at most 1048576 bytes"),
+        ('[tenants.a]\ntoken_file = "/dev/zero"\n', "token_file: expected a regular file, but /dev/zero is a pipe or"),
+        (
+            '[tenants.a]\ntoken_file = "/"\n',
+            "tenant 'a': token_file: expected a file with a token, but / cannot be read",
+        ),
+        ('[tenants.a]\ntoken_file = "a\\u0000"\n', "tenant 'a': token_file: expected a file with a token, but"),
     ],
 )
 def test_a_wrong_file_is_one_line_with_the_file_and_the_advice(tmp_path: Path, text: str, message: str) -> None:
@@ -68,6 +79,12 @@ def test_an_unreadable_file_is_an_error(tmp_path: Path, content: bytes | None) -
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"tenants\.toml: (the tenants file cannot be read|is not UTF-8)"):
         load_tenants(file)
+
+
+def test_a_pipe_is_refused_without_reading_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: expected a regular file"):
+        load_tenants(tmp_path / "pipe")
 
 
 def test_no_repr_contains_a_token(tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ class Executor:
         self._nursery: trio.Nursery | None = None
         self._ready = trio.Event()
         self._scratch_parent_dir = self._find_scratch_parent_dir()
-        self._profiles = ProfileTree(config.own_profiles)
-        profiles = (*config.profiles, *self._profiles.own)
+        self.profile_tree = ProfileTree(config.own_profiles)
+        profiles = (*config.profiles, *self.profile_tree.own)
         min_pools = math.ceil((self.slots + self.long_slots) / MAX_SLOTS_PER_POOL)
         pools = max(min(capacity["zygote_pools"], self.slots), min_pools)
         short, long = math.ceil(self.slots / pools), math.ceil(self.long_slots / pools)
@@ -171,13 +171,7 @@ class Executor:
             scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
         return ZygotePool(
-            spec,
-            profiles,
-            slots,
-            self,
-            tree=self._profiles,
-            report_after_s=self._demote_after_s,
-            is_replacement=self._is_replacement,
+            spec, profiles, slots, self, report_after_s=self._demote_after_s, is_replacement=self._is_replacement
         )
 
     @cached_property
@@ -220,7 +214,7 @@ class Executor:
 
     def submit(self, seq: int, encoded: dict[str, Any]) -> None:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
-        call = CallState(CallRequest.decode(seq, encoded, self._profiles))
+        call = CallState(CallRequest.decode(seq, encoded, self.profile_tree))
         self._calls[seq] = call
         if not self._queue:
             self._progress_at = time.monotonic()

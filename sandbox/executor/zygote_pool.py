@@ -50,6 +50,8 @@ MAX_SLOTS_PER_POOL = 4096
 class PoolOwner(Protocol):
     """The executor, as far as a pool uses it."""
 
+    profile_tree: ProfileTree
+
     def on_zygote_ready(self) -> None: ...
     def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None: ...
     def on_start_failed(self, call: CallState, reason: str) -> None: ...
@@ -123,7 +125,6 @@ class ZygotePool:
         slots: Slots,
         owner: PoolOwner,
         *,
-        tree: ProfileTree,
         report_after_s: float,
         is_replacement: bool = False,
     ) -> None:
@@ -138,8 +139,8 @@ class ZygotePool:
         this many bytes, so they are added to the call's memory limit."""
         self._spec = spec
         self._plan = jail.confinement_plan(spec)
-        self._tree = tree
-        self._profiles = tuple(name for name in tree.names if name in profiles or name == Profile.BARE)
+        self._tree = owner.profile_tree
+        self._profiles = tuple(name for name in self._tree.names if name in profiles or name == Profile.BARE)
         self._owner = owner
         self._report_after_s = report_after_s
         self._is_replacement = is_replacement

@@ -1,4 +1,4 @@
-"""Closes all descriptors of this process from a number on.
+"""Closes all descriptors of this process from a number on, and moves a socket to a high number.
 
 os.closerange makes one system call only if Python was built with a C library that has close_range(2), and otherwise
 closes each number in turn. So this module makes the system call itself. Where the kernel lacks the call (Linux before
@@ -9,6 +9,7 @@ a jail has no /proc that lists the open descriptors.
 from __future__ import annotations
 
 import os
+import socket
 
 import system_calls
 
@@ -20,6 +21,17 @@ def close_from(first: int) -> None:
     """Close every descriptor from `first` on."""
     if system_calls.syscall(system_calls.CLOSE_RANGE, first, _MAX_FD, 0) != 0:
         os.closerange(first, _table_size())
+
+
+def move_up(sock: socket.socket, first: int) -> socket.socket:
+    """Return the socket on a free descriptor from `first` on, in blocking mode."""
+    import fcntl
+
+    fd = fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, first)
+    sock.close()
+    moved = socket.socket(fileno=fd)
+    moved.setblocking(True)
+    return moved
 
 
 def _table_size() -> int:

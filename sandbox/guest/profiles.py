@@ -17,6 +17,7 @@ from __future__ import annotations
 import _ast as ast  # saves the import of the Python code in `ast`
 import builtins
 import importlib
+import threading
 from typing import Any
 
 PARENT_PROFILE = {
@@ -129,6 +130,18 @@ def load(profile: str) -> tuple[list[str], list[str]]:
     warm_up_problems = _warm_up(profile)
     # A missing module also makes the warm-up fail; then only the module is reported.
     return sorted({*missing, *own_missing}), problems + import_problems + ([] if own_missing else warm_up_problems)
+
+
+def load_from(header: dict) -> tuple[list[str], list[str], str]:
+    """Load the profile of a frame `configure` or `spawn`, whose `own` is an operator's profile. Return missing modules,
+    other problems, and the reason why the profile cannot be used, or an empty text."""
+    if "own" in header:
+        missing, problems, refused = load_own(header["own"])
+    else:
+        (missing, problems), refused = load(header["profile"]), ""
+    if not refused and threading.active_count() != 1:
+        refused = "expected one thread, because a zygote forks, but loading the profile started others"
+    return missing, problems, refused
 
 
 def load_own(own: dict) -> tuple[list[str], list[str], str]:

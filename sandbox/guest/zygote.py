@@ -38,7 +38,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -349,7 +348,7 @@ class Zygote:
             confinement.close_cgroup_fds()
             confinement.prepare()
             self.__dict__.clear()
-            warm_up_and_serve(_move_fd_up(sock), confinement, header)
+            warm_up_and_serve(descriptors.move_up(sock, _FIRST_FREE_FD), confinement, header)
 
 
 HANDLERS = {
@@ -364,12 +363,10 @@ HANDLERS = {
 
 
 def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, header: dict) -> None:
-    """Import and warm up a profile, compact the memory, and serve. Calls share that memory and rarely write to it.
-
-    `header` is that of the frame `configure` or `spawn`. Its `own` is an operator's profile.
-    """
+    """Import and warm up the profile of a frame, compact the memory, and serve. Calls share that memory and rarely
+    write to it."""
     fork_memory.use_one_heap()
-    missing, problems, refused = _load_profile(header)
+    missing, problems, refused = profiles.load_from(header)
     if refused:
         _send_ready(frames.FrameWriter(sock), [], [], {"refused": refused})
         raise EOFError
@@ -384,17 +381,6 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     zygote.inherited_kb = _inherited_kb()
     _send_ready(zygote.writer, missing, problems, {})
     zygote.serve()
-
-
-def _load_profile(header: dict) -> tuple[list[str], list[str], str]:
-    """Load a profile. Return missing modules, other problems, and why an operator's profile cannot be used."""
-    if "own" in header:
-        missing, problems, refused = profiles.load_own(header["own"])
-    else:
-        (missing, problems), refused = profiles.load(header["profile"]), ""
-    if not refused and threading.active_count() != 1:
-        refused = "expected one thread, because a zygote forks, but loading the profile started others"
-    return missing, problems, refused
 
 
 def _send_ready(writer: frames.FrameWriter, missing: list[str], problems: list[str], more: dict) -> None:
@@ -445,22 +431,12 @@ def _remove_temp_dir(directory: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _move_fd_up(sock: socket.socket) -> socket.socket:
-    """Return the socket on a descriptor that no call uses."""
-    import fcntl
-
-    fd = fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
-    sock.close()
-    moved = socket.socket(fileno=fd)
-    moved.setblocking(True)
-    return moved
-
-
 def main() -> None:
     # LD_BIND_NOW made the dynamic linker bind all symbols of this zygote, so that no call has to. Remove it from the
     # environment of calls.
     os.environ.pop("LD_BIND_NOW", None)
-    sock = _move_fd_up(socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1])))
+    fd = int(sys.argv[sys.argv.index("--fd") + 1])
+    sock = descriptors.move_up(socket.socket(fileno=fd), _FIRST_FREE_FD)
     while True:  # occupy the descriptors that calls use, so that the zygote opens its own above them
         fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         if fd >= _FIRST_FREE_FD:

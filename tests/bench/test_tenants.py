@@ -14,10 +14,10 @@ from tests.executor.calling import OWN_PYTHON
 @pytest.mark.parametrize(
     ("run", "unmet_requirement"),
     [
-        (TenantsRun(3, [5.0], [54.0], num_slept=3), None),
-        (TenantsRun(3, [5.0], [56.0], num_slept=3), "median delay of a short call in ms is 51"),
-        (TenantsRun(3, [5.0], [5.0], num_slept=2), "calls that slept is 2, expected ≥ 3"),
-        (TenantsRun(3, [5.0], [5.0], num_slept=3, mismatched=1), "mismatched short calls is 1"),
+        (TenantsRun(3, [5.0], [54.0], [1.0, 1.0], num_slept=3), None),
+        (TenantsRun(3, [5.0], [56.0], [1.0, 1.0], num_slept=3), "median delay of a short call in ms is 51"),
+        (TenantsRun(3, [5.0], [5.0], [1.0, 1.0], num_slept=2), "calls that slept is 2, expected ≥ 3"),
+        (TenantsRun(3, [5.0], [5.0], [1.0, 1.0], num_slept=3, mismatched=1), "mismatched short calls is 1"),
     ],
 )
 def test_the_calls_of_another_tenant_may_not_delay_short_calls(run: TenantsRun, unmet_requirement: str | None) -> None:
@@ -31,9 +31,10 @@ def test_the_calls_of_another_tenant_may_not_delay_short_calls(run: TenantsRun, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_isolation")
 def test_calls_that_sleep_in_all_slots_of_a_tenant_do_not_delay_those_of_another(run_benchmark: RunBenchmark) -> None:
-    sizes = ["--sleeping", "300", "--sleep-s", "1", "--short", "20", "--python", OWN_PYTHON]
-    exit_code, result = run_benchmark(tenants.main, *sizes)
-    assert exit_code == 0 and result["delay_ms"] <= 50
+    """The time in the queue is compared, because the latency also depends on the other work of the machine."""
+    sizes = ["--sleeping", "1000", "--sleep-s", "1", "--short", "20", "--python", OWN_PYTHON]
+    _, result = run_benchmark(tenants.main, *sizes)
+    assert result["beside_queue_ms"]["p50"] <= 50
 
 
 @pytest.mark.usefixtures("needs_isolation")

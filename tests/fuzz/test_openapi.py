@@ -7,6 +7,9 @@ JSON schemas do not express the rules for names, paths and base64 text (`RULES_W
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +28,17 @@ SCHEMA = schemathesis.openapi.from_dict(document(ROUTES, needs_token=False))
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with serving_process() as process:
-        yield read_url(process)
+        url = read_url(process)
+        threading.Thread(target=_show_log, args=(process,), daemon=True).start()
+        yield url
+
+
+def _show_log(process: subprocess.Popen[str]) -> None:
+    """Copy the server's log to the captured stderr of the running test, so that a failure shows its traceback. It also
+    keeps the pipe from filling, which would block the server."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        sys.stderr.write(line)
 
 
 RULES_WITHOUT_SCHEMA = (

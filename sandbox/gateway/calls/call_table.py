@@ -43,7 +43,7 @@ RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
 SHARED_S = 10.0
-"""Seconds for which the executors count as shared after calls of several tenants were unfinished at once."""
+"""Seconds for which the executors count as shared after calls of two tenants."""
 MAX_EXPIRED_AT_ONCE = 512
 """Maximum number of calls that one `expire` finishes, which blocks the event loop for some milliseconds."""
 
@@ -120,6 +120,9 @@ class CallTable:
         """The running call on its last attempt, by executor. The queue counts all others as running."""
         self._seq = 0
         self._shared_until = -math.inf
+        self._last_tenant = ""
+        """Tenant of the last admitted calls."""
+        self._last_admitted_at = -math.inf
 
     @property
     def waiting(self) -> int:
@@ -142,11 +145,11 @@ class CallTable:
         max_running = batch.tenant.max_running if batch.tenant is not None else None
         for group in groups:
             self._queue.push(*group, max_running=math.inf if max_running is None else max_running)
-        if len(self._tenants) > 1:
-            self._shared_until = now + SHARED_S
+        self._note_tenants(wanted, now)
 
     def is_shared(self, now: float) -> bool:
-        """Return whether several tenants have used the executors at once in the last `SHARED_S`."""
+        """Return whether several tenants use the executors: within the last `SHARED_S`, calls of one were admitted
+        beside unfinished calls of another, or at most `SHARED_S` after calls of another."""
         return now < self._shared_until
 
     def assign(
@@ -384,6 +387,15 @@ class CallTable:
             holder = f"tenant {name!r}"
             yield _CapacityCheck(holder, f"{share_of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
             yield _CapacityCheck(holder, f"{share_of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
+
+    def _note_tenants(self, admitted: Iterable[str], now: float) -> None:
+        """Note that calls of these tenants were admitted."""
+        is_shared = len(self._tenants) > 1
+        for name in admitted:
+            is_shared |= name != self._last_tenant and now - self._last_admitted_at < SHARED_S
+            self._last_tenant, self._last_admitted_at = name, now
+        if is_shared:
+            self._shared_until = now + SHARED_S
 
     def _share(self, owner: Tenant | None) -> float:
         """Return the part of the queue that one tenant of a batch may hold."""

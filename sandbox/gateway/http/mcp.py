@@ -1,6 +1,6 @@
 """The route `/mcp`: the sandbox as an MCP server over streamable HTTP, with the official SDK.
 
-- The SDK's transport is an ASGI application. `_Exchange` passes it one aiohttp request and sends its response.
+- The SDK's transport is an ASGI application. `_AsgiRequest` passes it one aiohttp request and sends its response.
 - The transport has no sessions: each request stands alone, so any server behind a load balancer can answer it.
 - If the client disconnects, its call is cancelled.
 - The SDK is imported by the first request, in a thread, because that takes a second. Without the extra `mcp` the route
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,7 +43,7 @@ class McpTransport:
         async with self._starting:
             if self._manager is None:
                 await self._start()
-        asgi = _Exchange(request, await _read_body(request))
+        asgi = _AsgiRequest(request, await _read_body(request))
         token = _request.set(request)
         try:
             await self._manager.handle_request(asgi.scope, asgi.receive, asgi.send)
@@ -64,8 +65,10 @@ class McpTransport:
             raise HttpError(
                 501, f"/mcp needs the package {error.name} on the server: pip install 'rstar-sandbox[mcp]'"
             ) from None
+        logging.getLogger("mcp.server").setLevel(logging.WARNING)  # it logs a line for each request
         mcp_server = server.build_server(_run_call)
-        no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)  # `auth` has checked
+        # The middleware of `auth` has checked the headers Host and Origin.
+        no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)
         mcp_server.streamable_http_app(stateless_http=True, transport_security=no_checks)
         manager = mcp_server.session_manager
         started = asyncio.Event()
@@ -74,20 +77,19 @@ class McpTransport:
         self._manager = manager
 
     async def _run(self, manager: Any, started: asyncio.Event) -> None:
-        """Keep the manager running. It must be entered and left by the same task."""
+        """Keep the manager running until `stop`. The same task must enter and leave `manager.run()`."""
         async with manager.run():
             started.set()
             await self._stop.wait()
 
 
-class _Exchange:
+class _AsgiRequest:
     """One request and its response, as an ASGI application sees them."""
 
     def __init__(self, request: web.Request, body: bytes) -> None:
         self._request = request
         self._body: bytes | None = body
         self._response: web.StreamResponse | None = None
-        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in request.headers.items()]
         self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -98,7 +100,7 @@ class _Exchange:
             "raw_path": request.raw_path.encode(),
             "query_string": request.query_string.encode(),
             "root_path": "",
-            "headers": headers,
+            "headers": [(name.lower(), value) for name, value in request.raw_headers],
         }
 
     async def receive(self) -> dict[str, Any]:

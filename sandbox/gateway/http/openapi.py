@@ -69,6 +69,8 @@ class Route:
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
     error_schemas: Mapping[int, str] = field(default_factory=dict)
     """Schema names of the bodies of errors that are no `Refusal`, by status."""
+    group: str = "rstar-sandbox"
+    """Heading of the route on the API page."""
 
 
 ERROR_DESCRIPTIONS: Mapping[int, str] = {
@@ -327,7 +329,7 @@ def _operation(route: Route) -> Schema:
             content["application/json"] = {**_media("Refusal"), "schema": refusal_or_results}
         headers = {"headers": HEADERS[status]} if status in HEADERS else {}
         responses[str(status)] = {"description": description, "content": content, **headers}
-    operation: Schema = {"summary": route.summary, "responses": responses}
+    operation: Schema = {"summary": route.summary, "tags": [route.group], "responses": responses}
     if route.request_schema is not None:
         content = {content_type: _media(route.request_schema, route.examples) for content_type in route.body_types}
         operation["requestBody"] = {"required": True, "content": content}

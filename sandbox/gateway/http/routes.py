@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -16,7 +18,7 @@ from sandbox.gateway.http.errors import HttpError, errors_as_json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
 from sandbox.gateway.http.listener import KEEPALIVE_S
 from sandbox.gateway.http.openapi import MAX_SAFE_INTEGER, Route, document
-from sandbox.gateway.http.request_record import add_request_id, record_requests
+from sandbox.gateway.http.request_record import add_request_id, record_requests, shorten_malformed
 from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.stats import Stats
 from sandbox.gateway.traces import Traces
@@ -37,6 +39,7 @@ PAGE_HEADERS = {
 def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Application:
     """Build the application. The caller starts and stops the dispatcher and the traces."""
     config = dispatcher.config
+    logging.getLogger("aiohttp.server").addFilter(shorten_malformed)
     app = web.Application(
         middlewares=[
             record_requests(traces, has_access_log=config.access_log == "on"),
@@ -201,9 +204,9 @@ ROUTES: tuple[Route, ...] = (
     ),
     *cancel.ROUTES,
     *judge.ROUTES,
-    *mcp.ROUTES,
-    *code_judge.ROUTES,
-    *sandbox_fusion.ROUTES,
+    *(replace(route, group="Model Context Protocol") for route in mcp.ROUTES),
+    *(replace(route, group="code-judge") for route in code_judge.ROUTES),
+    *(replace(route, group="SandboxFusion") for route in sandbox_fusion.ROUTES),
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),
     Route("GET", "/metrics", prometheus, "Metrics for Prometheus", {"text/plain": None}, error_statuses=(401, 403)),

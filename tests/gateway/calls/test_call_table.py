@@ -337,6 +337,16 @@ def test_executors_are_shared_for_a_while_after_calls_of_several_tenants() -> No
     assert call_table.is_shared(1.0) and call_table.is_shared(SHARED_S) and not call_table.is_shared(1.0 + SHARED_S)
 
 
+def test_executors_are_shared_if_a_tenant_follows_another_one_soon() -> None:
+    for later_s, is_shared in ((SHARED_S - 1, True), (SHARED_S + 1, False)):
+        call_table = CallTable(LIMITS)
+        call_table.admit(batch := batch_of(1, tenants="a"), 0.0)
+        call_table.cancel(batch)
+        call_table.admit(batch_of(2, tenants="b"), later_s)
+        assert call_table.is_shared(later_s) == is_shared
+        assert not call_table.is_shared(later_s + SHARED_S)
+
+
 def _step_costs(others: int, tenants: int, max_running: int | None) -> dict[str, int]:
     """Return the number of instructions of each step for a batch of three calls. The table also holds `others` calls of
     `tenants` tenants, of which 640 run on ten other executors, or fewer if the tenants have a bound `max_running`."""

@@ -16,6 +16,7 @@ import pytest
 from sandbox.comparison import Steps
 from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
+from sandbox.own_profiles import OwnProfile
 from sandbox.types import CallError, Result, Status
 from tests import fakes
 from tests.fakes import FakeFleet
@@ -184,6 +185,16 @@ async def test_a_malformed_program_does_not_affect_the_others() -> None:
     assert [judged["is_scorable"] for judged in body["results"]] == [False, True, False, False]
     assert body["results"][3]["message"].startswith("programs[3].tests: expected a list of at least one test")
     assert (status, all_malformed["results"][0]["outcome"]) == (400, "invalid")
+
+
+async def test_a_program_can_name_a_profile_of_the_server_and_no_other() -> None:
+    programs = [{"code": "code", "tests": make_tests("p"), "profile": name} for name in ("ml", "mm")]
+    async with serving(own_profiles=(OwnProfile("ml"),)) as served:
+        body = await judge(served, {"programs": programs})
+        status, refused = await served.post("/v1/judge", programs[1])
+    assert [judged["outcome"] for judged in body["results"]] == ["passed", "invalid"]
+    assert body["results"][1]["message"].endswith("verify, ml, got 'mm'")
+    assert (status, refused["error"]["message"].startswith("program.profile: expected one of auto")) == (400, True)
 
 
 @pytest.mark.parametrize(

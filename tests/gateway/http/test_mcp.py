@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,6 +84,26 @@ async def test_the_route_needs_the_token() -> None:
             assert (await client.call_tool("run_python", {"code": "1"})).content
         status, _ = await served.post("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "ping"})
     assert status == 401
+
+
+async def test_a_request_adds_no_line_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving() as served, client_of(served) as client:
+            await client.call_tool("run_python", {"code": "1"})
+    assert [record for record in caplog.records if record.name.startswith("mcp.server")] == []
+
+
+async def test_headers_may_have_any_bytes() -> None:
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/list"}).encode()
+    async with serving() as served:
+        for value in ("☃".encode(), b"\xff\xed\xa0\x80"):
+            head = f"POST /mcp HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+            types = "Content-Type: application/json\r\nAccept: application/json, text/event-stream\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+            writer.write((head + types).encode() + b"X-Name: " + value + b"\r\n\r\n" + body)
+            answer = await reader.read()
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 200"), answer
 
 
 async def test_a_body_that_is_no_message_is_refused() -> None:

@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
+from sandbox import logs
 from sandbox.config import ServeConfig
 from sandbox.gateway import build_app
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http import exchange
 from sandbox.gateway.traces import MAX_TRACED_CALLS, Traces
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
@@ -67,16 +67,37 @@ async def test_whole_and_streamed_responses_have_the_id(accept: str) -> None:
 async def test_a_log_line_of_a_request_has_its_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sandbox import logs
-
-    async def broken(*_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(exchange, "wait_for_results", broken)
+    monkeypatch.setattr(Dispatcher, "submit", broken)
     caplog.handler.setFormatter(logs.JsonFormatter())
     async with serving() as served:
         assert (await served.post("/v1/execute", {"code": "1"}, X_Request_Id="mine"))[0] == 500
     assert '"request_id": "mine"' in caplog.text
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\x00\r\n\r\n",
+        b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret" + b"x" * 9000 + b"\r\n\r\n",
+        b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\nAuthorization Bearer s3cret\r\n\r\n",
+    ],
+)
+async def test_the_log_shows_no_bytes_of_a_malformed_request(
+    request_head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as served:
+        with caplog.at_level(logging.INFO):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+            writer.write(request_head)
+            answer = await reader.read()
+            writer.close()
+    (record,) = (record for record in caplog.records if record.name == "aiohttp.server")
+    assert answer.startswith(b"HTTP/1.1 400") or answer.startswith(b"HTTP/1.0 400")
+    assert record.levelname == "INFO" and record.getMessage().startswith("Error handling request from 127.0.0.1: ")
+    assert "s3cret" not in caplog.text
 
 
 def _access_fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

@@ -78,6 +78,21 @@ def test_a_cell_that_forges_results_changes_no_other_answer(url: str) -> None:
     assert (answer["status"], answer["cells"]) == ("Failed", [])
 
 
+def test_a_cell_may_replace_standard_output(url: str) -> None:
+    cells = ["import sys\nout, sys.stdout = sys.stdout, None", "print(1)\n2", "sys.stdout = out\nprint(3)"]
+    answer = post(f"{url}/run_jupyter", {"cells": cells})
+    shown = [(cell["stdout"], cell["display"], cell["error"]) for cell in answer["cells"]]
+    assert shown == [("", [], []), ("", [{"text/plain": "2"}], []), ("3\n", [], [])]
+
+
+def test_an_exception_of_any_kind_does_not_end_the_notebook(url: str) -> None:
+    cell = "class E(BaseException):\n    def __str__(self):\n        raise ValueError\nraise E"
+    answer = post(f"{url}/run_jupyter", {"cells": [cell, "raise GeneratorExit", "def f():\n    f()\nf()", "1"]})
+    assert [[error["ename"] for error in cell["error"]] for cell in answer["cells"]] == [
+        ["E"], ["GeneratorExit"], ["RecursionError"], [],
+    ]  # fmt: skip
+
+
 def test_figures_are_displayed_as_png(url: str) -> None:
     cells = ["import matplotlib.pyplot as plt\nplt.plot([1, 2], [3, 5])\nplt.show()", "1"]
     first, second = post(f"{url}/run_jupyter", {"cells": cells})["cells"]

@@ -125,3 +125,18 @@ async def test_a_tenant_alone_may_fill_the_windows_and_leaves_slots_to_others_wh
         await until(lambda: served.dispatcher.dispatched == 1 + 64 * 7 // 8)
         for request in (modest, greedy):
             request.cancel()
+
+
+async def test_a_tenant_cancels_only_its_own_calls(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path) as served:
+        call = {"code": "hang", "id": "same"}
+        requests = {
+            token: asyncio.create_task(served.post("/v1/execute", call, Authorization=token)) for token in (A, B)
+        }
+        await until(lambda: served.dispatcher.dispatched == 2)
+        async with served.http.delete(served.url + "/v1/calls/same", headers={"Authorization": B}) as response:
+            assert response.status == 200
+        _, result = await requests[B]
+        assert result["error"]["type"] == "Cancelled"
+        assert served.dispatcher.dispatched == 1 and not requests[A].done()
+        requests[A].cancel()

@@ -1,0 +1,182 @@
+"""Tests of runtimes with an operator's packages: resolved with the pins, complete or absent, and listed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox import cli, runtime, runtime_extras, runtime_imports
+from sandbox.config import ExecutorConfig
+from sandbox.errors import ConfigError
+from sandbox.executor import run_once
+from sandbox.types import Call
+
+INDEX_TIMEOUT_S = 60
+
+
+@pytest.fixture
+def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory for runtimes."""
+    monkeypatch.delenv("RSTAR_RUNTIME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path / "rstar-sandbox"
+
+
+@pytest.fixture
+def needs_index(tmp_path: Path) -> None:
+    """Skip the test if pip reaches no package index."""
+    venv = tmp_path / "pip"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    command = [f"{venv}/bin/pip", "download", "--quiet", "--no-deps", "--retries", "1", "--dest", str(venv), "roman"]
+    if subprocess.run(command, capture_output=True, timeout=INDEX_TIMEOUT_S).returncode:
+        pytest.skip("needs a package index that pip can reach")
+
+
+@pytest.fixture
+def fake_pip(monkeypatch: pytest.MonkeyPatch) -> list[runtime.PackageSet]:
+    """Replace resolving and building. The list has the package sets that were built."""
+    built: list[runtime.PackageSet] = []
+
+    def build(python: Path, new: Path, directory: Path, packages: runtime.PackageSet) -> None:
+        built.append(packages)
+        (new / "venv" / "bin").mkdir(parents=True)
+        (new / "venv" / "bin" / "python").symlink_to(python)
+        (new / "venv" / runtime.MARKER).write_text(json.dumps(packages.encode()))
+
+    def resolve(python: Path, added: tuple[str, ...], log: runtime.Log) -> tuple[str, ...]:
+        return tuple(sorted([*runtime.REQUIREMENTS, *(f"{name}==1" for name in added)]))
+
+    monkeypatch.setattr(runtime, "_build_venv", build)
+    monkeypatch.setattr(runtime_extras, "_resolve", resolve)
+    return built
+
+
+def test_a_runtime_with_packages_is_built_once_beside_the_default_one_which_stays_the_default(
+    data_home: Path, fake_pip: list[runtime.PackageSet], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["runtime"]) == 0
+    default = capsys.readouterr().out.strip()
+    paths = []
+    for arguments in (["--with", "b", "--with", "a"], ["--with", "a", "--with", "b"], ["--with", "a"]):
+        assert cli.main(["runtime", *arguments]) == 0
+        paths.append(capsys.readouterr().out.splitlines()[-1])
+    assert paths[0] == paths[1] != paths[2]
+    assert [packages.added for packages in fake_pip] == [(), ("a", "b"), ("a",)]
+    assert all(Path(path).parents[2] == data_home for path in paths)
+    assert str(runtime.find()) == str(Path(default).parents[1])
+
+
+def test_all_runtimes_are_listed_with_their_packages(
+    data_home: Path,
+    fake_pip: list[runtime.PackageSet],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert cli.main(["runtime", "--list"]) == 0
+    assert capsys.readouterr().out == ""
+    assert cli.main(["runtime"]) == cli.main(["runtime", "--with", "b", "--with", "a"]) == 0
+    (data_home / "broken").mkdir()
+    (data_home / "broken" / runtime.MARKER).write_text("[1]")
+    capsys.readouterr()
+    assert cli.main(["runtime", "--list"]) == 0
+    assert [line.partition("  ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "default packages",
+        "with a, b",
+    ]
+    monkeypatch.setattr(runtime, "REQUIREMENTS", ("numpy==99",))
+    assert cli.main(["runtime", "--list"]) == 0
+    assert capsys.readouterr().out.count("pins of another version") == 2
+
+
+def test_requirements_come_from_a_file_without_its_comments(
+    data_home: Path, fake_pip: list[runtime.PackageSet], tmp_path: Path
+) -> None:
+    file = tmp_path / "more.txt"
+    file.write_text("# mine\nb >= 2, <3  # why\n\na[x,y]==1.0\n")
+    assert cli.main(["runtime", "--requirements", str(file), "--with", "c"]) == 0
+    assert fake_pip[0].added == ("a[x,y]==1.0", "b >= 2, <3", "c")
+
+
+@pytest.mark.parametrize(
+    "requirement", ["", "-r", "--index-url=http://x", "./here", "/there", "a @ http://x", "git+http://x", "a b", "a;b"]
+)
+def test_paths_urls_and_options_are_refused(
+    requirement: str, data_home: Path, fake_pip: list[runtime.PackageSet], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="expected a package of an index"):
+        runtime_extras.build_with(Path(sys.executable), (3, 13), [requirement])
+    assert fake_pip == []
+
+
+@pytest.mark.parametrize("arguments", [["--force"], ["--check"], ["--path", "x"]])
+def test_flags_of_the_default_runtime_are_refused(arguments: list[str], data_home: Path) -> None:
+    assert cli.main(["runtime", "--with", "a", *arguments]) == 2
+
+
+def test_a_missing_file_of_requirements_is_refused(data_home: Path) -> None:
+    assert cli.main(["runtime", "--requirements", "nowhere.txt"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            "ERROR: Cannot install numpy<2 and numpy==2.4.6 because of a conflict\nERROR: ResolutionImpossible: x",
+            "conflicts with the packages of the default runtime, whose versions are fixed: Cannot install numpy<2 and",
+        ),
+        (
+            "ERROR: Could not find a version that satisfies it\nERROR: No matching distribution found for it",
+            "pip found no wheel; is the name right, and is a package index reachable? Could not find a version",
+        ),
+        ("WARNING: x\nERROR: Invalid requirement: 'a=='", "pip cannot resolve it: Invalid requirement: 'a=='"),
+        ("killed\nby something", "pip cannot resolve it: killed by something"),
+    ],
+)
+def test_a_failure_of_pip_becomes_one_line(output: str, reason: str) -> None:
+    line = runtime_extras._reason(output)
+    assert line.startswith(reason)
+    assert "\n" not in line
+
+
+def test_the_modules_of_a_package_follow_from_its_files() -> None:
+    assert runtime_imports.modules_of("pytest") == ["py", "pytest"]
+    assert runtime_imports.modules_of("msgpack") == ["msgpack"]
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime_imports, "modules_of", {"broken": ["nowhere"], "good": ["json"]}.__getitem__)
+    monkeypatch.setattr(sys, "argv", ["x", "good>=1", "broken[all] == 2"])
+    assert runtime_imports.main() == 1
+    error = "ERROR: broken: import nowhere: ModuleNotFoundError: No module named 'nowhere'\n"
+    assert capsys.readouterr().err == error
+
+
+@pytest.mark.usefixtures("needs_index", "needs_isolation")
+def test_calls_import_an_added_package(data_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["runtime", "--with", "sortedcontainers"]) == 0
+    python = capsys.readouterr().out.splitlines()[-1]
+    code = "import numpy, sortedcontainers\nsortedcontainers.SortedList([3, 1, 2])"
+    assert run_once(Call(code), ExecutorConfig(python=python)).value == "SortedList([1, 2, 3])"
+
+
+@pytest.mark.usefixtures("needs_index")
+@pytest.mark.parametrize(
+    ("requirement", "reason"),
+    [
+        ("rstar-sandbox-no-such-package", "pip found no wheel"),
+        ("numpy<2", "conflicts with the packages of the default runtime, whose versions are fixed: Cannot install"),
+    ],
+)
+def test_a_package_that_does_not_resolve_is_one_line_and_leaves_nothing(
+    requirement: str, reason: str, data_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["runtime", "--with", requirement]) == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"rstar-sandbox: {requirement}: {reason}")
+    assert not data_home.exists()
