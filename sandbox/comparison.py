@@ -1,8 +1,8 @@
 """Compares the output of a program with the expected output: text by lines, tokens or numbers, and JSON.
 
-The output is hostile. A comparison takes time linear in the length of both sides, and no nesting makes it recurse. It
-is a generator that yields after each part of the work (`PIECES_PER_STEP`), so that an event loop can do other work, and
-returns whether both sides are equal. `finish` runs it in one go.
+The output is hostile. A comparison takes time linear in the length of both sides, and does not recurse into nested
+values. It is a generator that yields after each `PIECES_PER_STEP`, so that an event loop can do other work, and returns
+whether both sides are equal.
 
     compare         two texts are equal if                                   two JSON values are equal if
     exact           they are the same, apart from one newline at the end     they are equal
@@ -13,7 +13,7 @@ returns whether both sides are equal. `finish` runs it in one go.
                     the tolerance                                            the tolerance
 
 A number is within the tolerance if it differs from the expected number by at most `abs`, or by `rel` times the expected
-number. Two NaN are equal, and an infinity equals itself only. A number of text that no float can represent (1e400) is
+number. Two NaN are equal, and an infinity equals itself only. A token that is too large for a float (1e400) is
 compared as text. In JSON, 1 equals 1.0, and true does not equal 1.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 from sandbox.types import DocumentedEnum
 
 Steps = Generator[None, None, bool]
-
+"""A running comparison. It yields None after each step, and returns whether both sides are equal."""
 PIECES_PER_STEP = 4096
 """Lines, tokens or JSON values that one step compares, which takes about a millisecond."""
 MAX_NUMBER_CHARS = 400
@@ -38,7 +38,7 @@ _TOKEN = re.compile(r"\S+")
 
 
 class TextComparison(DocumentedEnum):
-    """How the output of a program is compared with the expected output. White space is what `str.isspace` says."""
+    """How the output of a program is compared with the expected output. White space is defined by `str.isspace`."""
 
     EXACT = "exact", "The whole text, apart from one newline at its end."
     LINES = "lines", "The lines, without white space at the end of a line and without blank lines at the end."
@@ -53,7 +53,7 @@ class Tolerance:
     rel: float = 0.0
 
     def accepts(self, expected: float, actual: float) -> bool:
-        if expected == actual or (expected != expected and actual != actual):  # x != x: NaN
+        if expected == actual or (expected != expected and actual != actual):  # only NaN differs from itself
             return True
         try:
             difference = abs(expected - actual)
@@ -105,15 +105,6 @@ def compare_json(expected: Any, actual: Any, comparison: Comparison) -> Steps:
         if compared % PIECES_PER_STEP == 0:
             yield
     return True
-
-
-def finish(steps: Steps) -> bool:
-    """Run a comparison to its end."""
-    try:
-        while True:
-            next(steps)
-    except StopIteration as end:
-        return bool(end.value)
 
 
 def _compare_pieces(expected: Iterator[str], actual: Iterator[str], is_same: Callable[[str, str], bool]) -> Steps:

@@ -49,7 +49,7 @@ CORES_PER_EXECUTOR = 8
 call; the call itself takes several milliseconds of a core."""
 
 MAX_TOKEN_CHARS = 1 << 16
-"""Characters of a token file, so that a wrong path (a device, a log) does not fill the memory."""
+"""Maximum length of a token file, so that a wrong path (a device, a log) does not fill the memory."""
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
 """All levels, the strongest first."""
 ZYGOTE_PROFILES = tuple(profile.value for profile in PARENTS)

@@ -1,9 +1,9 @@
 """Judged programs: a program with its tests becomes calls, and the results of these calls become outcomes of its tests.
 
-- The expected output of a test is in none of the program's calls. It is compared outside of the sandbox
+- No call of the program contains the expected output of a test. The output is compared outside of the sandbox
   (`sandbox.comparison`), or by a checker in a call of its own.
 - A test gives the program standard input, or calls one of its functions. The arguments are JSON in a file, and the
-  result is JSON in `Result.value` (`guest/function_call.py`). Nothing evaluates a text.
+  result is JSON in `Result.value` (`guest/function_call.py`). Neither is evaluated as Python source.
 - A failure of the service is `unavailable`, and a failure of the checker is `unjudged`. Neither says anything about the
   program: `JudgedProgram.is_scorable` is then false.
 """
@@ -30,23 +30,24 @@ from sandbox.types import (
 )
 
 ABSENT: Any = object()
-"""The expected output of a test that has none."""
+"""Value of `ProgramTest.expected` for a test without an expected output. None would be JSON's null."""
 EXCERPT_CHARS = 1000
 """Characters of stdout, stderr and value in the result of a test."""
 MAX_MESSAGE_CHARS = 500
 TOLERANCE = NumberRule(0, 1e300, whole=False)
+"""Rule for `abs` and `rel`. The maximum only excludes infinity, with which all numbers would be equal."""
 FUNCTION_CALL_FILE = "function_call.json"
 """File with the name and arguments of a function test (`guest/function_call.py`)."""
 COMPILED_FILE = "compiled"
 """File with the compiled code of a call with `compile_only` (`guest/runner.py`)."""
 MAX_COMPILED_BYTES = 128 << 10
-"""Compiled code that is longer is not sent with each call. A body over 256 KiB (`guest/wiped_memory.py`) would cost the
-zygote more than compiling costs."""
+"""Maximum length of compiled code that is sent with each call. A call whose body exceeds 256 KiB
+(`guest/wiped_memory.py`) costs the zygote more than compiling costs; the other half is for the source and the input."""
 INPUT_FILE, EXPECTED_FILE, ACTUAL_FILE = "input", "expected", "actual"
-"""Files of a checker."""
+"""Names of the files in the working directory of a checker."""
 _FUNCTION_CALL = "\n\n__import__('rstar_function_call').run()\n"
 _CALL_FIELDS = ("code", "limits", "profile", "priority", "tenant", "id")
-"""Fields of a program that have the rules of the fields of a call."""
+"""Fields of a program that are also fields of `Call`, with the same rules."""
 
 PROGRAM_FIELDS: dict[str, str] = {
     "code": "Python source of the program",
@@ -82,7 +83,7 @@ class JudgeOutcome(DocumentedEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """One test: standard input, or a function with its arguments; and what the program should answer.
+    """One test: standard input, or a function with its arguments; and the expected output.
 
     `function_call` is JSON text with the function's name and arguments, or empty. `expected` is text, or with a
     function a decoded JSON value; `ABSENT` if only the checker knows the right answer.
@@ -200,7 +201,7 @@ class Program:
             for test in self.tests
         ]
 
-    def check_of(self, test: ProgramTest, result: EncodedResult) -> Call:
+    def checker_call(self, test: ProgramTest, result: EncodedResult) -> Call:
         """Return the call that runs the checker on the result of a test. It has the default limits."""
         files = {INPUT_FILE: test.function_call or test.stdin, ACTUAL_FILE: _answer(test, result)}
         if test.expected is not ABSENT:
@@ -216,7 +217,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTest:
-    """The result of one test. `status` is that of the program's call; null if it did not run."""
+    """The result of one test. `status` is the status of the program's call; None if the call did not run."""
 
     outcome: JudgeOutcome
     status: Status | None = None
@@ -268,8 +269,8 @@ class JudgedTest:
 
 @dataclass(frozen=True, slots=True)
 class JudgedProgram:
-    """The result of one program. `is_scorable` is false if a failure that is not the program's left it without the
-    outcome of a test."""
+    """The result of one program. `is_scorable` is false if the service or a checker failed in a test, or if the program
+    is malformed."""
 
     id: str
     outcome: JudgeOutcome
@@ -284,8 +285,8 @@ class JudgedProgram:
     def of(cls, program_id: str, tests: tuple[JudgedTest, ...], clamped: Mapping[str, float]) -> JudgedProgram:
         """Return the result of a program from the results of all its tests."""
         outcomes = [test.outcome for test in tests]
-        by_rank = (JudgeOutcome.UNAVAILABLE, JudgeOutcome.UNJUDGED)
-        worst = next((outcome for outcome in by_rank if outcome in outcomes), None)
+        unscorable = (JudgeOutcome.UNAVAILABLE, JudgeOutcome.UNJUDGED)
+        worst = next((outcome for outcome in unscorable if outcome in outcomes), None)
         first_failed = next((outcome for outcome in outcomes if outcome in FAILURES), JudgeOutcome.PASSED)
         passed = outcomes.count(JudgeOutcome.PASSED)
         return cls(program_id, worst or first_failed, passed, len(tests), worst is None, "", tests, clamped)
@@ -323,7 +324,7 @@ class JudgedProgram:
 
 
 FAILURES = (JudgeOutcome.WRONG_ANSWER, JudgeOutcome.FAILED)
-"""Outcomes that the program caused."""
+"""Outcomes of a test that the program has not passed, by its own fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +335,7 @@ class CompiledCall(Call):
 
     @property
     def size(self) -> int:
-        return int(Call.size.__get__(self)) + len(self.compiled)
+        return int(Call.size.__get__(self)) + len(self.compiled)  # `super()` fails in a dataclass with slots
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         return {**Call.encode(self, binary=binary), "compiled": self.compiled}
@@ -362,8 +363,9 @@ def compile_call(call: Call) -> CompileCall:
 
 
 def compiled_code(result: EncodedResult) -> bytes:
-    """Return the compiled code that a `CompileCall` has returned; empty if it failed, or printed a warning that each
-    call should print, or if the compiled code is too long."""
+    """Return the compiled code that a `CompileCall` has returned, or b"" if the other calls must compile for
+    themselves: the call failed, the code is longer than `MAX_COMPILED_BYTES`, or compiling printed a warning, which
+    each call has to print."""
     if result["status"] != Status.OK or result["stderr"]:
         return b""
     compiled = result["files"].get(COMPILED_FILE, b"")
@@ -377,13 +379,11 @@ def with_compiled(call: Call, compiled: bytes) -> Call:
     return CompiledCall(**{item.name: getattr(call, item.name) for item in fields(Call)}, compiled=compiled)
 
 
-def unfinished_outcome(test: ProgramTest, result: EncodedResult) -> JudgedTest | None:
-    """Return the result of a test without an answer to compare; None if the program has answered."""
-    status, error = result["status"], result["error"]
-    if status != Status.OK:
-        message = f"{error['type']}: {error['message']}" if error else status
-        is_ours = status in (Status.UNAVAILABLE, Status.INVALID)
-        return JudgedTest.of(JudgeOutcome.UNAVAILABLE if is_ours else JudgeOutcome.FAILED, result, message)
+def unanswered_test(test: ProgramTest, result: EncodedResult) -> JudgedTest | None:
+    """Return the result of a test in which the program gave no answer. Return None if there is an answer to compare."""
+    if result["status"] != Status.OK:
+        outcome = JudgeOutcome.UNAVAILABLE if _did_not_run(result) else JudgeOutcome.FAILED
+        return JudgedTest.of(outcome, result, _reason(result))
     if not test.function_call:
         return None
     if result["value"] is None:
@@ -393,18 +393,26 @@ def unfinished_outcome(test: ProgramTest, result: EncodedResult) -> JudgedTest |
     return None
 
 
-def check_outcome(result: EncodedResult) -> tuple[JudgeOutcome, str]:
+def checker_outcome(result: EncodedResult) -> tuple[JudgeOutcome, str]:
     """Return the outcome and message of a test from the result of its checker."""
     status, error, exit_code = result["status"], result["error"], result["exit_code"]
-    if status in (Status.UNAVAILABLE, Status.INVALID):
-        return JudgeOutcome.UNAVAILABLE, f"{error['type']}: {error['message']}" if error else status
+    if _did_not_run(result):
+        return JudgeOutcome.UNAVAILABLE, _reason(result)
     message = result["stdout"].strip()
     if status == Status.OK:
         return JudgeOutcome.PASSED, message
     if status == Status.ERROR and exit_code == 1 and error is not None and error["type"] == "SystemExit":
         return JudgeOutcome.WRONG_ANSWER, message
-    reason = f"{error['type']}: {error['message']}" if error else status
-    return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {reason}"
+    return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {_reason(result)}"
+
+
+def _did_not_run(result: EncodedResult) -> bool:
+    return result["status"] in (Status.UNAVAILABLE, Status.INVALID)
+
+
+def _reason(result: EncodedResult) -> str:
+    error = result["error"]
+    return f"{error['type']}: {error['message']}" if error else result["status"]
 
 
 def _decode_usage(raw: Mapping[str, Any]) -> Usage:

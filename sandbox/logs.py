@@ -1,7 +1,7 @@
 """Log lines of the server's processes: plain text, or one JSON object per line.
 
-A JSON line has `time` (UTC), `level`, `logger` and `message`; `request_id` where a request is known; `exception` with a
-traceback; and the fields that the log call passes as `extra={"fields": {...}}`.
+A JSON line has `time` (UTC), `level`, `logger` and `message`; within a request `request_id`; after an exception
+`exception` with the traceback; and the fields that the log call passes as `extra={"fields": {...}}`.
 """
 
 from __future__ import annotations

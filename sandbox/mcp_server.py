@@ -5,7 +5,7 @@
   JSON-RPC error, so that no model learns from it.
 - Each call starts afresh: the server keeps no state between calls.
 
-The SDK is the extra `mcp`. The callers import this module when they need it.
+The SDK is the extra `mcp`. Callers import this module only when they need it, because that takes a second.
 """
 
 from __future__ import annotations

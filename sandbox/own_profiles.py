@@ -5,7 +5,7 @@
     imports = ["sklearn"]       modules that the zygote imports
     warm = "warm.py"            code that the zygote runs once at its start; a path relative to the TOML file
 
-The code is trusted, and runs in the jail as the imports do.
+The code is trusted. It runs in the jail, as the imports do.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def read_profiles(tables: Mapping[str, Any], file: Path) -> tuple[OwnProfile, ..
     ordered: dict[str, OwnProfile] = {}
     while len(ordered) < len(unsorted):
         added = {
-            n: p for n, p in unsorted.items() if n not in ordered and (p.extends in PARENTS or p.extends in ordered)
+            name: own
+            for name, own in unsorted.items()
+            if name not in ordered and (own.extends in PARENTS or own.extends in ordered)
         }
         if not added:
             circle = ", ".join(sorted(set(unsorted) - set(ordered)))

@@ -1,4 +1,4 @@
-"""Patterns of relative paths: `*`, `?` and `[...]` in a part, and once `**` for directories of any number and depth.
+"""Patterns of relative paths: `*`, `?` and `[...]` within a name. One `**` stands for any number of nested directories.
 
 The rules are those of Python's `glob`: no wildcard matches a "/", or a "." at the start of a name. The guest finds the
 files of a pattern by the same rules (`guest/returned_files.py`); `matches` checks the names that come back.
@@ -10,10 +10,10 @@ import re
 from fnmatch import fnmatchcase
 
 MAX_PATTERN_BYTES = 255
-"""Together with the maximum length of a name this bounds the steps of one match to about 60,000."""
+"""Together with the maximum length of a name, 255 bytes, this bounds the steps of one match to about 60,000."""
 ANY_DIRECTORIES = "**"
 is_pattern = re.compile(r"[*?[]").search
-"""Whether a path is a pattern: whether it has a character with a meaning in patterns."""
+"""A path is a pattern if it contains one of these characters."""
 
 
 def matches(path: str, pattern: str) -> bool:

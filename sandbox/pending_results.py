@@ -1,4 +1,7 @@
-"""The calls that a client has submitted: each with the future of its result, and the requests that contain them."""
+"""The calls that a client has submitted, each with the future of its result, and the requests that contain these calls.
+
+A call is abandoned if its caller has cancelled the future. Its result is then not awaited.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class PendingResult:
         self.request.num_results += 1
 
     def set_cancelled(self) -> None:
-        """Give a call that no server has the result that a server gives to cancelled calls."""
+        """Set the result `unavailable` with `Cancelled`. Only for a call that no server has."""
         message = "its caller cancelled it by its id before a server had it"
         self.future.set_result(unavailable_result(self.id, "Cancelled", message))
         if self.request is not None:

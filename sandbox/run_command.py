@@ -16,7 +16,7 @@ from sandbox.types import LIMIT_FIELDS, Call, Result, Status
 def call_of(args: argparse.Namespace) -> Call:
     """Return the call that the arguments describe. Raises `ConfigError` or `InvalidCall`."""
     argv = args.args
-    if args.code is not None and args.file is not None:  # after -c CODE there is no FILE
+    if args.code is not None and args.file is not None:  # with -c CODE the first argument is no FILE
         args.file, argv = None, [args.file, *argv]
     if args.code is None and args.file is None:
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
@@ -39,7 +39,7 @@ def call_of(args: argparse.Namespace) -> Call:
 
 
 def print_like_python(result: Result) -> None:
-    """Print stdout, stderr and the value, then what else is to know about the result."""
+    """Print stdout, stderr and the value as Python does, then the facts that Python does not print."""
     _write(sys.stdout, result.stdout)
     if result.value is not None:
         _write(sys.stdout, result.value + "\n")

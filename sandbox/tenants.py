@@ -1,10 +1,10 @@
-"""Tenants: the tokens that may send calls, and how much of the server each may use. Read from the file of `--tenants`.
+"""The tenants that may send calls, and the bounds of each. `load_tenants` reads them from the file of `--tenants`.
 
     [tenants.rl-training]
     token_file = "rl-training.token"    # or token = "..."; a relative path starts at the directory of this file
-    queue_share = 0.5                   # fraction of queue_calls and queue_mb; default: tenant_share of the server
+    queue_share = 0.5                   # fraction of queue_calls and queue_mb; default: the server's --tenant-share
     max_running = 64                    # calls at executors at once; default: no bound of its own
-    max_timeout_s = 60                  # and the other limits; lower than the server's
+    max_timeout_s = 60                  # one key per limit; the lower one of this and the server's maximum counts
     priority = 0                        # lowest priority number that its calls may have
 
 - A token is kept as its SHA-256 digest. No `repr`, log line or error message contains a token.
@@ -28,15 +28,16 @@ from sandbox.fields import NumberRule, check_label, check_names
 from sandbox.types import LIMIT_FIELDS, PRIORITY, Limits
 
 MAX_FILE_BYTES = 1 << 20
-"""Size of a tenants file. The server answers no request while it reads 10,000 tenants again, for half a second."""
+"""Maximum size of a tenants file. The server answers no request while it reads the file again: half a second for 10,000
+tenants."""
 _UNLIMITED = Limits(**{name: rule.high for name, rule in LIMIT_FIELDS.items()})  # type: ignore[arg-type]
-_NUMBERS: Mapping[str, NumberRule] = {
+_NUMBER_RULES: Mapping[str, NumberRule] = {
     "queue_share": NumberRule(0.01, 1, whole=False),
     "max_running": NumberRule(1, 1_000_000),
     "priority": PRIORITY,
     **{f"max_{name}": rule for name, rule in LIMIT_FIELDS.items()},
 }
-_KEYS = dict.fromkeys(("token", "token_file", *_NUMBERS))
+_KEYS = dict.fromkeys(("token", "token_file", *_NUMBER_RULES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _read_tables(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_is_no_device(file: Path, where: str) -> None:
-    """Raises `ConfigError` for a pipe or a device: to read one may block the server for ever."""
+    """Raise `ConfigError` for a pipe or a device, because reading it may block the server for ever."""
     with suppress(OSError, ValueError):  # the reader of the file says why it cannot be read
         mode = file.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -146,12 +147,12 @@ def _token(raw: Mapping[str, Any], where: str, directory: Path) -> str:
     if sources == ["token_file"]:
         _check_is_no_device(directory / value, f"{where}: token_file")
         return read_token(str(directory / value), f"{where}: token_file")
-    return value.strip()  # as clients and files do: a header has no space at its ends
+    return value.strip()  # a client cannot send white space at the ends of a header
 
 
 def _tenant(name: str, raw: Mapping[str, Any], where: str) -> Tenant:
     values: dict[str, Any] = {}
-    for key, rule in _NUMBERS.items():
+    for key, rule in _NUMBER_RULES.items():
         if key in raw:
             if not rule.accepts(raw[key]):
                 raise ConfigError(f"{where}: {key}: expected {rule.expected}, got {raw[key]!r:.80}; correct it")

@@ -151,7 +151,7 @@ def test_compiled_code_is_used_only_if_all_calls_would_behave_the_same(result: E
 def test_a_checker_gets_three_files_and_the_default_limits() -> None:
     judged = program(tests=[STDIN_TEST, {"stdin": "x"}, FUNCTION_TEST], checker="check", limits={"timeout_s": 1})
     result = encoded(stdout="out\ud800", value="[3]")
-    checks = [judged.check_of(test, result) for test in judged.tests]
+    checks = [judged.checker_call(test, result) for test in judged.tests]
     assert checks[0].files == {"input": b"1 2", "expected": b"3", "actual": b"out\xed\xa0\x80"}
     assert checks[1].files == {"input": b"x", "actual": b"out\xed\xa0\x80"}
     assert checks[2].files["actual"] == b"[3]"
@@ -167,23 +167,23 @@ ANSWERS_FUNCTION = ProgramTest("", "{}", 2)
 
 @pytest.mark.parametrize("status", [s for s in Status if s not in (Status.OK, Status.UNAVAILABLE, Status.INVALID)])
 def test_code_that_fails_is_failed(status: Status) -> None:
-    judged = judge.unfinished_outcome(ANSWERS_STDIN, encoded(status, stdout="2", error=CallError("E", "why")))
+    judged = judge.unanswered_test(ANSWERS_STDIN, encoded(status, stdout="2", error=CallError("E", "why")))
     assert judged is not None
     assert (judged.outcome, judged.status, judged.message) == (JudgeOutcome.FAILED, status, "E: why")
 
 
 def test_a_failure_of_the_service_is_unavailable() -> None:
     result = unavailable_result("", "NodeError", "failed 3 times").encode(binary=True)
-    judged = judge.unfinished_outcome(ANSWERS_STDIN, result)
+    judged = judge.unanswered_test(ANSWERS_STDIN, result)
     assert judged is not None
     assert (judged.outcome, judged.message) == (JudgeOutcome.UNAVAILABLE, "NodeError: failed 3 times")
 
 
 def test_a_function_test_needs_a_whole_value() -> None:
-    assert judge.unfinished_outcome(ANSWERS_STDIN, encoded()) is None
-    assert judge.unfinished_outcome(ANSWERS_FUNCTION, encoded(value="2")) is None
+    assert judge.unanswered_test(ANSWERS_STDIN, encoded()) is None
+    assert judge.unanswered_test(ANSWERS_FUNCTION, encoded(value="2")) is None
     for result in (encoded(), encoded(value="[2", truncated=("value",))):
-        judged = judge.unfinished_outcome(ANSWERS_FUNCTION, result)
+        judged = judge.unanswered_test(ANSWERS_FUNCTION, result)
         assert judged is not None
         assert judged.outcome is JudgeOutcome.FAILED
         assert judged.message
@@ -204,7 +204,7 @@ def test_a_function_test_needs_a_whole_value() -> None:
     ],
 )
 def test_the_end_of_the_checker_decides(result: EncodedResult, outcome: JudgeOutcome) -> None:
-    decided, message = judge.check_outcome(result)
+    decided, message = judge.checker_outcome(result)
     assert decided is outcome
     assert message == "close" if outcome is JudgeOutcome.PASSED else outcome is JudgeOutcome.WRONG_ANSWER or message
 

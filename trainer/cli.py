@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.store_commands import episodes, export, replay, rescore
+
 if TYPE_CHECKING:
     from trainer.config import RunConfig
     from trainer.recipe.phases import Phase, RecipeRun
@@ -164,6 +166,16 @@ def evaluate(args: argparse.Namespace) -> None:
         Console().print(report_table(reports, title=f"evaluation {name}"))
 
 
+def compare(args: argparse.Namespace) -> None:
+    """Compare two evaluations of the same problems: the difference in accuracy, with a paired interval."""
+    from trainer.recipe.comparison import compare_evaluations
+
+    comparisons = compare_evaluations(args.before, args.after)
+    if args.json:
+        return print(json.dumps({source: asdict(comparison) for source, comparison in comparisons.items()}))
+    _print_columns("[95 %]", {source: comparison.row() for source, comparison in comparisons.items()})
+
+
 def rollout(args: argparse.Namespace) -> None:
     """Collect episodes of a model into a folder that `show` opens."""
     from trainer.recipe.phases import Phase
@@ -189,54 +201,6 @@ def collect(args: argparse.Namespace) -> None:
     if args.json:
         return print(json.dumps(status))
     _print_columns("episodes", {"": collect_work.status_rows(status)})
-
-
-def episodes(args: argparse.Namespace) -> None:
-    """List the episodes of a store, and what share of the problems they solve."""
-    from rich.console import Console
-
-    from trainer.collection.store import StoreReader
-    from trainer.recipe.episode_table import episode_report
-
-    with StoreReader(args.store) as reader:
-        content, tables = episode_report(reader, args.where, args.limit)
-    if args.json:
-        print(json.dumps(content))
-    else:
-        Console().print(*tables)
-
-
-def replay(args: argparse.Namespace) -> None:
-    """Run a stored episode again from its recorded tool responses, and compare every token."""
-    from trainer.collection.store import Key, StoreReader
-    from trainer.recipe.stored_episodes import replay
-
-    with StoreReader(args.store) as reader:
-        episode = replay(reader, Key(args.problem, args.sample))
-    for turn in episode.turns:
-        print(turn.text, *(f"[{call.status}] {call.response}" for call in turn.tool_calls), sep="\n")
-    size = f"{len(episode.turns)} turns and {episode.response_length} tokens"
-    print(f"replay: {size} are equal; stop_reason={episode.stop_reason} reward={episode.reward}", file=sys.stderr)
-
-
-def rescore(args: argparse.Namespace) -> None:
-    """Score stored episodes again, by their own or another environment, without sampling."""
-    from trainer.collection.store import StoreReader
-    from trainer.recipe.stored_episodes import rescore
-
-    with StoreReader(args.store) as reader:
-        changes = rescore(reader, args.environment, args.out, where=args.where, sandbox=args.sandbox)
-    print(json.dumps(changes) if args.json else "\n".join(f"{change}: {n}" for change, n in sorted(changes.items())))
-
-
-def export(args: argparse.Namespace) -> None:
-    """Write stored episodes as JSONL: token ids as they were generated, chat messages, or a GAIA submission."""
-    from trainer.collection.store import StoreReader
-    from trainer.recipe.stored_episodes import export
-
-    with StoreReader(args.store) as reader:
-        count = export(reader, args.format, args.out, where=args.where, rewards=args.rewards)
-    print(f"{args.out}: {count} rows", file=sys.stderr)
 
 
 def data(args: argparse.Namespace) -> None:
@@ -336,6 +300,10 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for the episodes of --model; episodes that it has are not sampled again "
         "(default: a folder in eval/ of the run)",
     )
+
+    command = add("compare", compare, as_json)
+    command.add_argument("before", type=Path, metavar="BEFORE", help="RUN/stages/NAME/eval, or RUN/eval/MODEL")
+    command.add_argument("after", type=Path, metavar="AFTER", help="another evaluation of the same problems")
 
     command = add("rollout", rollout, run, skip)
     command.add_argument("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")

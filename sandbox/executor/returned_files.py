@@ -5,7 +5,7 @@
              of a pattern: the path of a file that matches it, NUL, the content
              of index 2^32 - 1: a rendered figure
 
-A pattern whose only matches have been returned before has an entry with such a path and no content.
+If earlier entries have all matches of a pattern, its entry has the path of one match and no content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MAX_FIGURES = 20
 _ENTRY = struct.Struct("<IQ")
 _FIGURE_INDEX = 2**32 - 1
 _MAX_ENTRIES = 2 * MAX_FILES + MAX_FIGURES
-"""An honest process sends an entry for each file and each figure, and one without content for each pattern."""
+"""A guest that the code has not changed sends an entry for each file and figure, and one without content for each
+pattern. A call has at most `MAX_FILES` patterns."""
 
 
 class ReturnedFiles(NamedTuple):
@@ -84,6 +85,6 @@ def _is_clean(path: str) -> bool:
 
 
 def _named(images: list[bytes], used_names: set[str]) -> dict[str, bytes]:
-    """Return the images as figure-1.png and so on, without the numbers of names that are used."""
+    """Return the images as figure-1.png, figure-2.png and so on. Names in `used_names` are skipped."""
     names = (f"figure-{number}.png" for number in range(1, len(images) + len(used_names) + 1))
     return dict(zip((name for name in names if name not in used_names), images, strict=False))

@@ -1,13 +1,16 @@
 """Runs judged programs as calls of the dispatcher: compile once, run the tests, compare or check their answers.
 
-    program -> waves of tests -> calls -> results -> outcome, comparison here, or call of the checker -> outcome
+    program -> waves of tests -> calls -> results -+-> no answer -------------> outcome
+                                                   +-> comparison (here) -----> outcome
+                                                   +-> call of the checker ---> outcome
 
-- A program's code, and its checker, is compiled in a call of its own if at least `MIN_CALLS_TO_COMPILE` calls of a wave
+- The code of a program or a checker is compiled in a call of its own if at least `MIN_CALLS_TO_COMPILE` calls of a wave
   use it. If this call fails, the others bring no compiled code and compile for themselves.
 - Without `stop_at_first_failure` all tests are one wave, unless their calls are too large (`MAX_WAVE_BYTES`). With it
   the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on the outcomes of the tests before them.
-- A wave that does not fit into the queue waits for room, at most `queue_timeout_s`, and in the order of arrival within
-  a tenant. Then its tests are `unavailable`: a request that was accepted is answered for each of its tests.
+- A wave that does not fit into the queue waits for room. The waves of a tenant wait in the order of their arrival.
+  After `queue_timeout_s` the tests of a waiting wave become `unavailable`, so that an accepted request gets an answer
+  for each test.
 - The results of a wave count as unread until their outcomes are known, so their memory is bounded.
 """
 
@@ -22,26 +25,39 @@ from dataclasses import replace
 from time import monotonic
 from weakref import WeakValueDictionary
 
-from sandbox import judge
 from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
-from sandbox.judge import FAILURES, JudgedProgram, JudgedTest, JudgeOutcome, Program, ProgramTest
+from sandbox.judge import (
+    FAILURES,
+    JudgedProgram,
+    JudgedTest,
+    JudgeOutcome,
+    Program,
+    ProgramTest,
+    checker_outcome,
+    compile_call,
+    compiled_code,
+    unanswered_test,
+    with_compiled,
+)
 from sandbox.tenants import Tenant
 from sandbox.types import Call, EncodedResult, unavailable_result
 
 MIN_CALLS_TO_COMPILE = 3
+"""Calls with the same code for which a call that only compiles is worth its own cost."""
 MAX_WAVE_BYTES = 32 << 20
-"""Bytes of the calls of one wave, except for the first of them. Each call counts with its code."""
+"""A wave ends with the call with which its calls have this many bytes. The code counts for each call."""
 MAX_PROGRAMS_AT_ONCE = 1024
 """Programs of a request that are judged at the same time, each by a task."""
 ADMISSION_RETRY_S = 0.05
+"""Seconds between two attempts to admit a wave."""
 RESULTS_PER_YIELD = 32
 """Results judged before the task yields to the event loop."""
 THREADED_DECODE_CHARS = 256 << 10
-"""Length from which a returned value is decoded in a thread."""
+"""Length from which a returned value is decoded in a thread, because decoding would block the event loop."""
 
 
 class Judge:
@@ -50,10 +66,10 @@ class Judge:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._admission_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By tenant. The task that holds the lock waits for room in the queue."""
+        """One lock per tenant, so that only one task of a tenant retries the admission and the others wait in order."""
 
     def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
-        """Raises `Overloaded` or `RequestRefused` if the queue could not take one call for each test now. `owner` is
+        """Check that the queue can take one call for each test now. Raises `Overloaded` or `RequestRefused`. `owner` is
         the tenant of the request's token."""
         self._dispatcher.check_accepting()
         wanted: defaultdict[str, Outstanding] = defaultdict(Outstanding)
@@ -98,7 +114,7 @@ class Judge:
     async def running(
         self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None
     ) -> AsyncIterator[_Results]:
-        """Run calls, whose limits are `clamped`. Those that are unfinished at the end of the block are cancelled."""
+        """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled."""
         batch = Batch(len(calls), queue_timeout_s)
         batch.tenant = owner
         results = _Results(batch, self._dispatcher)
@@ -185,8 +201,8 @@ class _ProgramRun:
         calls = await self._with_compiled(calls)
         async with self._running(calls) as results:
             async for index, result in results:
-                if (unfinished := judge.unfinished_outcome(tests[index], result)) is not None:
-                    judged[index] = unfinished
+                if (unanswered := unanswered_test(tests[index], result)) is not None:
+                    judged[index] = unanswered
                 elif self._program.checker:
                     to_check[index] = result
                     continue
@@ -196,34 +212,34 @@ class _ProgramRun:
                     judged[index] = JudgedTest.of(outcome, result)
                 results.release(result)
             if to_check:
-                checks = {index: self._program.check_of(tests[index], result) for index, result in to_check.items()}
-                for index, check in (await self._check(checks)).items():
-                    judged[index] = JudgedTest.of(check[0], to_check[index], check[1])
+                checks = {index: self._program.checker_call(tests[index], result) for index, result in to_check.items()}
+                for index, (outcome, message) in (await self._run_checkers(checks)).items():
+                    judged[index] = JudgedTest.of(outcome, to_check[index], message)
         return [judged[index] for index in range(len(calls))]
 
-    async def _check(self, checks: dict[int, Call]) -> dict[int, tuple[JudgeOutcome, str]]:
-        """Run checkers, by index of the test, and return the outcomes and messages."""
+    async def _run_checkers(self, checks: dict[int, Call]) -> dict[int, tuple[JudgeOutcome, str]]:
+        """Run the calls of checkers, given by the index of the test. Return outcomes and messages by this index."""
         indexes = list(checks)
         calls = await self._with_compiled([self._judge.clamped(check, self._owner)[0] for check in checks.values()])
         outcomes = {}
         async with self._running(calls) as results:
             async for number, result in results:
-                outcomes[indexes[number]] = judge.check_outcome(result)
+                outcomes[indexes[number]] = checker_outcome(result)
                 results.release(result)
         return outcomes
 
     async def _with_compiled(self, calls: Sequence[Call]) -> Sequence[Call]:
         """Compile each code that many of the calls share, and return the calls with their compiled code."""
-        first_calls = {call.code: call for call in reversed(calls)}
+        any_call = {call.code: call for call in calls}
         for code, count in Counter(call.code for call in calls).items():
             if count >= MIN_CALLS_TO_COMPILE and code not in self._compiled:
-                self._compiled[code] = await self._compile(first_calls[code])
-        return [judge.with_compiled(call, self._compiled.get(call.code, b"")) for call in calls]
+                self._compiled[code] = await self._compile(any_call[code])
+        return [with_compiled(call, self._compiled.get(call.code, b"")) for call in calls]
 
     async def _compile(self, call: Call) -> bytes:
-        async with self._running([judge.compile_call(call)]) as results:
+        async with self._running([compile_call(call)]) as results:
             async for _, result in results:
-                return judge.compiled_code(result)
+                return compiled_code(result)
         return b""
 
     def _running(self, calls: Sequence[Call]) -> AbstractAsyncContextManager[_Results]:

@@ -1,11 +1,11 @@
 """OpenTelemetry traces of requests, if the SDK is installed and the standard environment variables configure it.
 
-    request                     from its head to the end of its response; the parent is the request's `traceparent`
-    ├── queue, run              of each call, with the times that its result reports, for `MAX_TRACED_CALLS` per request
-    └── response                from the first result that is encoded to the end
+    request             from its head to the end of its response; its parent is the client's span in `traceparent`
+    ├── queue, run      two spans per call with the times of its result, for the first `MAX_TRACED_CALLS` of a request
+    └── response        from the time at which the first result is encoded to the end of the response
 
-Between `queue` and `run` of a call, and after `run`, are the times of the frames to and from the executor, which no
-result reports; a call that was sent again shows the times of its last attempt.
+`queue` and `run` do not include the time of the frames between gateway and executor, which no result reports. The spans
+of a call that was sent again show its last attempt.
 
 Without the extra `otel`, or without one of `ENABLING_VARIABLES`, nothing is imported and a request has no trace.
 """
@@ -31,7 +31,7 @@ ENABLING_VARIABLES = (
 MAX_TRACED_CALLS = 100
 """Calls of a request that get spans. A span costs about as much as the whole call in the gateway."""
 _EXPORTERS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
-"""Entry points of the exporter `otlp`, by OTEL_EXPORTER_OTLP_PROTOCOL."""
+"""Names of the entry points for the exporter `otlp`, by OTEL_EXPORTER_OTLP_PROTOCOL."""
 _NS_PER_MS = 1_000_000
 
 
@@ -62,10 +62,10 @@ class Traces:
 
     def start(self, method: str, path: str, headers: Mapping[str, str], request_id: str) -> RequestTrace:
         """Start the span of a request. The headers may have a `traceparent`."""
-        lowered = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         span = self._tracer.start_span(
             f"{method} {path}",
-            context=self._propagator.extract(lowered),
+            context=self._propagator.extract(carrier),
             kind=_span_kind(),
             attributes={"http.request.method": method, "url.path": path, "rstar.request_id": request_id},
         )
@@ -86,7 +86,7 @@ class RequestTrace:
         self._span = span
         self._context = trace.set_span_in_context(span)
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
-        """Wall time minus monotonic time, which the call table has."""
+        """Wall time minus monotonic time. The call table has monotonic times."""
         self._traced_calls = 0
         self._responded_at_ns: int | None = None
 
@@ -108,7 +108,7 @@ class RequestTrace:
         if self._responded_at_ns is None:
             self._responded_at_ns = time.time_ns()
         usage = result["usage"]
-        if self._traced_calls >= MAX_TRACED_CALLS or result["status"] == "invalid":  # it was not admitted
+        if self._traced_calls >= MAX_TRACED_CALLS or result["status"] == "invalid":  # an invalid call has no times
             return
         self._traced_calls += 1
         admitted_ns = int(admitted_at * 1e9) + self._clock_offset_ns
@@ -132,8 +132,8 @@ def _span_kind() -> Any:
 
 
 def _provider(exporter: str, environ: Mapping[str, str]) -> Any:
-    """Return a provider with the exporter of this name. The SDK itself reads the other variables: the endpoint, the
-    sampler, the resource and the sizes of batches."""
+    """Return a provider with the exporter of this name. The SDK reads the other variables itself: the endpoint, the
+    sampler, the resource and the sizes of batches. Raises `ConfigError` if the exporter is not installed."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

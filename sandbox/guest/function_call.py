@@ -2,7 +2,7 @@
 
 The zygote gives this module the name `rstar_function_call`. A judged program ends with a line that calls `run`. The
 name of the function and its arguments are in the file `FILE`. The result is JSON text, which the runner reports as the
-value of that line. The code can replace all of this, and then only its own answer changes.
+value of that line. The code can replace all of this, which changes only its own answer.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 - A cell that raises does not end the notebook, as in Jupyter. The value of a cell's last expression is displayed.
 - While cells run, descriptors 1 and 2 are files, so that a cell's output contains what its child processes and C code
   write.
-- Each cell that has ended is one line of JSON on the standard output of the call. So the results before a cell that is
-  killed are kept. The code can forge these lines; they contain its own results only.
+- When a cell ends, its result is written as one line of JSON to the standard output of the call. So if a later cell is
+  killed, the earlier results are kept. The code can forge these lines; they contain its own results only.
 
     {"stdout": text, "stderr": text, "display": [{MIME type: text}],
      "error": [{"ename": type, "evalue": message, "traceback": [lines]}]}
 
-  In texts, the characters `[`, `{` and `,` are escaped. So their number bounds the time to decode a line.
+  In texts, the characters `[`, `{` and `,` are escaped, so the reader can bound the time to decode a line by their
+  number.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
              of a pattern: the path of a file that matches it, NUL, the content
              of index 2^32 - 1: a figure as PNG
 
-Regular files are returned whole or not at all; each is returned once. A pattern whose matches have all been returned
-before gets an entry with such a path and no content. The rules for patterns are those of `sandbox/path_patterns.py`.
-This module runs after the code and in its process, so it bounds its own work for the sake of the code only: the
-executor trusts no entry.
+Regular files are returned whole or not at all, and each only once. If earlier entries have all matches of a pattern,
+the pattern gets an entry with the path of one match and no content. The rules for patterns are those of
+`sandbox/path_patterns.py`. This module runs after the code and in its process, where the code can change it. So the
+executor trusts no entry, and the bounds here only save the call from useless work.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ENTRY = struct.Struct("<IQ")
 FIGURE_INDEX = 2**32 - 1
 MAX_FILES, MAX_FIGURES = 256, 20
 MAX_PATH_BYTES = 1024
+"""The executor has the same three bounds (`fields.py`, `executor/returned_files.py`)."""
 MAX_SCANNED_ENTRIES = 20_000
 """Directory entries that the patterns of one call may visit together."""
 _is_pattern = re.compile(r"[*?[]").search
@@ -96,7 +97,7 @@ class FileWriter:
             self._add(index, os.fsencode(returned_before) + b"\0", b"")
 
     def _add_file(self, index: int, path: str, prefix: bytes) -> bool:
-        """Write the entry of a file. Return False for what is no regular file, cannot be read or does not fit."""
+        """Write the entry of a file. Return False if it is not a regular file, cannot be read or does not fit."""
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(os.path.join(self._working_dir, path), flags)

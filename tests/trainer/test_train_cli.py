@@ -21,7 +21,7 @@ from trainer.recipe.phases import EvalResult, RecipeRun, TrainResult
 
 MAX_HELP_CPU_S = 0.5
 """CPU seconds that any `--help` may use."""
-COMMANDS = ("", "preflight", "recipe", "prepare", "sft", "filter", "grpo", "eval", "rollout", "data", "show")
+COMMANDS = ("", "preflight", "recipe", "prepare", "sft", "filter", "grpo", "eval", "compare", "rollout", "data", "show")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

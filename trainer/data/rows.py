@@ -1,13 +1,14 @@
-"""Reads the rows of a file: `.jsonl`, `.json` or `.parquet`."""
+"""Reads the rows of a file: `.jsonl`, `.json`, `.csv` or `.parquet`."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class DataError(ValueError):
@@ -17,7 +18,8 @@ class DataError(ValueError):
 def file_rows(file: Path) -> Iterator[Any]:
     """Yield the decoded rows of a file whose suffix is one of `FILE_SUFFIXES`. Raises `DataError`.
 
-    A line that is not JSON is yielded as bytes.
+    A line that is not JSON is yielded as bytes. A row of CSV is a mapping from the names in the first line to texts. It
+    has the cells beyond these names as a list under the key None.
     """
     if not file.is_file():
         raise DataError(f"{file}: no such file")
@@ -32,6 +34,8 @@ def file_rows(file: Path) -> Iterator[Any]:
                     f"{file}: expected an array of rows, got {type(rows).__name__}; a file of lines is .jsonl"
                 )
             yield from rows
+        case ".csv":
+            yield from _csv_rows(file)
         case ".parquet":
             try:
                 from pyarrow import ArrowInvalid, parquet
@@ -42,6 +46,15 @@ def file_rows(file: Path) -> Iterator[Any]:
                     yield from batch.to_pylist()
             except ArrowInvalid as error:
                 raise DataError(f"{file}: expected a Parquet file ({error})") from None
+
+
+def _csv_rows(file: Path) -> Iterator[dict[str | None, Any]]:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            yield from reader
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{file}: after line {reader.line_num}: expected CSV in UTF-8 ({error})") from None
 
 
 def _decode(text: bytes) -> Any:

@@ -1,18 +1,19 @@
 """Reads problems and conversations from a source: `generated:N`, a file, or a hub name.
 
-| source                           | rows                                                                      |
-|----------------------------------|---------------------------------------------------------------------------|
-| `generated:N`                    | N problems, see `trainer.data.synthetic`                                  |
-| `generated-gaia-format:N`        | N problems with attached files, see `trainer.data.generated_gaia_format`  |
-| `gaia:PATH[:SPLIT]`              | a data set in GAIA's file format, see `trainer.data.gaia_format`          |
-| `.jsonl`, `.json`, `.parquet`    | the rows of a file                                                        |
-| `owner/name[@config][:split]`    | the rows of a data set on the hub                                         |
+| source                                | rows                                                                      |
+|---------------------------------------|---------------------------------------------------------------------------|
+| `generated:N`                         | N problems, see `trainer.data.synthetic`                                  |
+| `generated-gaia-format:N`             | N problems with attached files, see `trainer.data.generated_gaia_format`  |
+| `gaia:PATH[:SPLIT]`                   | a data set in GAIA's file format, see `trainer.data.gaia_format`          |
+| `.jsonl`, `.json`, `.csv`, `.parquet` | the rows of a file                                                        |
+| `owner/name[@config][:split]`         | the rows of a data set on the hub                                         |
 
 A row is recognised by its keys: a problem is read from the first of `TEXT_PATHS` that the row has, its answer from the
-first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME and MATH, among others.
+first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others. A row with
+choices is read by `trainer.data.multiple_choice`.
 
-A row of a file may name an environment and its options. A row from the hub may name only the default environment,
-`python`, since another one can start programs on this machine.
+A row of a file may name an environment and its options. A row from the hub may name only one of `HUB_ENVIRONMENTS`,
+since others can start programs on this machine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import gaia_format, generated_gaia_format, synthetic
+from trainer.data.multiple_choice import read_multiple_choice
 from trainer.data.rows import FILE_SUFFIXES, DataError, file_rows
 from trainer.episodes.episode import Problem
 from trainer.episodes.turn_parser import boxed_answer
@@ -43,7 +45,8 @@ ANSWER_PATHS = (
     "ground_truth",
     "expected_answer",
 )
-ID_PATHS = ("id", "extra_info.index")
+ID_PATHS = ("id", "extra_info.index", "unique_id", "record id")
+HUB_ENVIRONMENTS = ("python", "multiple_choice")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _PROBLEM_FIELDS = {"id", "text", "answer", "source"}
 _OPTIONAL_PROBLEM_FIELDS = {"environment", "options"}
@@ -87,7 +90,7 @@ def iter_problems(
     for number, row in enumerate(_rows(source)):
         try:
             problem = _problem(row, name, number)
-            if _match_hub_name(source) and problem.environment != "python":  # the default of `Problem.environment`
+            if _match_hub_name(source) and problem.environment not in HUB_ENVIRONMENTS:
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
         except DataError as error:
             on_malformed(name, number, error)
@@ -182,7 +185,13 @@ def _problem(row: Any, source: str, number: int) -> Problem:
             raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
         if all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
             return Problem(**row)
-    text, answer, id = (_first_present(row, paths) for paths in (TEXT_PATHS, ANSWER_PATHS, ID_PATHS))
+    if isinstance(row, Mapping) and None in row:
+        raise DataError(f"expected at most {len(row) - 1} cells, as in the first line, got more: {row[None]!r:.200}")
+    id = _first_present(row, ID_PATHS)
+    id = f"{source}-{number}" if id in (None, "") else str(id)
+    if problem := read_multiple_choice(row, id, source):
+        return problem
+    text, answer = _first_present(row, TEXT_PATHS), _first_present(row, ANSWER_PATHS)
     if not isinstance(text, str) or not (text := text.strip()):
         raise DataError(f"expected a problem as {' | '.join(TEXT_PATHS)}, got {row!r:.200}")
     if text.startswith(_DAPO_HEAD):
@@ -191,7 +200,7 @@ def _problem(row: Any, source: str, number: int) -> Problem:
         answer = _answer_from_solution(_first_present(row, ["solution"]))
     if not (answer := _answer_text(answer)):
         raise DataError(f"expected an answer as {' | '.join(ANSWER_PATHS)}, got {row!r:.200}")
-    return Problem(f"{source}-{number}" if id is None else str(id), text, answer, source)
+    return Problem(id, text, answer, source)
 
 
 def _first_present(row: Any, paths: Iterable[str]) -> Any:

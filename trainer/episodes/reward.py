@@ -58,8 +58,13 @@ async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> li
 
 def exact_match_reward(episode: Episode) -> float | None:
     """Return the reward of a finished episode by GAIA's public rule (`trainer.episodes.exact_match`)."""
+    return compared_reward(episode, is_exact_match)
+
+
+def compared_reward(episode: Episode, is_right: Callable[[str, str], bool]) -> float | None:
+    """Return the reward of a finished episode. `is_right` compares its answer, as plain text, with the problem's."""
     if episode.stop_reason in INFRASTRUCTURE_STOPS:
         return None
     if episode.answer is None:
         return 0.0
-    return float(is_exact_match(plain_answer(episode.answer), episode.problem.answer))
+    return float(is_right(plain_answer(episode.answer), episode.problem.answer))

@@ -98,6 +98,8 @@ def _prepare_problems(
         )
     for source, counts in report.counts.items():
         print(f"{name}: {source}: {', '.join(f'{n} {label}' for label, n in counts.items())}", file=sys.stderr)
+    for dropped in report.examples if is_eval else ():  # since the accuracy is then not that of the whole benchmark
+        print(f"{name}: {'{source}: {row}: {reason}: {details}'.format_map(dropped)}", file=sys.stderr)
     return problems, report
 
 

@@ -15,8 +15,6 @@ from sandbox.gateway.http.errors import HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
 
-NO_CALL = "no unfinished call has the id"
-
 
 async def cancel_calls(request: web.Request) -> web.Response:
     call_id = request.match_info["id"]
@@ -24,8 +22,8 @@ async def cancel_calls(request: web.Request) -> web.Response:
     if not count:
         raise HttpError(
             404,
-            f"{NO_CALL} {shown(call_id)}: it has its result, the id is not the one that its caller gave it, or it is "
-            "another tenant's",
+            f"no unfinished call has the id {shown(call_id)}: it has its result, it belongs to another tenant, or its "
+            "caller gave it another id",
         )
     return web.json_response({"cancelled": count})
 

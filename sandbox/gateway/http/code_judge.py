@@ -1,10 +1,10 @@
 """The routes of code-judge (commit fbc5293), so that its clients run unchanged: rStar2-Agent's tool and reward, and the
 clients of code-judge's `judge_client.py`.
 
-- `reason` is empty if the code ended by itself or by its own fault, whatever it did. A failure of the service is
-  `queue_timeout` or `internal_error`, and a time limit that the code reached is `worker_timeout`.
-- A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. What a request
-  keeps besides its calls counts as part of their size.
+- `reason` is empty if the code ended, also with an error or beyond its memory or output limit. It is `worker_timeout`
+  if the code reached its time limit, and `queue_timeout` or `internal_error` if the service failed.
+- A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. The ids and the
+  expected outputs that a request keeps count as part of the size of its calls.
 - Unknown fields and `options` are ignored, as code-judge does.
 """
 
@@ -42,20 +42,21 @@ from sandbox.gateway.http.validation import CALLS_PER_YIELD, ParsedBatch
 from sandbox.types import Call, EncodedResult, Limits, Status
 
 LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
-"""code-judge's default limits: 10 s, and 256 MiB to which it adds 128. There `sleep(10)` exceeds the limit; here
-its time is measured as 10 s with an error, so the limit is 50 ms lower. code-judge has no limit of the output."""
+"""code-judge's default limits: 10 s, and 256 MiB to which it adds 128 MiB. The time is 50 ms lower, because
+`sleep(10)` exceeds the limit in code-judge, and virtual time is measured with an error. code-judge has no limit of the
+output."""
 QUEUE_TIMEOUT_S = 4.0
 """Seconds after which a call that still waits for a slot gets `queue_timeout`."""
 LONG_QUEUE_TIMEOUT_S = 3600.0
 """The same for long batches."""
 TIMEOUT_TEXT = "Suicide from timeout.\n"
-"""What code-judge appends to the stdout of a call that reached its time limit."""
+"""Text that code-judge appends to the stdout of a program that reached its time limit."""
 KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
 """Bytes of a result that a batch keeps until its response, as `result_bytes` counts them."""
 
 
 class Mode(NamedTuple):
-    """What distinguishes the routes that run code."""
+    """The differences between the routes that run code."""
 
     is_batch: bool
     with_output: bool
@@ -123,7 +124,7 @@ class Submissions:
         return items
 
     def _keep(self, item: Mapping[str, Any]) -> int:
-        """Keep what the answer needs of a submission. Returns its approximate size in bytes."""
+        """Keep the fields of a submission that its answer needs. Returns their approximate size in bytes."""
         sub_id = item.get("sub_id") or str(uuid.uuid4())
         expected_output: str | None = item.get("expected_output")
         self._sub_ids.append(sub_id)
@@ -166,7 +167,7 @@ def _answer(result: EncodedResult, expected_output: str | None) -> Fields:
     if is_timeout:
         stdout = stdout[:MAX_TEXT_CHARS] + TIMEOUT_TEXT
     elif not stderr and status in (Status.MEMORY_LIMIT.value, Status.OUTPUT_LIMIT.value):
-        error = result["error"]  # nothing else in the answer says why the call has failed
+        error = result["error"]  # no other field of the answer says why the call has failed
         stderr = f"{error['type']}: {error['message']}\n" if error else ""
     return {
         "success": is_ok and (expected_output is None or stdout.strip() == expected_output.strip()),

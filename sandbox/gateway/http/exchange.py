@@ -38,10 +38,10 @@ CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
 async def admitted_batch(
     request: web.Request, parse: Callable[[codec.Json, ServeConfig], Awaitable[ParsedBatch]]
 ) -> AsyncIterator[tuple[Batch, str, int]]:
-    """Read, parse and admit a batch. Yields it with the body's content type and the HTTP status of the response: 400 if
-    every call is malformed. At the end, and if the client disconnects, unfinished calls are cancelled.
+    """Read, parse and admit a batch. Yields the batch, the body's content type, and the HTTP status of the response:
+    400 if every call is malformed. At the end, and if the client disconnects, unfinished calls are cancelled.
 
-    The body counts as buffered until its calls count in the call table.
+    The body counts as buffered until the call table counts its calls.
     """
     dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
     dispatcher.check_accepting()
@@ -51,9 +51,9 @@ async def admitted_batch(
     dispatcher.counters.bytes_in += size
     try:
         raw = await bodies.decode(body, content_type)
-        del body  # frees the memory before the calls are validated; so does `del raw` before they wait
+        del body  # frees the memory before the calls are validated
         batch, malformed = await parse(raw, dispatcher.config)
-        del raw
+        del raw  # frees the memory before the calls wait
         await submit(request, batch)
     finally:
         bodies.release(size)
@@ -81,9 +81,9 @@ async def submit(request: web.Request, batch: Batch) -> None:
 async def wait_with_heartbeats(
     request: web.Request, batch: Batch, status: int, content_type: str
 ) -> web.StreamResponse | None:
-    """Wait until the batch has all results. If a JSON response takes longer than `HEARTBEAT_S`, it begins before them:
-    with `status`, which cannot change afterwards, and a heartbeat after each `HEARTBEAT_S`. Returns the response that
-    has begun, for `respond`, or None."""
+    """Wait until the batch has all results. A JSON response that takes longer than `HEARTBEAT_S` begins before the
+    results exist: with `status`, which cannot change afterwards, and with a heartbeat after each `HEARTBEAT_S`. Returns
+    this response for `respond`, or None if no response has begun."""
     if not batch.unfinished:
         return None
     if content_type not in codec.HEARTBEAT:
@@ -139,7 +139,7 @@ async def respond(
 
 
 async def stream(request: web.Request, status: int, batch: Batch, content_type: str) -> web.StreamResponse:
-    """Send results as they finish. Results that finish while the client reads are then sent together."""
+    """Send results as they finish. Results that finish while an earlier chunk is being sent form the next chunk."""
     dispatcher = request.app[DISPATCHER]
     finished = deque(index for index, result in enumerate(batch.results) if result is not None)
     has_finished = asyncio.Event()

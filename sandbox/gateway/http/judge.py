@@ -51,20 +51,22 @@ PROGRAMS_FIELDS: dict[str, str] = {
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 MAX_DECODED_CALLS = 1 << 20
-"""The limit on the objects in a body is that of a batch with so many calls, because arguments may have many objects."""
+"""A body may have as many objects as one with this many calls, because the arguments of tests may have many objects."""
 PROGRAMS_PER_YIELD = 64
 JUDGE = web.AppKey("judge", Judge)
 
 
 class ParsedPrograms(NamedTuple):
-    """The valid programs of a request with their indexes, and a place for the result of each program."""
+    """The valid programs of a request with their indexes. `results` is a batch without calls that gets the result of
+    each program; the results of malformed programs are already set."""
 
     programs: list[tuple[int, Program]]
     results: Batch
     queue_timeout_s: float
 
     def of_tenant(self, tenant: Tenant) -> ParsedPrograms:
-        """Return the same for the tenant of the request's token. Raises `InvalidCall` if a program names another."""
+        """Return these programs with the tenant of the request's token as their owner. Raises `InvalidCall` if a
+        program names another tenant."""
         return self._replace(programs=[(index, program.of_tenant(tenant.name)) for index, program in self.programs])
 
 
@@ -112,14 +114,14 @@ def _check_count(tests: int, config: ServeConfig) -> None:
 
 
 def _set_result(results: Batch, index: int, judged: JudgedProgram) -> None:
-    results.set_result(index, cast(EncodedResult, judged.encode()))  # a mapping, as the response has it
+    results.set_result(index, cast(EncodedResult, judged.encode()))  # a batch accepts any mapping that can be encoded
 
 
 async def run_judge(request: web.Request) -> web.StreamResponse:
-    async with _admitted_programs(request) as (parsed, sent, is_single):
-        content_type = codec.response_type(request, sent, BATCH_TYPES)
+    async with _admitted_programs(request) as (parsed, body_type, is_single):
+        content_type = codec.response_type(request, body_type, BATCH_TYPES)
         status = 200 if parsed.programs else 400
-        with _single_errors():
+        with _first_error_of_group():
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_judge(request, parsed))
                 if content_type in (NDJSON, MSGPACK_STREAM):
@@ -169,7 +171,7 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
 
 
 @contextmanager
-def _single_errors() -> Iterator[None]:
+def _first_error_of_group() -> Iterator[None]:
     """Raise the first exception of a task group alone, so that the middleware knows its type."""
     try:
         yield

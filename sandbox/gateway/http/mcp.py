@@ -1,6 +1,6 @@
 """The route `/mcp`: the sandbox as an MCP server over streamable HTTP, with the official SDK.
 
-- The SDK's transport is an ASGI application. `_Exchange` passes it one aiohttp request and sends its response.
+- The SDK's transport is an ASGI application. `_AsgiRequest` passes it one aiohttp request and sends its response.
 - The transport has no sessions: each request stands alone, so any server behind a load balancer can answer it.
 - If the client disconnects, its call is cancelled.
 - The SDK is imported by the first request, in a thread, because that takes a second. Without the extra `mcp` the route
@@ -46,7 +46,7 @@ class McpTransport:
         async with self._starting:
             if self._manager is None:
                 await self._start()
-        asgi = _Exchange(request, await _read_body(request))
+        asgi = _AsgiRequest(request, await _read_body(request))
         token = _request.set(request)
         try:
             await self._manager.handle_request(asgi.scope, asgi.receive, asgi.send)
@@ -70,7 +70,8 @@ class McpTransport:
             ) from None
         logging.getLogger("mcp.server").setLevel(logging.WARNING)  # it logs a line for each request
         mcp_server = server.build_server(_run_call)
-        no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)  # `auth` has checked
+        # The middleware of `auth` has checked the headers Host and Origin.
+        no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)
         mcp_server.streamable_http_app(stateless_http=True, transport_security=no_checks)
         manager = mcp_server.session_manager
         started = asyncio.Event()
@@ -79,13 +80,13 @@ class McpTransport:
         self._manager = manager
 
     async def _run(self, manager: Any, started: asyncio.Event) -> None:
-        """Keep the manager running. It must be entered and left by the same task."""
+        """Keep the manager running until `stop`. The same task must enter and leave `manager.run()`."""
         async with manager.run():
             started.set()
             await self._stop.wait()
 
 
-class _Exchange:
+class _AsgiRequest:
     """One request and its response, as an ASGI application sees them."""
 
     def __init__(self, request: web.Request, body: bytes) -> None:

@@ -1,14 +1,13 @@
-"""What is known of each request: its id, its line in the access log, and its trace.
+"""The record of each request: its id, its line in the access log, and its trace.
 
 - The id is the request's `X-Request-Id`, else the trace id of its `traceparent` (W3C Trace Context), else a random one.
-  The response has it as `X-Request-Id`, and every log line of the request contains it. Results do not: a result belongs
-  to exactly one response, and a call costs nothing more.
+  The response has it as `X-Request-Id`, and every log line of the request contains it. Results do not contain it,
+  because a result belongs to exactly one response, and an id in each result would cost time for each call.
 - Text from the client reaches a log line only if it is printable ASCII of bounded length.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
@@ -28,11 +27,11 @@ access_log = logging.getLogger("sandbox.access")
 
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""Ids that are taken from a request. Others are replaced."""
+"""Ids that the server accepts from a request. It replaces others by an id of its own."""
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 MAX_PATH_CHARS = 200
 CLIENT_DISCONNECTED = 499
-"""Status in the access log of a request whose client closed the connection, as nginx has it."""
+"""Status in the access log of a request whose client closed the connection. nginx logs the same number."""
 
 
 @dataclass(slots=True)
@@ -70,7 +69,7 @@ def request_id(headers: Mapping[str, str]) -> str:
 
 
 def shown_path(request: web.Request) -> str:
-    """Return the path as the client spelled it, shortened: the decoded path may contain line breaks."""
+    """Return the path as the client sent it, shortened. The decoded path could contain line breaks."""
     return request.rel_url.raw_path[:MAX_PATH_CHARS]
 
 
@@ -88,8 +87,6 @@ def record_requests(traces: Traces | None, *, has_access_log: bool) -> Middlewar
             response = await handler(request)
             status, bytes_out = response.status, _size(response)
             return response
-        except (ConnectionError, asyncio.CancelledError):
-            raise
         finally:
             if record.trace is not None:
                 record.trace.end(status, record.tenant, record.calls)
@@ -116,7 +113,8 @@ def shorten_malformed(record: logging.LogRecord) -> bool:
 
 
 def _size(response: web.StreamResponse) -> int:
-    """Return the bytes of a response's body, which may not have been sent yet; those of a stream with its framing."""
+    """Return the size of a response's body in bytes, whether or not it has been sent. That of a stream includes the
+    framing of its chunks."""
     length = response.content_length
     return response.body_length if length is None else length
 

@@ -3,8 +3,8 @@ tool, and the Python SDK `sandbox-fusion`.
 
 - `/run_code` runs Python. `/run_jupyter` runs all its cells in one call (`guest/notebook.py`), since there are no
   sessions.
-- A program that fails is `Failed`. A failure of the service is never `Failed`: it is HTTP 504 if sending the request
-  again helps, because verl retries no other status, else the status `SandboxError`.
+- A program that fails is `Failed`. A failure of the service is never `Failed`. It is HTTP 504 if the client should send
+  the request again, because verl retries no other status; else it is the status `SandboxError`.
 - Unknown fields are ignored, as SandboxFusion does.
 """
 
@@ -38,9 +38,9 @@ RUN_CODE_OUTPUT_KB = 1024
 NOTEBOOK_OUTPUT_KB = 8192
 """KiB of the results of all cells, encoded."""
 MAX_CELL_VALUES = 50_000
-"""Values in the results of all cells, each with a `[`, `{` or `,`. Hostile code can write results that contain millions
-and would take a second to decode."""
-RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
+"""Maximum of JSON values in the results of all cells, counted as `[`, `{` and `,`. Hostile code can write millions,
+which would take a second to decode."""
+ERRORS_WITH_504 = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
 _LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})
@@ -53,8 +53,8 @@ class UnsupportedLanguage(Exception):
     """A request for a language that only SandboxFusion itself runs."""
 
 
-class _Job(NamedTuple):
-    """A request as a call, and the function that builds the response from the call's result."""
+class _DecodedRequest(NamedTuple):
+    """The call of a request, and the function that builds the response from the call's result."""
 
     call: Call
     build_response: Callable[[EncodedResult], Response]
@@ -72,19 +72,20 @@ async def ping(request: web.Request) -> web.Response:
     return web.json_response("pong")
 
 
-async def _run(request: web.Request, decode: Callable[[Mapping[str, Json]], _Job]) -> web.StreamResponse:
-    """Run the call of a request. Raises `HttpError`: 504 if the service failed and sending it again helps."""
-    jobs: list[_Job] = []
+async def _run(request: web.Request, decode: Callable[[Mapping[str, Json]], _DecodedRequest]) -> web.StreamResponse:
+    """Run the call of a request. Raises `HttpError` 504 if the service failed and the client should try again."""
+    decoded: _DecodedRequest
 
     async def parse(raw: Json, config: ServeConfig) -> ParsedBatch:
-        jobs.append(decode(check_mapping(raw, "request")))
-        return batch_of_one(jobs[0].call, config)
+        nonlocal decoded
+        decoded = decode(check_mapping(raw, "request"))
+        return batch_of_one(decoded.call, config)
 
     try:
         async with exchange.admitted_batch(request, parse) as (batch, _, _):
             await exchange.wait_for_results(batch)
             result = exchange.pop_results(batch)[0]
-            response = _unavailable(result) or jobs[0].build_response(result)
+            response = _unavailable(result) or decoded.build_response(result)
             return await exchange.respond(request, 200, codec.encode(response, JSON), JSON)
     except UnsupportedLanguage as error:
         return await exchange.respond(request, 200, codec.encode(_sandbox_error(str(error)), JSON), JSON)
@@ -96,7 +97,7 @@ async def _run(request: web.Request, decode: Callable[[Mapping[str, Json]], _Job
         raise HttpError(504, str(error), error.headers) from None
 
 
-def _decode_run_code(raw: Mapping[str, Json]) -> _Job:
+def _decode_run_code(raw: Mapping[str, Json]) -> _DecodedRequest:
     if "code" not in raw:
         raise InvalidCall("code: expected Python source as text, but the field is missing")
     language = raw.get("language", "python")
@@ -116,10 +117,10 @@ def _decode_run_code(raw: Mapping[str, Json]) -> _Job:
     )
     if language != "python":
         raise UnsupportedLanguage(f"language {language!r} is not supported: this server runs python only")
-    return _Job(call, partial(_run_code_response, fetched=fetched))
+    return _DecodedRequest(call, partial(_run_code_response, fetched=fetched))
 
 
-def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
+def _decode_run_jupyter(raw: Mapping[str, Json]) -> _DecodedRequest:
     cells = raw.get("cells")
     if not isinstance(cells, list):
         raise InvalidCall(f"cells: expected a list of Python sources, got {shown(cells)}")
@@ -137,12 +138,12 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _Job:
         limits=limits,
         echo=False,
     )
-    return _Job(call, partial(_run_jupyter_response, fetched=fetched, num_cells=len(cells)))
+    return _DecodedRequest(call, partial(_run_jupyter_response, fetched=fetched, num_cells=len(cells)))
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal of a text and a line break. Each line of the text is a whole line of the literal, so that
-    the executor finds imports in it."""
+    """Return a Python literal for a text plus a line break. Each line of the text stays a line of its own, because the
+    executor looks for imports line by line."""
     if not text.isascii():  # a literal cannot contain lone surrogates
         text = text.encode("utf-8", "replace").decode()
     return f"'''\\\n{text.translate(_LITERAL)}\n'''"
@@ -192,18 +193,19 @@ def _escaped(path: Json) -> Json:
 
 
 def _normal(path: Json) -> Json:
-    """Return a path without '.' parts and double slashes. The check of the call refuses all other unusual paths."""
+    """Return a path without '.' parts and double slashes. `Call` refuses all other paths that are not relative and
+    clean."""
     return posixpath.normpath(path) if isinstance(path, str) and path else path
 
 
 def _unavailable(result: EncodedResult) -> Response | None:
-    """Return the response if the service failed, else None. Raises `HttpError` 504 for `RETRYABLE_ERRORS`."""
+    """Return the response if the service failed, else None. Raises `HttpError` 504 for `ERRORS_WITH_504`."""
     if result["status"] != Status.UNAVAILABLE.value:
         return None
     error = result["error"]
     assert error is not None
     message = f"{error['type']}: {error['message']}"
-    if error["type"] in RETRYABLE_ERRORS:
+    if error["type"] in ERRORS_WITH_504:
         raise HttpError(504, message, {"Retry-After": "1"})
     return _sandbox_error(message)
 
@@ -247,7 +249,7 @@ def _run_jupyter_response(result: EncodedResult, fetched: Mapping[str, str], num
 
 
 def _command(result: EncodedResult, stdout: str, stderr: str) -> Response:
-    """Return the end of a process as SandboxFusion describes it."""
+    """Return how a process ended, in the fields of SandboxFusion."""
     is_timeout = result["status"] == Status.TIMEOUT.value
     return {
         "status": "TimeLimitExceeded" if is_timeout else "Finished",
@@ -259,7 +261,7 @@ def _command(result: EncodedResult, stdout: str, stderr: str) -> Response:
 
 
 def _return_code(result: EncodedResult) -> int:
-    """Return the exit code, or the negative number of the signal. It is not 0 unless the call succeeded."""
+    """Return the exit code, or the negative number of the signal. Only a call with the status `ok` has 0."""
     if result["signal"] is not None:
         return -result["signal"]
     is_ok = result["status"] == Status.OK.value

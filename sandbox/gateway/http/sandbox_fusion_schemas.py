@@ -76,7 +76,7 @@ _CODE = {
 }
 _CELLS = {
     "cells": _field("array", "Python sources, run in one namespace", items=_TEXT),
-    "cell_timeout": _seconds("ignored, as SandboxFusion does", 0, minimum=0),
+    "cell_timeout": _seconds("ignored, as in SandboxFusion", 0, minimum=0),
     "total_timeout": _seconds("seconds of virtual time for all cells; SandboxFusion and this server add 10", 45.0),
     "kernel": _field("string", "the only kernel", enum=["python3"], default="python3"),
     **_COMMON_REQUEST,

@@ -32,6 +32,7 @@ from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import cli  # noqa: E402
 from trainer.config import ConfigError, RunConfig  # noqa: E402
 from trainer.config_loading import load_config  # noqa: E402
+from trainer.data.rows import DataError  # noqa: E402
 from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
@@ -161,7 +162,24 @@ def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_re
     run = RecipeRun(_config(tmp_path, "data.train=generated:3", f"eval.data={tmp_path / 'some.jsonl'}"))
     phase_work.prepare(run, Phase("prepare"))
     assert [len(read_problems(str(run.dir / f"data/{name}.jsonl"))) for name in ("train", "eval")] == [3, 1]
-    assert "eval: some: 2 rows, 1 too_long, 1 kept" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "eval: some: 2 rows, 1 too_long, 1 kept" in printed
+    assert re.search(r"^eval: some: some-1: too_long: \d+, the limit is 72$", printed, re.MULTILINE)
+
+
+def test_a_malformed_row_of_the_evaluation_is_named_and_ends_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training problems are compared with every problem of the evaluation, so a recipe must read all of them."""
+    file, message = tmp_path / "some.jsonl", "choices: expected a list of 4 texts, got ['a', 'b']"
+    _write_rows(file, [{"problem": "What is 1 + 2?", "answer": "3"}, {"question": "Which?", "choices": ["a", "b"]}])
+    run = RecipeRun(_config(tmp_path, "data.train=generated:3", f"eval.data={file}"))
+    with pytest.raises(DataError, match=re.escape(f"{file}: row 1: {message}")):
+        phase_work.prepare(run, Phase("prepare"))
+    chat_format = rollout_session.load_chat_format(run.config, run.stage_dir("initial") / "model")
+    kept, _ = phase_work._prepare_problems(run.config, "eval", [str(file)], chat_format, 24)
+    assert [problem.id for problem in kept] == ["some-0"]
+    assert f"eval: some: row 1: malformed: {message}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,49 @@
+"""The environment `multiple_choice`: its prompt, and answers that are letters."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.tool import TOOL_NAMES
+from tests.trainer.environments.episodes import action, finished, opened, problem
+from tests.trainer.fakes import FakePythonTool, FakeVerifier
+from trainer.environments.connection import SandboxConnection
+from trainer.environments.registry import check_problem, needs_sandbox
+from trainer.environments.services import Services
+from trainer.episodes.episode import StopReason
+
+VERIFIER = FakeVerifier()
+SERVICES = Services(SandboxConnection((), FakePythonTool(), VERIFIER))  # type: ignore[arg-type]
+QUESTION = problem("multiple_choice", text="Which?\n\n(A) this\n(B) that", answer="B")
+
+
+@pytest.mark.asyncio
+async def test_the_model_reads_the_choices_and_how_to_answer_and_has_the_python_tool() -> None:
+    check_problem(QUESTION)
+    assert needs_sandbox(QUESTION)
+    async with opened(QUESTION, SERVICES) as (environment, initial):
+        assert initial.text.startswith("Which?\n\n(A) this\n(B) that\n\nThe answer is the letter")
+        assert [tool["function"]["name"] for tool in initial.tools] == [TOOL_NAMES[0]]
+        assert (await environment.step(action(TOOL_NAMES[0], code="7"))).response == "7"
+
+
+@pytest.mark.parametrize("answer", ["B", "b", "(B)", "(b)", "B)", r"\text{B}", r"\textbf{(B)}", r"\mathrm{b}"])
+@pytest.mark.asyncio
+async def test_a_letter_with_or_without_parentheses_is_right(answer: str) -> None:
+    async with opened(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(finished(QUESTION, answer)) == 1
+    assert not VERIFIER.requests, "math-verify would accept other texts"
+
+
+@pytest.mark.parametrize("answer", ["A", "(C)", "E", "", "BB", "AB", "(B", "B.", "that", "B) that", "2", "1", "В", "ᴮ"])
+@pytest.mark.asyncio
+async def test_any_other_answer_is_wrong(answer: str) -> None:
+    async with opened(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(finished(QUESTION, answer)) == 0
+
+
+@pytest.mark.asyncio
+async def test_without_an_answer_the_episode_is_wrong_and_after_an_outage_it_has_no_reward() -> None:
+    async with opened(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(finished(QUESTION)) == 0
+        assert await environment.score(finished(QUESTION, "B", StopReason.UNAVAILABLE)) is None
