@@ -73,8 +73,8 @@ class PythonEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  #
         `InvalidCall`, `ServiceError` and `TimeoutError`."""
         call = self._session.call(action.code)
         result = checked(await asyncio.wait_for(asyncio.wrap_future(self._client.submit(call)), timeout_s))
-        result = self._session.finish(action.code, result)
-        exit_code = 1 if result.exit_code is None else result.exit_code
+        result = self._session.record(action.code, result)
+        exit_code = 1 if result.exit_code is None else result.exit_code  # None: the code was stopped
         self._state.step_count += 1
         self._state.last_exit_code = exit_code
         stdout, stderr = result.stdout or result.value or "", result.stderr
