@@ -25,6 +25,9 @@ from sandbox.gateway.http.openapi import Route
 from sandbox.types import Call, Result
 
 EVENT_STREAM = "text/event-stream"
+MAX_STRUCTURE_BYTES = 64 << 10
+"""Bytes of a request outside of its texts. The SDK decodes and checks a request on the event loop, which a million
+values would block for a second."""
 _request: ContextVar[web.Request] = ContextVar("request")
 """The HTTP request of a tool call. The SDK runs a call in the context of the request that contains it."""
 
@@ -132,7 +135,17 @@ async def _read_body(request: web.Request) -> bytes:
     bodies = request.app[BODIES]
     body = await bodies.read(request)
     bodies.release(len(body))
+    if len(body) > MAX_STRUCTURE_BYTES and not _has_few_values(body):
+        raise HttpError(413, f"expected at most {MAX_STRUCTURE_BYTES} bytes outside of texts, got more; send less")
     return body
+
+
+def _has_few_values(body: bytes) -> bool:
+    """Return whether a JSON body has at most `MAX_STRUCTURE_BYTES` outside of its texts."""
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if unescaped.count(b'"') > 2 * MAX_STRUCTURE_BYTES:  # a text has two, and a byte outside separates it from the next
+        return False
+    return sum(map(len, unescaped.split(b'"')[::2])) <= MAX_STRUCTURE_BYTES
 
 
 async def _run_call(call: Call) -> Result:

@@ -86,6 +86,24 @@ async def test_the_route_needs_the_token() -> None:
     assert status == 401
 
 
+@pytest.mark.parametrize("values", ["[]", "{}", "0", '""', '"a":0'])
+async def test_a_body_with_very_many_values_is_refused(values: str) -> None:
+    many = ",".join([values] * (1 << 17))
+    body = f'{{"jsonrpc": "2.0", "id": 1, "method": "ping", "params": {{"_meta": {{"x": [{many}]}}}}}}'
+    async with serving() as served:
+        headers = {"Content_Type": "application/json", "Accept": "application/json, text/event-stream"}
+        status, answer = await served.post("/mcp", body.encode(), **headers)
+    assert status == 413
+    assert "expected at most 65536 bytes outside of texts" in answer["error"]["message"]
+
+
+async def test_long_code_may_have_any_characters() -> None:
+    code = '[{"\\\\\\"\\",:0}]' * (1 << 15)
+    async with serving() as served, client_of(served) as client:
+        result = await client.call_tool("run_python", {"code": code})
+    assert result.content[0].text.startswith(code[:1000])  # type: ignore[union-attr]
+
+
 async def test_a_request_adds_no_line_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         async with serving() as served, client_of(served) as client:

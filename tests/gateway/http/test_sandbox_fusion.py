@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from sandbox.executor.profile_choice import BUILT_IN_PROFILES, imported_modules
+from sandbox.executor.profile_choice import ProfileTree, imported_modules
 from sandbox.gateway.http import sandbox_fusion
 from sandbox.gateway.http.sandbox_fusion import decode_cells
 from sandbox.gateway.http.sandbox_fusion_schemas import EXAMPLES, LANGUAGES
@@ -116,7 +116,7 @@ async def test_imports_in_cells_choose_the_profile() -> None:
     async with serving() as served:
         await served.post("/run_jupyter", {"cells": ["1", "x = '\\n'\nimport sympy"]})
         (call,) = served.fleet.executors[0].calls.values()
-    assert BUILT_IN_PROFILES.choose(Profile.AUTO, imported_modules(call["code"])) == Profile.SYMBOLIC
+    assert ProfileTree().choose(Profile.AUTO, imported_modules(call["code"])) == Profile.SYMBOLIC
 
 
 @pytest.mark.skipif(VERL is None, reason="RSTAR_VERL names no checkout of verl")
