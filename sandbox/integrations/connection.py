@@ -37,6 +37,5 @@ def _open_client(url: str, token: str | None, pid: int) -> Client:
 def checked(result: Result) -> Result:
     """Return the result of a call that ran. Raises `ServiceError` for `unavailable` and `invalid`."""
     if result.status in (Status.UNAVAILABLE, Status.INVALID):
-        reason = f"{result.error.type}: {result.error.message}" if result.error else "the call has no result"
-        raise ServiceError(f"the sandbox did not run the code: {reason}")
+        raise ServiceError(f"the sandbox did not run the code: {result.error or 'the call has no result'}")
     return result

@@ -79,7 +79,7 @@ class PythonEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  #
         self._state.last_exit_code = exit_code
         stdout, stderr = result.stdout or result.value or "", result.stderr
         if error := result.error:
-            stderr += error.traceback or f"{error.type}: {error.message}"
+            stderr += error.traceback or str(error)
         return CodeObservation(stdout=stdout, stderr=stderr, exit_code=exit_code)
 
     @property
