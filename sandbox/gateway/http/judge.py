@@ -67,7 +67,9 @@ class ParsedPrograms(NamedTuple):
     def of_tenant(self, tenant: Tenant) -> ParsedPrograms:
         """Return these programs with the tenant of the request's token as their owner. Raises `InvalidCall` if a
         program names another tenant."""
-        return self._replace(programs=[(index, program.of_tenant(tenant.name)) for index, program in self.programs])
+        for _, program in self.programs:
+            tenant.check_owner(program.call.tenant, "program")
+        return self._replace(programs=[(index, program.with_tenant(tenant.name)) for index, program in self.programs])
 
 
 async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
