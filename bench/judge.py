@@ -1,4 +1,4 @@
-"""How much CPU does /v1/judge need for a program with many tests, beside a call for each test?
+"""How much CPU does /v1/judge need for a program with many tests, compared with a call for each test?
 
     python -m bench.judge [--tests 100] [--requests 10] [--rounds 5] [--json]
 
@@ -107,7 +107,7 @@ async def _measure_way(
 
 
 def _requests_of(way: str, tests: Sequence[Test]) -> list[Send]:
-    """The requests that judge the program once."""
+    """Return the requests that judge the program once."""
     calls = [{"code": PROGRAM, "stdin": test["stdin"], "echo": False} for test in tests]
     if way == "judge":
         return [_judge(msgpack.packb({"code": PROGRAM, "tests": tests}), len(tests))]

@@ -183,12 +183,8 @@ class Program:
         """Return this program with an id."""
         return replace(self, call=replace(self.call, id=program_id))
 
-    def of_tenant(self, tenant: str) -> Program:
-        """Return this program with this tenant as its owner. Raises `InvalidCall` if it names another tenant."""
-        if self.call.tenant not in ("", tenant):
-            raise InvalidCall(
-                f"program.tenant: the token is that of tenant {tenant!r}, got {self.call.tenant!r:.80}; omit the field"
-            )
+    def with_tenant(self, tenant: str) -> Program:
+        """Return this program with this tenant as its owner."""
         return replace(self, call=replace(self.call, tenant=tenant))
 
     def calls(self) -> list[Call]:

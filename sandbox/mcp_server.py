@@ -81,7 +81,7 @@ def _to_structured(result: Result) -> PythonRun:
         stdout=result.stdout,
         stderr=result.stderr,
         value=result.value,
-        error=None if error is None else f"{error.type}: {error.message}",
+        error=None if error is None else str(error),
         exit_code=result.exit_code,
         run_ms=result.usage.run_ms,
         truncated=list(result.truncated),

@@ -54,6 +54,13 @@ class Tenant:
     priority: int = 0
     """Lowest priority number of its calls: a lower number, which would go before other tenants, is raised to this."""
 
+    def check_owner(self, named: str, where: str) -> None:
+        """Check the tenant that a call of this tenant names. Raises `InvalidCall` if it is another one."""
+        if named not in ("", self.name):
+            raise InvalidCall(
+                f"{where}.tenant: the token is that of tenant {self.name!r}, got {named!r:.80}; omit the field"
+            )
+
 
 class Tenants:
     """All tenants of one file."""

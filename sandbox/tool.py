@@ -71,7 +71,7 @@ def render(result: Result, *, max_chars: int = MAX_RESPONSE_CHARS) -> str:
     if result.status in (Status.UNAVAILABLE, Status.INVALID):
         error = result.error
         reason = "the caller sent a malformed call" if result.status is Status.INVALID else "the call has no result"
-        raise ServiceError(f"{reason}: {error.type}: {error.message}" if error else reason)
+        raise ServiceError(f"{reason}: {error}" if error else reason)
     parts = [_stdout(result), _failure_text(result)]
     text = "\n".join(part for part in parts if part)
     return _truncate(text or "(no output)", max_chars)
@@ -115,7 +115,7 @@ def _traceback_or_stderr(result: Result) -> str:
     """Return the traceback, or stderr and the exit code if the code ended without an exception."""
     if result.error is not None:
         error = result.error
-        return error.traceback.rstrip("\n") or f"{error.type}: {error.message}"
+        return error.traceback.rstrip("\n") or str(error)
     if result.exit_code:
         return _join_lines(result.stderr.rstrip("\n"), f"SystemExit: {result.exit_code}")
     return result.stderr.rstrip("\n")

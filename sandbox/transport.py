@@ -22,7 +22,8 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain, count
 from typing import Any
 from urllib.parse import quote
@@ -150,29 +151,38 @@ class Transport:
     async def stream_lines(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         """Send one request with a JSON body and yield the items of the streamed response. Raises `ServiceError`."""
         endpoint = self._next_endpoint()
-        headers = {"Content-Type": "application/json", "Accept": STREAM}
         endpoint.num_calls += 1
-        endpoint.num_requests += 1
         is_complete = False
         try:
-            async with self._opened().post(f"{endpoint.url}{path}", data=io.BytesIO(body), headers=headers) as response:
-                if response.status != 200 and not _is_stream_of_invalid(response):
-                    raise await failure_of(endpoint.url, response)
-                unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
+            async with self._streamed(endpoint, path, body, "application/json") as (response, unpacker):
                 async for chunk in response.content.iter_any():
                     unpacker.feed(chunk)
                     for item in unpacker:
                         if item is not None:  # None is a heartbeat
                             yield item
             is_complete = True
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
-        except (ValueError, msgpack.UnpackException) as error:
-            raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
         finally:
             endpoint.num_calls -= 1
             if not is_complete:
                 endpoint.backoff_until = _now() + MIN_RETRY_DELAY_S
+
+    @asynccontextmanager
+    async def _streamed(
+        self, endpoint: _Endpoint, path: str, body: bytes, content_type: str
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, msgpack.Unpacker]]:
+        """Send a request, and yield its streamed response and an unpacker for the results. Raises `ServiceError` if the
+        request fails, and in place of what the block raises for a malformed result."""
+        headers = {"Content-Type": content_type, "Accept": STREAM}
+        endpoint.num_requests += 1
+        try:
+            async with self._opened().post(f"{endpoint.url}{path}", data=io.BytesIO(body), headers=headers) as response:
+                if response.status != 200 and not _is_stream_of_invalid(response):
+                    raise await failure_of(endpoint.url, response)
+                yield response, msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
+            raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
 
     async def pause(self, failures: int, error: ServiceError | None) -> None:
         """Wait before the next attempt after `failures` in a row, unless another endpoint is not backing off."""
@@ -316,25 +326,16 @@ class Transport:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
         calls, sent_at = request.unfinished(), _now()
         batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
-        body = io.BytesIO(msgpack.packb(batch, unicode_errors="surrogatepass"))
-        headers = {"Content-Type": "application/msgpack", "Accept": STREAM}
+        body = msgpack.packb(batch, unicode_errors="surrogatepass")
         endpoint.num_calls += len(calls)
-        endpoint.num_requests += 1
         request.is_sent = True
         try:
-            async with self._opened().post(f"{endpoint.url}/v1/batch", data=body, headers=headers) as response:
-                if response.status != 200 and not _is_stream_of_invalid(response):
-                    raise await failure_of(endpoint.url, response)
-                unpacker = msgpack.Unpacker(max_buffer_size=MAX_RESULT_BYTES)
+            async with self._streamed(endpoint, "/v1/batch", body, "application/msgpack") as (response, unpacker):
                 async for chunk in response.content.iter_any():
                     unpacker.feed(chunk)
                     self._set_results(endpoint, request, calls, unpacker, sent_at)
                     if request.is_abandoned:
                         return
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
-            raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
         finally:
             endpoint.num_calls -= len(calls)
             request.is_sent = False

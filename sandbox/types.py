@@ -266,6 +266,9 @@ class CallError:
     traceback: str = ""
     line: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}"
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

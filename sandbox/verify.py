@@ -75,7 +75,7 @@ def verdict_of(result: Result) -> Verdict:
     verdict = _VERDICT_BY_VALUE.get(result.value or "") if result.status is Status.OK else None
     if verdict is not None:
         return replace(verdict, usage=result.usage)
-    message = f"{result.error.type}: {result.error.message}" if result.error else "the checker returned no outcome"
+    message = str(result.error or "the checker returned no outcome")
     if result.status in _STATUSES_CAUSED_BY_PAIR:
         return Verdict(Outcome.UNPARSABLE, result.status, message, result.usage)
     if result.status is Status.INVALID:

@@ -1,7 +1,7 @@
 """The connection of the integrations to a server: one client per server in each process.
 
-All environments and sandboxes of a process share this client, so that thousands of them need no connections of their
-own. Without arguments it uses the server of `RSTAR_SANDBOX_URL` and the token of `RSTAR_SANDBOX_TOKEN`.
+All environments and sandboxes of a process share this client, so that thousands of them need only its connections.
+Without arguments it uses the URL in `RSTAR_SANDBOX_URL` and the token in `RSTAR_SANDBOX_TOKEN`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def shared_client(url: str | None = None, token: str | None = None) -> Client:
 
 @cache
 def _open_client(url: str, token: str | None, pid: int) -> Client:
-    """Open a client. A forked process has another `pid`, because it has no thread of its parent's client."""
+    """Open a client. The argument `pid` makes a forked process open its own client, because the thread of its parent's
+    client does not exist in it."""
     client = Client(url, token=token).open()
     atexit.register(client.close)
     return client
@@ -36,6 +37,5 @@ def _open_client(url: str, token: str | None, pid: int) -> Client:
 def checked(result: Result) -> Result:
     """Return the result of a call that ran. Raises `ServiceError` for `unavailable` and `invalid`."""
     if result.status in (Status.UNAVAILABLE, Status.INVALID):
-        reason = f"{result.error.type}: {result.error.message}" if result.error else "the call has no result"
-        raise ServiceError(f"the sandbox did not run the code: {reason}")
+        raise ServiceError(f"the sandbox did not run the code: {result.error or 'the call has no result'}")
     return result

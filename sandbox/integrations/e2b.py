@@ -30,8 +30,8 @@ _LIST_CODE = "import os\n[(entry.name, entry.is_dir(), entry.stat().st_size) for
 
 
 class AsyncSandbox:
-    """One session. Unlike E2B, which keeps a process, each call runs the earlier code of the session again, so its
-    time counts, the clock and unseeded random numbers can differ, and code that failed leaves nothing behind."""
+    """One session. E2B keeps a process for it; here each call runs the earlier code of the session again. The module
+    `replayed_session` lists the effects."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class AsyncSandbox:
         return cls(*args, **kwargs)
 
     async def run_code(self, code: str, *, timeout: float | None = None) -> Execution:
-        """Run code after the earlier code of the session; `timeout` limits the virtual seconds of both together.
-        Raises `InvalidCall` and `ServiceError`."""
+        """Run code after the earlier code of the session. `timeout` is the limit for both together, in seconds of
+        virtual time. Raises `InvalidCall` and `ServiceError`."""
         session = self._opened()
         limits = self._limits if timeout is None else replace(self._limits, timeout_s=timeout)
-        result = session.finish(code, await self._run(code, figures=True, limits=limits))
+        result = session.record(code, await self._run(code, figures=True, limits=limits))
         self._num_executions += 1
         return Execution.of(result, self._num_executions)
 
@@ -119,9 +119,9 @@ class Sandbox:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sandbox = sandbox = _BlockingSandbox(*args, **kwargs)
         self.files: Any = SimpleNamespace(
-            read=lambda *args, **kwargs: _end(sandbox._read(*args, **kwargs)),
-            write=lambda *args, **kwargs: _end(sandbox._write(*args, **kwargs)),
-            list=lambda *args, **kwargs: _end(sandbox._list(*args, **kwargs)),
+            read=lambda *args, **kwargs: _run_blocking(sandbox._read(*args, **kwargs)),
+            write=lambda *args, **kwargs: _run_blocking(sandbox._write(*args, **kwargs)),
+            list=lambda *args, **kwargs: _run_blocking(sandbox._list(*args, **kwargs)),
         )
 
     @classmethod
@@ -129,10 +129,10 @@ class Sandbox:
         return cls(*args, **kwargs)
 
     def run_code(self, code: str, *, timeout: float | None = None) -> Execution:
-        return _end(self._sandbox.run_code(code, timeout=timeout))
+        return _run_blocking(self._sandbox.run_code(code, timeout=timeout))
 
     def kill(self) -> bool:
-        return _end(self._sandbox.kill())
+        return _run_blocking(self._sandbox.kill())
 
     def __enter__(self) -> Self:
         return self
@@ -141,8 +141,9 @@ class Sandbox:
         self.kill()
 
 
-def _end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never suspends, also where an event loop is running, as in a notebook."""
+def _run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends. Unlike `asyncio.run` this works inside a running event loop, as in a
+    notebook."""
     try:
         coroutine.send(None)
     except StopIteration as end:

@@ -73,13 +73,13 @@ class PythonEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  #
         `InvalidCall`, `ServiceError` and `TimeoutError`."""
         call = self._session.call(action.code)
         result = checked(await asyncio.wait_for(asyncio.wrap_future(self._client.submit(call)), timeout_s))
-        result = self._session.finish(action.code, result)
-        exit_code = 1 if result.exit_code is None else result.exit_code
+        result = self._session.record(action.code, result)
+        exit_code = 1 if result.exit_code is None else result.exit_code  # None: the code was stopped
         self._state.step_count += 1
         self._state.last_exit_code = exit_code
         stdout, stderr = result.stdout or result.value or "", result.stderr
         if error := result.error:
-            stderr += error.traceback or f"{error.type}: {error.message}"
+            stderr += error.traceback or str(error)
         return CodeObservation(stdout=stdout, stderr=stderr, exit_code=exit_code)
 
     @property

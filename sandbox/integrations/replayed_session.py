@@ -1,7 +1,7 @@
-"""State between calls: a session runs its earlier code again before each new piece of code.
+"""Variables and files that last from call to call: a session runs its earlier code again before each new code.
 
-The server keeps no state between calls, so the state is made anew. This has three effects, which users of a session
-must know:
+The server keeps no state between calls, so each call builds the state again. This has three effects, which users of a
+session must know:
 - The time limit of a call covers the earlier code too, and the cost of a session grows with the square of its length.
 - Code that depends on the clock or on unseeded random numbers can give another state.
 - Code that does not end as ok leaves no variables and no files behind.
@@ -55,8 +55,9 @@ class ReplayedSession:
         files = {_REPLAY: _REPLAY_CODE.encode(), _STEPS: json.dumps(self._steps).encode()}
         return Call(_FIRST_LINE + code, files=files, **fields)
 
-    def finish(self, code: str, result: Result) -> Result:
-        """Keep `code` as a step if it ended as ok. Returns the result with the line numbers of `code`."""
+    def record(self, code: str, result: Result) -> Result:
+        """Add `code` to the earlier steps if its result is ok. Returns the result, with line numbers that count from
+        the start of `code`."""
         if self._steps:
             result = _with_lines_of_code(result)
         if result.status is Status.OK:
@@ -70,7 +71,7 @@ class ReplayedSession:
 
 
 def _with_lines_of_code(result: Result) -> Result:
-    """Return the result without the first line, which runs the earlier steps, in its line numbers."""
+    """Return the result with line numbers that do not count the first line, which runs the earlier steps."""
     error = result.error
     if error is None:
         return result

@@ -10,7 +10,8 @@ The server of the tools is a process of its own, which verifiers starts with the
 If the service fails, the rollout ends with the error `TaskError` before it is scored. The model reads an error text
 until then.
 
-The annotations of this module are no texts, because verifiers evaluates those of a tool in a module of its own.
+This module has no `from __future__ import annotations`: verifiers would evaluate the text of an annotation in a module
+where the names of this one are unknown.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class PythonToolset(vf.Toolset[PythonToolsetConfig, PythonState]):  # type: igno
 
 
 class PythonTaskConfig(vf.TaskConfig):  # type: ignore[misc]
-    """The knobs of the tool are `--env.taskset.task.python`."""
+    """The settings of the tool. On the command line of verifiers they begin with `--env.taskset.task.python`."""
 
     python: PythonToolsetConfig = PythonToolsetConfig()
 

@@ -1,7 +1,8 @@
-"""Which tokens the policy is uncertain about: forking tokens, and tokens right after a tool response.
+"""Finds the sampled tokens with the highest entropy: forking tokens and reflection tokens.
 
-rStar2-Agent (arXiv 2508.20722, section 5.4) looks at the tokens with the highest entropy. Forking tokens are those in
-the model's own text; reflection tokens are those with which the model reacts to a tool response. Entropies are in nats.
+rStar2-Agent (arXiv 2508.20722, section 5.4) studies these tokens. Reflection tokens are those right after a tool
+response, with which the model reacts to it. Forking tokens are those in the rest of the model's text. Entropies are in
+nats.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from statistics import fmean
 TOP_SHARE = 0.2
 """The share of all tokens that counts as high entropy."""
 REFLECTION_TOKENS = 10
-"""Sampled tokens behind a tool response that count as a reaction to it."""
+"""Number of sampled tokens after a tool response that are reflection tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that the model sampled, its entropy, and whether it is right after a tool response."""
+    """A token that the model sampled, its entropy, and whether it is a reflection token."""
 
     id: int
     entropy: float
-    is_reaction: bool
+    is_reflection: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TokenKind:
-    """A token id among the tokens with high entropy: how often it is there, and its mean entropy there."""
+    """A token id with the number and mean entropy of its tokens that have high entropy."""
 
     id: int
     count: int
@@ -42,7 +43,7 @@ class EntropyTable:
     tokens: int
     mean_entropy: float
     high_share: float
-    """The part of the tokens that has high entropy."""
+    """Fraction of the tokens with high entropy."""
     frequent: list[TokenKind]
     """The most frequent token ids with high entropy."""
 
@@ -58,14 +59,14 @@ def sampled_tokens(ids: Sequence[int], entropies: Sequence[float | None]) -> Ite
         since_observation += 1
 
 
-def high_entropy(tokens: Iterable[SampledToken]) -> float:
-    """Return the entropy that the top fifth of the tokens has at least; infinity for no token."""
+def high_entropy_threshold(tokens: Iterable[SampledToken]) -> float:
+    """Return the least entropy among the fifth of the tokens with the highest entropy; infinity without tokens."""
     ordered = sorted(token.entropy for token in tokens)
     return ordered[min(len(ordered) - 1, round(len(ordered) * (1 - TOP_SHARE)))] if ordered else float("inf")
 
 
 def entropy_table(tokens: Sequence[SampledToken], threshold: float, max_kinds: int) -> EntropyTable:
-    """Return the table of some tokens, for the `threshold` of all tokens."""
+    """Return the table of some tokens. Those whose entropy is at least `threshold` have high entropy."""
     by_id: defaultdict[int, list[float]] = defaultdict(list)
     for token in tokens:
         if token.entropy >= threshold:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from trainer.episodes.forking_tokens import SampledToken, entropy_table, high_entropy, sampled_tokens
+from trainer.episodes.forking_tokens import SampledToken, entropy_table, high_entropy_threshold, sampled_tokens
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.show import ShowError
 from trainer.runs.text_tables import escape_controls, table
@@ -20,20 +20,21 @@ Decode = Callable[[int], str]
 
 
 def show_entropy(args: argparse.Namespace, decode: Decode) -> None:
-    """Print the tables of a run or a step or, with `--episode`, one episode. Raises `ShowError`."""
+    """Print the tables of a run, of one step, or with `--episode` the text of one episode. Raises `ShowError`."""
     folder = RunFolder(args.run)
     steps = folder.entropy_steps() if args.step is None else [args.step]
     rows = [row for step in steps for row in folder.read_entropies(step)]
     if not rows:
         raise ShowError(f"{args.run}: has no entropies; set storage.save_entropies before the run starts")
     tokens = list(chain.from_iterable(sampled_tokens(row["response_ids"], row["entropies"]) for row in rows))
-    threshold, console = high_entropy(tokens), Console()
+    threshold, console = high_entropy_threshold(tokens), Console()
     if args.episode:
         console.print(_marked(_find(rows, args.episode), threshold, decode))
         return
     console.print(f"{len(rows)} episodes; high entropy: at least {threshold:.3g} nats, a fifth of all tokens")
-    for title, is_reaction in (("The model's own text", False), ("Right after a tool response", True)):
-        _print_table(console, title, [token for token in tokens if token.is_reaction is is_reaction], threshold, decode)
+    for title, is_reflection in (("The model's own text", False), ("Right after a tool response", True)):
+        part = [token for token in tokens if token.is_reflection is is_reflection]
+        _print_table(console, title, part, threshold, decode)
 
 
 def _print_table(console: Console, title: str, tokens: list[SampledToken], threshold: float, decode: Decode) -> None:

@@ -1,7 +1,8 @@
 """TRL's `GRPOTrainer` with passes that are bounded by tokens instead of rows, and without wasted positions.
 
 TRL pads all rows of a step to the longest prompt and the longest completion, computes every row, and computes all
-log-probabilities twice. This trainer computes a step's rows once:
+log-probabilities twice. This trainer computes each row of a step at most once, in passes. A pass is one forward and
+backward computation of some rows:
 
 - A row without a token in the loss is in no pass.
 - A pass has rows of similar length, padded to the longest of them: at most `micro_batch_tokens` positions.
@@ -36,7 +37,10 @@ RowEntropies = tuple[list[int], list[int], list[float | None]]
 """Prompt ids and completion ids of a row, and the entropies of its completion in nats: None if not in the loss."""
 OnEntropies = Callable[[list[RowEntropies]], None]
 Batch = dict[str, Any]
-"""TRL's tensors of some rows, the row first. Prompts are padded on the left, completions on the right."""
+"""TRL's tensors of some rows. Their first dimension is the row. Prompts are padded on the left, completions on the
+right.
+
+Dimensions: B rows, L positions of a joined row, T positions of a completion."""
 
 
 class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -52,7 +56,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         self._entropies: list[RowEntropies] = []
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        """Return the loss of a step. The gradients of all passes but the last are in the model already."""
+        """Return the loss of a step. The caller computes the gradients of the last pass only, because this method has
+        added those of the other passes to the model."""
         passes = self._split_into_passes(inputs)
         earlier_loss = torch.zeros((), device=self.accelerator.device)
         sums = torch.zeros(5, device=self.accelerator.device)
@@ -72,10 +77,10 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss + earlier_loss
 
     def _pass_loss(self, model: Any, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
-        """Return the part of the step's loss that this pass has (rStar2-Agent, arXiv 2508.20722, equation 3).
+        """Return this pass's part of the loss of the step (rStar2-Agent, arXiv 2508.20722, equation 3).
 
-        Adds to `sums`, over the tokens in the loss: their number, log-probability differences, importance ratios and
-        entropies; and the positions computed.
+        Adds five numbers to `sums`: of the tokens in the loss their number, log-probability differences, importance
+        ratios and entropies; of the pass the number of positions.
         """
         ids_BL, mask_BL = _joined(batch)
         logps_BT, entropies_BT = self._score(model, ids_BL, mask_BL, batch)
@@ -98,13 +103,13 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities and entropies of the completions."""
         prompt_lengths_B = batch["prompt_mask"].sum(1)
-        kept = ids_BL.size(1) - int(prompt_lengths_B.min())
+        num_scored = ids_BL.size(1) - int(prompt_lengths_B.min())
         logps, entropies, *_ = super()._get_per_token_logps_and_entropies(
-            model, ids_BL, mask_BL, kept, compute_entropy=True
+            model, ids_BL, mask_BL, num_scored, compute_entropy=True
         )
-        # Position t of a completion is position prompt + t of the row, and the scores begin at `length - kept`.
+        # Position t of a completion is position prompt + t of the row, and TRL scores the last `num_scored` positions.
         positions_T = torch.arange(batch["completion_mask"].size(1), device=ids_BL.device)
-        index_BT = (prompt_lengths_B[:, None] + positions_T - (ids_BL.size(1) - kept)).clamp(max=kept - 1)
+        index_BT = (prompt_lengths_B[:, None] + positions_T - (ids_BL.size(1) - num_scored)).clamp(max=num_scored - 1)
         return logps.gather(1, index_BT), entropies.gather(1, index_BT)
 
     def _split_into_passes(self, inputs: Batch) -> list[Batch]:
@@ -113,9 +118,10 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
         in_loss = [row for row, tokens in enumerate(mask_BT.sum(1).tolist()) if tokens]
         groups = list(pack_rows(lengths, in_loss, self.micro_batch_tokens))
-        most = self.accelerator.gather(torch.tensor([len(groups)], device=self.accelerator.device)).max().item()
+        num_groups = torch.tensor([len(groups)], device=self.accelerator.device)
+        num_passes = max(1, self.accelerator.gather(num_groups).max().item())
         passes = [_take(inputs, rows) for rows in groups]
-        while len(passes) < max(1, most):
+        while len(passes) < num_passes:  # another rank has more: add the shortest row, with no token in the loss
             batch = _take(inputs, [min(range(len(lengths)), key=lengths.__getitem__)])
             batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
             batch["completion_mask"][:, 0] = 1
@@ -124,7 +130,7 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         return passes
 
     def _log_sums(self, sums: torch.Tensor) -> None:
-        """Log the means over the tokens in the loss, of all ranks, under the names that TRL has for its own."""
+        """Log the means over the tokens in the loss of all ranks, under TRL's names for them."""
         tokens, difference, importance, entropy, positions = self.accelerator.reduce(sums).tolist()
         totals = {
             "sampling/sampling_logp_difference/mean": difference,
@@ -174,7 +180,8 @@ def _row_entropies(batch: Batch, entropies_BT: torch.Tensor, mask_BT: torch.Tens
 
 
 def _joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and attention mask with each completion right behind its prompt, padded on the right."""
+    """Return token ids and attention mask of rows in which the completion follows the prompt without padding between
+    them. The rows are padded on the right."""
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool()
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask_BL = torch.zeros_like(mask)

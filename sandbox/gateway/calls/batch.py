@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from operator import itemgetter
 
-from sandbox.errors import InvalidCall
 from sandbox.tenants import Tenant
 from sandbox.types import Call, EncodedResult
 
@@ -52,10 +51,7 @@ class PendingCall:
     def set_tenant(self, tenant: Tenant) -> None:
         """Give the call an owner, whose bounds apply from now on. Raises `InvalidCall` if it names another tenant."""
         assert self.call is not None
-        if self.tenant not in ("", tenant.name):
-            raise InvalidCall(
-                f"call.tenant: the token is that of tenant {tenant.name!r}, got {self.tenant!r:.80}; omit the field"
-            )
+        tenant.check_owner(self.tenant, "call")
         self.tenant = tenant.name
         self.priority = max(self.priority, tenant.priority)
         limits, lowered = self.call.limits.clamped(tenant.max_limits)
@@ -81,8 +77,8 @@ class Batch:
         self.deadline_s = deadline_s
         """Seconds after the admission at which unfinished calls are cancelled."""
         self.deadlines: list[tuple[float, PendingCall]] = []
-        """Calls with a deadline, each with the seconds from the admission to its deadline. From the admission on, the
-        last of the list is the earliest. May contain finished calls."""
+        """Calls with a deadline, each with the seconds from the admission to its deadline. After the admission the list
+        is sorted, the earliest deadline last. It may contain finished calls."""
         self.tenant: Tenant | None = None
         """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
         self.admitted_at = 0.0

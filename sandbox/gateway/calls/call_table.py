@@ -82,7 +82,7 @@ class Ended:
 
     calls: list[PendingCall] = field(default_factory=list)
     running: dict[ExecutorId, list[int]] = field(default_factory=dict)
-    """The `seq`s of those that were running, by executor, which must cancel them."""
+    """The `seq` of each of them that was running, by executor. The executor must cancel these calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class CallTable:
         self._note_tenants(wanted, now)
 
     def is_shared(self, now: float) -> bool:
-        """Return whether several tenants use the executors: within the last `SHARED_S`, calls of one were admitted
-        beside unfinished calls of another, or at most `SHARED_S` after calls of another."""
+        """Return whether several tenants use the executors. They do for `SHARED_S` after an admission of one tenant's
+        calls while another tenant had unfinished calls, or within `SHARED_S` of an admission of another tenant's."""
         return now < self._shared_until
 
     def assign(

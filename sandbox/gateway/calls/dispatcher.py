@@ -282,13 +282,13 @@ class Dispatcher:
         self._check_idle()
 
     def retry_after_s(self) -> int:
-        """Return the seconds after which the calls that wait now are probably finished."""
+        """Return the seconds in which the calls that wait now are expected to finish."""
         return self.call_table.retry_after_s(self.call_table.waiting, monotonic())
 
     async def cancel_calls(self, call_id: str, owner: Tenant | None) -> int:
-        """Finish all unfinished calls to which their caller gave this id with `unavailable`, and return their number;
-        with an owner, the tenant of the request's token, only its own calls. Yields to the event loop after every
-        `MAX_STOPPED_AT_ONCE` of them."""
+        """Cancel all unfinished calls whose caller gave them this id, and return their number. They get the result
+        `unavailable`. `owner` is the tenant of the request's token; None means the calls of all tenants. Yields to the
+        event loop after every `MAX_STOPPED_AT_ONCE` calls."""
         calls, count = self.call_table.with_id(call_id, owner), 0
         for start in range(0, len(calls), MAX_STOPPED_AT_ONCE):
             part = calls[start : start + MAX_STOPPED_AT_ONCE]

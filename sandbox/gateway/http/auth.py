@@ -45,8 +45,9 @@ def auth_middleware(dispatcher: Dispatcher) -> Middleware:
 
 
 def sent_token(authorization: str, origin: str | None = None) -> str:
-    """Return the token in a header, or "". Basic authentication is for clients that take a URL only: its password is
-    the token. A browser repeats it without being asked, so the request of a web page cannot use it."""
+    """Return the token in a header, or "". With basic authentication the token is the password; it is for clients that
+    accept only a URL. A request of a web page (with an `Origin`) cannot use it, because a browser sends a password
+    again by itself, also for a page of another site."""
     scheme, _, sent = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return sent.strip()

@@ -44,11 +44,8 @@ async def admitted_batch(
     The body counts as buffered until the call table counts its calls.
     """
     dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
-    dispatcher.check_accepting()
-    content_type = codec.body_type(request)
-    body = await bodies.read(request)
+    body, content_type = await read_body(request)
     size = len(body)
-    dispatcher.counters.bytes_in += size
     try:
         raw = await bodies.decode(body, content_type)
         del body  # frees the memory before the calls are validated
@@ -66,6 +63,18 @@ async def admitted_batch(
         yield batch, content_type, status
     finally:
         dispatcher.cancel(batch)
+
+
+async def read_body(request: web.Request) -> tuple[bytes, str]:
+    """Read the body of a request that runs calls. Returns the body and its content type. The body counts as buffered
+    until the caller passes its size to `BodyReader.release`. Raises `HttpError`, and `Overloaded` while the server
+    drains."""
+    dispatcher = request.app[DISPATCHER]
+    dispatcher.check_accepting()
+    content_type = codec.body_type(request)
+    body = await request.app[BODIES].read(request)
+    dispatcher.counters.bytes_in += len(body)
+    return body, content_type
 
 
 async def submit(request: web.Request, batch: Batch) -> None:

@@ -67,7 +67,9 @@ class ParsedPrograms(NamedTuple):
     def of_tenant(self, tenant: Tenant) -> ParsedPrograms:
         """Return these programs with the tenant of the request's token as their owner. Raises `InvalidCall` if a
         program names another tenant."""
-        return self._replace(programs=[(index, program.of_tenant(tenant.name)) for index, program in self.programs])
+        for _, program in self.programs:
+            tenant.check_owner(program.call.tenant, "program")
+        return self._replace(programs=[(index, program.with_tenant(tenant.name)) for index, program in self.programs])
 
 
 async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
@@ -158,11 +160,8 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
     """Read and parse the programs of a request, and check that the queue has room for their tests. Yields them with the
     body's content type, and whether the body is a single program."""
     dispatcher, bodies, owner = request.app[DISPATCHER], request.app[BODIES], request.get(TENANT)
-    dispatcher.check_accepting()
-    content_type = codec.body_type(request)
-    body = await bodies.read(request)
+    body, content_type = await exchange.read_body(request)
     size = len(body)
-    dispatcher.counters.bytes_in += size
     try:
         raw = await bodies.decode(body, content_type, MAX_DECODED_CALLS)
         del body  # frees the memory before the programs are validated
