@@ -198,7 +198,7 @@ def _check_process_texts(texts: Iterable[tuple[str, Any]], max_bytes: int, where
 
 
 def check_path(path: Any, where: str) -> str:
-    parts = path.split("/") if isinstance(path, str) else []
+    parts = path.split("/") if isinstance(path, str) and len(path) <= MAX_PATH_BYTES else []
     is_clean = parts and path.isprintable() and len(path.encode("utf-8", "surrogatepass")) <= MAX_PATH_BYTES
     if not is_clean or any(part in ("", ".", "..") or len(part.encode()) > MAX_NAME_BYTES for part in parts):
         expected = "a relative path without empty, '.' or '..' parts, such as 'data/in.csv'"

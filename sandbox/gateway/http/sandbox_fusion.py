@@ -24,6 +24,7 @@ from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, Overloaded
 from sandbox.fields import (
     MAX_FILES,
+    MAX_PATH_BYTES,
     NumberRule,
     check_mapping,
     check_number,
@@ -135,6 +136,8 @@ def _decode_run_jupyter(raw: Mapping[str, Json]) -> _DecodedRequest:
         raise InvalidCall(f"cells: expected a list of at most {MAX_CELLS} Python sources, got {shown(cells)}")
     for index, cell in enumerate(cells):
         check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
+    if (total_chars := sum(map(len, cells))) > MAX_CODE_CHARS:
+        raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
     if raw.get("kernel", "python3") != "python3":
         raise InvalidCall(f"kernel: expected 'python3', got {shown(raw['kernel'])}")
     check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, SECONDS.high, whole=False))
@@ -200,13 +203,18 @@ def _return_files(fetched: Mapping[str, str]) -> tuple[str, ...]:
 
 def _escaped(path: Json) -> Json:
     """Return a pattern that matches this path only."""
-    return glob.escape(path) if isinstance(path, str) else path
+    return glob.escape(path) if _is_short(path) else path
 
 
 def _normal(path: Json) -> Json:
     """Return a path without '.' parts and double slashes. `Call` refuses all other paths that are not relative and
     clean."""
-    return posixpath.normpath(path) if isinstance(path, str) and path else path
+    return posixpath.normpath(path) if path and _is_short(path) else path
+
+
+def _is_short(path: Json) -> bool:
+    """Return whether a path is text of a length that may be allowed. The check of the call refuses all others."""
+    return isinstance(path, str) and len(path) <= MAX_PATH_BYTES
 
 
 def _unavailable(result: EncodedResult) -> Response | None:

@@ -238,6 +238,9 @@ async def test_another_language_is_no_failed_program(language: str) -> None:
         ("/run_code", {"code": "", "files": {f"{n}": "!" for n in range(257)}}, "files: expected at most 256 files"),
         ("/run_code", {"code": "", "fetch_files": ["a"] * 257}, "expected a list of at most 256 relative paths, got"),
         ("/run_jupyter", {"cells": [1] * 4097}, "cells: expected a list of at most 4096 Python sources"),
+        ("/run_code", {"code": "", "fetch_files": ["[" * 2000]}, "got '[[[[[["),
+        ("/run_code", {"code": "", "fetch_files": ["./" * 600 + "a"]}, "fetch_files"),
+        ("/run_code", {"code": "", "files": {"./" * 600 + "a": ""}}, "files"),
         ("/run_jupyter", {}, "cells"),
         ("/run_jupyter", {"cells": "1"}, "cells"),
         ("/run_jupyter", {"cells": [1]}, "cells[0]"),
@@ -251,6 +254,15 @@ async def test_a_malformed_request_is_refused_by_the_name_of_its_field(route: st
         status, answer = await served.post(route, body)
     assert status == 400
     assert field in answer["error"]["message"]
+
+
+@pytest.mark.asyncio
+async def test_cells_have_the_length_of_a_program_together() -> None:
+    body = json.dumps({"cells": ["'" * (3 << 20)] * 2}).encode()
+    async with serving() as served:
+        status, answer = await served.post("/run_jupyter", body, Content_Type="application/json")
+    assert status == 400
+    assert answer["error"]["message"] == "cells: expected at most 4194304 characters together, got 6291456"
 
 
 @pytest.mark.asyncio
