@@ -14,6 +14,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ class Submissions:
         for index, item in enumerate(items):
             if index % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
                 await asyncio.sleep(0)
-            errors += submission_errors(item, ("submissions", index) if self._mode.is_batch else ())
+            found = submission_errors(item, ("submissions", index) if self._mode.is_batch else ())
+            errors += islice(found, MAX_ERRORS)
             if len(errors) > MAX_ERRORS:
                 break
             if not errors:

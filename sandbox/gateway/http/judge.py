@@ -76,6 +76,7 @@ async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
     """Parse a body with `programs`. Raises `InvalidCall` or `RequestRefused`."""
     check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
     items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
+    _check_count(_num_tests(raw.get("defaults")), config)
     defaults = Program.decode_defaults(raw.get("defaults"))
     timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "judge", config.queue_timeout_s)
     parsed = ParsedPrograms([], Batch(len(items), timeout_s), timeout_s)
@@ -83,6 +84,9 @@ async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
     for index, item in enumerate(items):
         if index % PROGRAMS_PER_YIELD == PROGRAMS_PER_YIELD - 1:
             await asyncio.sleep(0)
+        own_tests = _num_tests(item)
+        tests += own_tests
+        _check_count(tests, config)  # before they are decoded, which takes 3 us each
         program_id = id_of(item, index)
         try:
             program = Program.decode(item, defaults, f"programs[{index}]")
@@ -90,8 +94,9 @@ async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
         except InvalidCall as error:
             _set_result(parsed.results, index, JudgedProgram(program_id, JudgeOutcome.INVALID, message=str(error)))
             continue
-        tests += len(program.tests)
-        _check_count(tests, config)
+        if not own_tests:
+            tests += len(program.tests)
+            _check_count(tests, config)
         parsed.programs.append((index, program.with_id(program_id)))
     return parsed
 
@@ -101,10 +106,16 @@ def parse_program(raw: Json, config: ServeConfig) -> ParsedPrograms:
     timeout_s = config.queue_timeout_s
     if isinstance(raw, dict) and "queue_timeout_s" in raw:
         timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
+    _check_count(_num_tests(raw), config)
     program = Program.decode(raw)
     check_profile(program.call.profile, config.own_profiles, "program")
-    _check_count(len(program.tests), config)
     return ParsedPrograms([(0, program)], Batch(1, timeout_s), timeout_s)
+
+
+def _num_tests(raw: Json) -> int:
+    """Return the number of tests that a program which is not decoded yet brings itself."""
+    tests = raw.get("tests") if isinstance(raw, dict) else None
+    return len(tests) if isinstance(tests, list) else 0
 
 
 def _check_count(tests: int, config: ServeConfig) -> None:

@@ -22,12 +22,21 @@ from aiohttp import web
 
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, Overloaded
-from sandbox.fields import NumberRule, check_mapping, check_number, check_paths, check_text, decode_bytes, shown
+from sandbox.fields import (
+    MAX_FILES,
+    NumberRule,
+    check_mapping,
+    check_number,
+    check_paths,
+    check_text,
+    decode_bytes,
+    shown,
+)
 from sandbox.gateway.http import codec, exchange
 from sandbox.gateway.http.codec import JSON, Json
 from sandbox.gateway.http.errors import HttpError
 from sandbox.gateway.http.openapi import Route
-from sandbox.gateway.http.sandbox_fusion_schemas import EXAMPLES, LANGUAGES, MEMORY_MB, SCHEMAS, SECONDS
+from sandbox.gateway.http.sandbox_fusion_schemas import EXAMPLES, LANGUAGES, MAX_CELLS, MEMORY_MB, SCHEMAS, SECONDS
 from sandbox.gateway.http.validation import ParsedBatch, batch_of_one
 from sandbox.types import DEFAULT_LIMITS, LIMIT_FIELDS, MAX_CODE_CHARS, Call, EncodedResult, Limits, Status
 
@@ -122,8 +131,8 @@ def _decode_run_code(raw: Mapping[str, Json]) -> _DecodedRequest:
 
 def _decode_run_jupyter(raw: Mapping[str, Json]) -> _DecodedRequest:
     cells = raw.get("cells")
-    if not isinstance(cells, list):
-        raise InvalidCall(f"cells: expected a list of Python sources, got {shown(cells)}")
+    if not isinstance(cells, list) or len(cells) > MAX_CELLS:
+        raise InvalidCall(f"cells: expected a list of at most {MAX_CELLS} Python sources, got {shown(cells)}")
     for index, cell in enumerate(cells):
         check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
     if raw.get("kernel", "python3") != "python3":
@@ -163,6 +172,8 @@ def _limits(
 def _files(raw: Mapping[str, Json]) -> dict[str, bytes]:
     """Return the files to create. Like SandboxFusion, skip a file without content."""
     files = check_mapping(raw.get("files", {}), "files")
+    if len(files) > MAX_FILES:
+        raise InvalidCall(f"files: expected at most {MAX_FILES} files, got {len(files)}")
     return {_normal(path): _decode_base64(content, path) for path, content in files.items() if content is not None}
 
 
@@ -176,8 +187,8 @@ def _decode_base64(content: Json, path: str) -> bytes:
 def _fetched(raw: Mapping[str, Json]) -> dict[str, str]:
     """Return the path of the file for each name in `fetch_files`. Names are not patterns in SandboxFusion."""
     names = raw.get("fetch_files", [])
-    if not isinstance(names, list):
-        raise InvalidCall(f"fetch_files: expected a list of relative paths, got {shown(names)}")
+    if not isinstance(names, list) or len(names) > MAX_FILES:
+        raise InvalidCall(f"fetch_files: expected a list of at most {MAX_FILES} relative paths, got {shown(names)}")
     paths = [_normal(name) for name in names]
     check_paths([_escaped(path) for path in paths], "fetch_files")
     return dict(zip(names, paths, strict=True))

@@ -15,6 +15,8 @@ LANGUAGES = (
     "python_gpu", "lean", "swift", "racket", "python2", "gtest", "react", "javascript",
 )  # fmt: skip
 """Languages of SandboxFusion, its SDK 0.3.7 and ScaleBox. Only `python` runs here; others get `SandboxError`."""
+MAX_CELLS = 4096
+"""Cells of a notebook. The results of 8,333 cells reach `sandbox_fusion.MAX_CELL_VALUES` whatever the cells do."""
 SECONDS = LIMIT_FIELDS["timeout_s"]
 MEMORY_MB = NumberRule(-1e9, 1e9, default=-1)
 
@@ -75,7 +77,7 @@ _CODE = {
     **_COMMON_REQUEST,
 }
 _CELLS = {
-    "cells": _field("array", "Python sources, run in one namespace", items=_TEXT),
+    "cells": _field("array", "Python sources, run in one namespace", items=_TEXT, maxItems=MAX_CELLS),
     "cell_timeout": _seconds("ignored, as in SandboxFusion", 0, minimum=0),
     "total_timeout": _seconds("seconds of virtual time for all cells; SandboxFusion and this server add 10", 45.0),
     "kernel": _field("string", "the only kernel", enum=["python3"], default="python3"),

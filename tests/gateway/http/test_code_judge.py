@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from sandbox.gateway.calls.batch import Batch
-from sandbox.gateway.http import code_judge
+from sandbox.gateway.http import code_judge, code_judge_fields
 from sandbox.gateway.http.code_judge_fields import MAX_ERRORS, MAX_SUB_ID_CHARS
 from sandbox.local import local_service
 from sandbox.types import CallError, Limits, Result, Status, Usage, unavailable_result
@@ -414,3 +414,14 @@ async def test_a_request_leaves_no_reference_cycle(monkeypatch: pytest.MonkeyPat
             await until(lambda: batches[0]() is None)
     finally:
         gc.enable()
+
+
+@pytest.mark.asyncio
+async def test_errors_that_are_not_listed_are_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[object] = []
+    monkeypatch.setattr(code_judge_fields, "shown", lambda value: described.append(value) or "")
+    options = dict.fromkeys(map(str, range(10 * MAX_ERRORS)), 1)
+    async with serving() as served:
+        status, body = await served.post("/run", {"type": "python", "solution": "1", "options": options})
+    assert status == 422
+    assert len(described) == len(body["detail"]) == MAX_ERRORS

@@ -207,6 +207,9 @@ async def test_a_program_can_name_a_profile_of_the_server_and_no_other() -> None
         ({"programs": [{}], "defaults": {"tests": []}}, 400, "defaults.tests: expected a list of at least one test"),
         ({"code": "1", "tests": make_tests(*"p" * 9)}, 413, "expected at most 8 tests in one request, got 9 or more"),
         ({"programs": [{"code": "1"}] * 3, "defaults": {"tests": make_tests(*"ppp")}}, 413, "expected at most 8 tests"),
+        ({"code": "1", "tests": [0] * 9}, 413, "expected at most 8 tests"),
+        ({"programs": [{"code": "1", "tests": [0] * 5}] * 2}, 413, "expected at most 8 tests"),
+        ({"programs": [{"code": "1"}], "defaults": {"tests": [0] * 9}}, 413, "expected at most 8 tests"),
         (
             {"code": "1", "tests": make_tests("p"), "queue_timeout_s": 0},
             400,
