@@ -1,8 +1,9 @@
-"""The client's requests to `/v1/judge`: programs in groups, each group one request, which is sent again if it fails.
+"""The client's requests to `/v1/judge`. Programs are sent in groups, each group as one request.
 
 - A program gets a `JudgedProgram` of the server, or a `ServiceError` is raised.
-- A failed request is sent again with the programs that have no result yet. So is a program with a test that is
-  `unavailable` for a reason in `RETRYABLE_ERRORS`. After `retries` failures in a row it keeps this result.
+- A failed request is sent again with the programs that have no result yet.
+- A program with a test that is `unavailable` for a reason in `RETRYABLE_ERRORS` is sent again too. After `retries`
+  failures of its group in a row, the program gets this result.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def build_with(
 
 def installed_runtimes(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Path, str]]:
     """Yield the interpreter of each runtime beside the default one, and a text about its packages."""
-    default = runtime.default_dir((0, 0), environ)
+    default = runtime.default_dir((0, 0), environ)  # only its parent is used, which is the same for all versions
     for marker in sorted(default.parent.glob(f"*/{runtime.MARKER}")):
         python = marker.parent / "bin" / "python"
         try:

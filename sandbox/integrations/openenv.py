@@ -48,7 +48,7 @@ class CodeState(State):  # type: ignore[misc]
     last_exit_code: int = 0
 
 
-class PythonEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  # type: ignore[misc]
+class CodeEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  # type: ignore[misc]
     """One session. Without `url` and `token`, `RSTAR_SANDBOX_URL` and `RSTAR_SANDBOX_TOKEN` are used."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -90,5 +90,5 @@ class PythonEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  #
 def build_app(max_sessions: int = MAX_SESSIONS) -> Any:
     """Return the FastAPI application of the server."""
     return create_app(
-        PythonEnvironment, CodeAction, CodeObservation, env_name="rstar-sandbox", max_concurrent_envs=max_sessions
+        CodeEnvironment, CodeAction, CodeObservation, env_name="rstar-sandbox", max_concurrent_envs=max_sessions
     )

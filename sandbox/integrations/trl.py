@@ -1,8 +1,8 @@
 """A Python tool for TRL's `GRPOTrainer`, as an environment.
 
-    trainer = GRPOTrainer(..., environment_factory=PythonEnvironment)
+    trainer = GRPOTrainer(..., environment_factory=SandboxEnvironment)
 
-`functools.partial(PythonEnvironment, "http://10.0.0.1:8642")` sets the server. TRL needs one instance per completion
+`functools.partial(SandboxEnvironment, "http://10.0.0.1:8642")` sets the server. TRL needs one instance per completion
 of a batch; all instances of a process share one client. This module needs no part of TRL: TRL takes the public
 methods of the class as tools, and reads their names, types and docstrings.
 """
@@ -17,7 +17,7 @@ from sandbox.tool import MAX_RESPONSE_CHARS, parse_arguments, render
 from sandbox.types import DEFAULT_LIMITS, Limits, Result
 
 
-class SandboxUnavailable(BaseException):
+class SandboxOutage(BaseException):
     """The service has not run a tool call, so the completion has no honest reward.
 
     It is not an `Exception`, because TRL turns each `Exception` of a tool into a text that the model reads and is
@@ -25,7 +25,7 @@ class SandboxUnavailable(BaseException):
     """
 
 
-class PythonEnvironment:
+class SandboxEnvironment:
     """Runs the model's Python code in the sandbox. The calls of a completion share no state.
 
     `results` has the results of the completion's calls, for reward functions:
@@ -66,6 +66,6 @@ class PythonEnvironment:
             result = self._client.execute(call, limits=self._limits)
             text = render(result, max_chars=self._max_chars)
         except SandboxError as error:
-            raise SandboxUnavailable(f"a tool call has no result: {error}") from error
+            raise SandboxOutage(f"a tool call has no result: {error}") from error
         self.results.append(result)
         return text

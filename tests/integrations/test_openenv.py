@@ -16,7 +16,7 @@ import uvicorn
 from openenv import GenericEnvClient
 from openenv.core.env_server import create_app
 
-from sandbox.integrations.openenv import CodeAction, CodeObservation, PythonEnvironment, build_app
+from sandbox.integrations.openenv import CodeAction, CodeEnvironment, CodeObservation, build_app
 from tests.integrations.examples import load_example
 
 # The warnings of OpenEnv's server about its own dependencies change with their versions.
@@ -70,7 +70,7 @@ async def test_a_failed_step_is_an_observation_and_a_reset_forgets_all(server_ur
 
 
 async def test_an_outage_is_an_error_of_the_step(outage_url: str) -> None:
-    app = create_app(partial(PythonEnvironment, outage_url), CodeAction, CodeObservation, max_concurrent_envs=2)
+    app = create_app(partial(CodeEnvironment, outage_url), CodeAction, CodeObservation, max_concurrent_envs=2)
     async with serve(app) as url, GenericEnvClient(url) as session:
         with pytest.raises(RuntimeError, match="QueueTimeout: no slot was free"):
             await session.step({"code": "1"})

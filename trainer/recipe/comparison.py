@@ -30,7 +30,7 @@ ADDED_PROBLEMS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EvaluationComparison:
     """Two evaluations of one set of problems. Without a problem that both scored, the last four numbers are missing."""
 
     problems: int
@@ -53,7 +53,7 @@ class Comparison:
         return asdict(self) | {"difference": cell}
 
 
-def compare_evaluations(before: Path, after: Path) -> dict[str, Comparison]:
+def compare_evaluations(before: Path, after: Path) -> dict[str, EvaluationComparison]:
     """Return the comparisons by source and over `ALL`.
 
     `before` and `after` are folders of `rstar-train eval`. Raises `RecordError` if one is not or is not finished, or if
@@ -76,11 +76,11 @@ def compare_evaluations(before: Path, after: Path) -> dict[str, Comparison]:
     return {source: compare_accuracies(pairs, samples) for source, pairs in by_source.items()}
 
 
-def compare_accuracies(pairs: Sequence[tuple[float | None, float | None]], samples: int) -> Comparison:
+def compare_accuracies(pairs: Sequence[tuple[float | None, float | None]], samples: int) -> EvaluationComparison:
     """Return the comparison of the accuracies (before, after) of each problem; None is an accuracy without a reward."""
     scored = [(before, after) for before, after in pairs if before is not None and after is not None]
     differences = [after - before for before, after in scored]
-    return Comparison(
+    return EvaluationComparison(
         problems=len(pairs),
         samples=samples,
         unscored=len(pairs) - len(scored),
