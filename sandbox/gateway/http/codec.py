@@ -45,7 +45,7 @@ CHUNK_BYTES = 256 << 10
 MAX_MAP_LEN = 4096
 """Keys of one msgpack mapping."""
 MAX_DIGITS = 4300
-"""Digits of a JSON integer; a longer one is read as a float. `int` accepts no more."""
+"""Characters of a JSON integer. `int` accepts no more."""
 MAX_JSON_BRACKETS = 4 << 20
 """Opening brackets in a JSON body. They are counted because the JSON decoder has no hook for lists."""
 
@@ -247,9 +247,13 @@ class _ContainerLimit:
             raise HttpError(413, "more objects than a batch of the largest size can have; send smaller batches")
 
 
-def _parse_int(digits: str) -> float:
-    """Parse a JSON integer. `int` raises an error for more digits; as a float, the number is infinite."""
-    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+def _parse_int(digits: str) -> int:
+    """Parse a JSON integer. A longer one has no value here: as a float it would be infinite, and equal to others."""
+    if len(digits) > MAX_DIGITS:
+        raise HttpError(
+            400, f"a whole number of {len(digits)} characters, expected at most {MAX_DIGITS}; send it as text"
+        )
+    return int(digits)
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

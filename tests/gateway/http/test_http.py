@@ -114,7 +114,7 @@ BAD_BODIES: dict[str, tuple[str, bytes, str]] = {  # content type, body, part of
     "a long number": (
         "application/json",
         b'{"queue_timeout_s": -' + b"9" * 5000 + b', "calls": [{"code": ""}]}',
-        "above 0",
+        "a whole number of 5001 characters, expected at most 4300",
     ),
     "an array": ("application/json", b"[]", "expected an object with calls, got list"),
     "an empty batch": ("application/json", b'{"calls": []}', "at least one call, got an empty list"),

@@ -384,3 +384,11 @@ async def test_other_tasks_run_between_the_steps_of_a_comparison() -> None:
     assert await judging._finish(steps())
     await running
     assert turns == ["step", "other"] * 3
+
+
+async def test_an_expected_number_that_is_too_long_is_refused() -> None:
+    body = b'{"code": "1", "tests": [{"call": "f", "args": [], "expected": ' + b"7" * 5000 + b"}]}"
+    async with serving() as served:
+        status, answer = await served.post("/v1/judge", body, Content_Type="application/json")
+    assert status == 400
+    assert answer["error"]["message"].startswith("a whole number of 5000 characters, expected at most 4300")
