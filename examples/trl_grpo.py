@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from sandbox.integrations.trl import SandboxEnvironment
+from sandbox.integrations.trl import PythonEnvironment
 
 PROBLEM = {"prompt": [{"role": "user", "content": "What is 12**3 + 30? Use Python."}], "answer": "1758"}
 SHOWN = ("reward", "tools/call_frequency", "tools/failure_frequency")
@@ -35,7 +35,7 @@ def main(model="Qwen/Qwen3-0.6B"):
             bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         rows = Dataset.from_list([PROBLEM] * 8)
-        trainer = GRPOTrainer(model, reward, config, rows, environment_factory=SandboxEnvironment)
+        trainer = GRPOTrainer(model, reward, config, rows, environment_factory=PythonEnvironment)
         trainer.train()
         for row in trainer.state.log_history[:2]:
             print({name: round(row[name], 3) for name in SHOWN})

@@ -1,8 +1,8 @@
 """A Python tool for TRL's `GRPOTrainer`, as an environment.
 
-    trainer = GRPOTrainer(..., environment_factory=SandboxEnvironment)
+    trainer = GRPOTrainer(..., environment_factory=PythonEnvironment)
 
-`functools.partial(SandboxEnvironment, "http://10.0.0.1:8642")` sets the server. TRL needs one instance per completion
+`functools.partial(PythonEnvironment, "http://10.0.0.1:8642")` sets the server. TRL needs one instance per completion
 of a batch; all instances of a process share one client. This module needs no part of TRL: TRL takes the public
 methods of the class as tools, and reads their names, types and docstrings.
 """
@@ -25,7 +25,7 @@ class SandboxOutage(BaseException):
     """
 
 
-class SandboxEnvironment:
+class PythonEnvironment:
     """Runs the model's Python code in the sandbox. The calls of a completion share no state.
 
     `results` has the results of the completion's calls, for reward functions:

@@ -1,4 +1,4 @@
-"""`SandboxEnvironment` in TRL's GRPOTrainer: the model's tool calls run in the sandbox, and an outage ends the run."""
+"""`PythonEnvironment` in TRL's GRPOTrainer: the model's tool calls run in the sandbox, and an outage ends the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from sandbox.errors import InvalidCall
 from sandbox.integrations.connection import shared_client
-from sandbox.integrations.trl import SandboxEnvironment, SandboxOutage
+from sandbox.integrations.trl import PythonEnvironment, SandboxOutage
 from sandbox.tool import tool_schema
 from sandbox.types import Limits, Status
 from tests.integrations.examples import load_example
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"role": "assistant", "content": "It is 1758."},
     ]
     folder = tmp_path_factory.mktemp("model")
-    write_tool_calling_model(folder, messages, [SandboxEnvironment.run_python])
+    write_tool_calling_model(folder, messages, [PythonEnvironment.run_python])
     return folder
 
 
@@ -75,7 +75,7 @@ def test_the_example_trains_on_tool_calls_that_ran(
 
 def test_the_schema_that_trl_shows_the_model_is_that_of_the_tool() -> None:
     expected = tool_schema("run_python")["function"]
-    schema = get_json_schema(SandboxEnvironment("http://127.0.0.1:9").run_python)["function"]
+    schema = get_json_schema(PythonEnvironment("http://127.0.0.1:9").run_python)["function"]
     shown = schema["parameters"]["properties"]
     assert (schema["name"], schema["description"]) == (expected["name"], expected["description"])
     assert schema["parameters"]["required"] == ["code"]
@@ -85,7 +85,7 @@ def test_the_schema_that_trl_shows_the_model_is_that_of_the_tool() -> None:
 
 @pytest.mark.runtime
 def test_each_call_starts_afresh_and_its_result_is_kept_until_the_reset(server_url: str) -> None:
-    environment = SandboxEnvironment(limits=Limits(timeout_s=5), max_chars=100)
+    environment = PythonEnvironment(limits=Limits(timeout_s=5), max_chars=100)
     assert environment.run_python("x = 1\nprint(input())", input="hello") == "hello"
     assert "NameError" in environment.run_python("x")
     assert [result.status for result in environment.results] == [Status.OK, Status.ERROR]
@@ -95,14 +95,14 @@ def test_each_call_starts_afresh_and_its_result_is_kept_until_the_reset(server_u
 
 def test_instances_share_the_client_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RSTAR_SANDBOX_URL", "http://127.0.0.1:9")
-    make = partial(SandboxEnvironment, "http://127.0.0.1:9")
-    assert SandboxEnvironment()._client is make()._client is shared_client("http://127.0.0.1:9")
-    assert partial(SandboxEnvironment, token="other")()._client is not make()._client
+    make = partial(PythonEnvironment, "http://127.0.0.1:9")
+    assert PythonEnvironment()._client is make()._client is shared_client("http://127.0.0.1:9")
+    assert partial(PythonEnvironment, token="other")()._client is not make()._client
 
 
 def test_a_malformed_argument_is_the_models_mistake() -> None:
     with pytest.raises(InvalidCall, match="'code' must be a string, not int"):
-        SandboxEnvironment("http://127.0.0.1:9").run_python(5)  # type: ignore[arg-type]
+        PythonEnvironment("http://127.0.0.1:9").run_python(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_an_outage_ends_the_training_and_never_becomes_a_reward(model: Path, out
         use_cpu=True,
     )
     rows = Dataset.from_list([load_example("trl_grpo").PROBLEM] * 2)
-    factory = partial(SandboxEnvironment, outage_url)
+    factory = partial(PythonEnvironment, outage_url)
     trainer = GRPOTrainer(str(model), reward, config, rows, environment_factory=factory)
     with pytest.raises(SandboxOutage, match="QueueTimeout: no slot was free"):
         trainer.train()
