@@ -8,7 +8,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-NOT_IN_COMMAND = ("json", "plot", "python", "url", "folder", "results", "gantt", "log", "vllm")
+NOT_IN_COMMAND = (
+    "json", "plot", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "gantt", "log",
+    "vllm",
+)  # fmt: skip
 """Options that do not change what is measured. A result's command line leaves them out."""
 
 
