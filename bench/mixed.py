@@ -30,9 +30,9 @@ from rich.progress import Progress
 
 from bench.harness import arguments, command, requirements
 from bench.harness.load import CallTally, OnAnswer, Refused, ask, closed_loop, execute, http_session, open_loop
-from bench.harness.plots import grouped_bars
+from bench.harness.plots import percentile_bars
 from bench.harness.statistics import percentiles, quantiles
-from bench.harness.tables import Block, Result, Table, percentile_list
+from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
 from bench.servers import service
 from bench.workloads.checked_calls import CheckedCall, ExpectedResult
@@ -395,14 +395,12 @@ _POINT_NAMES = tuple(f"p{point}" for point in POINTS)
 
 def tables(result: Result) -> list[Block]:
     """A row of latencies for each situation."""
-    rows = [(name, percentile_list(latency_ms, *_POINT_NAMES)) for name, latency_ms in _rows(result).items()]
-    return [Table(("short calls", " / ".join(_POINT_NAMES) + " ms"), rows), *requirements.unmet(result)]
+    return [Table.of_percentiles("short calls", _rows(result), _POINT_NAMES), *requirements.unmet(result)]
 
 
 def draw(axes: Any, result: Result) -> None:
     """Latency percentiles for each situation."""
-    series = {name: [latency_ms.get(point, 0) for point in _POINT_NAMES] for name, latency_ms in _rows(result).items()}
-    grouped_bars(axes, _POINT_NAMES, series, "ms until the answer")
+    percentile_bars(axes, _rows(result), _POINT_NAMES)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def code_judge(http: aiohttp.ClientSession, url: str, in_flight: int) -> System:
 
 
 def sandbox_fusion(http: aiohttp.ClientSession, url: str, in_flight: int, name: str = "SandboxFusion") -> System:
-    """The `/run_code` of SandboxFusion and ScaleBox, one request per call."""
+    """Return the system behind the `/run_code` of SandboxFusion or ScaleBox, which gets one request per call."""
 
     async def run(calls: Sequence[Mapping[str, Any]]) -> Answers:
         for index, call in enumerate(calls):

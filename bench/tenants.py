@@ -22,9 +22,9 @@ import aiohttp
 
 from bench.harness import arguments, command, requirements
 from bench.harness.load import OnAnswer, ask, execute, http_session
-from bench.harness.plots import grouped_bars
+from bench.harness.plots import percentile_bars
 from bench.harness.statistics import percentiles
-from bench.harness.tables import Block, Result, Table, percentile_list
+from bench.harness.tables import Block, Result, Table
 from bench.servers import service
 
 MAX_DELAY_MS = 50.0
@@ -155,14 +155,12 @@ _POINT_NAMES = tuple(f"p{point}" for point in POINTS)
 
 def tables(result: Result) -> list[Block]:
     """A row of latencies for each situation."""
-    rows = [(name, percentile_list(latency_ms, *_POINT_NAMES)) for name, latency_ms in _rows(result).items()]
-    return [Table(("short calls", " / ".join(_POINT_NAMES) + " ms"), rows), *requirements.unmet(result)]
+    return [Table.of_percentiles("short calls", _rows(result), _POINT_NAMES), *requirements.unmet(result)]
 
 
 def draw(axes: Any, result: Result) -> None:
     """Latency percentiles for each situation."""
-    series = {name: [latency_ms.get(point, 0) for point in _POINT_NAMES] for name, latency_ms in _rows(result).items()}
-    grouped_bars(axes, _POINT_NAMES, series, "ms until the answer")
+    percentile_bars(axes, _rows(result), _POINT_NAMES)
 
 
 if __name__ == "__main__":

@@ -45,3 +45,9 @@ def grouped_bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence
     axes.set_yscale("log")
     axes.set_ylabel(unit)
     axes.legend()
+
+
+def percentile_bars(axes: Any, rows: Mapping[str, Mapping[str, float]], points: Sequence[str]) -> None:
+    """The percentiles of latencies in ms as `grouped_bars`, a series for each row."""
+    series = {name: [latency_ms.get(point, 0) for point in points] for name, latency_ms in rows.items()}
+    grouped_bars(axes, points, series, "ms until the answer")

@@ -35,6 +35,12 @@ class Table:
         """A table of at least one row. Each row has its cells by column, in the same order."""
         return cls(list(rows[0]), [list(row.values()) for row in rows], title)
 
+    @classmethod
+    def of_percentiles(cls, head: str, rows: Mapping[str, Mapping[str, float]], points: Sequence[str]) -> Table:
+        """A table of two columns: the name of a row, and its percentiles in ms."""
+        cells = [(name, percentile_list(row, *points)) for name, row in rows.items()]
+        return cls((head, " / ".join(points) + " ms"), cells)
+
 
 Block = Table | str
 

@@ -46,7 +46,7 @@ class FairQueue(Generic[Item]):
         self._tenants: dict[str, _Tenant[Item]] = {}
         """Tenants with running calls, or with waiting calls that are not requeued."""
         self._levels: dict[int, _PriorityLevel[Item]] = {}
-        """Levels with a call that `pop` may return, by priority."""
+        """Levels that have a call which `pop` may return, by priority."""
         self._count = 0
 
     def __len__(self) -> int:

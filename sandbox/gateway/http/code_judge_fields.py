@@ -134,7 +134,7 @@ _SUBMISSION: Schema = {
 }
 _VERDICT: Schema = {
     "type": "object",
-    "description": "How a program of code-judge ended. Look at reason first: with queue_timeout and internal_error the "
+    "description": "How a program of code-judge ended. Check reason first: with queue_timeout and internal_error the "
     "program has no result, and success says nothing about it.",
     "required": ["sub_id", "success", "run_success", "cost", "reason"],
     "properties": {

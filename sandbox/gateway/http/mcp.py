@@ -114,7 +114,7 @@ class _AsgiRequest:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Any) -> None:
-        """Send the start of the response, or a part of its body."""
+        """Send the status and the headers of the response, or a part of its body."""
         if message["type"] == "http.response.start":
             headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
             self._response = web.StreamResponse(status=message["status"])
