@@ -3,7 +3,7 @@
 Invariants:
 - On one machine with a fixed number of threads, the same (weights, ids, seed) gives the same tokens and
   log-probabilities bit for bit, whatever else is in the batch. So a resumed run samples what the killed one would have
-  sampled. Three rules ensure this: every forward pass has the same shape, `max_num_seqs` rows of one token, for prompts
+  sampled. Three rules ensure this: every forward pass has the same shape, a row of one token for each slot, for prompts
   too; attention is summed in blocks of a fixed size; each row draws its random numbers from its own seed and position.
 - Only the engine's own thread touches the model. Callers await futures, from any event loop.
 - The engine owns the model: the trainer's weights are copied in by `load_weights`.
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from trainer.engines.engine import (
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ROWS_PER_THREAD = 8
+"""A pass has a multiple of this number of rows for each thread. The matrix products of MKL divide the rows among the
+threads and compute a remainder by another kernel, which rounds differently."""
 NOT_FORCED = -1
 """Marks slots whose next id is sampled, not given."""
 TOP_P_DISABLED = 2.0
@@ -83,7 +87,9 @@ class LocalEngine:
         # transformers 5.24 renamed the cache argument of `forward` to `cache`.
         takes_cache = "cache" in inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if takes_cache else "past_key_values"
-        self._cache = SlotCache(max_num_seqs, max_model_len)
+        multiple = ROWS_PER_THREAD * torch.get_num_threads()
+        self._num_unused_rows = -max_num_seqs % multiple
+        self._cache = SlotCache(max_num_seqs + self._num_unused_rows, max_model_len)
         self._prefix_cache = PrefixCache(max_num_seqs * max_model_len)
         self._running: dict[int, _LocalRequest] = {}
         self._free_slots = list(range(max_num_seqs))
@@ -263,14 +269,15 @@ class LocalEngine:
                 _resolve(request.finished)
 
     def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+        tokens, positions = (pad(per_slot, (0, self._num_unused_rows)) for per_slot in (tokens_S, positions_S))
         inputs = {
-            "input_ids": tokens_S[:, None],
-            "position_ids": positions_S[:, None],
-            "attention_mask": self._cache.prepare_step(positions_S)[None],
+            "input_ids": tokens[:, None],
+            "position_ids": positions[:, None],
+            "attention_mask": self._cache.prepare_step(positions)[None],
             self._cache_argument: self._cache,
         }
         output = log_deprecations(lambda: self._model(**inputs, use_cache=True))
-        logits: torch.Tensor = output.logits[:, -1].float()
+        logits: torch.Tensor = output.logits[: len(tokens_S), -1].float()
         return logits
 
 

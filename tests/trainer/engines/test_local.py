@@ -84,9 +84,18 @@ async def test_samples_do_not_depend_on_the_batch_the_slot_or_the_order():
     assert len({generation.ids for generation in together}) == len(requests)
 
 
-@pytest.mark.parametrize("slots", [5, 64])
-async def test_every_slot_computes_the_same_bits(slots):
+@pytest.fixture
+def set_num_threads():
+    num_threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("slots", [5, 9, 64])
+async def test_every_slot_computes_the_same_bits(slots, num_threads, set_num_threads):
     """The same ids give the same bits in every slot, alone or in a batch with longer contexts."""
+    set_num_threads(num_threads)
     same_ids_engine, mixed_engine = await make_engine(max_num_seqs=slots), await make_engine(max_num_seqs=slots)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB_SIZE, (80,), generator=generator)
