@@ -3,10 +3,10 @@
     python -m bench.passes [--steps 20] [--without-signal 0.4] [--json]
 
 Counts positions of generated rows with the lengths of the paper's first RL stage (rStar2-Agent, arXiv 2508.20722,
-section 4): responses of 1K to 4K tokens on average, and of 8,192 tokens at most. No model runs. A rank has 128 rows of 8
-problems per step, as in configs/qwen3-14b-mi300x.toml. These figures are assumptions, because the paper does not state
-them: a prompt of 200 to 500 tokens with the description of the tool, up to 4 tool responses of 20 to 200 tokens, and
-problems without a learning signal (`--without-signal`).
+section 4): responses of 1K to 4K tokens on average, and of 8,192 tokens at most. No model runs. A rank has 128 rows of
+8 problems per step, as in configs/qwen3-14b-mi300x.toml. These figures are assumptions, because the paper does not
+state them: a prompt of 200 to 500 tokens with the description of the tool, up to 4 tool responses of 20 to 200 tokens,
+and problems without a learning signal (`--without-signal`).
 
 - TRL pads all rows of a step to the longest prompt and the longest response, and computes them twice.
 - The token budget (`trainer/training/token_budget.py`) computes the rows in the loss once, in passes of rows of similar
