@@ -115,7 +115,7 @@ class EnginesConfig:
     vllm_python: str = ""  # a Python that has vLLM, to start servers; if empty, the trainer's Python
     max_num_seqs: PositiveInt = 64  # sequences that one engine runs at once
     max_model_len: Annotated[int, Field(ge=16)] = 16384  # tokens of prompt and response per sequence
-    weight_sync: Literal["file", "nccl"] = "file"  # transfer of new weights: a shared folder, or NCCL/RCCL
+    weight_sync: Literal["file", "gloo", "nccl"] = "file"  # new weights: a shared folder, TCP, or NCCL/RCCL
     tensor_parallel_size: PositiveInt = 1  # GPUs per engine
     gpu_memory_utilization: Fraction = 0.9  # share of a GPU's memory that an engine takes
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow

@@ -89,7 +89,7 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         ("seed=1.5", "--set seed: expected a valid integer"),
         ("seed=-1", "--set seed: expected greater than or equal to 0, got '-1'"),
         ("sft.learning_rate=nan", "--set sft.learning_rate: expected a finite number, got 'nan'"),
-        ("engines.weight_sync=ftp", "--set engines.weight_sync: expected 'file' or 'nccl', got 'ftp'"),
+        ("engines.weight_sync=ftp", "--set engines.weight_sync: expected 'file', 'gloo' or 'nccl', got 'ftp'"),
         ("storage.save_logprobs=so", "--set storage.save_logprobs: expected a valid boolean"),
         ("tracking.trackers=mlflow", "--set tracking.trackers: expected 'trackio', 'wandb' or 'tensorboard'"),
         ("data.train=[1]", "--set data.train: expected a valid string, got 1"),

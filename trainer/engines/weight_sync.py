@@ -26,8 +26,8 @@ kernels; no GPU and no vLLM took part.
   weights is the only evidence.
 
 Transfers: `load_by_engine` makes each engine load the weights itself, from tensors in this process or from the
-directory in which `FileWeightStore` keeps them; that works everywhere. `NcclTransfer` sends them from GPU to GPU by
-vLLM's weight-transfer API (RCCL on AMD); it has not run on a GPU yet.
+directory in which `FileWeightStore` keeps them; that works everywhere. `BroadcastTransfer` sends them
+through torch.distributed: by gloo, or from GPU to GPU by NCCL (RCCL on AMD), which has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,22 +35,27 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from socket import gethostname
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.engines import weight_group
 from trainer.engines.engine import Engine, EngineError, LoadsWeights, Weights
 from trainer.engines.vllm_client import VllmEngine
-from trainer.engines.vllm_servers import free_port
 
+TRANSFER_TIMEOUT_S = 120.0
+"""Seconds that each wait of a broadcast may take: for a receiver to join, or to receive a bucket."""
 NUM_PROBES, PROBE_TOKENS = 16, 8
 """Number of probe sequences, and number of random ids in each sequence."""
 BOUNDS = {"bfloat16": 2.0, "float32": 2.0**-6}
@@ -171,62 +176,98 @@ class FileWeightStore:
         save_file(rounded, directory / "model.safetensors")
 
 
-class NcclTransfer:
-    """Sends weights from this process's GPU to the GPUs of vLLM servers, one server after the other.
+class NoAnswerError(EngineError):
+    """An engine has not answered a call of its workers, which may still run."""
 
-    The servers need `--weight-transfer-config '{"backend": "nccl"}'`, and this process needs vLLM in their version
-    (0.31 or later). Each server has its own communicator with this process, which is rank 0. A restarted server joins
-    again at the first sync after its return. A transfer during which a server dies never ends. This class has not run
-    on a GPU yet.
+
+class BroadcastTransfer:
+    """Sends weights, rounded to `dtype`, from this process to the workers of all engines at once (`weight_group`).
+
+    The servers need `--worker-extension-cls vllm_worker.Worker`. Each transfer has a new group, so a restarted server
+    takes part in the next one. A server that dies, or that does not join, ends each wait with an error after
+    `timeout_s` at the latest, and its request after 3 times that; gloo notices a death at once. The engines that have
+    answered with an error then get the weights once more, because a failure of one breaks the transfer to the others.
+    NCCL and RCCL have not run on a GPU yet.
     """
 
-    def __init__(self, *, gpus_per_engine: int = 1) -> None:
-        self._gpus_per_engine = gpus_per_engine
-        self._senders: dict[str, Any] = {}
-        self._weights: dict[str, torch.Tensor] = {}
+    def __init__(self, backend: str, dtype: str, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
+        self._backend, self._dtype, self._timeout_s = backend, getattr(torch, dtype), timeout_s
 
     async def __call__(
         self, engines: Sequence[VllmEngine], weights: Weights, version: int
     ) -> list[BaseException | None]:
-        self._weights = _without_tied_copies(weights)
-        try:
-            return [await self._send(engine, version) for engine in engines]
-        finally:
-            self._weights = {}
+        tensors = _without_tied_copies(weights)
+        errors = dict(zip(engines, await self._broadcast(engines, tensors, version), strict=True))
+        failed = [engine for engine, error in errors.items() if error and not isinstance(error, NoAnswerError)]
+        if failed and len(engines) > 1:
+            errors |= zip(failed, await self._broadcast(failed, tensors, version), strict=True)
+        return [errors[engine] for engine in engines]
 
-    async def _send(self, engine: VllmEngine, version: int) -> BaseException | None:
+    async def _broadcast(
+        self, engines: Sequence[VllmEngine], tensors: Weights, version: int
+    ) -> list[BaseException | None]:
+        store = TCPStore(
+            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
+        )
+        answers = await asyncio.gather(*(self._join(engine, store.port) for engine in engines))
+        size, receiving = 1, []
+        for engine, answer in zip(engines, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                receiving.append((engine, size))
+                size += len(answer["results"])
+        errors = {
+            engine: answer for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Exception)
+        }
+        sending = asyncio.to_thread(
+            weight_group.send, store, size, self._backend, self._timeout_s, tensors, self._dtype
+        )
+        receives = (self._receive(engine, first_rank, size, version) for engine, first_rank in receiving)
+        send_error, *receive_errors = await asyncio.gather(_error_of(sending), *receives)
+        for (engine, _), error in zip(receiving, receive_errors, strict=True):
+            if error is not None:
+                errors[engine] = type(error)(f"{error} (sender: {send_error})") if send_error else error
+        return [errors.get(engine) for engine in engines]
+
+    async def _join(self, engine: VllmEngine, port: int) -> Any:
+        """Return the engine's answer, with one result per worker, or the error."""
         try:
-            if engine.name not in self._senders:
-                self._senders[engine.name] = await asyncio.to_thread(self._connect, engine.url)
-            await asyncio.to_thread(self._senders[engine.name].send_weights)
+            host = await asyncio.to_thread(_own_address, engine.url)
+            return await self._call(engine, "join_weight_store", host=host, port=port)
+        except (EngineError, OSError) as error:
+            return error
+
+    async def _receive(self, engine: VllmEngine, first_rank: int, size: int, version: int) -> EngineError | None:
+        try:
+            await self._call(engine, "receive_weights", first_rank=first_rank, size=size, backend=self._backend)
             await engine.reset_prefix_cache(version)
-        except (EngineError, OSError) as error:  # vLLM's client raises OSError
-            self._senders.pop(engine.name, None)
+        except EngineError as error:
             return error
         return None
 
-    def _connect(self, url: str) -> Any:
-        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    async def _call(self, engine: VllmEngine, method: str, **arguments: Any) -> Any:
+        """Call the method on each worker of the engine."""
+        body = {"method": method, "kwargs": {**arguments, "timeout_s": self._timeout_s}}
+        try:
+            async with asyncio.timeout(3 * self._timeout_s):
+                return await engine.post("/collective_rpc", body)
+        except TimeoutError as error:
+            raise NoAnswerError(f"engine {engine.name}: no answer to {method} in {3 * self._timeout_s:g} s") from error
 
-        transfer = self
 
-        class Source(WeightSource):  # type: ignore[misc]
-            def metadata(self) -> list[Any]:
-                weights = transfer._weights.items()
-                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights]
+async def _error_of(sending: Awaitable[None]) -> Exception | None:
+    try:
+        await sending
+    except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
+        return error
+    return None
 
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return ((name, tensor.to("cuda")) for name, tensor in transfer._weights.items())
 
-        address = {
-            "master_address": gethostname(),
-            "master_port": free_port(host=""),  # engines connect from other machines
-            "world_size": 1 + self._gpus_per_engine,
-        }
-        init_info, client = NCCLTrainerInitInfo(rank=0, **address), HTTPVLLMWeightSyncClient(url)
-        return NCCLTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=Source())
+def _own_address(url: str) -> str:
+    """Return the address of this machine from which it reaches the host of `url`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+        probe.connect((urlsplit(url).hostname, 9))
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _without_tied_copies(weights: Weights) -> dict[str, torch.Tensor]:

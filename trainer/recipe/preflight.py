@@ -200,11 +200,6 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
         )
     elif starts_servers and engines.args and (reason := _rejected_options(python, engines.args)):
         yield f"engines.args: {reason}"
-    if engines.kind == "vllm" and engines.weight_sync == "nccl" and not find_spec("vllm"):
-        yield (
-            f"engines: weight_sync=nccl needs vLLM in {sys.executable}, too; install it, or set engines.weight_sync "
-            "to file"
-        )
 
 
 def _has_vllm(python: str) -> bool:
@@ -288,6 +283,6 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
             f"engines: {url}: takes {served} tokens, fewer than engines.max_model_len={max_model_len}; start it with "
             "a larger --max-model-len"
         )
-    if config.engines.weight_sync == "file" and not has_routes:
+    if not has_routes:
         return f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"
     return ""

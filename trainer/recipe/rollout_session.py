@@ -20,7 +20,7 @@ from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
-from trainer.engines.weight_sync import FileWeightStore, NcclTransfer, SyncProbe, load_by_engine
+from trainer.engines.weight_sync import BroadcastTransfer, FileWeightStore, SyncProbe, load_by_engine
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
@@ -149,7 +149,6 @@ async def _vllm_engines(
             gpus_per_server=engines.tensor_parallel_size if hardware.gpus_per_node else 0,
             first_gpu=hardware.gpus_per_node if hardware.engine_gpus else 0,
             gpu_memory_utilization=engines.gpu_memory_utilization,
-            uses_nccl=engines.weight_sync == "nccl",
             args=engines.args,
         )
         endpoints = await stack.enter_async_context(servers.serve(engines.count, run_dir / "engines"))
@@ -176,6 +175,6 @@ def vllm_clients(
 def _weight_transfer(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Return the pool's arguments for the transfer of weights to vLLM servers."""
     engines = config.engines
-    if engines.weight_sync == "nccl":
-        return {"transfer": NcclTransfer(gpus_per_engine=engines.tensor_parallel_size)}
+    if engines.weight_sync != "file":
+        return {"transfer": BroadcastTransfer(engines.weight_sync, config.model.dtype)}
     return {"transfer": load_by_engine, "store": FileWeightStore(run_dir / "weights", config.model.dtype)}

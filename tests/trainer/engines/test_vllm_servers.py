@@ -23,7 +23,7 @@ import trainer
 from trainer.config import ConfigError
 from trainer.engines import vllm_servers
 from trainer.engines.engine import EngineError
-from trainer.engines.vllm_servers import CORES_VARIABLE, GPU_VARIABLES, VllmServers
+from trainer.engines.vllm_servers import CORES_VARIABLE, GPU_VARIABLES, WORKER_FILES, VllmServers
 
 FAKE_VLLM = """
 import http.server, json, os, subprocess, sys
@@ -196,11 +196,9 @@ def test_each_server_gets_its_own_gpus_and_cores_are_shared_if_there_are_too_few
     gpus = [gpu_servers.environment(number, 2, [0], {})["CUDA_VISIBLE_DEVICES"] for number in (0, 1)]
     assert gpus == ["4,5", "6,7"]
     assert CORES_VARIABLE not in gpu_servers.environment(0, 2, [0], {CORES_VARIABLE: "auto"})
-    assert "--worker-extension-cls" not in gpu_servers.command(port=1)
     cpu_servers = VllmServers("python", Path("model"), max_model_len=64)
     cores = [cpu_servers.environment(number, 3, [0, 1], {})[CORES_VARIABLE] for number in range(3)]
     assert cores == ["0", "1", "0"]
-    assert "nccl" in " ".join(replace(gpu_servers, uses_nccl=True).command(port=1))
 
 
 @pytest.mark.parametrize("names", [["CUDA_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES"], GPU_VARIABLES])
@@ -237,11 +235,12 @@ async def test_too_few_gpus_are_a_config_error_before_any_server_starts(servers,
     assert not pids_of_servers(tmp_path)
 
 
-def test_the_worker_extension_imports_nothing_but_vllm():
-    tree = ast.parse(Path(trainer.__path__[0], "engines", "vllm_worker.py").read_text())
+@pytest.mark.parametrize("file", WORKER_FILES)
+def test_the_worker_extension_imports_nothing_but_vllm_and_torch(file):
+    tree = ast.parse(Path(trainer.__path__[0], "engines", file).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"vllm._custom_ops", "__future__"}
+    assert {name.partition(".")[0] for name in imported} <= {"vllm", "torch", "weight_group", *sys.stdlib_module_names}
 
 
 def test_more_options_are_passed_on_and_those_of_the_trainer_are_refused() -> None:

@@ -1,0 +1,119 @@
+"""The broadcast of weights, by gloo between processes: every bit arrives, and a receiver that fails causes no hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.trainer.engines.qwen_model import VOCAB_SIZE, make_model, trainer_logprobs  # noqa: E402
+from tests.trainer.real_vllm import real_vllm_engine  # noqa: E402
+from trainer.engines import weight_group  # noqa: E402
+from trainer.engines.engine import EngineError  # noqa: E402
+from trainer.engines.vllm_client import VllmEngine  # noqa: E402
+from trainer.engines.weight_sync import BroadcastTransfer  # noqa: E402
+
+TIMEOUT_S = 1.5
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """Let a model take several buckets, as in the receivers' processes."""
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 2**14)
+
+
+@asynccontextmanager
+async def receivers(directory, *faults):
+    """Run a receiver process for each of `faults`. Yields their clients and the files that they write."""
+    files = [directory / f"{number}.pt" for number in range(len(faults))]
+    script = Path(__file__).with_name("weight_receiver.py")
+    repository = Path(__file__).parents[3]
+    processes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, str(script), str(file), *filter(None, [fault]), stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": str(repository)},
+        )
+        for file, fault in zip(files, faults, strict=True)
+    ]  # fmt: skip
+    engines = []
+    try:
+        for process, fault in zip(processes, faults, strict=True):
+            port = int(await process.stdout.readline())
+            url = f"http://127.0.0.1:{port}"
+            engines.append(VllmEngine(url, vocab_size=VOCAB_SIZE, max_model_len=256, name=fault or f"e{port}"))
+        yield engines, files
+    finally:
+        for engine in engines:
+            await engine.close()
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+def assert_equal(file, model, dtype):
+    received = torch.load(file)
+    assert received.keys() == dict(model.named_parameters()).keys()  # a tied tensor is sent once
+    for name, parameter in model.named_parameters():
+        assert torch.equal(received[name], parameter.to(dtype)), name
+
+
+@pytest.mark.asyncio
+async def test_every_bit_reaches_all_processes_at_each_sync(tmp_path, small_buckets):
+    async with receivers(tmp_path, "", "") as (engines, files):
+        transfer = BroadcastTransfer("gloo", "bfloat16", timeout_s=TIMEOUT_S)
+        for version in (1, 2):
+            model = make_model(version)
+            assert await transfer(engines, model.state_dict(), version) == [None, None]
+            assert [engine.weight_version for engine in engines] == [version] * 2
+            for file in files:
+                assert_equal(file, model, torch.bfloat16)
+
+
+def test_a_bucket_has_at_most_its_size_or_one_tensor(monkeypatch):
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 40)
+    shapes = [("a", [4]), ("b", [2, 3]), ("c", [100]), ("d", [1])]
+    buckets = [[name for name, _ in bucket] for bucket in weight_group._buckets(shapes, torch.float32)]
+    assert buckets == [["a", "b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+@pytest.mark.asyncio
+async def test_a_receiver_that_dies_or_never_joins_costs_a_bounded_time_and_only_itself(tmp_path, small_buckets, fault):
+    """The request of an engine that does not join ends after 3 timeouts."""
+    async with receivers(tmp_path, "", fault) as (engines, files):
+        model, started_at = make_model(1), time.monotonic()
+        errors = await BroadcastTransfer("gloo", "float32", timeout_s=TIMEOUT_S)(engines, model.state_dict(), 1)
+        assert time.monotonic() - started_at < 5 * TIMEOUT_S
+        assert isinstance(errors[1], EngineError)
+        assert fault in str(errors[1])
+        assert errors[0] is None
+        assert_equal(files[0], model, torch.float32)
+
+
+@pytest.mark.asyncio
+async def test_a_real_vllm_scores_like_the_trainer_after_every_broadcast(tmp_path):
+    if not (python := os.environ.get("RSTAR_VLLM_PYTHON", "")):
+        pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
+    async with real_vllm_engine(python, tmp_path) as engine:
+        transfer = BroadcastTransfer("gloo", "float32", timeout_s=30)
+        for version in (1, 2):
+            model = make_model(version)
+            assert await transfer([engine], model.state_dict(), version) == [None]
+            scores = await engine.logprobs([1, 2, 3, 4])
+            assert scores == pytest.approx(trainer_logprobs(model, [1, 2, 3, 4]), abs=1e-3)
+        wrong = {"model.norm.weight": torch.ones(7)}
+        (error,) = await transfer([engine], {**model.state_dict(), **wrong}, 3)
+        assert isinstance(error, EngineError)
+        assert await transfer([engine], model.state_dict(), 4) == [None]
+        assert await engine.logprobs([1, 2, 3, 4]) == pytest.approx(scores, abs=1e-5)
+        await engine.close()
