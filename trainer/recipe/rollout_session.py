@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,10 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
         return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt)
 
 
-def open_run_sandbox(loop_thread: LoopThread, config: SandboxConfig) -> SandboxConnection:
-    """Connect to the sandbox, or start one, until `loop_thread` exits."""
+def connect_sandbox(config: SandboxConfig) -> AbstractAsyncContextManager[SandboxConnection]:
+    """Connect to the sandbox, or start one, until the block ends."""
     endpoints = expand_urls(config.endpoints) or "local"
-    return loop_thread.enter(open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb))
+    return open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
     """Open engines with the weights of `model`, the sandbox, and a collector that uses them."""
     config = run.config
     with LoopThread() as loop_thread:
-        sandbox = open_run_sandbox(loop_thread, config.sandbox)
+        sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # each collection over the objects of the libraries would take 0.2 s
         chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify

@@ -132,12 +132,9 @@ class RunFolder:
         if self._metrics_path.exists():
             kept = takewhile(lambda row: bool(row["step"] <= step), self.read_metrics())
             write_rows(self._metrics_path, kept)
-        for later in self.episode_steps():
-            if later > step:
-                self._episodes_path(later).unlink()
-        for later in self.entropy_steps():
-            if later > step:
-                self._entropies_path(later).unlink()
+        for file in self.path.glob("*/step_*.jsonl"):
+            if _step_of(file) > step:
+                file.unlink()
 
     # Reading
 
@@ -158,7 +155,7 @@ class RunFolder:
 
     def episode_steps(self) -> list[int]:
         """Return the training steps that have episodes, ascending."""
-        return sorted(int(path.stem[5:]) for path in self.path.glob("episodes/step_*.jsonl"))
+        return sorted(map(_step_of, self.path.glob("episodes/step_*.jsonl")))
 
     def read_episodes(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's episodes in the order in which they were written."""
@@ -166,7 +163,7 @@ class RunFolder:
 
     def entropy_steps(self) -> list[int]:
         """Return the training steps that have entropies, ascending."""
-        return sorted(int(path.stem[5:]) for path in self.path.glob("entropies/step_*.jsonl"))
+        return sorted(map(_step_of, self.path.glob("entropies/step_*.jsonl")))
 
     def read_entropies(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's entropies."""
@@ -193,3 +190,8 @@ class RunFolder:
         if self.save_logprobs:
             row["logprobs"] = [logprob if logprob is None else round(logprob, 6) for logprob in episode.logprobs]
         return row
+
+
+def _step_of(file: Path) -> int:
+    """Return the training step of a file named `step_000001.jsonl`."""
+    return int(file.stem.removeprefix("step_"))
