@@ -32,7 +32,6 @@ from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import EnginePool
-from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.chat_format import ChatFormat
@@ -42,6 +41,7 @@ from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
 from trainer.recipe.rollout_session import (
     connect_sandbox,
+    create_pool,
     endpoint_settings,
     load_chat_format,
     open_engine_pool,
@@ -49,7 +49,6 @@ from trainer.recipe.rollout_session import (
     vllm_clients,
 )
 from trainer.rollout.loop_thread import LoopThread
-from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
 from trainer.training.grpo import RolloutRuntime
 
@@ -196,13 +195,8 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         return
     with model_errors_as_config_errors(spec.model):
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
-    pool = EnginePool(
-        vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share),
-        scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
-        turn_timeout_s=engines.turn_timeout_s,
-        all_down_timeout_s=engines.max_down_s or ALL_DOWN_TIMEOUT_S,
-    )
-    async with pool:
+    clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
+    async with create_pool(engines, clients) as pool:
         yield pool
 
 

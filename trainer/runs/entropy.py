@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -59,10 +59,8 @@ def _find(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _marked(row: dict[str, Any], threshold: float, decode: Decode) -> Text:
     """Return an episode's text. Tokens with high entropy are reversed, observations are dim."""
-    return Text.assemble(*_parts(row, threshold, decode))
-
-
-def _parts(row: dict[str, Any], threshold: float, decode: Decode) -> Iterator[tuple[str, str]]:
+    text = Text()
     for token, entropy in zip(row["response_ids"], row["entropies"], strict=True):
         style = "dim" if entropy is None else "reverse" if entropy >= threshold else ""
-        yield escape_controls(decode(token)), style
+        text.append(escape_controls(decode(token)), style)
+    return text
