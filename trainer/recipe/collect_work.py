@@ -32,6 +32,7 @@ from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import EnginePool
+from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.chat_format import ChatFormat
@@ -196,7 +197,8 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
     with model_errors_as_config_errors(spec.model):
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
     clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
-    async with create_pool(engines, clients) as pool:
+    max_down_s = engines.max_down_s or ALL_DOWN_TIMEOUT_S  # with 0, episodes would fail before the engines are up
+    async with create_pool(engines, clients, all_down_timeout_s=max_down_s) as pool:
         yield pool
 
 

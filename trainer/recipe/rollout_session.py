@@ -113,15 +113,15 @@ async def open_openai_pool(config: RunConfig, tokenizer_path: Path, share: float
 
 
 def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: Any) -> EnginePool:
-    """Return a pool of `engines` that is not open yet. `options` are further arguments of `EnginePool`."""
+    """Return a pool of `engines` that is not open yet. `options` are arguments of `EnginePool` that differ from
+    `settings`, or are not in it."""
     # Only servers are restarted, so episodes wait longer for them than for a local engine.
     max_down_s = ALL_DOWN_TIMEOUT_S if settings.kind == "local" else settings.max_down_s
     return EnginePool(
         engines,
         scheduler=Scheduler(settings.max_model_len, POLICIES[settings.placement_policy]),
         turn_timeout_s=settings.turn_timeout_s,
-        all_down_timeout_s=max_down_s,
-        **options,
+        **{"all_down_timeout_s": max_down_s, **options},
     )
 
 
