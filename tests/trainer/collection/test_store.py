@@ -262,7 +262,8 @@ def test_nothing_is_written_after_a_failed_write(path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="an earlier write failed"):
             store.write([sample_episode()])
     with open_store(path) as store:
-        assert Key("a", 0) in store or store.write([sample_episode()]) == [True]
+        store.write([sample_episode()])
+        assert Key("a", 0) in store
     assert stored_keys(path) == [("a", 0)]
 
 
@@ -276,7 +277,7 @@ with open_store(Path(sys.argv[1])) as store:
     for sample in range(10_000):
         if Key("a", sample) not in store:
             store.write(growth=[Growth(0, prefix(long_episode("a", sample), 1))])
-            assert store.write([sample_episode("a", sample)]) == [True]
+            store.write([sample_episode("a", sample)])
             print(sample, flush=True)
 """
 
