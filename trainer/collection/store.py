@@ -35,8 +35,8 @@ from trainer.episodes.episode import Episode
 from trainer.json_files import (
     RecordError,
     check_layout,
+    check_same_settings,
     complete_lines,
-    differing_settings,
     read_json,
     remove_torn_line,
     write_json,
@@ -383,11 +383,7 @@ def _bind_manifest(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         write_json(path, {"layout_version": LAYOUT_VERSION, "settings": settings})
         return
-    if differing := list(differing_settings(settings, _read_manifest(path)["settings"])):
-        raise RecordError(
-            f"{path.parent} has a collection with other settings ({', '.join(differing[:5])}); use the same settings "
-            "to continue it, or another directory to start a new one"
-        )
+    check_same_settings(path.parent, settings, _read_manifest(path)["settings"])
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

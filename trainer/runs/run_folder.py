@@ -22,10 +22,9 @@ from trainer.episodes import roc
 from trainer.episodes.episode import Episode
 from trainer.episodes.metrics import METRICS
 from trainer.json_files import (
-    RecordError,
     append_rows,
     check_layout,
-    differing_settings,
+    check_same_settings,
     read_json,
     read_rows,
     write_json,
@@ -66,12 +65,7 @@ class RunFolder:
         compared as it is.
         """
         mine, theirs = json.loads(json.dumps([config, saved or self.read_config()]))
-        differing = [name for name in differing_settings(mine, theirs or mine) if not name.startswith(changeable)]
-        if differing:
-            raise RecordError(
-                f"{self.path} has a run with other settings ({', '.join(differing[:5])}); use the same settings to "
-                "continue it, or another folder to start a new run"
-            )
+        check_same_settings(self.path, mine, theirs or mine, changeable)
         write_json(self.path / "config.json", {"layout_version": LAYOUT_VERSION, "config": mine})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
