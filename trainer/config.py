@@ -92,6 +92,7 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"  # dtype of engines and passes; the trained weights are float32
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
+    chat_template: str = ""  # file of a template that replaces the tokenizer's, with chat_format = "tokenizer"
     system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
     shape: ModelShape | None = None  # sizes for --dry-run, if the model's config.json is not on this machine
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from trainer.engines.engine import Generation, SamplingParams
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 from trainer.episodes.reward import VerifyOutcome
 
-TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response") for slash in ("", "/")]
+TAGS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response", "think") for slash in ("", "/")]
 """Tags that Qwen's tokenizers have as tokens, though not as special ones."""
 CORPUS = [
     "system user assistant tool Solve the following problem. What is the sum of 12 and 30, then times 7?\n",
@@ -47,6 +49,14 @@ def qwen_tokenizer(template: str | None = None) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     )
+
+
+def released_template(name: str) -> str:
+    """Return a chat template as a model was released with it, or as TRL changes it for training. TRL ships both."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.origin:
+        pytest.skip("trl is not installed; it has the chat templates of released models")
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 class FakePythonTool:

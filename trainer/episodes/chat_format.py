@@ -18,10 +18,10 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
-from trainer.episodes.turn_parser import TOOL_CALL_OPEN
+from trainer.episodes.turn_parser import TOOL_CALL_OPEN, parse_turn
 
 # The words and the layout that the released model was trained with (custom_chat_template in microsoft/rStar,
 # rstar2_agent/config/rstar2_agent_trainer.yaml).
@@ -44,10 +44,18 @@ ANSWER_INSTRUCTIONS = (
     "And your final answer will be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n"
 )
 
+REASONING = "<think>\nI let Python do it.\n</think>"
+"""The reasoning of the turns with which chat templates are checked."""
+_CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "print(1)"}}\n</tool_call>'
+TEMPLATE_ADVICE = (
+    "set model.chat_template to the file of another template (docs/training.md names some), or model.chat_format to "
+    "rstar2 if the tokenizer has Qwen's chat tokens"
+)
+
 Message = Mapping[str, str]
 ToolSchema = Mapping[str, Any]
 """The description of a tool in the form that OpenAI-compatible servers and chat templates accept."""
-Render = Callable[[list[dict[str, str]], bool], str]
+Render = Callable[[list[dict[str, Any]], bool], str]
 """Renders messages and the opening of the assistant's next turn as text. The flag adds the tools' description."""
 
 
@@ -62,11 +70,13 @@ class Tokenizer(Protocol):
 
 
 class TemplateTokenizer(Tokenizer, Protocol):
-    """A tokenizer with a chat template."""
+    """A tokenizer that may have a chat template."""
 
+    @property
+    def chat_template(self) -> object: ...
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
         tools: list[ToolSchema] | None,
         add_generation_prompt: bool,
@@ -103,8 +113,8 @@ class ChatFormat:
         # The text before the turns is not compared: `_finished_turn_opening`, below, is what may differ there.
         if longer != (self.prompt_prefix, before_responses, between_responses, before_responses, after_responses):
             raise ValueError(
-                "the chat template is not append-only: it renders a turn differently if other messages follow. Set "
-                "model.chat_format to rstar2, or use a template that leaves earlier turns unchanged"
+                "the chat template is not append-only: it renders a turn differently if other messages follow; "
+                f"{TEMPLATE_ADVICE}"
             )
         # A template may open the assistant's turn with a tag, such as `<reason>`. Before a finished turn without that
         # tag it may render something else, such as an empty block of thoughts.
@@ -262,36 +272,74 @@ def rstar2_format(tokenizer: Tokenizer, *, tools: Sequence[ToolSchema], system_p
 def tokenizer_format(
     tokenizer: TemplateTokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = ""
 ) -> ChatFormat:
-    """Create a format from the tokenizer's own chat template. The template must ask for calls in `<tool_call>` tags.
+    """Create a format from the tokenizer's own chat template. The template must write calls as JSON in `<tool_call>`.
 
-    A `system_prompt` is the system message and replaces the answer instructions. Raises `ValueError` for a template
-    that fails, is not append-only, does not render `tool` messages, or, without a system prompt, does not mention
-    `<tool_call>`.
+    A `system_prompt` is the system message and replaces the answer instructions and the check of tool calls. Raises
+    `ValueError` for a missing template and for one that fails, changes or removes earlier turns, does not render `tool`
+    messages, or, without a system prompt, writes tool calls in another form.
     """
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer has no chat template; {TEMPLATE_ADVICE}")
 
-    def render(messages: list[dict[str, str]], with_tools: bool) -> str:
+    def render(messages: list[dict[str, Any]], with_tools: bool, opens_turn: bool = True) -> str:
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    messages, tools=list(tools) if with_tools else None, add_generation_prompt=True, tokenize=False
+                    messages,
+                    tools=list(tools) if with_tools else None,
+                    add_generation_prompt=opens_turn,
+                    tokenize=False,
                 )
             )
         except Exception as error:  # a template is a program, which may raise any exception
+            role, reason = messages[-1]["role"], f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"the tokenizer's chat template cannot be used: {type(error).__name__}: {error}"
+                f"the chat template fails for a message from {role!r}: {reason}; {TEMPLATE_ADVICE}"
             ) from error
 
     instructions = "" if system_prompt else ANSWER_INSTRUCTIONS
-    chat_format = ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions)
-    if not system_prompt and TOOL_CALL_OPEN not in chat_format.prompt_prefix:
+    _check_earlier_turns(tokenizer, render, bool(system_prompt))
+    if not system_prompt:
+        _check_tool_call(render)
+    return ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions)
+
+
+def _check_earlier_turns(
+    tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str], has_system_message: bool
+) -> None:
+    """Render a growing conversation. Raises `ValueError` unless each rendering begins with the tokens of the last."""
+    roles = ("user", "assistant", "tool", "assistant", "user", "assistant")
+    contents = {"user": "1 + 1?", "assistant": f"{REASONING}\n\n{_CALL}", "tool": "2"}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if has_system_message else []
+    shorter: list[int] = []
+    for role, next_role in pairwise((*roles, "")):
+        messages.append({"role": role, "content": contents[role]})
+        text = render(messages, True, next_role == "assistant")
+        longer = tokenizer.encode(text, add_special_tokens=False)
+        if longer[: len(shorter)] != shorter:
+            count = sum(message["role"] == "assistant" for message in messages)
+            change = "removes the reasoning of" if text.count(REASONING) < count else "changes"
+            raise ValueError(
+                f"the chat template {change} earlier turns if a message from {role!r} follows; {TEMPLATE_ADVICE}"
+            )
+        shorter = longer
+
+
+def _check_tool_call(render: Render) -> None:
+    """Raise `ValueError` unless the trainer reads a tool call that the template writes."""
+    function = {"name": "run", "arguments": {"code": "print(1)"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+    ]
+    if parse_turn(render(messages, True)).tool_calls[-1:] != parse_turn(_CALL).tool_calls:
         raise ValueError(
-            f"the tokenizer's chat template does not mention {TOOL_CALL_OPEN}; set model.system_prompt to a text that "
-            "explains tool calls"
+            f"the chat template does not write tool calls as JSON in {TOOL_CALL_OPEN} tags, which the trainer reads; "
+            f"set model.system_prompt to a text that asks for such calls, or {TEMPLATE_ADVICE}"
         )
-    return chat_format
 
 
-def _render_rstar2(messages: list[dict[str, str]], with_tools: bool) -> str:
+def _render_rstar2(messages: list[dict[str, Any]], with_tools: bool) -> str:
     parts = []
     for role, same_role in groupby(messages, key=lambda message: message["role"]):
         contents = [message["content"] for message in same_role]

@@ -245,6 +245,7 @@ def _store_settings(config: RunConfig, model: Path) -> dict[str, Any]:
     return {
         "model": str(model),
         "chat_format": config.model.chat_format,
+        "chat_template": config.model.chat_template,
         "system_prompt": config.model.system_prompt,
         "seed": config.seed,
         "data": list(config.collect.data or config.data.train),

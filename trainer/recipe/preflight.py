@@ -107,7 +107,7 @@ def _check_model(config: RunConfig, *, needs_weights: bool) -> Iterator[str]:
         load_chat_format(config, path)
         known_shape(config)
     except ConfigError as error:
-        yield f"{error}; see model.path, model.chat_format and model.system_prompt"
+        yield f"{error}; see model.path, model.chat_format, model.chat_template and model.system_prompt"
 
 
 def _check_disk(run: RecipeRun, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:

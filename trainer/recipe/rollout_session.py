@@ -41,6 +41,8 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
     create = rstar2_format if config.model.chat_format == "rstar2" else tokenizer_format
     with model_errors_as_config_errors(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
+        if config.model.chat_template:
+            tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
         return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt)
 
 

@@ -210,7 +210,8 @@ def _chat_rows(chat_format: ChatFormat) -> Callable[[Episode], dict[str, Any]]:
 
 def _chat_format(reader: StoreReader) -> ChatFormat:
     settings = reader.settings()
-    model = ModelConfig(chat_format=settings["chat_format"], system_prompt=settings["system_prompt"])
+    names = ("chat_format", "chat_template", "system_prompt")
+    model = ModelConfig(**{name: settings[name] for name in names})
     return load_chat_format(RunConfig(model=model), Path(settings["model"]))
 
 

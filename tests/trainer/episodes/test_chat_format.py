@@ -12,37 +12,21 @@ from hypothesis import strategies as st
 
 from sandbox.tool import TOOL_SCHEMA
 from tests.trainer.episodes.untrusted_text import untrusted_texts
-from tests.trainer.fakes import call_text, qwen_tokenizer
-from trainer.episodes.chat_format import ANSWER_INSTRUCTIONS, RSTAR2_SYSTEM, rstar2_format, tokenizer_format
+from tests.trainer.fakes import call_text, qwen_tokenizer, released_template
+from trainer.episodes.chat_format import (
+    ANSWER_INSTRUCTIONS,
+    REASONING,
+    RSTAR2_SYSTEM,
+    rstar2_format,
+    tokenizer_format,
+)
 from trainer.episodes.turn_parser import parse_turn
 
-# The control flow of the templates of Qwen2.5 and Qwen3, with shorter texts.
-QWEN_TEMPLATE = """\
-{%- if tools %}{{- '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-{{- '# Tools\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
-{{- '\\n</tools>\\nAsk in <tool_call></tool_call> tags.<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- elif message.role == 'assistant' %}
-{%- if loop.last %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + message.content }}
-{%- else %}{{- '<|im_start|>assistant\\n' + message.content }}{%- endif %}{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
-{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-THINKING_TEMPLATE = QWEN_TEMPLATE.replace(
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}",
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}",
-)
-EMPTY_THOUGHTS_TEMPLATE = THINKING_TEMPLATE.replace("{%- if loop.last %}", "{%- if true %}")
 SYSTEM_PROMPT = "Be brief."
+GENERATION_PROMPT = "'<|im_start|>assistant\\n'"
+THINKING_TEMPLATE = "qwen3_5_think_training"
+"""A template whose turns open with `<think>` and that renders empty thoughts before a finished turn without any."""
+ACCEPTED = ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "qwen3_training"]
 
 
 def rstar2(system_prompt=""):
@@ -53,13 +37,30 @@ def from_template(template, system_prompt=""):
     return tokenizer_format(qwen_tokenizer(template), tools=[TOOL_SCHEMA], system_prompt=system_prompt)
 
 
+def released(name, system_prompt=""):
+    return from_template(released_template(name), system_prompt)
+
+
+def thinking(system_prompt=""):
+    """Qwen2.5's template with turns that open with a tag, as in DeepSeek-R1's."""
+    return from_template(changed_qwen(GENERATION_PROMPT, f"{GENERATION_PROMPT} + '<think>\\n'"), system_prompt)
+
+
+def changed_qwen(old, new):
+    """Qwen2.5's template with a change."""
+    template = released_template("qwen2_5")
+    assert old in template
+    return new.join(template.rsplit(old, 1))
+
+
 FORMATS = {
     "rstar2": (rstar2,),
     "rstar2, system prompt": (rstar2, SYSTEM_PROMPT),
-    "template": (from_template, QWEN_TEMPLATE),
-    "template, system prompt": (from_template, QWEN_TEMPLATE, SYSTEM_PROMPT),
-    "template, thinking": (from_template, THINKING_TEMPLATE),
-    "template, empty thoughts": (from_template, EMPTY_THOUGHTS_TEMPLATE),
+    "qwen2_5": (released, "qwen2_5"),
+    "qwen2_5, system prompt": (released, "qwen2_5", SYSTEM_PROMPT),
+    "qwen3_training": (released, "qwen3_training"),
+    "template, thinking": (thinking,),
+    "template, empty thoughts": (released, THINKING_TEMPLATE, SYSTEM_PROMPT),
 }
 
 
@@ -95,16 +96,17 @@ def test_a_system_prompt_replaces_the_system_message_and_the_instructions_of_rst
 
 
 def test_a_prompt_of_the_tokenizers_template_has_the_tool_and_the_instructions():
-    chat_format = from_template(QWEN_TEMPLATE)
+    chat_format = released("qwen2_5")
     prompt = chat_format.decode(chat_format.encode_prompt("1 + 1?"))
     assert '"execute_python_code_with_standard_io"' in prompt
     assert prompt.endswith(f"<|im_start|>user\n{ANSWER_INSTRUCTIONS}1 + 1?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_encoded_turns_equal_the_text_that_the_tokenizers_template_renders():
-    tokenizer = qwen_tokenizer(QWEN_TEMPLATE)
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_encoded_turns_equal_the_text_that_the_tokenizers_template_renders(name):
+    tokenizer = qwen_tokenizer(released_template(name))
     chat_format = tokenizer_format(tokenizer, tools=[TOOL_SCHEMA])
-    turn_texts = ["so " + call_text("1"), "hm " + call_text("2") + call_text("3")]
+    turn_texts = [f"{REASONING}\n\n{call_text('1')}", f"{REASONING}\n\n{call_text('2')}{call_text('3')}"]
     ids = chat_format.encode_prompt("1 + 1?")
     for turn, responses in zip(turn_texts, (["a"], ["b", "c"]), strict=True):
         ids += [
@@ -180,7 +182,7 @@ def test_a_turn_without_the_opening_tag_is_encoded_without_it():
 
 
 def test_a_template_with_empty_thoughts_renders_them_before_a_turn_without_thoughts():
-    chat_format = from_template(EMPTY_THOUGHTS_TEMPLATE, SYSTEM_PROMPT)
+    chat_format = released(THINKING_TEMPLATE, SYSTEM_PROMPT)
     assert chat_format.decode(chat_format.encode_prompt("x")).endswith("assistant\n<think>\n")
     roles_and_texts = [("user", "x"), ("assistant", "<think>\nwell"), ("tool", "1"), ("assistant", "so")]
     messages = [{"role": role, "content": content} for role, content in roles_and_texts]
@@ -225,20 +227,45 @@ def test_roles_out_of_order_are_refused(roles):
 
 
 @pytest.mark.parametrize(
-    ("template", "error_message"),
+    ("name", "error_message"),
     [
-        ("{{ raise_exception('no tools here') }}", "no tools here"),
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "'tool'"),
-        ("{% for m in messages %}{{ m.role + m.content }}\n{% endfor %}assistant", "begin with a special token"),
-        (QWEN_TEMPLATE.replace("if add_gen", "if messages | length > 4 %}late{% endif %}{% if add_gen"), "append-only"),
-        (QWEN_TEMPLATE.replace("'\\n<tool_response>\\n'", "'\\n' + loop.index | string + '\\n'"), "append-only"),
-        (QWEN_TEMPLATE.replace("<tool_call></tool_call>", "these"), "model.system_prompt"),
-        (QWEN_TEMPLATE.replace("message.content }}{{- '\\n</tool", "message.content[:3] }}{{- '\\n</tool"), "'tool'"),
+        ("qwen3", "removes the reasoning of earlier turns if a message from 'user' follows; set model.chat_template"),
+        (
+            "deepseek_r1_distill",
+            "removes the reasoning of earlier turns if a message from 'assistant' follows; ",
+        ),
+        ("qwen3_5_think_training", "does not write tool calls as JSON in <tool_call> tags.*; set model.system_prompt"),
+        ("qwen3_5_nothink", "changes earlier turns if a message from 'assistant' follows; set model.chat_template"),
+        ("gemma3", "fails for a message from 'tool': TemplateError: .*; set model.chat_template"),
+        ("phi3", "changes earlier turns if a message from 'tool' follows; set model.chat_template"),
     ],
 )
-def test_templates_that_cannot_be_used_are_refused(template, error_message):
+def test_released_templates_that_cannot_be_used_are_refused(name, error_message):
     with pytest.raises(ValueError, match=error_message):
-        from_template(template)
+        released(name)
+
+
+RESPONSE = "'\\n<tool_response>\\n'"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error_message"),
+    [
+        ("if add_gen", "if messages | length > 4 %}late{% endif %}{% if add_gen", "changes earlier turns"),
+        (RESPONSE, "'\\n' + loop.index | string + '\\n'", "append-only"),
+        ("message.content }}\n        {{- '\\n</tool", "message.content[:3] }}{{- '\\n</tool", "'tool'"),
+    ],
+)
+def test_changed_templates_that_cannot_be_used_are_refused(old, new, error_message):
+    with pytest.raises(ValueError, match=error_message):
+        from_template(changed_qwen(old, new))
+
+
+def test_a_tokenizer_without_a_template_or_an_end_of_turn_is_refused():
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; set"):
+        from_template(None)
+    with pytest.raises(ValueError, match="begin with a special token"):
+        from_template("{% for m in messages %}{{ m.role + m.content }}\n{% endfor %}", SYSTEM_PROMPT)
 
 
 def test_a_tokenizer_without_qwens_tokens_is_refused():

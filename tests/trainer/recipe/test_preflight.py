@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.trainer.fakes import qwen_tokenizer, released_template
 from trainer import cli
 from trainer.config import RunConfig
 from trainer.config_loading import load_config
@@ -24,6 +25,8 @@ from trainer.recipe.preflight import missing
 
 pytest.importorskip("torch")
 pytest.importorskip("trl")
+
+from transformers import Qwen2Config, Qwen3Config
 
 from trainer.recipe import phase_work
 
@@ -203,6 +206,48 @@ def test_options_that_vllm_rejects_are_named(tmp_path: Path) -> None:
     assert len(bad) == 1
     assert bad[0].startswith("engines.args: ")
     assert bad[0].endswith("error: unrecognized arguments: --kv-cash-dtype fp8")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[[str | None, type[Qwen2Config]], Path]:
+    """A function that writes a model folder with a chat template, without weights."""
+
+    def write(template: str | None, config_class: type[Qwen2Config]) -> Path:
+        folder = tmp_path / "model"
+        qwen_tokenizer(template).save_pretrained(folder)
+        config_class(vocab_size=640, hidden_size=128, intermediate_size=384).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+def test_the_chat_template_of_qwen2_5_is_accepted_as_it_is(tmp_path: Path, model: Any) -> None:
+    folder = model(released_template("qwen2_5"), Qwen2Config)
+    config = _config(tmp_path, f"model.path={folder}", "model.chat_format=tokenizer")
+    assert list(preflight._check_model(config, needs_weights=False)) == []
+
+
+def test_the_chat_template_of_qwen3_is_refused_and_a_file_replaces_it(tmp_path: Path, model: Any) -> None:
+    folder, file = model(released_template("qwen3"), Qwen3Config), tmp_path / "template.jinja"
+    sets = (f"model.path={folder}", "model.chat_format=tokenizer", f"model.chat_template={file}")
+    (line,) = preflight._check_model(_config(tmp_path, *sets[:2]), needs_weights=False)
+    assert line.startswith(f"model {folder}: the chat template removes the reasoning of earlier turns if a message ")
+    assert "set model.chat_template to the file of another template" in line and "\n" not in line
+    (line,) = preflight._check_model(_config(tmp_path, *sets), needs_weights=False)
+    assert "No such file" in line and str(file) in line
+    file.write_text(released_template("qwen3_training"), encoding="utf-8")
+    assert list(preflight._check_model(_config(tmp_path, *sets), needs_weights=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("", "the tokenizer has no chat template; "), ("gemma3", "the chat template fails for a message from 'tool': ")],
+)
+def test_a_model_without_a_usable_chat_template_is_named(tmp_path: Path, model: Any, name: str, reason: str) -> None:
+    folder = model(released_template(name) if name else None, Qwen3Config)
+    config = _config(tmp_path, f"model.path={folder}", "model.chat_format=tokenizer")
+    (line,) = preflight._check_model(config, needs_weights=False)
+    assert line.startswith(f"model {folder}: {reason}") and "\n" not in line
 
 
 def test_a_phase_that_runs_alone_has_a_preflight_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     model = tmp_path_factory.mktemp("model")
     qwen_tokenizer().save_pretrained(model)
     limits = {name: asdict(LIMITS)[name] for name in LIMIT_NAMES}
-    return {"model": str(model), "chat_format": "rstar2", "system_prompt": "Count.", "seed": 1, **limits}
+    return {
+        "model": str(model),
+        "chat_format": "rstar2",
+        "chat_template": "",
+        "system_prompt": "Count.",
+        "seed": 1,
+        **limits,
+    }
 
 
 @pytest.fixture
