@@ -202,6 +202,7 @@ class StageConfig(SamplingConfig):
     episodes: Literal["online", "cluster", "collected"] = "online"
     partial_rollouts: Fraction = 0.0  # share of extra problems in flight; the next step continues them; 0 is off
     max_staleness_steps: NonNegativeInt = 2  # training steps for which an unfinished episode may be continued
+    one_step_off_policy: bool = False  # sample the next step while this one is optimized, with the weights before it
     learning_rate: Fraction = 1e-6  # constant after the warm-up
     warmup_steps: NonNegativeInt = 20  # training steps in which the learning rate rises
     epsilon_low: Fraction = 0.2  # the ratio is clipped below 1 - epsilon_low
@@ -352,9 +353,15 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         "micro_batch_tokens, or lower max_response_tokens",
     )
     _require(
-        stage.episodes == "online" or not (stage.cancel_stragglers or stage.partial_rollouts),
-        f"{table}: episodes={stage.episodes}: expected cancel_stragglers=false and partial_rollouts=0, which need "
-        "episodes=online",
+        stage.episodes == "online"
+        or not (stage.cancel_stragglers or stage.partial_rollouts or stage.one_step_off_policy),
+        f"{table}: episodes={stage.episodes}: expected cancel_stragglers=false, partial_rollouts=0 and "
+        "one_step_off_policy=false, which need episodes=online",
+    )
+    _require(
+        not (stage.one_step_off_policy and stage.partial_rollouts),
+        f"{table}: one_step_off_policy=true: expected partial_rollouts=0, since both carry episodes into the next step; "
+        "set one of them",
     )
     _require(
         stage.top_p == 1,

@@ -2,8 +2,9 @@
 
 Invariants:
 - One task runs all jobs, one after the other, and leaves the entered context managers in reverse order.
-- `run` returns or raises only after its job has ended. Ctrl-C during `run` cancels the job first.
-- An exception of a job is raised by its `run`, with the traceback of the job.
+- `run` returns or raises only after its job has ended. Ctrl-C while it waits cancels the job first.
+- An exception of a job is raised by its `run` or `result`, with the traceback of the job.
+- When the `with` block ends, a job that is still running is cancelled.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ class LoopThread:
         self._stack = AsyncExitStack()
         self._jobs: asyncio.Queue[tuple[Future[Any], Callable[[], Awaitable[Any]]] | None] = asyncio.Queue()
         """Each job with the future of its result. None ends the loop."""
+        self._job: Future[Any] | None = None
+        """The last job that was begun."""
         self._exited: Future[None] = Future()
         self._thread = threading.Thread(target=self._thread_main, name="loop-thread", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call(self._jobs.put_nowait, None)
+        self._call(self._end)
         self._thread.join()
         self._exited.result()
 
@@ -44,8 +47,16 @@ class LoopThread:
 
     def run(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Await `function(*args, **kwargs)` in the loop and return its result."""
+        return self.result(self.start(function, *args, **kwargs))
+
+    def start(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Await `function(*args, **kwargs)` in the loop, after the jobs before it. `result` waits for the end."""
         job: Future[T] = Future()
         self._call(self._jobs.put_nowait, (job, partial(function, *args, **kwargs)))
+        return job
+
+    def result(self, job: Future[T]) -> T:
+        """Wait until a started job has ended, and return its result."""
         futures: list[Future[Any]] = [job, self._exited]
         try:
             wait(futures, return_when=FIRST_COMPLETED)
@@ -79,6 +90,7 @@ class LoopThread:
         async with self._stack:
             while entry := await self._jobs.get():
                 job, function = entry
+                self._job = job
                 if not job.set_running_or_notify_cancel():
                     continue
                 try:
@@ -87,6 +99,11 @@ class LoopThread:
                     job.set_exception(error)
                     while task.cancelling():  # only the job was cancelled; the loop continues
                         task.uncancel()
+
+    def _end(self) -> None:
+        if self._job and self._job.running():
+            self._task.cancel()
+        self._jobs.put_nowait(None)
 
     def _cancel(self, job: Future[Any]) -> None:
         if not job.cancel() and job.running():

@@ -138,3 +138,48 @@ def test_an_error_of_a_context_manager_is_raised_at_the_end_of_the_block() -> No
     with pytest.raises(ExceptionGroup) as caught:
         enter_and_leave()
     assert caught.group_contains(LookupError, match="of the group's task")
+
+
+def test_a_started_job_runs_beside_its_caller_and_before_later_jobs() -> None:
+    order: list[str] = []
+
+    async def work(name: str, released: threading.Event) -> str:
+        await asyncio.to_thread(released.wait)
+        order.append(name)
+        return name
+
+    first_may_end, now = threading.Event(), threading.Event()
+    now.set()
+    with LoopThread() as loop_thread:
+        first, second = loop_thread.start(work, "first", first_may_end), loop_thread.start(work, "second", now)
+        order.append("caller")
+        first_may_end.set()
+        assert (loop_thread.result(second), loop_thread.result(first)) == ("second", "first")
+    assert order == ["caller", "first", "second"]
+
+
+def test_the_error_of_a_started_job_is_raised_where_its_result_is_awaited() -> None:
+    async def fail() -> None:
+        raise LookupError("here")
+
+    with LoopThread() as loop_thread:
+        job = loop_thread.start(fail)
+        with pytest.raises(LookupError, match="here"):
+            loop_thread.result(job)
+
+
+def test_leaving_the_block_cancels_the_running_job() -> None:
+    ended: list[str] = []
+
+    async def wait_for_ever(started: threading.Event) -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    started = threading.Event()
+    with LoopThread() as loop_thread:
+        loop_thread.start(wait_for_ever, started)
+        started.wait()
+    assert ended == ["cancelled"]
