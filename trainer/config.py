@@ -360,7 +360,7 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
     )
     _require(
         not (stage.one_step_off_policy and stage.partial_rollouts),
-        f"{table}: one_step_off_policy=true: expected partial_rollouts=0, since both carry episodes into the next step; "
+        f"{table}: one_step_off_policy=true: expected partial_rollouts=0, since both prepare episodes of later steps; "
         "set one of them",
     )
     _require(

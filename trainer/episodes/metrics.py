@@ -151,6 +151,7 @@ METRICS = {
     ),
     "step_s": Metric("seconds of the whole training step", _SECONDS, "step", "log"),
     "rollout_s": Metric("seconds from the first episode's start to the last one's end", _SECONDS, "rollout"),
+    "rollout_wait_s": Metric("seconds for which the training waited for episodes"),
     "optimize_s": Metric("seconds of forward and backward passes and the optimizer", _SECONDS, "optimize"),
     "weight_sync_s": Metric("seconds of the weight sync", _SECONDS, "weight sync"),
     "overhead_cpu_s": Metric(
@@ -184,7 +185,7 @@ METRICS = {
     ),
     "learning_rate": Metric("learning rate of the step"),
     "sampled_tokens": Metric("tokens sampled in the step", _TOKENS, "all", "count", lambda e: e.sampled_tokens),
-    "weight_version": Metric("version of the weights that sampled: the training steps in them"),
+    "weight_version": Metric("version of the weights from which the step starts: the training steps in them"),
 }  # fmt: skip
 """Every metric that a row may have. A metric that does not apply to a step, such as the reward in SFT, is absent."""
 

@@ -10,13 +10,15 @@ TRL owns the loss, the optimizer and the checkpoints. This module uses `rollout_
 trainer (`vllm_generation`, `use_vllm`, `_last_loaded_step`), and no other internals.
 
 Invariants:
-- Engines sample a step with the weights that the step starts from.
+- Engines sample a step with the weights that the step starts from; with `one_step_off_policy`, with those that the
+  step before it started from.
 - TRL asks for as many rows as a step trains on. Each problem gets G rows: those that `trainer.episodes.roc` selects.
   `TrlAdapter` chooses the problems; TRL's prompts are empty placeholders.
 - A row is in the loss, and in its denominator, only if it has a reward and its group's selected rewards differ. Any
   other row has a loss mask of zeros; without a reward its advantage is 0 as well.
 - What a step samples follows from (weights, seed, step), and the order of problems from the seed. So a resumed run
-  repeats the steps that a kill has undone. Pending groups are part of each checkpoint.
+  repeats the steps that a kill has undone. Pending groups are part of each checkpoint. With `one_step_off_policy`, the
+  first step after a kill samples with newer weights than it would have without the kill.
 - Only the first rank uses engines and tools; the other ranks receive their rows from it.
 
 Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
@@ -30,6 +32,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
@@ -57,6 +60,7 @@ from trainer.training.context import (
     TrainingContext,
     checkpoint_step,
     model_errors_as_config_errors,
+    wait_for_ranks,
     waiting_group,
 )
 from trainer.training.token_budget import RowEntropies, TokenBudgetTrainer
@@ -121,6 +125,14 @@ class RolloutRuntime:
     loop_thread: LoopThread
     collector: GroupCollector
     pool: WeightSync
+
+
+class _Collected(NamedTuple):
+    """The groups of a step: as they were started, as they were sampled (None if unfinished), and their metrics."""
+
+    started: list[list[Episode]]
+    results: list[list[Episode] | None]
+    measured: dict[str, float]
 
 
 class TrainingRow(NamedTuple):
@@ -256,18 +268,29 @@ class TrlAdapter(MetricsCallback):
         self._weight_version = 0
         self._trained: list[Episode] = []
         """The episodes in the loss of the current step."""
+        self._context = context
+        self._next_groups: Future[_Collected] | None = None
+        """The groups of the next step, which are sampled beside this one."""
         self._step_metrics: dict[str, float] = {}
         self._missing_trl_metrics: set[str] = set()
         self._step_started_at = self._rollout_ended_at = perf_counter()
 
     def sync_weights(self) -> None:
         """Give the engines the current weights. TRL calls this on every rank, once per step and before `rollout`."""
+        waiting_since = perf_counter()
+        if self._stage.one_step_off_policy:
+            if self._rollouts and self._next_groups:
+                self._rollouts.loop_thread.result(self._next_groups)  # engines that sample load no weights
+            wait_for_ranks(self._context.hardware)
         started_at = perf_counter()
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered if sharded
         if self._rollouts:
             self._weight_version = self.step_offset + self.trainer.state.global_step
             self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._weight_version)
-        self._step_metrics = {"weight_sync_s": perf_counter() - started_at}
+        self._step_metrics = {
+            "rollout_wait_s": started_at - waiting_since,
+            "weight_sync_s": perf_counter() - started_at,
+        }
 
     def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return this rank's rows, as many as `prompts` (TRL's `rollout_func`)."""
@@ -295,9 +318,8 @@ class TrlAdapter(MetricsCallback):
     def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         now = perf_counter()
         step_s, optimize_s = now - self._step_started_at, now - self._rollout_ended_at
-        assert self._rollouts, "only the first rank logs"
-        collector, metrics = self._rollouts.collector, self._step_metrics
-        rest_s = step_s - metrics["weight_sync_s"] - metrics["rollout_s"] - optimize_s
+        metrics = self._step_metrics
+        rest_s = step_s - metrics["weight_sync_s"] - metrics["rollout_wait_s"] - optimize_s
         self._step_started_at = now
         # For a step without a token in the loss TRL logs 0, which would look like perfect agreement.
         has_loss = metrics["episodes_in_loss"] > 0
@@ -308,8 +330,8 @@ class TrlAdapter(MetricsCallback):
             "weight_version": self._weight_version,
             "step_s": step_s,
             "optimize_s": optimize_s,
-            "overhead_cpu_s": rest_s + collector.overhead_cpu_s,
-            "overhead_s": rest_s + collector.overhead_s,
+            "overhead_cpu_s": rest_s + metrics["overhead_cpu_s"],
+            "overhead_s": rest_s + metrics["overhead_s"],
         }
 
     def _logged(self, key: str, logs: Mapping[str, float]) -> float:
@@ -356,22 +378,14 @@ class TrlAdapter(MetricsCallback):
         ]
 
     def _collect_groups(self, rollouts: RolloutRuntime, step: int) -> list[list[Episode]]:
-        """Return `problems_per_step` complete groups; the other started groups become pending."""
-        stage, collector = self._stage, rollouts.collector
-        started_at = perf_counter()
-        started = self.pending_groups + self._new_groups(self.trainer.state.global_step - self._earlier_steps)
-        is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
-        results = rollouts.loop_thread.run(
-            collector.collect_groups,
-            started,
-            limits=stage,
-            seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
-            min_complete=stage.problems_per_step,
-            must_complete=sum(group[0].steps_carried >= stage.max_staleness_steps for group in self.pending_groups),
-            is_decided=is_decided if stage.cancel_stragglers else None,
-        )
-        self._step_metrics["rollout_s"] = perf_counter() - started_at
-        self._step_metrics["nan_turns"] = collector.nan_turns
+        """Return `problems_per_step` complete groups; the other started groups become pending. Start to sample the next
+        step's groups, if they are sampled beside this step."""
+        stage, waiting_since = self._stage, perf_counter()
+        started, results, measured = rollouts.loop_thread.result(self._next_groups or self._start(rollouts, step))
+        self._step_metrics |= measured
+        self._step_metrics["rollout_wait_s"] += perf_counter() - waiting_since
+        is_last = step == self.step_offset + self._earlier_steps + stage.steps
+        self._next_groups = self._start(rollouts, step + 1) if stage.one_step_off_policy and not is_last else None
         complete = ((number, group) for number, group in enumerate(results) if group)
         taken = dict(islice(complete, stage.problems_per_step))
         self.pending_groups = [group for number, group in enumerate(started) if number not in taken]
@@ -379,6 +393,28 @@ class TrlAdapter(MetricsCallback):
             for episode in group:
                 episode.steps_carried += 1
         return list(taken.values())
+
+    def _start(self, rollouts: RolloutRuntime, step: int) -> Future[_Collected]:
+        """Start to sample the groups of `step`."""
+        stage, collector = self._stage, rollouts.collector
+        started = self.pending_groups + self._new_groups(step - 1 - self.step_offset - self._earlier_steps)
+        must_complete = sum(group[0].steps_carried >= stage.max_staleness_steps for group in self.pending_groups)
+        is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
+
+        async def collect() -> _Collected:
+            started_at = perf_counter()
+            results = await collector.collect_groups(
+                started,
+                limits=stage,
+                seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
+                min_complete=stage.problems_per_step,
+                must_complete=must_complete,
+                is_decided=is_decided if stage.cancel_stragglers else None,
+            )
+            measured = {name: getattr(collector, name) for name in ("nan_turns", "overhead_cpu_s", "overhead_s")}
+            return _Collected(started, results, measured | {"rollout_s": perf_counter() - started_at})
+
+        return rollouts.loop_thread.start(collect)
 
     def _new_groups(self, steps_done: int) -> list[list[Episode]]:
         """Return the groups to start after `steps_done` steps. The last steps start no more than they need.
@@ -398,7 +434,7 @@ class TrlAdapter(MetricsCallback):
         return groups
 
     def _async_metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-        """Return the metrics of straggler cancellation and partial rollouts, if they are on."""
+        """Return the metrics of cancelled stragglers and of episodes from earlier weights, if there may be any."""
         episodes = [episode for group in groups for episode in group]
         values: dict[str, float] = {}
         if self._stage.cancel_stragglers:
@@ -409,10 +445,11 @@ class TrlAdapter(MetricsCallback):
                 "cancelled_tokens": sum(episode.sampled_tokens for episode in cancelled),
             }
         if self._stage.partial_rollouts:
+            values["pending_groups"] = len(self.pending_groups)
+        if self._stage.partial_rollouts or self._stage.one_step_off_policy:
             tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
             by_staleness = {self._weight_version - version: count for version, count in tokens.items()}
             values |= {
-                "pending_groups": len(self.pending_groups),
                 "stale_token_share": 1 - by_staleness.get(0, 0) / tokens.total(),
                 "staleness_mean_steps": sum(steps * count for steps, count in by_staleness.items()) / tokens.total(),
             }

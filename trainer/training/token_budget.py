@@ -6,8 +6,8 @@ backward computation of some rows:
 
 - A row without a token in the loss is in no pass.
 - A pass has rows of similar length, padded to the longest of them: at most `micro_batch_tokens` positions.
-- The importance ratio of the engines' log-probabilities comes from the pass that computes the loss. No optimizer step
-  lies between sampling and loss, so its log-probabilities are those of the weights that sampled.
+- The importance ratio comes from the pass that computes the loss. A step has one optimizer step, so the pass has the
+  weights from which the step starts: the ratio corrects the engines' rounding, and weights that are older than these.
 
 Invariants:
 - The loss and its gradient are those of TRL on the same rows, to rounding. The denominator is the number of tokens in
