@@ -19,6 +19,7 @@ from tests.trainer.runs.show_cases import (
     HOSTILE_TEXTS,
     LAST_STEP,
     all_episodes,
+    decode_words,
     hostile_episode,
     show_arguments,
 )
@@ -52,7 +53,7 @@ async def browser() -> AsyncIterator[Browser]:
 def write_page(folder: RunFolder, tmp_path: Path, *args: str) -> str:
     """Write the page of a run folder and return its URL."""
     path = tmp_path / "run.html"
-    show.show_run(show_arguments(str(folder.path), "--html", str(path), *args))
+    show.show_run(show_arguments(str(folder.path), "--html", str(path), *args), decode_words)
     return path.as_uri()
 
 
