@@ -90,6 +90,17 @@ def check_layout(folder: Path, version: object, expected: int) -> None:
         )
 
 
+def check_same_settings(
+    folder: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any], changeable: tuple[str, ...] = ()
+) -> None:
+    """Raise `RecordError` if a setting differs whose name begins with none of `changeable`."""
+    if differing := [name for name in differing_settings(mine, theirs) if not name.startswith(changeable)]:
+        raise RecordError(
+            f"{folder} was written with other settings ({', '.join(differing[:5])}); use the same settings to continue "
+            "it, or another folder to start anew"
+        )
+
+
 def differing_settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of the settings that differ."""
     for name in sorted(mine.keys() | theirs.keys()):

@@ -131,7 +131,6 @@ class _Pending:
 class Collection:
     """One run of a collection. `problems` are read as they are needed. `num_problems`: their number, if known.
 
-    `on_group` is called with a problem and the number of its missing episodes, once all others are stored.
     `on_status` is called every `STATUS_INTERVAL_S` and at the end.
     """
 
@@ -143,12 +142,11 @@ class Collection:
         limits: CollectionLimits,
         *,
         num_problems: int | None = None,
-        on_group: Callable[[Problem, int], None] = lambda _problem, _missing: None,
         on_status: Callable[[CollectionStatus], None] = lambda _status: None,
     ) -> None:
         self.status = CollectionStatus(None if num_problems is None else num_problems * limits.samples_per_problem)
         self._store, self._executor, self._limits = store, executor, limits
-        self._on_group, self._on_status = on_group, on_status
+        self._on_status = on_status
         self._problems = iter(problems)
         self._has_problems = True
         """Whether `problems` may have more."""
@@ -247,13 +245,12 @@ class Collection:
         return sample
 
     def _close_group(self, group: _Group) -> None:
-        """Count and report the group if none of its episodes is open."""
+        """Count the group if none of its episodes is open."""
         if not group.num_open:
             self.status.groups += 1
             self.status.incomplete_groups += bool(group.num_missing)
             if group.num_missing:
                 logger.warning("problem %s lacks %d episodes that failed", group.problem.id, group.num_missing)
-            self._on_group(group.problem, group.num_missing)
 
     async def _handle(self, events: Sequence[Event]) -> None:
         """Make events durable, and then act on them."""

@@ -35,8 +35,8 @@ from trainer.episodes.episode import Episode
 from trainer.json_files import (
     RecordError,
     check_layout,
+    check_same_settings,
     complete_lines,
-    differing_settings,
     read_json,
     remove_torn_line,
     write_json,
@@ -161,26 +161,22 @@ class EpisodeStore:
 
     def write(
         self, episodes: Sequence[Episode] = (), growth: Sequence[Growth] = (), failures: Sequence[Failure] = ()
-    ) -> list[bool]:
-        """Write and fsync. Return for each episode whether it was stored; False if its key has one already.
+    ) -> None:
+        """Write and fsync. An episode whose key has one already is dropped.
 
         After an `OSError`, such as a full disk, the store accepts nothing more: a new writer has to repair it.
         """
         if self._is_broken:
             raise OSError(f"{self.path}: an earlier write failed; open the store again")
         self._is_broken = True
-        is_stored = self._write(episodes, growth, failures)
+        self._write(episodes, growth, failures)
         self._is_broken = False
-        return is_stored
 
-    def _write(self, episodes: Sequence[Episode], growth: Sequence[Growth], failures: Sequence[Failure]) -> list[bool]:
+    def _write(self, episodes: Sequence[Episode], growth: Sequence[Growth], failures: Sequence[Failure]) -> None:
         accepted: dict[Key, Episode] = {}
-        is_stored = []
         for episode in episodes:
-            key = Key.of(episode)
-            is_stored.append(key not in accepted and key not in self)
-            if is_stored[-1]:
-                accepted[key] = episode
+            if (key := Key.of(episode)) not in self:
+                accepted.setdefault(key, episode)
         for item in growth:
             number, _, _ = self._journal.append(_GROWTH.dump_json(item))
             self._journal_keys.setdefault(number, set()).add(Key.of(item.tail))
@@ -199,7 +195,6 @@ class EpisodeStore:
         _insert(self._index, rows)
         for key in accepted:
             self._forget(key)
-        return is_stored
 
     def _forget(self, key: Key) -> None:
         """Drop what was kept for an unfinished episode, and the journal files that no unfinished episode needs."""
@@ -388,11 +383,7 @@ def _bind_manifest(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         write_json(path, {"layout_version": LAYOUT_VERSION, "settings": settings})
         return
-    if differing := list(differing_settings(settings, _read_manifest(path)["settings"])):
-        raise RecordError(
-            f"{path.parent} has a collection with other settings ({', '.join(differing[:5])}); use the same settings "
-            "to continue it, or another directory to start a new one"
-        )
+    check_same_settings(path.parent, settings, _read_manifest(path)["settings"])
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,16 @@ from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
-from trainer.environments.connection import open_sandbox
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
-from trainer.episodes.chat_format import ChatFormat, ToolSchema
+from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
 from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
 from trainer.recipe.rollout_session import (
+    connect_sandbox,
+    create_pool,
     endpoint_settings,
     load_chat_format,
     open_engine_pool,
@@ -49,7 +50,6 @@ from trainer.recipe.rollout_session import (
     vllm_clients,
 )
 from trainer.rollout.loop_thread import LoopThread
-from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
 from trainer.training.grpo import RolloutRuntime
 
@@ -157,25 +157,25 @@ async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
         raise ConfigError("engines.endpoints: expected the URLs of vLLM servers that all nodes can reach, got none")
     async with open_engine_pool(spec.config, spec.model, spec.run_dir):
         pass
-    return HostSpec(spec.config, spec.model, spec.run_dir, spec.has_sandbox, share=1 / num_nodes())
+    return replace(spec, share=1 / num_nodes())
 
 
 @asynccontextmanager
 async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
     """Open engines, sandbox and environments, and yield the function that runs an episode with them."""
     config, limits = spec.config, spec.config.collect
+
+    @cache
+    def chat_format(tools: str) -> ChatFormat:
+        return load_chat_format(config, spec.model, json.loads(tools))
+
     async with AsyncExitStack() as stack:
-        sandbox = None
-        if spec.has_sandbox:
-            endpoints = expand_urls(config.sandbox.endpoints) or "local"
-            sandbox = await stack.enter_async_context(
-                open_sandbox(endpoints, timeout_s=config.sandbox.timeout_s, memory_mb=config.sandbox.memory_mb)
-            )
+        sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
         services = await stack.enter_async_context(open_services(sandbox))
         pool = await stack.enter_async_context(_open_pool(spec))
         yield EpisodeHost(
             pool,
-            _ChatFormats(config, spec.model),
+            lambda tools: chat_format(json.dumps(list(tools), sort_keys=True)),
             partial(open_environment, services=services),
             limits,
             config.seed,
@@ -196,28 +196,10 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         return
     with model_errors_as_config_errors(spec.model):
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
-    pool = EnginePool(
-        vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share),
-        scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
-        turn_timeout_s=engines.turn_timeout_s,
-        all_down_timeout_s=engines.max_down_s or ALL_DOWN_TIMEOUT_S,
-    )
-    async with pool:
+    clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
+    max_down_s = engines.max_down_s or ALL_DOWN_TIMEOUT_S  # with 0, episodes would fail before the engines are up
+    async with create_pool(engines, clients, all_down_timeout_s=max_down_s) as pool:
         yield pool
-
-
-class _ChatFormats:
-    """The chat format of a model for each set of tools."""
-
-    def __init__(self, config: RunConfig, model: Path) -> None:
-        self._config, self._model = config, model
-        self._by_tools: dict[str, ChatFormat] = {}
-
-    def __call__(self, tools: Sequence[ToolSchema]) -> ChatFormat:
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._by_tools:
-            self._by_tools[key] = load_chat_format(self._config, self._model, tools)
-        return self._by_tools[key]
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
 from rich.table import Table
 
 from trainer.episodes.episode import Episode, Problem
@@ -150,10 +151,7 @@ def read_eval_reports(problems: Iterable[Problem], samples: int, eval_dir: Path)
 
 def reports_from_json(content: Mapping[str, Any]) -> dict[str, EvalReport]:
     """Return the reports that `asdict` has turned into dictionaries."""
-    return {
-        source: EvalReport(**{**row, "measures": {name: Estimate(**m) for name, m in row["measures"].items()}})
-        for source, row in content.items()
-    }
+    return TypeAdapter(dict[str, EvalReport]).validate_python(content)
 
 
 def summary_scores(reports: Mapping[str, EvalReport]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from trainer.recipe.phases import (
     RecipeRun,
     TrainResult,
 )
-from trainer.recipe.rollout_session import endpoint_settings, load_chat_format, open_rollout, open_run_sandbox
+from trainer.recipe.rollout_session import connect_sandbox, endpoint_settings, load_chat_format, open_rollout
 from trainer.rollout.loop_thread import LoopThread
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
@@ -106,7 +106,7 @@ def _prepare_problems(
 def _unparsable_answers(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
     """Return the answers that the checker does not find equivalent to themselves. Every response would be wrong."""
     with LoopThread() as loop_thread:
-        sandbox = open_run_sandbox(loop_thread, config.sandbox)
+        sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         outcomes = loop_thread.run(sandbox.answer_checker.verify, [(answer, answer) for answer in answers])
     if unchecked := outcomes.count(VerifyOutcome.UNAVAILABLE):
         raise NoRewardsError(f"{unchecked} of {len(answers)} answers could not be checked, since the sandbox failed")

@@ -15,12 +15,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -194,33 +193,26 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
                 f"GPUs: expected {expected} here, got {visible}; lower hardware.gpus_per_node or engines.count, or "
                 "make more GPUs visible"
             )
-    if starts_servers and not _has_vllm(python := engines.vllm_python or sys.executable):
+    if not starts_servers:
+        return
+    python = engines.vllm_python or sys.executable
+    words = [word for name, value in engines.args.items() for word in option_words(name, value)]
+    if _python_error(python, FIND_VLLM_CODE):
         yield (
             f"engines: {python} has no vLLM; name a Python that has it in engines.vllm_python, or set engines.endpoints"
         )
-    elif starts_servers and engines.args and (reason := _rejected_options(python, engines.args)):
+    elif words and (reason := _python_error(python, CHECK_OPTIONS_CODE, *words)):
         yield f"engines.args: {reason}"
 
 
-def _has_vllm(python: str) -> bool:
+def _python_error(python: str, code: str, *words: str) -> str:
+    """Return why `python` does not run `code` with exit code 0: the last line on stderr. Empty if it does."""
     try:
-        return not subprocess.run(
-            [python, "-c", FIND_VLLM_CODE], capture_output=True, timeout=PYTHON_TIMEOUT_S
-        ).returncode
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-def _rejected_options(python: str, args: Mapping[str, Any]) -> str:
-    """Return the reason why vLLM does not accept more options; empty if it does."""
-    words = [word for name, value in args.items() for word in option_words(name, value)]
-    try:
-        run = subprocess.run(
-            [python, "-c", CHECK_OPTIONS_CODE, *words], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S
-        )
+        run = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"expected {python} to check the options, got {type(error).__name__}: {error}"
-    return run.stderr.strip().rpartition("\n")[2] if run.returncode else ""
+        return f"expected {python} to run, got {type(error).__name__}: {error}"
+    last_line = run.stderr.strip().rpartition("\n")[2]
+    return (last_line or f"exit code {run.returncode}") if run.returncode else ""
 
 
 async def _check_servers(config: RunConfig) -> list[str]:

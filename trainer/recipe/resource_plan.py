@@ -35,20 +35,20 @@ PROMPT_ALLOWANCE = 1024
 LESS_MEMORY_ADVICE = "lower micro_batch_tokens (sft: micro_batch_size) or set gradient_checkpointing or sharding"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
     """What SFT or a stage needs, if every episode has its maximum length. A value that does not apply is None."""
 
-    episodes: int | None
+    episodes: int | None = None
     """Episodes sampled per training step."""
     trained_rows: int
-    sampled_tokens: int | None
+    sampled_tokens: int | None = None
     trained_tokens: int
     train_bytes: int
     """Memory of one training GPU or, without GPUs, of the machine."""
     gpu_share: float | None
     """The share of a GPU's memory that training and an engine on it take. More than 1 does not fit."""
-    episodes_per_engine: int | None
+    episodes_per_engine: int | None = None
     """Episodes of maximum length that one engine runs at once. 0 does not fit."""
 
 
@@ -200,15 +200,11 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
     # Engines that the run starts do not exist during SFT; engines at endpoints do.
     sft_pass_tokens = sft.micro_batch_size * sft.max_conversation_tokens
     sft_bytes, sft_share = memory(sft, sft_pass_tokens, shared_bytes if engines.endpoints else 0)
-    sft_tokens = sft.batch_size * sft.max_conversation_tokens
     sft_plan = PhasePlan(
-        episodes=None,
         trained_rows=sft.batch_size,
-        sampled_tokens=None,
-        trained_tokens=sft_tokens,
+        trained_tokens=sft.batch_size * sft.max_conversation_tokens,
         train_bytes=sft_bytes,
         gpu_share=sft_share,
-        episodes_per_engine=None,
     )
     return ResourcePlan(
         parameters=parameters,

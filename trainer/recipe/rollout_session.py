@@ -7,13 +7,14 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import ConfigError, EnginesConfig, RunConfig, SandboxConfig, expand_urls
+from trainer.engines.engine import Engine
 from trainer.engines.local import LocalEngine
 from trainer.engines.openai_client import OpenAIEngine
 from trainer.engines.pool import EnginePool
@@ -45,10 +46,10 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
         return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt)
 
 
-def open_run_sandbox(loop_thread: LoopThread, config: SandboxConfig) -> SandboxConnection:
-    """Connect to the sandbox, or start one, until `loop_thread` exits."""
+def connect_sandbox(config: SandboxConfig) -> AbstractAsyncContextManager[SandboxConnection]:
+    """Connect to the sandbox, or start one, until the block ends."""
     endpoints = expand_urls(config.endpoints) or "local"
-    return loop_thread.enter(open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb))
+    return open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb)
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
     """Open engines with the weights of `model`, the sandbox, and a collector that uses them."""
     config = run.config
     with LoopThread() as loop_thread:
-        sandbox = open_run_sandbox(loop_thread, config.sandbox)
+        sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # each collection over the objects of the libraries would take 0.2 s
         chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify
@@ -77,19 +78,12 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
         if engines.kind == "local":
             with model_errors_as_config_errors(model):
                 local = LocalEngine(weights, max_num_seqs=engines.max_num_seqs, max_model_len=engines.max_model_len)
-            options: dict[str, Any] = {"transfer": load_by_engine, "all_down_timeout_s": ALL_DOWN_TIMEOUT_S}
+            transfer: dict[str, Any] = {"transfer": load_by_engine}
             pool_engines: Sequence[LocalEngine | VllmEngine] = [local]
         else:
             pool_engines = await _vllm_engines(stack, config, model, run_dir, weights.config.vocab_size)
-            # Only vLLM servers are restarted, so episodes wait longer for them than for a local engine.
-            options = {**_weight_transfer(config, run_dir), "all_down_timeout_s": engines.max_down_s}
-        pool = EnginePool(
-            pool_engines,
-            **options,
-            probe=SyncProbe(model, dtype),
-            scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
-            turn_timeout_s=engines.turn_timeout_s,
-        )
+            transfer = _weight_transfer(config, run_dir)
+        pool = create_pool(engines, pool_engines, probe=SyncProbe(model, dtype), **transfer)
         await stack.enter_async_context(pool)
         await pool.sync_weights(weights.state_dict(), 0)  # servers may have the weights of another phase or run
         del weights  # up to 28 GB that the engines have copied
@@ -111,19 +105,26 @@ async def open_openai_pool(config: RunConfig, tokenizer_path: Path, share: float
     clients = [
         OpenAIEngine(url, tokenizer, engines, api_key=api_key, share=share) for url in expand_urls(engines.endpoints)
     ]
-    pool = EnginePool(
-        clients,
-        scheduler=Scheduler(engines.max_model_len, POLICIES[engines.placement_policy]),
-        turn_timeout_s=engines.turn_timeout_s,
-        all_down_timeout_s=engines.max_down_s,
-    )
-    async with pool:
+    async with create_pool(engines, clients) as pool:
         errors = await asyncio.gather(*(client.check_alive() for client in clients), return_exceptions=True)
         if rejection := next((error for error in errors if isinstance(error, ValueError)), None):
             raise ConfigError(f"engines: {rejection}; see the settings of kind=openai") from rejection
         if error := all(errors) and errors[0]:
             raise error
         yield pool
+
+
+def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: Any) -> EnginePool:
+    """Return a pool of `engines` that is not open yet. `options` are arguments of `EnginePool` that differ from
+    `settings`, or are not in it."""
+    # Only servers are restarted, so episodes wait longer for them than for a local engine.
+    max_down_s = ALL_DOWN_TIMEOUT_S if settings.kind == "local" else settings.max_down_s
+    return EnginePool(
+        engines,
+        scheduler=Scheduler(settings.max_model_len, POLICIES[settings.placement_policy]),
+        turn_timeout_s=settings.turn_timeout_s,
+        **{"all_down_timeout_s": max_down_s, **options},
+    )
 
 
 def endpoint_settings(engines: EnginesConfig) -> dict[str, Any]:

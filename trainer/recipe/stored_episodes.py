@@ -133,7 +133,7 @@ def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1
         scores = asyncio.run(
             _score_all(episodes(), max_response_chars, sandbox or "local" if has_sandbox else "", advance)
         )
-    write_rows(out, ({name: getattr(score, name) for name in Score.__slots__} for score in scores))
+    write_rows(out, scores)
     return Counter(f"{_text(score.stored_reward)} -> {_text(score.reward)}" for score in scores)
 
 

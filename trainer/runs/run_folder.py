@@ -22,10 +22,9 @@ from trainer.episodes import roc
 from trainer.episodes.episode import Episode
 from trainer.episodes.metrics import METRICS
 from trainer.json_files import (
-    RecordError,
     append_rows,
     check_layout,
-    differing_settings,
+    check_same_settings,
     read_json,
     read_rows,
     write_json,
@@ -66,12 +65,7 @@ class RunFolder:
         compared as it is.
         """
         mine, theirs = json.loads(json.dumps([config, saved or self.read_config()]))
-        differing = [name for name in differing_settings(mine, theirs or mine) if not name.startswith(changeable)]
-        if differing:
-            raise RecordError(
-                f"{self.path} has a run with other settings ({', '.join(differing[:5])}); use the same settings to "
-                "continue it, or another folder to start a new run"
-            )
+        check_same_settings(self.path, mine, theirs or mine, changeable)
         write_json(self.path / "config.json", {"layout_version": LAYOUT_VERSION, "config": mine})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -132,12 +126,9 @@ class RunFolder:
         if self._metrics_path.exists():
             kept = takewhile(lambda row: bool(row["step"] <= step), self.read_metrics())
             write_rows(self._metrics_path, kept)
-        for later in self.episode_steps():
-            if later > step:
-                self._episodes_path(later).unlink()
-        for later in self.entropy_steps():
-            if later > step:
-                self._entropies_path(later).unlink()
+        for file in self.path.glob("*/step_*.jsonl"):
+            if _step_of(file) > step:
+                file.unlink()
 
     # Reading
 
@@ -158,7 +149,7 @@ class RunFolder:
 
     def episode_steps(self) -> list[int]:
         """Return the training steps that have episodes, ascending."""
-        return sorted(int(path.stem[5:]) for path in self.path.glob("episodes/step_*.jsonl"))
+        return sorted(map(_step_of, self.path.glob("episodes/step_*.jsonl")))
 
     def read_episodes(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's episodes in the order in which they were written."""
@@ -166,7 +157,7 @@ class RunFolder:
 
     def entropy_steps(self) -> list[int]:
         """Return the training steps that have entropies, ascending."""
-        return sorted(int(path.stem[5:]) for path in self.path.glob("entropies/step_*.jsonl"))
+        return sorted(map(_step_of, self.path.glob("entropies/step_*.jsonl")))
 
     def read_entropies(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's entropies."""
@@ -193,3 +184,8 @@ class RunFolder:
         if self.save_logprobs:
             row["logprobs"] = [logprob if logprob is None else round(logprob, 6) for logprob in episode.logprobs]
         return row
+
+
+def _step_of(file: Path) -> int:
+    """Return the training step of a file named `step_000001.jsonl`."""
+    return int(file.stem.removeprefix("step_"))

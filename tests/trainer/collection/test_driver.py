@@ -40,20 +40,14 @@ async def collect(
     *,
     max_episodes: int = 4,
     samples: int = 2,
-    on_group: Callable[[Problem, int], None] = lambda problem, missing: None,
     **limits: float,
 ) -> CollectionStatus:
     with EpisodeStore(path, {}) as store:
         async with LocalExecutor(run_episode, max_episodes) as executor:
-            collection = Collection(
-                store,
-                executor,
-                problems(num_problems),
-                CollectionLimits(samples, **limits),
-                num_problems=num_problems,
-                on_group=on_group,
-            )
-            return await collection.run()
+            own_limits = CollectionLimits(samples, **limits)
+            return await Collection(
+                store, executor, problems(num_problems), own_limits, num_problems=num_problems
+            ).run()
 
 
 def stored(path: Path) -> list[Key]:
@@ -79,13 +73,10 @@ class FailingRuns:
 
 @pytest.mark.parametrize("max_episodes", [1, 4, 100])
 async def test_every_sample_of_every_problem_is_stored_once(tmp_path: Path, max_episodes: int) -> None:
-    groups: list[tuple[str, int]] = []
-    status = await collect(
-        tmp_path, make_host().run, max_episodes=max_episodes, on_group=lambda p, missing: groups.append((p.id, missing))
-    )
+    status = await collect(tmp_path, make_host().run, max_episodes=max_episodes)
     assert stored(tmp_path) == [Key(f"p{problem}", sample) for problem in range(3) for sample in range(2)]
-    assert sorted(groups) == [("p0", 0), ("p1", 0), ("p2", 0)]
-    assert (status.done, status.groups, status.queued, status.running) == (6, 3, 0, 0)
+    assert (status.done, status.groups, status.incomplete_groups) == (6, 3, 0)
+    assert (status.queued, status.running) == (0, 0)
     with StoreReader(tmp_path) as reader:
         assert [episode.reward for episode in reader.episodes()] == [1.0] * 6
 
@@ -110,10 +101,9 @@ async def test_a_failed_try_is_repeated_within_its_budget(tmp_path: Path) -> Non
 
 async def test_a_sample_that_fails_for_good_is_replaced_and_never_run_again(tmp_path: Path) -> None:
     runs = FailingRuns({("p0", 1): [FailureKind.ENVIRONMENT] * 99})
-    groups: list[tuple[str, int]] = []
-    status = await collect(tmp_path, runs, 1, on_group=lambda p, missing: groups.append((p.id, missing)))
+    status = await collect(tmp_path, runs, 1)
     assert stored(tmp_path) == [Key("p0", 0), Key("p0", 2)]
-    assert (status.failed, status.refills, groups) == (1, 1, [("p0", 0)])
+    assert (status.failed, status.refills, status.groups, status.incomplete_groups) == (1, 1, 1, 0)
     tries = runs.tries[("p0", 1)]
     await collect(tmp_path, runs, 1)
     assert (tries, runs.tries[("p0", 1)]) == (2, 2)
@@ -121,10 +111,8 @@ async def test_a_sample_that_fails_for_good_is_replaced_and_never_run_again(tmp_
 
 async def test_a_group_that_cannot_be_refilled_is_closed_as_incomplete(tmp_path: Path) -> None:
     runs = FailingRuns({("p0", sample): [FailureKind.ENVIRONMENT] * 99 for sample in range(9)})
-    groups: list[tuple[str, int]] = []
-    status = await collect(tmp_path, runs, 2, max_refills=2, on_group=lambda p, missing: groups.append((p.id, missing)))
-    assert sorted(groups) == [("p0", 2), ("p1", 0)]
-    assert (status.incomplete_groups, status.failed, status.refills) == (1, 4, 2)
+    status = await collect(tmp_path, runs, 2, max_refills=2)
+    assert (status.groups, status.incomplete_groups, status.failed, status.refills) == (2, 1, 4, 2)
 
 
 async def test_a_long_outage_ends_the_collection_with_the_reason(tmp_path: Path) -> None:

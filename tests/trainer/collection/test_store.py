@@ -78,7 +78,7 @@ def stored_episodes(path: Path) -> list[Episode]:
 def test_an_episode_is_read_back_as_it_was_written(path: Path) -> None:
     written = [sample_episode(problem, sample) for problem in "ab" for sample in range(3)]
     with open_store(path) as store:
-        assert store.write(written) == [True] * 6
+        store.write(written)
     for left, right in zip(written, stored_episodes(path), strict=True):
         assert_equal(left, right)
 
@@ -86,10 +86,10 @@ def test_an_episode_is_read_back_as_it_was_written(path: Path) -> None:
 def test_a_key_is_stored_once(path: Path) -> None:
     first, second = sample_episode(seed=1), sample_episode(seed=2)
     with open_store(path) as store:
-        assert store.write([first, second]) == [True, False]
-        assert store.write([second]) == [False]
+        store.write([first, second])
+        store.write([second])
     with open_store(path) as store:
-        assert store.write([second]) == [False]
+        store.write([second])
     (kept,) = stored_episodes(path)
     assert_equal(kept, first)
 
@@ -262,7 +262,8 @@ def test_nothing_is_written_after_a_failed_write(path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="an earlier write failed"):
             store.write([sample_episode()])
     with open_store(path) as store:
-        assert Key("a", 0) in store or store.write([sample_episode()]) == [True]
+        store.write([sample_episode()])
+        assert Key("a", 0) in store
     assert stored_keys(path) == [("a", 0)]
 
 
@@ -276,7 +277,7 @@ with open_store(Path(sys.argv[1])) as store:
     for sample in range(10_000):
         if Key("a", sample) not in store:
             store.write(growth=[Growth(0, prefix(long_episode("a", sample), 1))])
-            assert store.write([sample_episode("a", sample)]) == [True]
+            store.write([sample_episode("a", sample)])
             print(sample, flush=True)
 """
 

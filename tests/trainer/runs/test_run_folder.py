@@ -219,7 +219,7 @@ def test_a_run_folder_accepts_other_values_of_changeable_settings_only(folder: R
     config = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
     folder.bind_config(config)
     folder.bind_config(config | {"data": ["a"]})
-    with pytest.raises(RecordError, match=r"has a run with other settings \(data, model.path\); use the same settings"):
+    with pytest.raises(RecordError, match=r"was written with other settings \(data, model.path\); use the same"):
         folder.bind_config({"model": {"path": "big", "dtype": "float32"}, "run_dir": "x"})
     folder.bind_config(config | {"run_dir": "y"}, changeable=("run_dir",))
     assert folder.read_config() == {"model": config["model"], "data": ["a"], "run_dir": "y"}

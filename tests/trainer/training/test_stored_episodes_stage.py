@@ -44,9 +44,10 @@ def test_stored_episodes_train_like_the_same_episodes_online(
     online, sampler = StageRun(tmp_path / "online", model, loop_thread), RecordingSampler(model)
     expected = online.run(sampler, num_problems=NUM_PROBLEMS)
     with EpisodeStore(tmp_path / "store", {}) as store:
-        assert all(store.write(sampler.episodes))
+        store.write(sampler.episodes)
     stage = online.stage
     with StoreReader(tmp_path / "store") as reader:
+        assert len(list(reader.query("sample"))) == len(sampler.episodes)
         assert {p.id for p in stored_problems(reader.path, stage.samples_per_problem)} == {
             p.id for p in problems(NUM_PROBLEMS)
         }
