@@ -37,7 +37,7 @@ def print_tables(rows: Sequence[Row], decode: Decode, max_kinds: int = 15) -> No
     """Print the most frequent tokens with high entropy, apart for the model's text and after tool responses."""
     tokens = list(chain.from_iterable(sampled_tokens(row["response_ids"], row["entropies"]) for row in rows))
     threshold, console = high_entropy_threshold(tokens), Console(highlight=False, markup=False)
-    console.print(f"{len(rows)} episodes; high entropy: at least {threshold:.3g} nats, a fifth of all tokens")
+    console.print(f"Episodes: {len(rows)}; high entropy: at least {threshold:.3g} nats, a fifth of all tokens")
     for title, is_reflection in (("The model's own text", False), ("Right after a tool response", True)):
         part = [token for token in tokens if token.is_reflection is is_reflection]
         measured = entropy_table(part, threshold, max_kinds)
