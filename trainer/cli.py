@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,21 +225,29 @@ def show(args: argparse.Namespace) -> None:
     """Show a run in the terminal or as a page, also while it goes on."""
     from trainer.runs.show import show_run
 
-    show_run(args)
+    show_run(args, _decoder(args))
 
 
 def entropy(args: argparse.Namespace) -> None:
     """Show which tokens of a run's trained episodes had the highest entropy."""
-    from transformers import AutoTokenizer
-
-    from trainer.config import ConfigError
     from trainer.runs.entropy import show_entropy
 
-    models = sorted(args.run.glob("stages/*/model"))  # every model of a run has the same tokenizer
-    if not args.model and not models:
-        raise ConfigError(f"{args.run}: has no model yet; name its tokenizer with --model")
-    tokenizer = AutoTokenizer.from_pretrained(args.model or models[0])
-    show_entropy(args, lambda token: str(tokenizer.decode([token])))
+    show_entropy(args, _decoder(args))
+
+
+def _decoder(args: argparse.Namespace) -> Callable[[Sequence[int]], str]:
+    """Return the function from token ids to text. Its first call loads the tokenizer; without one it shows the ids."""
+    found = sorted(args.run.glob("stages/*/model/tokenizer_config.json"))  # every model of a run has the same
+    if not args.model and not found:
+        return lambda ids: "".join(f"[{token}]" for token in ids)
+
+    @cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(args.model or found[0].parent)
+
+    return lambda ids: str(tokenizer().decode(ids))
 
 
 # The command line
@@ -362,17 +371,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
 
     command = add("show", show)
+    tokenizer: Any = {
+        "metavar": "PATH",
+        "help": "tokenizer of the shown tokens (default: the run's own; without one, ids are shown)",
+    }
     command.add_argument("run", type=Path, help="the run folder")
     command.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
     command.add_argument(
         "--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)"
     )
-    command.add_argument("--step", type=int, metavar="STEP", help="show only the episodes of this step")
+    command.add_argument("--step", type=int, metavar="STEP", help="only the episodes and entropies of this step")
+    command.add_argument(
+        "--episode", metavar="STEP/PROBLEM/SAMPLE", help="print this episode, with its tokens of high entropy marked"
+    )
+    command.add_argument("--model", **tokenizer)
     command = add("entropy", entropy)
     command.add_argument("run", type=Path, help="the run folder; it was trained with storage.save_entropies")
     command.add_argument("--step", type=int, metavar="STEP", help="only this training step (default: all)")
-    command.add_argument("--episode", metavar="STEP/PROBLEM/SAMPLE", help="show an episode with its tokens marked")
-    command.add_argument("--model", metavar="PATH", help="folder or hub name of the tokenizer (default: the run's)")
+    command.add_argument("--model", **tokenizer)
     return parser
 
 

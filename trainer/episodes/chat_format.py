@@ -72,8 +72,8 @@ class Tokenizer(Protocol):
 class TemplateTokenizer(Tokenizer, Protocol):
     """A tokenizer that may have a chat template."""
 
-    @property
-    def chat_template(self) -> object: ...
+    chat_template: Any
+
     def apply_chat_template(
         self,
         conversation: list[dict[str, Any]],
@@ -298,27 +298,24 @@ def tokenizer_format(
             ) from error
 
     instructions = "" if system_prompt else ANSWER_INSTRUCTIONS
-    _check_earlier_turns(tokenizer, render, bool(system_prompt))
+    _check_earlier_turns(tokenizer, render)
     if not system_prompt:
         _check_tool_call(render)
     return ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions)
 
 
-def _check_earlier_turns(
-    tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str], has_system_message: bool
-) -> None:
+def _check_earlier_turns(tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str]) -> None:
     """Render a growing conversation. Raises `ValueError` unless each rendering begins with the tokens of the last."""
     roles = ("user", "assistant", "tool", "assistant", "user", "assistant")
     contents = {"user": "1 + 1?", "assistant": f"{REASONING}\n\n{_CALL}", "tool": "2"}
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if has_system_message else []
+    messages: list[dict[str, Any]] = []
     shorter: list[int] = []
     for role, next_role in pairwise((*roles, "")):
         messages.append({"role": role, "content": contents[role]})
         text = render(messages, True, next_role == "assistant")
         longer = tokenizer.encode(text, add_special_tokens=False)
         if longer[: len(shorter)] != shorter:
-            count = sum(message["role"] == "assistant" for message in messages)
-            change = "removes the reasoning of" if text.count(REASONING) < count else "changes"
+            change = "changes" if text.count(REASONING) == len(messages) // 2 else "removes the reasoning of"
             raise ValueError(
                 f"the chat template {change} earlier turns if a message from {role!r} follows; {TEMPLATE_ADVICE}"
             )

@@ -14,6 +14,8 @@ from statistics import fmean
 
 TOP_SHARE = 0.2
 """The share of all tokens that counts as high entropy."""
+LEAST_ENTROPY = 1e-4
+"""Nats. Entropies are recorded with four decimals, so a token below has the entropy 0."""
 REFLECTION_TOKENS = 10
 """Number of sampled tokens after a tool response that are reflection tokens."""
 
@@ -25,6 +27,11 @@ class SampledToken:
     id: int
     entropy: float
     is_reflection: bool
+
+    def kind(self, threshold: float) -> str:
+        """Return "forking" or "reflection" for an entropy of at least `threshold`, else "sampled"."""
+        high = "reflection" if self.is_reflection else "forking"
+        return high if self.entropy >= threshold else "sampled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +67,13 @@ def sampled_tokens(ids: Sequence[int], entropies: Sequence[float | None]) -> Ite
 
 
 def high_entropy_threshold(tokens: Iterable[SampledToken]) -> float:
-    """Return the least entropy among the fifth of the tokens with the highest entropy; infinity without tokens."""
+    """Return the least entropy among the fifth of the tokens with the highest entropy; infinity without tokens.
+
+    It is positive: of a model that is sure of most tokens, fewer than a fifth have high entropy.
+    """
     ordered = sorted(token.entropy for token in tokens)
-    return ordered[min(len(ordered) - 1, round(len(ordered) * (1 - TOP_SHARE)))] if ordered else float("inf")
+    least = ordered[min(len(ordered) - 1, round(len(ordered) * (1 - TOP_SHARE)))] if ordered else float("inf")
+    return max(least, LEAST_ENTROPY)
 
 
 def entropy_table(tokens: Sequence[SampledToken], threshold: float, max_kinds: int) -> EntropyTable:

@@ -210,8 +210,7 @@ def _chat_rows(chat_format: ChatFormat) -> Callable[[Episode], dict[str, Any]]:
 
 def _chat_format(reader: StoreReader) -> ChatFormat:
     settings = reader.settings()
-    names = ("chat_format", "chat_template", "system_prompt")
-    model = ModelConfig(**{name: settings[name] for name in names})
+    model = ModelConfig(**{name: settings[name] for name in ("chat_format", "chat_template", "system_prompt")})
     return load_chat_format(RunConfig(model=model), Path(settings["model"]))
 
 

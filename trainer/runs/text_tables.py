@@ -17,6 +17,10 @@ SPARKLINE_WIDTH = 32
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+class ShowError(ValueError):
+    """What shall be shown does not exist, or the page cannot be written."""
+
+
 def table(*heads: str, title: str = "") -> Table:
     """Return an empty table. A head ending in > has a column of numbers, one ending in … a column that may wrap."""
     rows = Table(

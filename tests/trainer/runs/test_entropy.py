@@ -1,47 +1,111 @@
-"""`rstar-train entropy` on a run folder that is written here."""
+"""Tokens with high entropy in `rstar-train entropy` and `rstar-train show`, for a run folder that is written here."""
 
 from __future__ import annotations
 
-import argparse
+import random
 from pathlib import Path
 
 import pytest
 
-from trainer.runs.entropy import show_entropy
+from tests.trainer.fakes import qwen_tokenizer
+from tests.trainer.run_folders import episode
+from trainer import cli
+from trainer.runs.entropy import marked_text
 from trainer.runs.run_folder import RunFolder
-from trainer.runs.show import ShowError
+from trainer.runs.show import sample_episodes
 
 WORDS = ["but", " 1", "wait", "\x1b[31m", "so"]
+ROW = {"problem": "p", "sample": 3, "response_ids": [0, 1, 3, 2, 4], "entropies": [3.0, 0.1, None, 2.0, 0.2]}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    row = {"problem": "p", "sample": 3, "response_ids": [0, 1, 3, 2, 4], "entropies": [3.0, 0.1, None, 2.0, 0.2]}
-    RunFolder(tmp_path).write_entropies(4, [{"step": 4, **row}])
+    """A run with an episode in step 4 whose entropies were recorded, and its tokenizer."""
+    folder = RunFolder(tmp_path)
+    folder.bind_config({})
+    written = episode(random.Random(1), "p", 3, skill=1.0)
+    folder.write_episodes(4, "rl1", [[written]], [[0]])
+    folder.write_entropies(4, [{"step": 4, **ROW}])
     return tmp_path
 
 
-def show(run: Path, capsys: pytest.CaptureFixture[str], episode: str | None = None, step: int | None = None) -> str:
-    show_entropy(argparse.Namespace(run=run, step=step, episode=episode), WORDS.__getitem__)
-    return capsys.readouterr().out
+@pytest.fixture(autouse=True)
+def _words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_decoder", lambda args: decode)
 
 
-def test_the_tables_separate_own_text_and_reactions_to_tools(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own, reactions = show(run, capsys).split("Right after a tool response")
-    assert "'but'" in own and "'wait'" not in own
-    assert "2 tokens, mean entropy 1.1 nats, 0.0% with high entropy" in " ".join(reactions.split())
+def decode(ids: object) -> str:
+    assert isinstance(ids, list)
+    return "".join(WORDS[token] for token in ids)
 
 
-def test_an_episode_is_shown_with_its_control_characters_escaped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = show(run, capsys, episode="4/p/3")
-    assert "but 1⟨1b⟩[31mwaitso" in text.replace("\n", "")
-    with pytest.raises(ShowError, match="expected STEP/PROBLEM/SAMPLE of an episode with entropies, such as 4/p/3"):
-        show(run, capsys, episode="4/p/9")
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return what a command prints, with its lines joined."""
+    assert cli.main(list(argv)) == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_without_entropies_says_what_to_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ShowError, match=r"set storage\.save_entropies"):
-        show(tmp_path, capsys)
+@pytest.mark.parametrize("command", ["entropy", "show"])
+def test_the_tables_separate_own_text_and_reactions_to_tools(
+    run: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    own, reactions = shown(capsys, command, str(run)).split("Right after a tool response")
+    assert "'but' 1 3.000" in own and "'wait'" not in own
+    assert "2 tokens, mean entropy 1.1 nats, 0.0% with high entropy" in reactions
+
+
+def test_a_pipe_gets_the_marked_tokens_in_brackets_with_control_characters_escaped(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, "show", str(run), "--episode", "4/p/3")
+    assert "⟦but⟧ 1⟨1b⟩[31mwaitso" in text
+    assert "'but' 1 3.000" in text
+
+
+def test_a_terminal_gets_the_marked_tokens_reversed(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    text = shown(capsys, "show", str(run), "--episode", "4/p/3")
+    assert "\x1b[7mbut\x1b[0m 1\x1b[2m⟨1b⟩[31m\x1b[0mwaitso" in text
+
+
+def test_an_episode_without_entropies_is_an_error_that_names_one(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", str(run), "--episode", "4/p/9"]) == 2
+    assert "expected STEP/PROBLEM/SAMPLE with entropies, such as 4/p/3" in capsys.readouterr().err
+    (run / "entropies/step_000004.jsonl").unlink()
+    for argv in (["show", str(run), "--episode", "4/p/3"], ["entropy", str(run)]):
+        assert cli.main(argv) == 2
+        assert "set storage.save_entropies" in capsys.readouterr().err
+
+
+def test_the_fifth_of_an_episodes_tokens_is_marked_apart_after_a_tool_response() -> None:
+    ids = [0, 1, 3, 2, 4, 1, 1, 1, 1, 1, 1]
+    row = {"response_ids": ids, "entropies": [3.0, 0.1, None, 2.0, *[0.0] * 7]}
+    assert list(marked_text(row, decode)) == [
+        ("forking", "but"),
+        ("sampled", " 1"),
+        ("tool", "\x1b[31m"),
+        ("reflection", "wait"),
+        ("sampled", "so 1 1 1 1 1 1"),
+    ]
+
+
+def test_a_token_without_entropy_is_never_marked() -> None:
+    row = {"response_ids": [0, 1, 1, 1, 1], "entropies": [0.0] * 5}
+    assert list(marked_text(row, decode)) == [("sampled", "but 1 1 1 1")]
+
+
+def test_the_episodes_of_a_page_have_their_marked_text(run: Path) -> None:
+    folder = RunFolder(run)
+    (row,) = sample_episodes(folder, [4], 10, decode)
+    assert row["marked_text"] == list(marked_text(ROW, decode))
+    (run / "entropies/step_000004.jsonl").unlink()
+    (row,) = sample_episodes(folder, [4], 10, decode)
+    assert "marked_text" not in row
 
 
 def test_a_continued_run_forgets_the_entropies_after_its_checkpoint(run: Path) -> None:
@@ -50,3 +114,14 @@ def test_a_continued_run_forgets_the_entropies_after_its_checkpoint(run: Path) -
     assert folder.entropy_steps() == [4]
     folder.truncate_after(3)
     assert folder.entropy_steps() == []
+
+
+def test_the_tokenizer_of_the_run_decodes_and_without_one_the_ids_are_shown(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    assert "⟦[0]⟧[1][3][2][4]" in shown(capsys, "show", str(run), "--episode", "4/p/3")
+    tokenizer = qwen_tokenizer()
+    tokenizer.save_pretrained(run / "stages/sft/model")
+    text = tokenizer.decode([0])
+    assert f"⟦{text}⟧" in shown(capsys, "show", str(run), "--episode", "4/p/3")
