@@ -195,7 +195,8 @@ class StageConfig(SamplingConfig):
     problems_per_step: PositiveInt = 512
     samples_per_problem: Annotated[int, Field(ge=2)] = 32  # the paper's 2G
     kept_per_problem: Annotated[int, Field(ge=2)] = 16  # episodes that RoC selects, the paper's G
-    roc_mode: Literal["paper", "released", "off"] = "paper"  # the paper's rule, the released code's, or no selection
+    # Which samples are kept: by the paper's rule, by the released code's, at random for comparisons, or all.
+    roc_mode: Literal["paper", "released", "uniform", "off"] = "paper"
     cancel_stragglers: bool = False  # cancel a group's last episodes if RoC does not need them; favours short ones
     # Where episodes come from: `online` samples them in each step in this process, `cluster` in each step on Ray nodes,
     # `collected` all before the stage. [collect] has the settings of the last two.

@@ -39,7 +39,7 @@ _RENAMED_STAGE = {
     "prompts": "problems_per_step",
     "samples": "samples_per_problem",
     "keep": "kept_per_problem",
-    "select": "roc_mode (paper, released or off)",
+    "select": "roc_mode (paper, released, uniform or off)",
     "drop_solved": "difficulty_filter_samples",
     "early_stop": "cancel_stragglers",
     "partial": "partial_rollouts",

@@ -8,7 +8,7 @@ token. Merges may cross word boundaries, so the fixed parts of a tool call take 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,9 +25,12 @@ _NUM_CONVERSATIONS = 2000
 """Conversations from which the tokenizer learns its merges."""
 
 
-def write_tiny_model(model_dir: Path, seed: int = 0) -> None:
-    """Write model and tokenizer into `model_dir`."""
-    tokenizer = _tokenizer(seed)
+def write_tiny_model(model_dir: Path, seed: int = 0, conversations: Sequence[synthetic.Messages] | None = None) -> None:
+    """Write model and tokenizer into `model_dir`. The tokenizer learns its merges from `conversations`; by default they
+    are those of the generated problems."""
+    if conversations is None:
+        conversations = synthetic.conversations(_NUM_CONVERSATIONS, seed, fault_seed=seed)
+    tokenizer = _tokenizer(conversations)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -51,7 +54,7 @@ def write_tiny_model(model_dir: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(model_dir)
 
 
-def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
+def _tokenizer(conversations: Sequence[synthetic.Messages]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
@@ -63,7 +66,7 @@ def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_texts(seed), trainer)
+    bpe.train_from_iterator(_texts(conversations), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,
@@ -74,10 +77,10 @@ def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _texts(seed: int) -> Iterator[str]:
+def _texts(conversations: Sequence[synthetic.Messages]) -> Iterator[str]:
     """Yield conversations split as `ChatFormat` encodes them: the text between tags, and the other messages."""
     between = re.compile("|".join(map(re.escape, TAGS)))
-    yield from ("\n", f"system\n{synthetic.SYSTEM_PROMPT}", "user\n", "assistant\n") * _NUM_CONVERSATIONS
-    for messages in synthetic.conversations(_NUM_CONVERSATIONS, seed, fault_seed=seed):
+    yield from ("\n", f"system\n{synthetic.SYSTEM_PROMPT}", "user\n", "assistant\n") * len(conversations)
+    for messages in conversations:
         for message in messages:
             yield from between.split(message["content"])

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from trainer.episodes.episode import Episode
 
-Mode = Literal["paper", "released"]
+Mode = Literal["paper", "released", "uniform"]
 
 EPSILON = 1e-6
 """Added to p_total, so that 1 / p_total is finite. It is small enough that an episode without penalty is drawn before
@@ -57,6 +57,7 @@ def resample_on_correct(
     |------------|-----------------------------------------|-----------------------------------------------------------|
     | `paper`    | floor(wrong × num_kept / size), uniform | the rest, drawn one by one ∝ 1 / (p_total + epsilon)      |
     | `released` | the rounded share, the first ones       | the rounded share, lowest p_total; at least two per class |
+    | `uniform`  | as with `paper`                         | the rest, uniform: what resampling does without penalties |
 
     `released` draws nothing from `rng`. If one class has too few episodes, the other fills the gap; unscored episodes,
     in order, fill only what neither can.
@@ -65,8 +66,8 @@ def resample_on_correct(
     """
     if not 1 <= num_kept <= len(group):
         raise ValueError(f"num_kept={num_kept} of a group of {len(group)}; expected 1 to {len(group)}")
-    if mode not in ("paper", "released"):
-        raise ValueError(f"mode={mode!r} is unknown; expected 'paper' or 'released'")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode={mode!r} is unknown; expected {', '.join(get_args(Mode))}")
     if not epsilon > 0:
         raise ValueError(f"epsilon={epsilon}: expected more than 0, since p_total can be 0")
     positives = [i for i, episode in enumerate(group) if episode.reward is not None and episode.reward > 0]
@@ -75,12 +76,12 @@ def resample_on_correct(
 
     num_negatives, num_positives = _class_quotas(len(negatives), len(positives), len(group), num_kept, mode)
     penalties = {i: p_total(group[i]) for i in positives}
-    if mode == "paper":
-        selected = rng.sample(negatives, num_negatives)
-        weights = [1 / (penalties[i] + epsilon) for i in positives]
-        selected += _weighted_sample(positives, weights, num_positives, rng)
-    else:
+    if mode == "released":
         selected = negatives[:num_negatives] + sorted(positives, key=penalties.__getitem__)[:num_positives]
+    else:
+        selected = rng.sample(negatives, num_negatives)
+        weights = [1 / (penalties[i] + epsilon) if mode == "paper" else 1.0 for i in positives]
+        selected += _weighted_sample(positives, weights, num_positives, rng)
     return sorted(selected + unscored[: num_kept - len(selected)])
 
 
@@ -120,10 +121,10 @@ def selection_reasons(group: Sequence[Episode], selected: Sequence[int]) -> list
 
 def _class_quotas(negatives: int, positives: int, size: int, num_kept: int, mode: Mode) -> tuple[int, int]:
     """Return how many wrong and how many correct episodes to select. One class fills what the other lacks."""
-    if mode == "paper":
-        quota = negatives * num_kept // size
-    else:
+    if mode == "released":
         quota = _released_negatives(negatives, positives, num_kept, size)
+    else:
+        quota = negatives * num_kept // size
     num_positives = min(num_kept - quota, positives)
     return min(num_kept - num_positives, negatives), num_positives
 

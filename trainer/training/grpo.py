@@ -263,8 +263,8 @@ class TrlAdapter(MetricsCallback):
         """Groups that are unfinished or not yet trained on, the oldest first."""
         self._stage, self._rollouts, self._seed, self._earlier_steps = stage, rollouts, context.seed, earlier_steps
         self._schedule = problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
-        # With roc_mode=off all samples are kept, so both rules select the same.
-        self._mode: roc.Mode = "released" if stage.roc_mode == "released" else "paper"
+        # With roc_mode=off all samples are kept, so all rules select the same.
+        self._mode: roc.Mode = "paper" if stage.roc_mode == "off" else stage.roc_mode
         self._weight_version = 0
         self._trained: list[Episode] = []
         """The episodes in the loss of the current step."""
