@@ -1,12 +1,19 @@
 """Does Resample on Correct (RoC) lead to fewer failing tool calls in correct episodes, without loss of accuracy?
 
-    python -m bench.roc [--seeds 5] [--steps 30] [--arms roc,grpo-g,grpo-2g] [--folder runs/roc] [--plot F.png] [--json]
+    python -m bench.roc [--task costly|free] [--seeds 5] [--steps 30] [--max-turns N] [--arms roc,grpo-g,grpo-2g]
+                        [--folder runs/roc] [--plot F.png] [--json]
+
+On the task `costly`, the generated problems of configs/tiny.toml, an episode with failing calls is less often correct.
+On the task `free` (bench/workloads/ambiguous_problems.py) a failing call costs no reward. This is checked after SFT:
+the share of failing calls must be the same in correct episodes as in all. A lower `--max-turns` makes errors cost
+reward there, too.
 
 For each seed, the tiny model gets SFT once and is then trained in several ways ("arms"):
 
 - roc: samples 2G episodes per problem and keeps G;
 - grpo-g: samples G and keeps all, which costs half the sampling and the same training;
-- grpo-2g: samples 2G and keeps all, which costs the same sampling and twice the training.
+- grpo-2g: samples 2G and keeps all, which costs the same sampling and twice the training;
+- uniform: samples 2G and keeps G by the same numbers of correct and wrong episodes as RoC, but at random.
 
 All other settings are those of configs/tiny.toml. The results are evaluated on the same held-out problems. Seeds differ
 in model, problems and sampling, so arms are compared within a seed, and the table has the mean differences and their
@@ -17,16 +24,19 @@ The whole takes hours on two cores.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bench.harness import arguments, command
-from bench.harness.statistics import mean_sd
+from bench.harness.requirements import Requirement, at_most, requirement_table
+from bench.harness.statistics import mean_sd, sign_flip_p
 from bench.harness.tables import STDERR, Block, Result, Table, format_mean_sd
-from trainer.config import RunConfig
+from bench.workloads.ambiguous_problems import write_files
+from trainer.config import RunConfig, StageConfig
 from trainer.config_loading import load_config
 from trainer.recipe.evaluation import read_outcomes
 from trainer.recipe.evaluation import summarize as summarize_episodes
@@ -40,6 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "roc": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "paper"},
     "grpo-g": {"samples_per_problem": GROUP, "kept_per_problem": GROUP, "roc_mode": "off"},
     "grpo-2g": {"samples_per_problem": 2 * GROUP, "kept_per_problem": 2 * GROUP, "roc_mode": "off"},
+    "uniform": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "uniform"},
     "roc-released": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "released"},
 }
 DEFAULT_ARMS = "roc,grpo-g,grpo-2g"
@@ -48,8 +59,27 @@ NAMES = {
     "roc": "RoC, 2G to G",
     "grpo-g": "GRPO, all of G",
     "grpo-2g": "GRPO, all of 2G",
+    "uniform": "uniform, 2G to G",
     "roc-released": "RoC as released, 2G to G",
 }
+TASKS: dict[str, Callable[[Path], list[str]]] = {
+    "costly": lambda folder: [],
+    "free": lambda folder: [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'problems.jsonl'}",
+        f"sft.data={folder / 'conversations.jsonl'}",
+        f"eval.data={folder / 'held_out.jsonl'}",
+        *("engines.max_num_seqs=128", "engines.max_model_len=448", "sft.epochs=1", "rl.problems_per_step=8"),
+        *("stages.rl3.max_turns=8", "eval.samples_per_problem=2"),
+    ],
+}
+"""Settings that differ from those of the configuration, given the folder with the files of the task."""
+FREE_FILES = {"problems": 1024, "conversations": 6000, "held_out": 256}
+"""Numbers of rows in the files of the task `free`. A stage repeats no problem."""
+MAX_GATE = 0.01
+"""Largest difference after SFT between the shares of failing calls in correct episodes and in all, if they are free."""
+MAX_ERROR_RATIO, MAX_P = 0.5, 0.01
+"""What the task `free` must show: RoC's share of failing calls over that of each other arm, and the p-value."""
 STAGE = "rl"
 """Name of the only RL stage of an arm."""
 MEASURES = {
@@ -74,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("roc", __doc__)
     arms = arguments.names_of(ARMS)
+    parser.add_argument("--task", choices=TASKS, default="costly", help="whether a failing call costs reward")
+    parser.add_argument("--max-turns", type=arguments.count, help="turns in training (default: those of the stage)")
     parser.add_argument("--seeds", type=arguments.count, default=5, help="number of seeds, from 0 up (default: 5)")
     parser.add_argument("--steps", type=arguments.count, default=30, help="training steps of RL (default: 30)")
     parser.add_argument("--arms", type=arms, default=arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
@@ -88,37 +120,88 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    shared = load_config(args.config, {}, args.set)
-    if not shared.stages:
-        raise command.BenchFailed(f"{args.config}: expected a stage, which gives all arms their lengths and turns")
-    seeds = []
     try:
-        for seed in range(args.seeds):
-            sft_run = run_recipe(sft_config(shared, args.folder / f"sft-{seed}", seed), log=_log)
-            rows = {"sft": measured(sft_run, "sft")}
-            for arm in args.arms:
-                config = arm_config(shared, arm, sft_run, args.folder / f"{arm}-{seed}", args.steps)
-                rows[arm] = measured(run_recipe(config, log=_log), STAGE)
-            seeds.append(rows)
+        sft_runs = [_run_sft(args, seed) for seed in range(args.seeds)]
+        gate = _gate([measured(run, "sft") for run in sft_runs]) if args.task == "free" else {}
+        seeds = [_run_arms(args, seed, sft_run) for seed, sft_run in enumerate(sft_runs)]
     except PhaseFailed as error:
         raise command.BenchFailed(str(error)) from None
-    return {"steps": args.steps, "group": GROUP, **summarize(seeds)}
+    result = {"task": args.task, "steps": args.steps, "group": GROUP, **gate, **summarize(seeds)}
+    if args.task == "free" and not args.max_turns:
+        result["requirements"] = _requirements(result)
+    return result
+
+
+def _shared_settings(args: argparse.Namespace, seed: int) -> RunConfig:
+    folder = args.folder / f"task-{seed}"
+    shared = load_config(args.config, {}, [*TASKS[args.task](folder), *args.set])
+    if not shared.stages:
+        raise command.BenchFailed(f"{args.config}: expected a stage, which gives all arms their lengths and turns")
+    if args.task == "free" and not folder.exists():
+        write_files(folder, seed, **FREE_FILES)
+    return shared
+
+
+def _run_sft(args: argparse.Namespace, seed: int) -> RecipeRun:
+    return run_recipe(sft_config(_shared_settings(args, seed), args.folder / f"sft-{seed}", seed), log=_log)
+
+
+def _gate(rows: Sequence[Result]) -> dict[str, Any]:
+    """Return the mean over the seeds by which correct episodes have more failing calls than all. Raises `BenchFailed`
+    if errors cost, or bring, reward."""
+    if any(row["tool_error_ratio_correct"] is None for row in rows):
+        raise command.BenchFailed("after SFT no episode with a tool call is correct; raise sft.epochs")
+    differences = [row["tool_error_ratio_correct"] - row["tool_error_ratio"] for row in rows]
+    if abs(fmean(differences)) >= MAX_GATE:
+        raise command.BenchFailed(
+            f"after SFT the share of failing calls in correct episodes less that in all is {fmean(differences):.4f}; "
+            f"expected less than {MAX_GATE} in size, since errors should cost no reward; raise --seeds"
+        )
+    return {"gate": mean_sd(differences)}
+
+
+def _run_arms(args: argparse.Namespace, seed: int, sft_run: RecipeRun) -> dict[str, Result]:
+    rows = {"sft": measured(sft_run, "sft")}
+    for arm in args.arms:
+        folder = args.folder / f"{arm}{f'-{args.max_turns}-turns' if args.max_turns else ''}-{seed}"
+        config = arm_config(_shared_settings(args, seed), arm, sft_run, folder, args.steps, args.max_turns)
+        rows[arm] = measured(run_recipe(config, log=_log), STAGE)
+    return rows
+
+
+def _requirements(result: Result) -> list[Requirement]:
+    errors = {arm: row["tool_error_ratio_correct"]["mean"] for arm, row in result["arms"].items()}
+    return [
+        requirement
+        for arm, row in result["differences"].items()
+        for requirement in (
+            at_most(f"errors of RoC over {NAMES[arm]}", MAX_ERROR_RATIO, errors["roc"] / errors[arm]),
+            at_most(f"p of the difference to {NAMES[arm]}", MAX_P, row["tool_error_ratio_correct"]["p"]),
+        )
+    ]
 
 
 def sft_config(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
     """SFT alone, evaluated with the length and turns of the longest stage, as every arm is."""
-    longest = max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
+    longest = _longest_stage(shared)
     limits = replace(shared.eval, max_response_tokens=longest.max_response_tokens, max_turns=longest.max_turns)
     return replace(shared, seed=seed, run_dir=str(folder), stages={}, eval=limits)
 
 
-def arm_config(shared: RunConfig, arm: str, sft_run: RecipeRun, folder: Path, steps: int) -> RunConfig:
+def arm_config(
+    shared: RunConfig, arm: str, sft_run: RecipeRun, folder: Path, steps: int, max_turns: int | None = None
+) -> RunConfig:
     """One long stage that starts from the model of `sft_run`, with the arm's settings."""
     config = sft_run.config
-    longest = max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
+    longest = _longest_stage(shared)
+    longest = replace(longest, max_turns=max_turns or longest.max_turns)
     stage = replace(longest, name=STAGE, steps=steps, difficulty_filter_samples=0, reset_optimizer=False, **ARMS[arm])
     model = replace(config.model, path=str(sft_run.dir / sft_run.trained_model("sft").model))
     return replace(config, run_dir=str(folder), model=model, sft=replace(config.sft, data=()), stages={STAGE: stage})
+
+
+def _longest_stage(shared: RunConfig) -> StageConfig:
+    return max(shared.stages.values(), key=lambda stage: (stage.max_response_tokens, stage.max_turns))
 
 
 def measured(run: RecipeRun, stage: str) -> dict[str, Any]:
@@ -149,18 +232,25 @@ def summarize(seeds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
         pairs = zip(values("roc", name), values(arm, name), strict=True)
         return [roc - other for roc, other in pairs if roc is not None and other is not None]
 
-    def mean_curve(arm: str, name: str) -> list[float | None]:
+    def curve(arm: str, name: str, value: str) -> list[float | None]:
         steps = zip(*(rows[arm]["curves"][name] for rows in seeds), strict=False)
-        return [(mean_sd(step) or {}).get("mean") for step in steps]
+        return [(mean_sd(step) or {}).get(value) for step in steps]
+
+    def compared(arm: str, name: str) -> dict[str, float] | None:
+        values = differences(arm, name)
+        return {**mean_sd(values), "p": sign_flip_p(values)} if values else None
 
     others = [arm for arm in arms if "roc" in arms and arm not in ("roc", "sft")]
     return {
         "seeds": len(seeds),
         "names": {arm: NAMES[arm] for arm in arms},
         "arms": {arm: {name: mean_sd(values(arm, name)) for name in (*MEASURES, *COSTS)} for arm in arms},
-        "differences": {arm: {name: mean_sd(differences(arm, name)) for name in MEASURES} for arm in others},
+        "differences": {arm: {name: compared(arm, name) for name in MEASURES} for arm in others},
         "runs": [{arm: {k: v for k, v in row.items() if k != "curves"} for arm, row in rows.items()} for rows in seeds],
-        "curves": {arm: {name: mean_curve(arm, name) for name in CURVES} for arm in arms if arm != "sft"},
+        **{
+            key: {arm: {name: curve(arm, name, value) for name in CURVES} for arm in arms if arm != "sft"}
+            for key, value in (("curves", "mean"), ("curve_deviations", "sd"))
+        },
     }
 
 
@@ -172,19 +262,35 @@ def tables(result: Result) -> list[Block]:
         (f"RoC less {names[arm]}", *(format_mean_sd(row.get(name)) for name in measures))
         for arm, row in result["differences"].items()
     ]
-    return [
+    blocks: list[Block] = [
         Table(("", *measures.values()), rows),
         f"{result['seeds']} seeds, {result['steps']} steps, G = {result['group']}; mean ± deviation over seeds.",
     ]
+    if "gate" in result:
+        blocks.append(
+            "After SFT, the share of failing calls in correct episodes less that in all: "
+            f"{format_mean_sd(result['gate'])}."
+        )
+    if "requirements" in result:
+        blocks.append(requirement_table(result["requirements"]))
+    return blocks
 
 
 def draw(axes: Any, result: Result) -> None:
-    """Tool errors of correct episodes by training step, the mean over seeds."""
+    """Tool errors of correct episodes by training step: the mean over seeds, with its deviation as a band."""
+    name = "tool_error_ratio_correct"
     for arm, curves in result["curves"].items():
+        deviations = result.get("curve_deviations", {}).get(arm, {}).get(name, [0] * len(curves[name]))
         points = [
-            (step, value) for step, value in enumerate(curves["tool_error_ratio_correct"], 1) if value is not None
+            (step, mean, sd or 0)
+            for step, (mean, sd) in enumerate(zip(curves[name], deviations, strict=True), 1)
+            if mean is not None
         ]
-        axes.plot(*zip(*points, strict=True), label=NAMES[arm])
+        if points:
+            steps, means, sds = zip(*points, strict=True)
+            (line,) = axes.plot(steps, means, label=NAMES[arm])
+            low, high = ([mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
+            axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
     axes.set_xlabel("training step")
     axes.set_ylabel("failing tool calls in correct episodes")
     axes.set_ylim(bottom=0)

@@ -14,7 +14,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
+from operator import mul
 
 MIN_VALUES = 10
 """Fewer values than this give no estimate of growth."""
@@ -120,3 +121,11 @@ def _step_deviation(values: Sequence[float]) -> float:
         sum(abs(value - level) for side in sides for level in [statistics.median(side)] for value in side)
         for sides in splits
     )
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of a paired permutation test: the share of all ways to flip signs with which the
+    absolute sum of the differences is at least as large as without. With n differences it is at least 2 / 2**n."""
+    total = abs(sum(differences))
+    sums = (abs(sum(map(mul, differences, signs))) for signs in product((1, -1), repeat=len(differences)))
+    return statistics.fmean(value >= total * (1 - 1e-9) for value in sums)

@@ -234,7 +234,7 @@ def test_num_kept_outside_1_to_the_group_size_is_refused(mode, num_kept):
 
 
 def test_an_unknown_mode_and_an_epsilon_of_0_are_refused():
-    with pytest.raises(ValueError, match="expected 'paper' or 'released'"):
+    with pytest.raises(ValueError, match="expected paper, released, uniform"):
         resample_on_correct([CORRECT], 1, mode="best", rng=random.Random(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="epsilon=0: expected more than 0"):
         resample_on_correct([CORRECT], 1, mode="paper", rng=random.Random(0), epsilon=0)
