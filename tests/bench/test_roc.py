@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import roc
+from bench.harness.command import BenchFailed
 from bench.harness.tables import markdown
 from tests.bench.conftest import RefusedArguments
 from trainer.config_loading import load_config
@@ -94,7 +95,7 @@ def test_differences_are_taken_within_a_seed() -> None:
     result = roc.summarize(seeds)
     assert result["arms"]["roc"]["accuracy"]["mean"] == 0.6
     assert list(result["differences"]) == ["grpo-g"]
-    assert result["differences"]["grpo-g"]["accuracy"] == {"mean": 0.25, "sd": 0.0707}
+    assert result["differences"]["grpo-g"]["accuracy"] == {"mean": 0.25, "sd": 0.0707, "p": 0.5}
     assert result["curves"]["roc"]["one_answer"] == [1.0, None]
     assert "RoC less GRPO, all of G" in markdown(roc.tables({"steps": 2, "group": 8, **result}))
 
@@ -112,3 +113,33 @@ def test_the_curves_are_drawn(tmp_path: Path) -> None:
 def test_an_unknown_arm_is_refused(refused_arguments: RefusedArguments) -> None:
     error = refused_arguments(roc.main, "--arms", "roc,best")
     assert "unknown name 'best'; expected some of roc" in error
+
+
+def test_errors_that_cost_reward_after_sft_end_the_comparison() -> None:
+    rows = [{"tool_error_ratio": 0.33, "tool_error_ratio_correct": ratio} for ratio in (0.335, 0.327)]
+    assert roc._gate(rows)["gate"]["mean"] == pytest.approx(0.001)
+    with pytest.raises(BenchFailed, match=r"expected less than 0\.01"):
+        roc._gate([{"tool_error_ratio": 0.33, "tool_error_ratio_correct": 0.21}])
+    with pytest.raises(BenchFailed, match="no episode with a tool call is correct"):
+        roc._gate([{"tool_error_ratio": 0.33, "tool_error_ratio_correct": None}])
+
+
+def test_the_requirements_are_half_of_the_errors_and_a_small_p() -> None:
+    seeds = [
+        {"sft": measured_row(), "roc": measured_row(tool_error_ratio_correct=errors), "uniform": measured_row()}
+        for errors in (0.1, 0.2, 0.3)
+    ]
+    ratio, p = roc._requirements(roc.summarize(seeds))
+    assert (ratio["measured"], ratio["holds"]) == (pytest.approx(0.2), True)
+    assert (p["measured"], p["holds"]) == (0.25, False)
+
+
+def test_the_files_of_the_free_task_are_those_that_its_settings_name(tmp_path: Path) -> None:
+    args = roc._parser().parse_args(["--task", "free", "--folder", str(tmp_path), "--max-turns", "3"])
+    shared = roc._shared_settings(args, 5)
+    sources = [*shared.data.train, *shared.sft.data, *shared.eval.data, f"{shared.model.path}/config.json"]
+    assert len(sources) == 4 and all(Path(source).is_file() for source in sources)
+    run = sft_run(tmp_path / "sft-5")
+    config = roc.arm_config(shared, "uniform", run, tmp_path / "uniform", 7, args.max_turns)
+    assert config.stage_config("rl").max_turns == 3
+    assert config.eval.max_turns > 3, "all doses are evaluated alike"

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from bench.harness import statistics
+from bench.harness.statistics import sign_flip_p
 
 SEEDS = range(50)
 
@@ -95,3 +96,10 @@ def test_growth_of_thousands_of_values_is_estimated_from_medians() -> None:
     values = [value + x / 200 for x, value in enumerate(_noise(1, n=4000))]
     growth = statistics.estimate_growth(values)
     assert growth.rise == pytest.approx(20, abs=3) and growth.is_over(4)  # 4,000 values rise by 1/200 each
+
+
+def test_the_sign_flip_test_counts_the_signs_with_which_the_sum_is_as_large() -> None:
+    assert sign_flip_p([1.0] * 8) == 2 / 2**8
+    assert sign_flip_p([-0.3, -0.1, -0.2]) == 2 / 2**3
+    assert sign_flip_p([3.0, -1.0]) == 1.0, "4, 2, 2 and 4: all are at least 2"
+    assert sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8, "the sums are 6, 4, 2 and 0, each twice"
