@@ -47,7 +47,7 @@ fake_episodes = st.builds(
     st.integers(0, 5),
 )
 groups = st.lists(fake_episodes, min_size=1, max_size=24)
-modes = st.sampled_from(["paper", "released"])
+modes = st.sampled_from(["paper", "released", "uniform"])
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,13 @@ def test_unscored_episodes_are_selected_only_if_there_are_too_few_scored_ones(gr
     assert sum(group[i].reward is None for i in selected) == max(0, num_kept - scored)
 
 
+@pytest.mark.parametrize("mode", ["paper", "uniform"])
 @given(groups, st.data(), st.integers(0, 2**32))
-def test_the_papers_rule_selects_the_share_of_wrong_episodes_and_fills_up_with_correct_ones(group, data, seed):
+def test_the_papers_rule_and_the_uniform_one_select_the_same_numbers_of_wrong_and_correct_episodes(
+    mode, group, data, seed
+):
     num_kept = data.draw(st.integers(1, len(group)))
-    selected = resample_on_correct(group, num_kept, mode="paper", rng=random.Random(seed))
+    selected = resample_on_correct(group, num_kept, mode=mode, rng=random.Random(seed))
     positives = sum(episode.reward == 1 for episode in group)
     negatives = sum(episode.reward == 0 for episode in group)
     share = negatives * num_kept // len(group)
@@ -193,6 +196,14 @@ def test_a_group_with_both_rewards_is_decided_earlier_than_a_group_with_one():
     assert is_decided(10, 11) and not is_decided(10, 10) and not is_decided(11, 10)
     assert is_decided(0, 31) and not is_decided(0, 30)
     assert is_decided(32, 0) and not is_decided(31, 0)
+
+
+def test_the_uniform_rule_ignores_penalties():
+    group = [CORRECT, FakeEpisode(num_failed_tool_calls=1), FakeEpisode(answer_blocks=0), CORRECT]
+    rng, draws = random.Random(1), 4000
+    counts = Counter(i for _ in range(draws) for i in resample_on_correct(group, 2, mode="uniform", rng=rng))
+    for i in range(len(group)):
+        assert counts[i] / draws == pytest.approx(0.5, abs=0.03)  # nearly four standard deviations
 
 
 def test_the_released_rule_uses_no_random_numbers():
