@@ -4,7 +4,7 @@ Invariants:
 - One task runs all jobs, one after the other, and leaves the entered context managers in reverse order.
 - `run` returns or raises only after its job has ended. Ctrl-C while it waits cancels the job first.
 - An exception of a job is raised by its `run` or `result`, with the traceback of the job.
-- When the `with` block ends, a job that is still running is cancelled.
+- When the `with` block ends, a job that is still running is cancelled, and jobs that have not begun never begin.
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ class LoopThread:
                         task.uncancel()
 
     def _end(self) -> None:
+        while not self._jobs.empty():
+            if entry := self._jobs.get_nowait():
+                entry[0].cancel()
         if self._job and self._job.running():
             self._task.cancel()
         self._jobs.put_nowait(None)

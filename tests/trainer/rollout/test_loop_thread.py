@@ -183,3 +183,21 @@ def test_leaving_the_block_cancels_the_running_job() -> None:
         loop_thread.start(wait_for_ever, started)
         started.wait()
     assert ended == ["cancelled"]
+
+
+def test_leaving_the_block_drops_jobs_that_have_not_begun() -> None:
+    begun: list[str] = []
+    first_began = threading.Event()
+
+    async def work(name: str) -> None:
+        begun.append(name)
+        first_began.set()
+        if name == "first":
+            await asyncio.Event().wait()
+
+    with LoopThread() as loop_thread:
+        loop_thread.start(work, "first")
+        first_began.wait()
+        second = loop_thread.start(work, "second")
+    assert begun == ["first"]
+    assert second.cancelled()
