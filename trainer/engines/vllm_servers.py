@@ -49,7 +49,6 @@ OWN_OPTIONS = (
     "--tensor-parallel-size",
     "--gpu-memory-utilization",
     "--worker-extension-cls",
-    "--weight-transfer-config",
 )
 """Options that have settings of their own, or that belong to the weight sync."""
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
