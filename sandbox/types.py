@@ -42,9 +42,7 @@ from sandbox.fields import (
 )
 
 MAX_CODE_CHARS = 4 << 20
-DEADLINE = NumberRule(
-    0.01, 1e9, whole=False, doc="seconds of wall time after which an unfinished call is cancelled, from its admission"
-)
+DEADLINE = NumberRule(0.01, 1e9, whole=False, doc="seconds from admission until an unfinished call is cancelled")
 MAX_STDIN_CHARS = 16 << 20
 """Characters of standard input, or its bytes if it is bytes."""
 

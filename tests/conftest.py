@@ -14,6 +14,8 @@ from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import choose_level
 from sandbox.runtime import default_python
 
+# torch reads this when it is loaded. Two threads that wait for each other are a hundred times slower on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hypothesis uses the same examples on every machine and in every run, and has no deadline.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
@@ -108,6 +109,7 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
         return _TRANSIENT, str(error)
     if child == 0:
         try:
+            _check_single_thread()
             outcome, text = _OK, attempt()
         except Exception as error:  # the child ends here: no exception may reach the frames that it has inherited
             outcome, text = _TRANSIENT if _is_transient(error) else _REFUSED, str(error) or type(error).__name__
@@ -121,6 +123,16 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
         return code, text
     # SIGSYS comes from a seccomp filter, which would kill the next attempt too. No other signal means a refusal.
     return _REFUSED if code == -signal.SIGSYS else _TRANSIENT, f"killed by signal {-code}"
+
+
+def _check_single_thread() -> None:
+    """Raise `BlockingIOError` if a library has started a thread in this child process (`os.register_at_fork`).
+
+    A process with two threads may enter no user namespace. OpenTelemetry starts one in each child while a stopped
+    exporter is not collected yet; that thread ends soon, so the attempt is repeated.
+    """
+    if threading.active_count() > 1:
+        raise BlockingIOError(errno.EAGAIN, f"a library starts threads in forked processes: {threading.enumerate()}")
 
 
 def _is_transient(error: BaseException | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -37,6 +38,8 @@ def test_the_named_exporter_is_used_and_stopped() -> None:
     traces = Traces.from_environment({"OTEL_TRACES_EXPORTER": "console"})
     assert traces is not None
     traces.stop()
+    del traces
+    gc.collect()  # the SDK starts a thread in each forked process while its processor exists, even a stopped one
 
 
 def test_an_exporter_that_is_not_installed_is_an_error() -> None:

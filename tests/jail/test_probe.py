@@ -10,6 +10,7 @@ import gc
 import mmap
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,17 @@ def test_an_attempt_is_not_repeated_after_a_refusal_by_the_kernel(refusal: str) 
     assert not layer.ok
     assert layer.found
     assert tries[0] == 1
+
+
+def test_a_thread_that_a_library_starts_in_the_child_is_a_transient_failure() -> None:
+    code = (
+        "import os, threading\n"
+        "from sandbox.jail.probe import probe_layers\n"
+        "os.register_at_fork(after_in_child=threading.Thread(target=threading.Event().wait, daemon=True).start)\n"
+        "print(probe_layers({'user namespace'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ok=False" in done.stdout and "a library starts threads in forked processes" in done.stdout
 
 
 def test_a_killed_child_of_an_attempt_is_a_transient_failure(monkeypatch: pytest.MonkeyPatch) -> None:
