@@ -108,10 +108,9 @@ def recipe(args: argparse.Namespace) -> None:
 def preflight(args: argparse.Namespace) -> None:
     """Check that this machine has all that a run needs, and list what is missing; run nothing."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # otherwise each retry of an unreachable hub is printed
-    from trainer.recipe.phases import RecipeRun
     from trainer.recipe.preflight import require
 
-    run = RecipeRun(_config(args))
+    run = _run(args)
     phases = [phase for phase in run.phases() if not run.result(phase)]
     require(run, phases)
     print(f"preflight: nothing is missing for {len(phases)} phases", file=sys.stderr)
@@ -229,7 +228,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def entropy(args: argparse.Namespace) -> None:
-    """Show which tokens of a run's trained episodes had the highest entropy."""
+    """Show which tokens of the trained episodes had the highest entropy, if the run has storage.save_entropies."""
     from trainer.runs.entropy import show_entropy
 
     show_entropy(args, _decoder(args))
@@ -274,34 +273,40 @@ def _parser() -> argparse.ArgumentParser:
         return subparser
 
     # Options that several commands share.
-    run, skip, stage, store, where, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(6))
+    run, skip, stage, store, where, out, shown, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(8))
     run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or a run folder")
     run.add_argument("--run-dir", metavar="DIR", help="the run folder (default: run_dir in CONFIG)")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for example stages.rl1.steps=3")
     skip.add_argument("--no-preflight", action="store_true", help="start without checking what is needed")
     stage.add_argument("--stage", required=True, help="one of the stages in CONFIG")
     as_json.add_argument("--json", action="store_true", help="print the result as one line of JSON, the last line")
+    store.add_argument("store", type=Path, metavar="STORE", help="the directory of a store of episodes")
+    where.add_argument(
+        "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'reward = 1 AND turns > 2'"
+    )
+    out.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+    shown.add_argument("run", type=Path, help="the run folder")
+    shown.add_argument("--step", type=int, metavar="STEP", help="only the episodes and entropies of this step")
+    shown.add_argument(
+        "--model",
+        metavar="PATH",
+        help="tokenizer of the shown tokens (default: the run's own; without one, ids are shown)",
+    )
 
     add("preflight", preflight, run)
-    command = add("recipe", recipe, run, skip, as_json)
-    command.add_argument(
-        "--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing"
-    )
-    command = add(
-        "prepare", run_phase, run, skip, doc="Write a run's data, and its model if it is generated, to its folder."
-    )
-    command.set_defaults(stage="initial")
+    option = add("recipe", recipe, run, skip, as_json).add_argument
+    option("--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing")
+    doc = "Write a run's data, and its model if it is generated, to its folder."
+    add("prepare", run_phase, run, skip, doc=doc).set_defaults(stage="initial")
     add("sft", run_phase, run, skip, doc="Fine-tune on conversations.").set_defaults(stage="sft")
     add("filter", run_phase, run, skip, stage, doc="Drop the problems that the model before a stage always solves.")
-    command = add("grpo", train, run, skip, stage)
-    command.add_argument(
-        "--episodes", type=Path, metavar="STORE", help="train on the episodes of this store, and sample nothing"
-    )
+    option = add("grpo", train, run, skip, stage).add_argument
+    option("--episodes", type=Path, metavar="STORE", help="train on the episodes of this store, and sample nothing")
 
     command = add("eval", evaluate, run, skip, as_json)
-    model_choice = command.add_mutually_exclusive_group(required=True)
-    model_choice.add_argument("--stage", help="evaluate the model of sft, or of one of the stages in CONFIG")
-    model_choice.add_argument("--model", metavar="PATH", help="evaluate any model's folder on the problems of [eval]")
+    option = command.add_mutually_exclusive_group(required=True).add_argument
+    option("--stage", help="evaluate the model of sft, or of one of the stages in CONFIG")
+    option("--model", metavar="PATH", help="evaluate any model's folder on the problems of [eval]")
     command.add_argument(
         "--out",
         metavar="DIR",
@@ -310,85 +315,58 @@ def _parser() -> argparse.ArgumentParser:
         "(default: a folder in eval/ of the run)",
     )
 
-    command = add("compare", compare, as_json)
-    command.add_argument("before", type=Path, metavar="BEFORE", help="RUN/stages/NAME/eval, or RUN/eval/MODEL")
-    command.add_argument("after", type=Path, metavar="AFTER", help="another evaluation of the same problems")
+    option = add("compare", compare, as_json).add_argument
+    option("before", type=Path, metavar="BEFORE", help="RUN/stages/NAME/eval, or RUN/eval/MODEL")
+    option("after", type=Path, metavar="AFTER", help="another evaluation of the same problems")
 
-    command = add("rollout", rollout, run, skip)
-    command.add_argument("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")
-    command.add_argument(
-        "--num-problems", type=int, default=16, metavar="N", help="use the first N problems (default: 16)"
-    )
-    command.add_argument(
-        "--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)"
-    )
-    command.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+    option = add("rollout", rollout, run, skip).add_argument
+    option("--stage", required=True, help="use the model of initial, sft, or one of the stages in CONFIG")
+    option("--num-problems", type=int, default=16, metavar="N", help="use the first N problems (default: 16)")
+    option("--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)")
+    option("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
 
     command = add("collect", collect, run, skip, as_json)
-    which = command.add_mutually_exclusive_group()
-    which.add_argument(
+    option = command.add_mutually_exclusive_group().add_argument
+    option(
         "--model-of", default="", metavar="STAGE", help="use the model of a stage, initial or sft (default: model.path)"
     )
-    which.add_argument(
+    option(
         "--stage", default="", help="collect what a stage with episodes=collected trains on, with the model before it"
     )
     command.add_argument("--status", action="store_true", help="show how far the collection is, and collect nothing")
 
-    where.add_argument(
-        "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'reward = 1 AND turns > 2'"
-    )
-    store.add_argument("store", type=Path, metavar="STORE", help="the directory of a store of episodes")
-    command = add("episodes", episodes, store, where, as_json)
-    command.add_argument("--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)")
-    command = add("replay", replay, store)
-    command.add_argument("problem", metavar="PROBLEM", help="the id of a problem")
-    command.add_argument("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
-    command = add("rescore", rescore, store, where, as_json)
-    command.add_argument("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
-    command.add_argument("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
-    command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
-    command = add("export", export, store, where)
-    command.add_argument("--format", required=True, choices=("tokens", "chat", "gaia"), help="what each row has")
-    command.add_argument("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
-    command.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
+    option = add("episodes", episodes, store, where, as_json).add_argument
+    option("--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)")
+    option = add("replay", replay, store).add_argument
+    option("problem", metavar="PROBLEM", help="the id of a problem")
+    option("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
+    option = add("rescore", rescore, store, where, out, as_json).add_argument
+    option("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
+    option("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
+    option = add("export", export, store, where, out).add_argument
+    option("--format", required=True, choices=("tokens", "chat", "gaia"), help="what each row has")
+    option("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
 
-    command = add("data", data, as_json)
-    command.add_argument(
-        "source",
-        nargs="+",
-        metavar="SOURCE",
-        help="generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]",
-    )
-    command.add_argument("--out", required=True, metavar="FILE", type=Path, help="the JSONL file to write")
-    command.add_argument(
+    option = add("data", data, out, as_json).add_argument
+    sources = "generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]"
+    option("source", nargs="+", metavar="SOURCE", help=sources)
+    option(
         "--decontaminate-against",
         action="append",
         default=[],
         metavar="SOURCE",
         help="drop problems that share 8 consecutive words with a problem of SOURCE",
     )
-    command.add_argument("--allow-non-integer", action="store_true", help="keep answers that are not integers")
-    command.add_argument("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
+    option("--allow-non-integer", action="store_true", help="keep answers that are not integers")
+    option("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
 
-    command = add("show", show)
-    tokenizer: Any = {
-        "metavar": "PATH",
-        "help": "tokenizer of the shown tokens (default: the run's own; without one, ids are shown)",
-    }
-    command.add_argument("run", type=Path, help="the run folder")
-    command.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
-    command.add_argument(
-        "--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)"
-    )
-    command.add_argument("--step", type=int, metavar="STEP", help="only the episodes and entropies of this step")
-    command.add_argument(
+    option = add("show", show, shown).add_argument
+    option("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    option("--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)")
+    option(
         "--episode", metavar="STEP/PROBLEM/SAMPLE", help="print this episode, with its tokens of high entropy marked"
     )
-    command.add_argument("--model", **tokenizer)
-    command = add("entropy", entropy)
-    command.add_argument("run", type=Path, help="the run folder; it was trained with storage.save_entropies")
-    command.add_argument("--step", type=int, metavar="STEP", help="only this training step (default: all)")
-    command.add_argument("--model", **tokenizer)
+    add("entropy", entropy, shown)
     return parser
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -43,23 +43,13 @@ Tracker = Literal["trackio", "wandb", "tensorboard"]
 PlacementPolicy = Literal["reserve_worst_case", "kv"]
 
 
-RESERVED_BODY_FIELDS = frozenset(
-    {
-        "model",
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "stop",
-        "seed",
-        "logprobs",
-        "n",
-        "best_of",
-        "echo",
-        "stream",
-    }
-)
+RESERVED_BODY_FIELDS = frozenset({
+    "model", "prompt", "max_tokens", "temperature", "top_p", "stop", "seed", "logprobs", "n", "best_of", "echo",
+    "stream",
+})  # fmt: skip
 """Fields of a completion request that `engines.extra_body` must not have."""
+ONLINE_SETTINGS = ("cancel_stragglers", "partial_rollouts", "one_step_off_policy", "dynamic_sampling_rounds")
+"""Settings of a stage that need `episodes = "online"`."""
 
 
 class ConfigError(ValueError):
@@ -91,6 +81,7 @@ class ModelConfig:
     path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines and passes; the trained weights are float32
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
+    peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
     chat_template: str = ""  # file of a template that replaces the tokenizer's, with chat_format = "tokenizer"
     system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
@@ -119,6 +110,7 @@ class EnginesConfig:
     weight_sync: Literal["file", "gloo", "nccl"] = "file"  # new weights: a shared folder, TCP, or NCCL/RCCL
     tensor_parallel_size: PositiveInt = 1  # GPUs per engine
     gpu_memory_utilization: Fraction = 0.9  # share of a GPU's memory that an engine takes
+    sleep_mode: bool = False  # engines on the training GPUs free their memory while the trainer optimizes
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
     placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
@@ -202,7 +194,10 @@ class StageConfig(SamplingConfig):
     # `collected` all before the stage. [collect] has the settings of the last two.
     episodes: Literal["online", "cluster", "collected"] = "online"
     partial_rollouts: Fraction = 0.0  # share of extra problems in flight; the next step continues them; 0 is off
+    max_unavailable_share: Fraction = 0.2  # a step in which the infrastructure costs more episodes ends the run
     max_staleness_steps: NonNegativeInt = 2  # training steps for which an unfinished episode may be continued
+    dynamic_sampling_rounds: NonNegativeInt = 0  # rounds in which a step samples further problems in place of groups
+    # without a signal, until it has problems_per_step groups with one; 0 is off
     one_step_off_policy: bool = False  # sample the next step while this one is optimized, with the weights before it
     learning_rate: Fraction = 1e-6  # constant after the warm-up
     warmup_steps: NonNegativeInt = 20  # training steps in which the learning rate rises
@@ -221,6 +216,7 @@ class EvalConfig(SamplingConfig):
 
     data: StringList = ("generated:256",)  # sources; generated problems never occur in training
     samples_per_problem: PositiveInt = 1  # the k of avg@k
+    every_steps: NonNegativeInt = 0  # also evaluate after every so many training steps of a stage; 0 is off
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -286,11 +282,21 @@ class RunConfig:
             self.hardware.sharding == "none" or self.hardware.gpus_per_node > 0,
             f"hardware: sharding={self.hardware.sharding}: expected GPUs, got gpus_per_node=0; set sharding to none",
         )
+        _require(
+            self.hardware.sharding == "none" or not self.model.peft,
+            "hardware: sharding=full: expected none with [model.peft], since only whole layers can be merged",
+        )
         if self.engines.kind == "openai":
             self._check_openai()
+        if self.engines.sleep_mode:
+            self._check_sleep_mode()
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
         for table, stage in stages.items():
             _check_stage(table, stage, ranks)
+            _require(
+                stage.episodes == "online" or not self.eval.every_steps,
+                f"eval: every_steps={self.eval.every_steps}: expected 0, since {table} has episodes={stage.episodes}",
+            )
         for table, limits in {**stages, "eval": self.eval}.items():
             self.check_model_len(table, limits)
 
@@ -310,11 +316,20 @@ class RunConfig:
             "engines.endpoints: expected URLs without user, password or query, since URLs are stored; put the API key "
             "into a variable, and its name into engines.api_key_env",
         )
-        reserved = sorted(engines.extra_body.keys() & RESERVED_BODY_FIELDS)
-        _require(
-            not reserved,
-            f"engines.extra_body: {', '.join(reserved)}: expected other fields, since the trainer sets these itself",
-        )
+        check_options("engines.extra_body", engines.extra_body, RESERVED_BODY_FIELDS, engines.extra_body, "field")
+
+    def _check_sleep_mode(self) -> None:
+        engines, hardware, stages = self.engines, self.hardware, self.stages.items()
+        unfit = [name for name, stage in stages if stage.episodes != "online" or stage.one_step_off_policy]
+        online = "episodes=online and one_step_off_policy=false, since engines sleep while the trainer optimizes"
+        for holds, got, expected in (
+            (engines.kind == "vllm", f"engines.kind={engines.kind}", "vllm, since no other engine has a sleep mode"),
+            (engines.weight_sync != "nccl", "engines.weight_sync=nccl", "file or gloo: NCCL allows one rank per GPU"),
+            (hardware.gpus_per_node > 0, "hardware.gpus_per_node=0", "GPUs, since only their memory is freed"),
+            (not hardware.engine_gpus, f"hardware.engine_gpus={hardware.engine_gpus}", "0, since GPUs are shared"),
+            (not unfit, f"stages {', '.join(unfit)}", online),
+        ):
+            _require(holds, f"engines.sleep_mode=true, {got}: expected {expected}; or set sleep_mode to false")
 
     def check_model_len(self, table: str, limits: SamplingConfig) -> None:
         """Raise `ConfigError` if the longest response leaves no token of an engine's context for a prompt."""
@@ -353,16 +368,15 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         f"max_response_tokens={stage.max_response_tokens}, since a pass has at least one row with its prompt; raise "
         "micro_batch_tokens, or lower max_response_tokens",
     )
+    online_only = [name for name in ONLINE_SETTINGS if getattr(stage, name)]
     _require(
-        stage.episodes == "online"
-        or not (stage.cancel_stragglers or stage.partial_rollouts or stage.one_step_off_policy),
-        f"{table}: episodes={stage.episodes}: expected cancel_stragglers=false, partial_rollouts=0 and "
-        "one_step_off_policy=false, which need episodes=online",
+        stage.episodes == "online" or not online_only,
+        f"{table}: {', '.join(online_only)}: expected episodes=online, got {stage.episodes}",
     )
     _require(
-        not (stage.one_step_off_policy and stage.partial_rollouts),
-        f"{table}: one_step_off_policy=true: expected partial_rollouts=0, since both prepare episodes of later steps; "
-        "set one of them",
+        not (stage.one_step_off_policy and (stage.partial_rollouts or stage.dynamic_sampling_rounds)),
+        f"{table}: one_step_off_policy=true: expected partial_rollouts=0 and dynamic_sampling_rounds=0, since these "
+        "also sample other episodes than the step's own; set one of them",
     )
     _require(
         stage.top_p == 1,
@@ -389,6 +403,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names) or 'none'}"
+
+
+def check_options(
+    table: str, options: Collection[str], own: Collection[str], known: Collection[str], kind: str
+) -> None:
+    """Raise `ConfigError` for an option in a table for a library that the trainer sets itself or that is not known."""
+    for name in options:
+        _require(name not in own, f"{table}: {name}: expected another {kind}, since the trainer sets this one itself")
+        _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, known)}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -23,54 +23,31 @@ ENV_PREFIX = "RSTAR_TRAIN_"
 ENV_SEPARATOR = "__"
 """Stands for a dot in the name of a variable."""
 
+PASSED_THROUGH = frozenset({"args", "extra_body", "grpo", "peft"})
+"""Tables whose settings have no type here, since a library owns them. In a text their values are read as JSON."""
+
 T = TypeVar("T")
 
-_RENAMED_LIMITS = {"max_tokens": "max_response_tokens", "tool_chars": "max_tool_response_chars"}
-_RENAMED_TRAINING = {
-    "lr": "learning_rate",
-    "micro_batch": "micro_batch_size",
-    "is_checkpointing": "gradient_checkpointing",
-}
 _RENAMED_STAGE = {
-    **_RENAMED_LIMITS,
-    **_RENAMED_TRAINING,
-    "micro_batch": "micro_batch_tokens",
-    "micro_batch_size": "micro_batch_tokens (tokens of a pass instead of rows)",
+    "max_tokens": "max_response_tokens",
+    "lr": "learning_rate",
     "prompts": "problems_per_step",
     "samples": "samples_per_problem",
     "keep": "kept_per_problem",
     "select": "roc_mode (paper, released, uniform or off)",
     "drop_solved": "difficulty_filter_samples",
     "early_stop": "cancel_stragglers",
-    "partial": "partial_rollouts",
-    "max_stale": "max_staleness_steps",
 }
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "": {"evaluate": "[eval]", "track": "[tracking] trackers and project, and [storage] save_logprobs"},
     "model": {"preamble": "system_prompt", "chat": "chat_format (rstar2 or tokenizer)"},
-    "engines": {
-        "slots": "max_num_seqs",
-        "max_length": "max_model_len",
-        "gpu_memory": "gpu_memory_utilization",
-        "tensor_parallel": "tensor_parallel_size",
-        "sync": "weight_sync",
-        "timeout_s": "turn_timeout_s",
-        "policy": "placement_policy",
-        "python": "vllm_python",
-    },
-    "hardware": {"gpus": "gpus_per_node", "gpu_gb": "gpu_memory_gb", "launch": "launcher"},
-    "data": {"against": "decontaminate_against", "is_integer_only": "integer_answers_only"},
-    "sft": {
-        **_RENAMED_TRAINING,
-        "warmup": "warmup_ratio",
-        "batch": "batch_size",
-        "max_length": "max_conversation_tokens",
-    },
+    "engines": {"slots": "max_num_seqs", "sync": "weight_sync", "policy": "placement_policy"},
+    "sft": {"lr": "learning_rate", "max_length": "max_conversation_tokens"},
     "rl": _RENAMED_STAGE,
     "stages": _RENAMED_STAGE,
-    "eval": {**_RENAMED_LIMITS, "samples": "samples_per_problem"},
+    "eval": {"max_tokens": "max_response_tokens", "samples": "samples_per_problem"},
 }
-"""The new names of keys of earlier versions, by table. "" is the top level."""
+"""The new names of keys of earlier versions that `suggestion` would not find, by table. "" is the top level."""
 
 
 def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -90,7 +67,8 @@ def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequen
             table = table.setdefault(parent, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"{origin}: expected a value, since {parent} is not a table")
-        table[name], origins[path] = value, origin
+        is_passed_through = not PASSED_THROUGH.isdisjoint([*parents, name])
+        table[name], origins[path] = _typed(value) if is_passed_through else value, origin
     defaults, stages = tree.get("rl", {}), tree.get("stages")
     if isinstance(defaults, dict) and isinstance(stages, dict):
         inherited = {name: {**defaults, **own, "name": name} for name, own in stages.items() if isinstance(own, dict)}
@@ -143,6 +121,14 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: expected a table of settings in {syntax} ({error})") from None
+
+
+def _typed(text: str) -> Any:
+    """Return a number, boolean, list or table that is written as JSON; any other text as it is."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
 
 
 def _overrides(environ: Mapping[str, str], overrides: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -44,16 +44,12 @@ def append_rows(path: Path, rows: Iterable[object]) -> None:
         file.writelines(_line(row).encode() for row in rows)
 
 
-def remove_torn_line(file: BinaryIO) -> bool:
-    """Truncate a file after its last complete line, and return whether a torn line was removed. The file must be open
-    for reading and writing."""
-    size = file.seek(0, os.SEEK_END)
-    if not size:
-        return False
-    with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-        end = content.rfind(b"\n") + 1
-    file.truncate(end)
-    return end < size
+def remove_torn_line(file: BinaryIO) -> None:
+    """Truncate a file after its last complete line. The file must be open for reading and writing."""
+    if file.seek(0, os.SEEK_END):  # an empty file cannot be mapped
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:

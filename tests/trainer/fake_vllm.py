@@ -153,7 +153,9 @@ class FakeVllm:
     num_dropped: int = 0
     """Number of requests whose client has disconnected."""
     counts_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    """Notified when `num_running` or `num_dropped` changes."""
+    """Notified when `num_running` or `num_dropped` changes, or when the server wakes up."""
+    sleeping_tags: set[str] = field(default_factory=set)
+    """What has no memory: "weights", "kv_cache" or both. Completions wait until neither is in here."""
 
     @asynccontextmanager
     async def serve(self, port: int = 0) -> AsyncIterator[str]:
@@ -164,9 +166,12 @@ class FakeVllm:
             "/collective_rpc": self._rpc,
             "/reset_prefix_cache": self._reset,
             "/abort_requests": self._abort,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
         }
         app.add_routes([web.post(route, self._answer(route, handler)) for route, handler in routes.items()])
         app.add_routes([web.get("/health", self._health), web.get("/metrics", self._metrics)])
+        app.add_routes([web.get("/is_sleeping", self._is_sleeping)])
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
@@ -178,11 +183,11 @@ class FakeVllm:
 
     def _answer(self, route: str, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
-            body = await request.json()
-            self.requests.append((route, body))
+            body = dict(request.query) or await request.json()
+            self.requests.append((request.path_qs, body))
             await self._count(running=1)
             try:
-                return web.json_response(self.change_answer(route, await handler(body)))
+                return web.json_response(self.change_answer(request.path_qs, await handler(body)))
             except ValueError as error:
                 return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
             except EngineError as error:
@@ -209,7 +214,24 @@ class FakeVllm:
         num_blocks = capacity.kv_tokens // BLOCK_SIZE
         return web.Response(text=self.change_answer("/metrics", METRICS.format(stats, num_blocks)))
 
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response(self.change_answer("/is_sleeping", {"is_sleeping": bool(self.sleeping_tags)}))
+
+    async def _sleep(self, query: Mapping[str, str]) -> Any:
+        assert query == {"level": "2"}
+        self.sleeping_tags = {"weights", "kv_cache"}
+        self.engine.salt = b"freed"  # the weights of a `MarkovEngine`
+        return {"status": "sleeping", "level": 2}
+
+    async def _wake_up(self, query: Mapping[str, str]) -> Any:
+        async with self.counts_changed:
+            self.sleeping_tags.discard(query["tags"])
+            self.counts_changed.notify_all()
+        return {"status": "sleeping" if self.sleeping_tags else "awake", "tags": [query["tags"]]}
+
     async def _completions(self, body: Mapping[str, Any]) -> Any:
+        async with self.counts_changed:
+            await self.counts_changed.wait_for(lambda: not self.sleeping_tags)
         ids = body["prompt"]
         choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "prompt_logprobs": None}
         if "prompt_logprobs" in body:
@@ -231,6 +253,7 @@ class FakeVllm:
 
     async def _rpc(self, body: Mapping[str, Any]) -> Any:
         assert body["method"] == "reload_weights"
+        assert "weights" not in self.sleeping_tags, "weights without memory cannot be loaded"
         directory = Path(body["kwargs"]["weights_path"])
         if self.load:
             await self.load(self.engine, directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
@@ -118,7 +119,7 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
             "rl.micro_batch_tokens=8192",
             "stages.first: micro_batch_tokens=8192: expected more than max_response_tokens=8192, since a pass has",
         ),
-        ("rl.micro_batch_size=7", "--set rl.micro_batch_size: unknown setting; it is now micro_batch_tokens"),
+        ("rl.micro_batch_size=7", "--set rl.micro_batch_size: unknown setting; did you mean micro_batch_tokens"),
         (
             "hardware.gpus_per_node=3",
             "stages.first: problems_per_step=8 x kept_per_problem=16 rows: expected a multiple of 3 ranks",
@@ -126,6 +127,10 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         (
             "hardware.sharding=full",
             "hardware: sharding=full: expected GPUs, got gpus_per_node=0; set sharding to none",
+        ),
+        (
+            "engines.sleep_mode=true",
+            "engines.sleep_mode=true, engines.kind=local: expected vllm, since no other engine has a sleep mode; or",
         ),
         (
             "stages.second.max_response_tokens=16384",
@@ -141,6 +146,25 @@ def test_a_wrong_setting_is_refused_with_the_expected_value(file: Path, override
     with pytest.raises(ConfigError) as caught:
         load_config(file, {}, [override])
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engines.weight_sync=nccl", "engines.weight_sync=nccl: expected file or gloo: NCCL allows one rank per GPU"),
+        ("hardware.gpus_per_node=0", "hardware.gpus_per_node=0: expected GPUs, since only their memory is freed"),
+        ("hardware.engine_gpus=1", "hardware.engine_gpus=1: expected 0, since GPUs are shared"),
+        ("stages.first.episodes=cluster", "stages first: expected episodes=online and one_step_off_policy=false"),
+        ("rl.episodes=collected", "stages first, second: expected episodes=online and one_step_off_policy=false"),
+        ("rl.one_step_off_policy=true", "stages first, second: expected episodes=online and one_step_off_policy=false"),
+    ],
+)
+def test_sleep_mode_is_refused_where_engines_could_not_sleep(file: Path, override: str, message: str) -> None:
+    sets = ["engines.sleep_mode=true", "engines.kind=vllm", "hardware.gpus_per_node=1", "engines.weight_sync=gloo"]
+    assert load_config(file, {}, [*sets, "rl.partial_rollouts=0.5"]).engines.sleep_mode
+    with pytest.raises(ConfigError, match="engines.sleep_mode=true, " + re.escape(message)) as error:
+        load_config(file, {}, [*sets, override])
+    assert str(error.value).endswith("; or set sleep_mode to false")
 
 
 def test_an_sft_batch_must_be_a_multiple_of_the_micro_batches(file: Path) -> None:
@@ -180,6 +204,57 @@ def test_a_file_that_cannot_be_parsed_is_named(tmp_path: Path, name: str, text: 
 def test_an_unknown_stage_gets_a_suggestion(file: Path) -> None:
     with pytest.raises(ConfigError, match="stage 'secnd': did you mean second"):
         load_config(file, {}).stage_config("secnd")
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "value"),
+    [
+        ("stages.first.grpo.weight_decay", "0.1", 0.1),
+        ("stages.first.grpo.use_liger_kernel", "true", True),
+        ("stages.first.grpo.adam_beta2", "1e-3", 0.001),
+        ("model.peft.r", "8", 8),
+        ("model.peft.use_dora", "False", False),
+        ("model.peft.target_modules", '["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
+        ("model.peft.target_modules", "all-linear", "all-linear"),
+        ("engines.args.kv_cache_dtype", "fp8", "fp8"),
+        ("engines.args.compilation_config", '{"level": 3}', {"level": 3}),
+    ],
+)
+def test_a_value_for_a_library_has_the_type_in_which_it_is_written(
+    file: Path, setting: str, text: str, value: object
+) -> None:
+    *parents, name = setting.split(".")
+    variable = "RSTAR_TRAIN_" + setting.upper().replace(".", "__")
+    for environ, overrides in (({}, [f"{setting}={text}"]), ({variable: text}, [])):
+        table = asdict(load_config(file, environ, overrides))
+        for parent in parents:
+            table = table[parent]
+        assert table[name] == value and type(table[name]) is type(value)
+
+
+@pytest.mark.parametrize("episodes", ["cluster", "collected"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["eval.every_steps=2"], r"eval: every_steps=2: expected 0, since stages\.first has episodes=EPISODES"),
+        (
+            ["stages.first.dynamic_sampling_rounds=2", "stages.first.cancel_stragglers=true"],
+            r"stages\.first: cancel_stragglers, dynamic_sampling_rounds: expected episodes=online, got EPISODES",
+        ),
+        (["stages.first.one_step_off_policy=true"], r"one_step_off_policy: expected episodes=online, got EPISODES"),
+    ],
+)
+def test_settings_that_need_engines_in_this_process_are_refused_without_them(
+    file: Path, episodes: str, changes: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message.replace("EPISODES", episodes)):
+        load_config(file, {}, [f"stages.first.episodes={episodes}", *changes])
+
+
+def test_replacements_and_the_sampling_of_the_next_step_exclude_each_other(file: Path) -> None:
+    sets = ["stages.first.one_step_off_policy=true", "stages.first.dynamic_sampling_rounds=1"]
+    with pytest.raises(ConfigError, match=r"one_step_off_policy=true: expected .*dynamic_sampling_rounds=0"):
+        load_config(file, {}, sets)
 
 
 def test_every_default_is_an_allowed_value() -> None:

@@ -91,7 +91,7 @@ def test_episodes_are_collected_shown_exported_for_sft_and_refused_by_grpo(
     store = tmp_path / "store"
     with StoreReader(store) as reader:
         assert list(reader.query("count(*)", f"reward = 1 AND turns = {NUM_TURNS} AND NOT has_logprobs")) == [(6,)]
-        assert reader.settings()["engines.model_name"] == "counter"
+        assert reader.settings["engines.model_name"] == "counter"
         episodes = list(reader.episodes())
 
     assert main(["replay", str(store), "p1", "1"]) == 0
@@ -206,7 +206,7 @@ def test_a_rejected_setting_is_named(config: str, server: FakeOpenAI, capsys: py
         ("engines.endpoints=http://user:password@host", "expected URLs without user, password or query"),
         ("engines.endpoints=http://host?key=1", "expected URLs without user, password or query"),
         ("engines.model_name=", "engines.model_name: kind=openai: expected the model's name, got none"),
-        ("engines.extra_body.stream=true", "engines.extra_body: stream: expected other fields"),
+        ("engines.extra_body.stream=true", "engines.extra_body: stream: expected another field"),
     ],
 )
 def test_settings_that_contradict_each_other_are_a_config_error(tmp_path: Path, setting: str, message: str) -> None:

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from tests.trainer.sampling import Sampler, problems
 from trainer.config import HardwareConfig, StageConfig
 from trainer.rollout.loop_thread import LoopThread
+from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
 from trainer.training.context import TrainingContext, distributed_state
-from trainer.training.grpo import RolloutRuntime, train_stage
+from trainer.training.grpo import train_stage
 
 DEFAULT_TIMEOUT_S = 5
 """Timeout of the default process group once training has begun."""
@@ -76,13 +77,21 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
         return train(self, trainer, checkpoint)
 
     TrainingContext.train = record_trainer
+    evaluations: list[int] = []
+
+    def evaluate(steps: int) -> float:
+        evaluations.append(steps)
+        return 0.5
+
     with ExitStack() as stack:
         rollouts = None
         if rank == 0:
             sampler = Sampler(model, on_collect=lambda index: time.sleep(SECOND_ROLLOUT_S) if index == 1 else None)
             rollouts = RolloutRuntime(stack.enter_context(LoopThread()), sampler, sampler)
-        context = TrainingContext(model, run_dir / "stages/rl1", RunFolder(run_dir), seed=3, hardware=hardware)
-        train_stage(STAGE, context, problems=problems(6), rollouts=rollouts)
+        context = TrainingContext(
+            model, run_dir / "stages/rl1", RunFolder(run_dir), seed=3, hardware=hardware, eval_steps=STAGE.steps
+        )
+        train_stage(STAGE, context, problems=problems(6), rollouts=rollouts, evaluate=evaluate if rollouts else None)
     digest = hashlib.sha256()
     for _, tensor in sorted(trainers[0].model.state_dict().items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -92,6 +101,7 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
         "weights": digest.hexdigest(),
         "waits": waits,  # exchanges with the other rank, each with its seconds
         "reduced": reduced,  # for each backward pass of a sharded module: whether all gradients are reduced after it
+        "evaluations": evaluations,
         "default_timeout_s": DEFAULT_TIMEOUT_S,
     }
     (run_dir / f"rank{rank}.json").write_text(json.dumps(recorded))

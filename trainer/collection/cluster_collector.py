@@ -12,18 +12,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from trainer.collection.driver import Collection, CollectionLimits
+from trainer.collection.driver import Collection
 from trainer.collection.store import EpisodeStore, StoreReader
 from trainer.collection.work import EpisodeExecutor
+from trainer.config import CollectConfig
 from trainer.episodes.episode import Episode, Problem, StopReason
-
-
-class WeightSync(Protocol):
-    """The part of `trainer.engines.pool.EnginePool` that training uses."""
-
-    async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int: ...
+from trainer.rollout.runtime import WeightSync
 
 
 class ClusterCollector:
@@ -36,9 +32,7 @@ class ClusterCollector:
     overhead_cpu_s = overhead_s = 0.0
     nan_turns = 0
 
-    def __init__(
-        self, executor: EpisodeExecutor, engines: WeightSync, limits: CollectionLimits, directory: Path
-    ) -> None:
+    def __init__(self, executor: EpisodeExecutor, engines: WeightSync, limits: CollectConfig, directory: Path) -> None:
         self._executor, self._engines, self._limits, self._dir = executor, engines, limits, directory
         self._weight_version = 0
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key
 from trainer.collection.work import CollectionError, EpisodeExecutor, Event, Finished, Progress, Try, TryFailed
+from trainer.config import CollectConfig
 from trainer.episodes.episode import Episode, Problem, StopReason
 
 logger = logging.getLogger(__name__)
@@ -39,22 +40,8 @@ MIN_UNAVAILABLE = 10
 does not apply."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two writes of status.json."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectionLimits:
-    samples_per_problem: int
-    max_infrastructure_failures: int = 8
-    """Failed tries that an episode may have because of the infrastructure."""
-    max_environment_failures: int = 1
-    """Failed tries that an episode may have because of its environment."""
-    max_refills: int = 2
-    """Further samples of a problem that may replace failed ones."""
-    max_try_s: float = math.inf
-    """Seconds that one try may take. A try that takes longer is cancelled, as a failure of the environment, which has
-    neither ended nor kept its deadline."""
-    max_unavailable_share: float = 0.2
-    """Share of the episodes that may fail because of the infrastructure. With more, the collection ends."""
+TRY_GRACE_S = 60.0
+"""Seconds that a try may take in addition to its deadlines, for example to close its environment."""
 
 
 @dataclass(slots=True)
@@ -129,7 +116,8 @@ class _Pending:
 
 
 class Collection:
-    """One run of a collection. `problems` are read as they are needed. `num_problems`: their number, if known.
+    """One run of a collection. `problems` are read as they are needed, in place of `limits.data`. `num_problems`: their
+    number, if known.
 
     `on_status` is called every `STATUS_INTERVAL_S` and at the end.
     """
@@ -139,7 +127,7 @@ class Collection:
         store: EpisodeStore,
         executor: EpisodeExecutor,
         problems: Iterable[Problem],
-        limits: CollectionLimits,
+        limits: CollectConfig,
         *,
         num_problems: int | None = None,
         on_status: Callable[[CollectionStatus], None] = lambda _status: None,
@@ -147,6 +135,8 @@ class Collection:
         self.status = CollectionStatus(None if num_problems is None else num_problems * limits.samples_per_problem)
         self._store, self._executor, self._limits = store, executor, limits
         self._on_status = on_status
+        # Turns and score have a deadline each, so a try that takes longer hangs, which is a failure of the environment.
+        self._max_try_s = 2 * limits.deadline_s + TRY_GRACE_S
         self._problems = iter(problems)
         self._has_problems = True
         """Whether `problems` may have more."""
@@ -196,15 +186,14 @@ class Collection:
                 yield event
 
     def _cancel_overdue(self) -> Iterator[Event]:
-        """Cancel tries that exceed `max_try_s`, and yield their failures."""
-        limit = self._limits.max_try_s
-        submitted_before = time.monotonic() - limit
+        """Cancel tries that exceed `_max_try_s`, and yield their failures."""
+        submitted_before = time.monotonic() - self._max_try_s
         for key, pending in self._pending.items():
             if pending.submitted_at < submitted_before:
                 pending.submitted_at = math.inf
                 overdue = Try(key, pending.num_tries)
                 self._executor.cancel(overdue)
-                yield TryFailed(overdue, FailureKind.ENVIRONMENT, f"did not end within {limit:g} s")
+                yield TryFailed(overdue, FailureKind.ENVIRONMENT, f"did not end within {self._max_try_s:g} s")
 
     def _next_key(self) -> Key | None:
         if self._retries and self._retries[0][0] <= time.monotonic():

@@ -56,11 +56,12 @@ OpenHost = Callable[[], AbstractAsyncContextManager[RunEpisode]]
 
 
 class EpisodeWorker:
-    """The actor. Everything is opened in the first call, in the actor's event loop."""
+    """The actor. Everything is opened in the first call, `start`, in the actor's event loop."""
+
+    _executor: LocalExecutor
 
     def __init__(self, open_host: OpenHost, max_episodes: int) -> None:
         self._open_host, self._max_episodes = open_host, max_episodes
-        self._executor: LocalExecutor | None = None
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
@@ -68,15 +69,12 @@ class EpisodeWorker:
         self._executor = await self._stack.enter_async_context(LocalExecutor(run_episode, self._max_episodes))
 
     async def submit(self, by: Try, episode: Episode) -> None:
-        assert self._executor is not None
         self._executor.submit(by, episode)
 
     async def cancel(self, by: Try) -> None:
-        assert self._executor is not None
         self._executor.cancel(by)
 
     async def next_events(self) -> list[Event]:
-        assert self._executor is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(LONG_POLL_S):
                 return await self._executor.next_events()
@@ -113,7 +111,6 @@ class RayExecutor:
         """By node id, how many workers in a row were lost before they were ready."""
         self._events = EventQueue()
         self._tasks = asyncio.TaskGroup()
-        self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -123,7 +120,6 @@ class RayExecutor:
     async def __aexit__(self, *_: object) -> None:
         import ray
 
-        assert self._watcher is not None
         self._watcher.cancel()
         for worker in self._workers.values():
             if not worker.lost.done():

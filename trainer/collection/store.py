@@ -23,7 +23,7 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -48,14 +48,6 @@ SHARD_BYTES = 256 << 20
 JOURNAL_BYTES = 64 << 20
 """Size in bytes from which the next turn goes into a new file. Files without unfinished episodes are deleted."""
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS episodes (
-    problem TEXT, sample INTEGER, shard INTEGER, offset INTEGER, length INTEGER,
-    reward REAL, stop_reason TEXT, turns INTEGER, tool_calls INTEGER, failed_tool_calls INTEGER,
-    sampled_tokens INTEGER, duration_s REAL, has_logprobs INTEGER,
-    PRIMARY KEY (problem, sample)
-) WITHOUT ROWID
-"""
 COLUMNS = (
     "problem", "sample", "shard", "offset", "length",
     "reward", "stop_reason", "turns", "tool_calls", "failed_tool_calls", "sampled_tokens", "duration_s", "has_logprobs",
@@ -114,8 +106,6 @@ class EpisodeStore:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self.removed_rows = 0
-        """Torn rows that this writer has found and removed."""
         self.failures: Counter[tuple[Key, FailureKind]] = Counter()
         """Failed tries of the samples that have no episode."""
         self._unfinished: dict[Key, Episode] = {}
@@ -137,8 +127,8 @@ class EpisodeStore:
             stack.callback(self._index.close)
             self._read_journal()
             self._read_failures()
-            self._shards = stack.enter_context(_Appender(path / "episodes", SHARD_BYTES))
-            self._journal = stack.enter_context(_Appender(path / "turns", JOURNAL_BYTES))
+            self._shards = stack.enter_context(closing(_Appender(path / "episodes", SHARD_BYTES)))
+            self._journal = stack.enter_context(closing(_Appender(path / "turns", JOURNAL_BYTES)))
             self._failed = stack.enter_context((path / "failures.jsonl").open("ab"))
             self._files = stack.pop_all()
 
@@ -209,7 +199,7 @@ class EpisodeStore:
     def _remove_torn_rows(self) -> None:
         for path in (*self.path.glob("*/*.jsonl"), *self.path.glob("failures.jsonl")):
             with path.open("ab+") as file:
-                self.removed_rows += remove_torn_line(file)
+                remove_torn_line(file)
 
     def _open_index(self) -> sqlite3.Connection:
         """Open the index and add the episodes that it lacks. An index that contradicts the shards is built anew."""
@@ -228,8 +218,9 @@ class EpisodeStore:
 
     def _update_index(self, index: sqlite3.Connection) -> None:
         index.execute("PRAGMA synchronous = OFF")  # the shards are what must be durable
-        index.execute(_SCHEMA)
-        index.execute(f"SELECT {', '.join(COLUMNS)} FROM episodes LIMIT 0")  # fails for an index of other columns
+        columns = ", ".join(COLUMNS)
+        index.execute(f"CREATE TABLE IF NOT EXISTS episodes ({columns}, PRIMARY KEY (problem, sample)) WITHOUT ROWID")
+        index.execute(f"SELECT {columns} FROM episodes LIMIT 0")  # fails for an index of other columns
         for number, path in _numbered_files(self.path / "episodes"):
             (end,) = index.execute("SELECT max(offset + length) FROM episodes WHERE shard = ?", (number,)).fetchone()
             if (end or 0) > path.stat().st_size:
@@ -276,8 +267,9 @@ class StoreReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self._manifest = _read_manifest(path / "manifest.json")
         self.path = path
+        self.settings: dict[str, Any] = _read_manifest(path / "manifest.json")["settings"]
+        """Those of the collection."""
         self._index = sqlite3.connect(
             f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30, check_same_thread=False
         )
@@ -287,10 +279,6 @@ class StoreReader:
 
     def __exit__(self, *_: object) -> None:
         self._index.close()
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the collection."""
-        return dict(self._manifest["settings"])
 
     def query(
         self, columns: str = "*", where: str = "1", parameters: Sequence[object] = ()
@@ -327,10 +315,7 @@ class _Appender:
         self.number = max((number for number, _ in _numbered_files(directory)), default=1)
         self._open()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def path(self, number: int) -> Path:

@@ -28,13 +28,11 @@ class StoredCollector:
 
     async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
         """Return for each group the stored episodes of its problem, at most as many as the group has."""
-        return [list(self._stored(group[0].problem, len(group))) for group in groups]
+        return list(await self.collect([group[0].problem for group in groups], len(groups[0])))
 
     async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:
-        return [self._stored(problem, samples_per_problem) for problem in problems]
-
-    def _stored(self, problem: Problem, count: int) -> list[Episode]:
-        return list(islice(self._reader.episodes("problem = ?", (problem.id,)), count))
+        stored = (self._reader.episodes("problem = ?", (problem.id,)) for problem in problems)
+        return [list(islice(episodes, samples_per_problem)) for episodes in stored]
 
 
 class NoEngines:

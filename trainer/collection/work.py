@@ -104,20 +104,16 @@ class EpisodeExecutor(Protocol):
     @property
     def free_slots(self) -> int:
         """The number of episodes that can be submitted now."""
-        ...
 
     def submit(self, by: Try, episode: Episode) -> None:
         """Begin a try of an episode. Its events come from `next_events`, and end with `Finished` or `TryFailed`."""
-        ...
 
     def cancel(self, by: Try) -> None:
         """End a try. Some of its events may still come."""
-        ...
 
     async def next_events(self) -> list[Event]:
         """Wait for events, or for more free slots; then the list may be empty. Raises `CollectionError` if no episode
         can run any more."""
-        ...
 
 
 class CollectionError(Exception):

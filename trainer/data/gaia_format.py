@@ -1,4 +1,4 @@
-"""Reads and writes data sets in GAIA's file format, and writes submissions to its leaderboard.
+"""Reads data sets in GAIA's file format, and writes submissions to its leaderboard.
 
     2023/validation/metadata.parquet (or .jsonl)   task_id, Question, Level, Final answer, file_name, file_path
     2023/validation/FILE_NAME                      the attached file of a row
@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,38 +76,6 @@ def iter_problems(path: str, on_malformed: Callable[[str, int, DataError], None]
             yield problem
 
 
-def write_data_set(directory: Path, problems: Iterable[Problem], split: str = "validation") -> Path:
-    """Write `qa` problems whose files are in the option `texts` as a data set. Return its metadata file."""
-    folder, rows = directory / "2023" / split, []
-    folder.mkdir(parents=True, exist_ok=True)
-    for problem in problems:
-        files = problem.options.get("texts", {})
-        if len(files) > 1:
-            raise DataError(f"problem {problem.id}: expected at most one file, got {len(files)}")
-        name, text = next(iter(files.items()), ("", ""))
-        if name:
-            (folder / name).write_text(text, encoding="utf-8")
-        rows.append(
-            {
-                "task_id": problem.id,
-                "Question": problem.text,
-                "Level": problem.options["level"],
-                "Final answer": problem.answer,
-                "file_name": name,
-                "file_path": f"2023/{split}/{name}" if name else "",
-                "Annotator Metadata": {
-                    "Steps": "",
-                    "Number of steps": str(problem.options["level"]),
-                    "How long did this take?": "",
-                    "Tools": "1. Python",
-                    "Number of tools": "1",
-                },
-            }
-        )
-    write_rows(folder / "metadata.jsonl", rows)
-    return folder / "metadata.jsonl"
-
-
 def write_submission(file: Path, episodes: Iterable[Episode]) -> int:
     """Write the submission for the leaderboard: one row per task, from its first episode. Return the number of rows.
 
@@ -126,11 +93,6 @@ def write_submission(file: Path, episodes: Iterable[Episode]) -> int:
             first[task] = (episode.sample, row)
     write_rows(file, (row for _, row in first.values()))
     return len(first)
-
-
-def task_id(digest: bytes) -> str:
-    """Return 16 bytes as a task_id, which is a UUID in this format."""
-    return str(uuid.UUID(bytes=digest))
 
 
 def _problem(row: Mapping[str, Any], folder: Path) -> Problem:

@@ -11,23 +11,18 @@ They share only the format and the scoring with GAIA. Results on them do not pre
 Invariants:
 - Equal arguments give equal problems. A hash decides whether a problem is for training or held out.
 - Each question has one right answer: customers and products differ in revenue.
-
-`python -m trainer.data.generated_gaia_format DIRECTORY` writes them as a data set.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import io
 import json
 import random
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import NamedTuple
+from uuid import UUID
 
-from trainer.data.gaia_format import SOURCE, task_id, write_data_set
+from trainer.data.gaia_format import SOURCE
 from trainer.episodes.episode import Problem
 
 HELD_OUT_MODULUS = 8
@@ -60,7 +55,7 @@ def generate(n: int, seed: int, *, held_out: bool = False) -> list[Problem]:
         question, answer, suffix, text = _draw(level, rng)
         digest = blake2b(f"{question}\n{text}".encode(), digest_size=16).digest()
         if (digest[0] % HELD_OUT_MODULUS == 0) == held_out:
-            id = task_id(digest)
+            id = str(UUID(bytes=digest))
             options = {"level": level, "texts": {f"{id}.{suffix}": text}}
             problems.setdefault(id, Problem(id, question, answer, SOURCE.format(level), "qa", options))
     return list(problems.values())
@@ -135,11 +130,7 @@ def _difference_of_customers(orders: Sequence[Order], rng: random.Random) -> tup
 
 
 def _as_csv(orders: Sequence[Order]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(Order._fields)
-    writer.writerows(orders)
-    return text.getvalue()
+    return "".join(f"{','.join(map(str, row))}\n" for row in (Order._fields, *orders))
 
 
 def _as_json(orders: Sequence[Order]) -> str:
@@ -159,17 +150,3 @@ _QUESTIONS: dict[int, tuple[Callable[[Sequence[Order], random.Random], tuple[str
     3: (_best_customer, _best_products, _difference_of_customers),
 }
 _RENDERERS: dict[str, Callable[[Sequence[Order]], str]] = {"csv": _as_csv, "json": _as_json, "txt": _as_text}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write generated problems as a data set in GAIA's file format.")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--problems", type=int, default=30, metavar="N", help="number of problems (default 30)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", action="store_true", help="problems that never occur in training")
-    args = parser.parse_args(argv)
-    print(write_data_set(args.directory, generate(args.problems, args.seed, held_out=args.held_out)))
-
-
-if __name__ == "__main__":
-    main()

@@ -88,25 +88,20 @@ class Engine(Protocol):
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`."""
-        ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
-        ...
 
     async def check_alive(self) -> None:
         """Run the model on a token or two. Raises `EngineError`."""
-        ...
 
     async def capacity(self) -> EngineCapacity: ...
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's counters, or None if it has none."""
-        ...
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Make these requests return the ids sampled so far."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -126,7 +121,6 @@ class WeightStore(Protocol):
 
     async def delete_others(self, keep: Path | None) -> None:
         """Delete all stored weights but `keep`."""
-        ...
 
 
 WeightTransfer = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]

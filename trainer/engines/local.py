@@ -21,18 +21,15 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
-import logging
 import math
 import queue
-import re
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
@@ -52,8 +49,6 @@ from trainer.engines.local_attention import ATTENTION_NAME, PrefixCache, SlotCac
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
-
 ROWS_PER_THREAD = 8
 """A pass has a multiple of this number of rows for each thread. The matrix products of MKL divide the rows among the
 threads and compute a remainder by another kernel, which rounds differently."""
@@ -61,9 +56,6 @@ NOT_FORCED = -1
 """Marks slots whose next id is sampled, not given."""
 TOP_P_DISABLED = 2.0
 """A top-p that keeps every id, also if the probabilities sum to slightly more than 1."""
-DEPRECATIONS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
-
-T = TypeVar("T")
 
 
 class LocalEngine:
@@ -144,8 +136,7 @@ class LocalEngine:
     async def load_weights(self, weights: Weights | Path, version: int) -> None:
         """Copy a state dict's tensors, or load a saved model. Raises `RuntimeError` while requests are in flight."""
         if not isinstance(weights, Mapping):
-            path, dtype = weights, self._model.dtype
-            weights = log_deprecations(lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).state_dict()
+            weights = AutoModelForCausalLM.from_pretrained(weights, dtype=self._model.dtype).state_dict()
 
         done: Future[None] = Future()
 
@@ -276,24 +267,8 @@ class LocalEngine:
             "attention_mask": self._cache.prepare_step(positions)[None],
             self._cache_argument: self._cache,
         }
-        output = log_deprecations(lambda: self._model(**inputs, use_cache=True))
-        logits: torch.Tensor = output.logits[: len(tokens_S), -1].float()
+        logits: torch.Tensor = self._model(**inputs, use_cache=True).logits[: len(tokens_S), -1].float()
         return logits
-
-
-def log_deprecations(function: Callable[[], T]) -> T:
-    """Call `function`. If warnings are errors (`-W error`), log each deprecation warning that it raises, ignore the
-    warning from then on, and call `function` again, which must therefore be safe to repeat."""
-    ignored: set[str] = set()
-    while True:
-        try:
-            return function()
-        except DEPRECATIONS as warning:
-            if str(warning) in ignored:  # raised by a `raise` statement, which no filter can ignore
-                raise
-            ignored.add(str(warning))
-            logger.warning("%s: %s", type(warning).__name__, warning)
-            warnings.filterwarnings("ignore", re.escape(str(warning)), type(warning))
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ An engine is up or down. While it is down, it is also unresponsive until it answ
                             stalled, or `MAX_MISSED_SCRAPES` scrapes failed
     down and unresponsive   the liveness probe ran the model                      down; bring-up after `retry_after_s`
     up or down              weight sync                                           down; bring-up with the new weights
+    up or down              sleep                                                 down until the next weight sync
 
 Invariants:
 - A turn is sent to an engine only after the scheduler has placed it. Until then it waits in the pool, without polling.
@@ -17,6 +18,7 @@ Invariants:
   gets the last weights again before its bring-up, since it may have restarted. Without a store it waits for the next
   sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
+- Engines that sleep get no turn and no liveness probe. One that restarts meanwhile is awake, and is put to sleep again.
 - A turn that fails with a `TurnError` runs again. Its engine is marked down only after several such turns in a row.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
 - All tasks run in one event loop and end with the pool's `async with` block.
@@ -31,15 +33,9 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequenc
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from trainer.engines.engine import (
-    Engine,
-    EngineError,
-    Weights,
-    WeightStore,
-    WeightTransfer,
-)
+from trainer.engines.engine import Engine, EngineError, Weights, WeightStore, WeightTransfer
 from trainer.engines.engine_state import EngineState
 from trainer.engines.episode_handle import EpisodeHandle
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S, PoolState, TurnRecord
@@ -166,11 +162,7 @@ class EnginePool(PoolState):
         """
         if self._transfer is None or self._probe is None:
             raise ValueError("expected a pool with `transfer` and `probe`, got one without; see engines.weight_sync")
-        if self.scheduler.is_paused:
-            raise RuntimeError("expected one weight sync at a time; await the first")
-        self.scheduler.is_paused = True
-        try:
-            await self._wait_until_idle()
+        async with self._paused():
             expected = await asyncio.to_thread(self._probe.expected_logprobs, weights)
             version = self.weight_version + 1 if version is None else version
             stored = await self._store.save(weights, version) if self._store else None
@@ -181,14 +173,12 @@ class EnginePool(PoolState):
             errors = await self._transfer(engines, weights if stored is None else stored, version)
             for state, error in zip(states, errors, strict=True):
                 if error is not None:
+                    state.engine.weight_version = UNKNOWN_VERSION  # it may have the weights and lack a KV cache
                     self._schedule_retry(state, str(error) or repr(error))
             loaded = [state for state, error in zip(states, errors, strict=True) if error is None]
             results = await asyncio.gather(*map(self._bring_up_after_sync, loaded), return_exceptions=True)
             for exception in filter(None, results):
                 raise exception
-        finally:
-            self.scheduler.is_paused = False
-            self.scheduler_event.set()
         self.scheduler.start_training_step()
         self._all_down_since = self.now()
         while not self._is_any_up():
@@ -198,6 +188,29 @@ class EnginePool(PoolState):
         if self._store is not None:
             await self._store.delete_others(stored)
         return version
+
+    async def sleep(self) -> None:
+        """Make the engines, which must have vLLM's sleep mode, free their memory until the next weight sync. The
+        `transfer` of that sync has to wake them. Turns that run end first; new turns wait for the sync.
+
+        An engine that fails to sleep may keep its memory. It is unresponsive until it sleeps.
+        """
+        async with self._paused():
+            self.is_sleeping = True
+            await asyncio.gather(*map(self._put_to_sleep, self.engine_states.values()))
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Run the block once no request is in flight. No turn is placed until it ends. Ends the pool's sleep."""
+        if self.scheduler.is_paused:
+            raise RuntimeError("expected one weight sync at a time; await the first")
+        self.scheduler.is_paused, self.is_sleeping = True, False
+        try:
+            await self._wait_until_idle()
+            yield
+        finally:
+            self.scheduler.is_paused = False
+            self.scheduler_event.set()
 
     # --- bring-up and monitoring ---
 
@@ -262,12 +275,27 @@ class EnginePool(PoolState):
                 await state.engine.check_alive()
                 state.is_unresponsive = False
 
+    async def _put_to_sleep(self, state: EngineState, *, unless_sleeping: bool = False) -> None:
+        self._mark_down(state)
+        engine: Any = state.engine
+        try:
+            async with self.request(state, state, BRING_UP_TIMEOUT_S):
+                if not (unless_sleeping and await engine.is_sleeping()):
+                    await engine.sleep()
+                state.is_unresponsive = False
+        except (EngineError, TimeoutError) as error:
+            if self.is_sleeping:  # otherwise a weight sync has cancelled the request
+                self.mark_failed(state, f"it does not sleep and may keep its memory: {error!r}")
+
     async def _monitor(self, state: EngineState) -> None:
         while True:
             if state.is_up:
                 await self._scrape(state)
             elif self.scheduler.is_paused:
                 pass  # a request would delay the weight sync
+            elif self.is_sleeping:
+                if state.retry_at <= self.now():
+                    await self._put_to_sleep(state, unless_sleeping=True)
             elif state.is_unresponsive:
                 await self._probe_liveness(state)
             elif state.retry_at <= self.now() and (

@@ -68,6 +68,8 @@ class PoolState:
         self.scheduler = scheduler
         self.engine_states = {engine.name: EngineState(engine) for engine in engines}
         self.weight_version = 0
+        self.is_sleeping = False
+        """True from `EnginePool.sleep` to the next weight sync. All engines are then down."""
         self.on_turn = on_turn
         self.busy_timer = BusyTimer()
         """Runs while an engine generates, a tool call runs or an answer is checked. The rest of a rollout's wall time
@@ -110,7 +112,7 @@ class PoolState:
 
     def has_given_up(self) -> bool:
         """Return whether all engines have been down for `all_down_timeout_s`."""
-        is_down = not (self.scheduler.is_paused or self._is_any_up())
+        is_down = not (self.scheduler.is_paused or self.is_sleeping or self._is_any_up())
         return is_down and self.now() - self._all_down_since >= self._all_down_timeout_s
 
     def all_down_error(self) -> EngineError:

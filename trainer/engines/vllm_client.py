@@ -3,6 +3,7 @@
 Invariants:
 - Every answer is validated before it is used: ids within the vocabulary, one finite log-probability per id, and the
   finish reason that the request implies.
+- Requests with different weight versions share no cached prefix (`cache_salt`), even if a cache could not be reset.
 - All sampling settings are sent, so a model's generation_config.json has no effect.
 """
 
@@ -14,7 +15,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import aiohttp
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
@@ -161,8 +162,23 @@ class VllmEngine:
         return [by_id[str(id)].logprob for id, by_id in zip(ids[1:], scores[1:], strict=True) if by_id]
 
     async def check_alive(self) -> None:
-        """Raises `EngineError`."""
-        await self.logprobs(LIVENESS_IDS)
+        """Raises `EngineError`. A server that sleeps is alive, although it answers no completion."""
+        if not await self.is_sleeping():
+            await self.logprobs(LIVENESS_IDS)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether weights or KV cache have no memory, so that completions wait. Raises `EngineError`."""
+        return "true" in await self._request("GET", "/is_sleeping", None, self._timeout_s)
+
+    async def sleep(self) -> None:
+        """Free the memory of the weights and the KV cache and drop their content (level 2 of vLLM's sleep mode). vLLM
+        aborts running requests. Raises `EngineError`."""
+        await self.post("/sleep?level=2", {})
+
+    async def wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
+        """Take memory for the weights or the KV cache, whose content is then undefined. An awake server does nothing.
+        Raises `EngineError`."""
+        await self.post(f"/wake_up?tags={tag}", {})
 
     async def load_weights(self, directory: Path, version: int) -> None:
         """Load a saved model from a path that the server sees as well. No request may be in flight."""
@@ -229,7 +245,8 @@ class VllmEngine:
                 f"expected 1 to {self._max_model_len} tokens in all, got {len(ids)} ids and max_tokens={max_tokens}"
             )
         fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-        text = await self._request("POST", COMPLETIONS, {"prompt": list(ids), **fixed, **options}, timeout_s)
+        body = {"prompt": list(ids), "cache_salt": f"version {self.weight_version}", **fixed, **options}
+        text = await self._request("POST", COMPLETIONS, body, timeout_s)
         try:
             return _Completion.model_validate_json(text).choices[0]
         except ValidationError as error:

@@ -45,11 +45,7 @@ RESTART_DELAY_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """Chunked prefill is off because vLLM cannot reset a CPU's random generator: a seeded request whose prompt is computed
 in two chunks would end the engine."""
-OWN_OPTIONS = (
-    "--tensor-parallel-size",
-    "--gpu-memory-utilization",
-    "--worker-extension-cls",
-)
+OWN_OPTIONS = ("--tensor-parallel-size", "--gpu-memory-utilization", "--enable-sleep-mode", "--worker-extension-cls")
 """Options that have settings of their own, or that belong to the weight sync."""
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 RANK_VARIABLES = re.compile(
@@ -98,6 +94,7 @@ class VllmServers:
     """GPUs over which one server splits the model; 0 runs on the CPU."""
     first_gpu: int = 0
     gpu_memory_utilization: float = 0.9
+    sleep_mode: bool = False
     cpu_kv_gb: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)
     """More options of vLLM's engine, named as in its `AsyncEngineArgs`."""
@@ -120,6 +117,7 @@ class VllmServers:
             options["--gpu-memory-utilization"] = str(self.gpu_memory_utilization)
         module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
         flags = ["--disable-uvicorn-access-log", *([] if self.gpus_per_server else CPU_FLAGS)]
+        flags += ["--enable-sleep-mode"] * self.sleep_mode
         arguments = [word for option in options.items() for word in option]
         more = [option_words(name, value) for name, value in self.args.items()]
         if twice := sorted({words[0] for words in more} & {*options, *flags, *OWN_OPTIONS}):

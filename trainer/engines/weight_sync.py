@@ -36,7 +36,7 @@ import asyncio
 import random
 import shutil
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,7 +51,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.engines import weight_group
-from trainer.engines.engine import Engine, EngineError, LoadsWeights, Weights
+from trainer.engines.engine import Engine, EngineError, LoadsWeights, Weights, WeightTransfer
 from trainer.engines.vllm_client import VllmEngine
 
 TRANSFER_TIMEOUT_S = 120.0
@@ -138,15 +138,38 @@ async def load_by_engine(
     engines: Sequence[LoadsWeights], weights: Weights | Path, version: int
 ) -> list[BaseException | None]:
     """Make all engines load the weights at the same time. Return the error of each engine, or None."""
+    return await _errors_of(engine.load_weights(weights, version) for engine in engines)
 
-    async def load(engine: LoadsWeights) -> BaseException | None:
-        try:
-            await engine.load_weights(weights, version)
-        except EngineError as error:
-            return error
-        return None
 
-    return list(await asyncio.gather(*map(load, engines)))
+class WakingTransfer:
+    """Wakes engines that sleep around another transfer, which gives them their weights. The KV cache gets its memory
+    after the transfer, so that both do not need theirs at once. Engines that are awake stay so."""
+
+    def __init__(self, transfer: WeightTransfer) -> None:
+        self._transfer = transfer
+
+    async def __call__(self, engines: Sequence[VllmEngine], weights: Any, version: int) -> list[BaseException | None]:
+        torch.cuda.empty_cache()  # the probe and the store have left memory in torch's cache, which engines need
+        errors = dict(zip(engines, await _errors_of(engine.wake_up("weights") for engine in engines), strict=True))
+        awake = [engine for engine, error in errors.items() if error is None]
+        errors |= zip(awake, await self._transfer(awake, weights, version), strict=True)
+        loaded = [engine for engine, error in errors.items() if error is None]
+        errors |= zip(loaded, await _errors_of(engine.wake_up("kv_cache") for engine in loaded), strict=True)
+        return [errors[engine] for engine in engines]
+
+
+async def _errors_of(calls: Iterable[Awaitable[None]]) -> list[BaseException | None]:
+    """Await all calls at the same time. Return the `EngineError` of each, or None."""
+    return list(await asyncio.gather(*(_error_of(call, EngineError) for call in calls)))
+
+
+async def _error_of(call: Awaitable[None], *kinds: type[Exception]) -> Exception | None:
+    """Await `call`. Return its error if that is one of `kinds`, else None."""
+    try:
+        await call
+    except kinds as error:
+        return error
+    return None
 
 
 class FileWeightStore:
@@ -215,14 +238,15 @@ class BroadcastTransfer:
             if not isinstance(answer, BaseException):
                 receiving.append((engine, size))
                 size += len(answer["results"])
-        errors = {
+        errors: dict[VllmEngine, BaseException] = {
             engine: answer for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Exception)
         }
-        sending = asyncio.to_thread(
-            weight_group.send, store, size, self._backend, self._timeout_s, tensors, self._dtype
+        settings = (self._backend, self._timeout_s, tensors, self._dtype)
+        sending = asyncio.to_thread(weight_group.send, store, size, *settings)
+        send_error, receive_errors = await asyncio.gather(
+            _error_of(sending, RuntimeError, OSError),  # torch.distributed's errors are RuntimeErrors
+            _errors_of(self._receive(engine, first_rank, size, version) for engine, first_rank in receiving),
         )
-        receives = (self._receive(engine, first_rank, size, version) for engine, first_rank in receiving)
-        send_error, *receive_errors = await asyncio.gather(_error_of(sending), *receives)
         for (engine, _), error in zip(receiving, receive_errors, strict=True):
             if error is not None:
                 errors[engine] = type(error)(f"{error} (sender: {send_error})") if send_error else error
@@ -236,13 +260,9 @@ class BroadcastTransfer:
         except (EngineError, OSError) as error:
             return error
 
-    async def _receive(self, engine: VllmEngine, first_rank: int, size: int, version: int) -> EngineError | None:
-        try:
-            await self._call(engine, "receive_weights", first_rank=first_rank, size=size, backend=self._backend)
-            await engine.reset_prefix_cache(version)
-        except EngineError as error:
-            return error
-        return None
+    async def _receive(self, engine: VllmEngine, first_rank: int, size: int, version: int) -> None:
+        await self._call(engine, "receive_weights", first_rank=first_rank, size=size, backend=self._backend)
+        await engine.reset_prefix_cache(version)
 
     async def _call(self, engine: VllmEngine, method: str, **arguments: Any) -> Any:
         """Call the method on each worker of the engine."""
@@ -252,14 +272,6 @@ class BroadcastTransfer:
                 return await engine.post("/collective_rpc", body)
         except TimeoutError as error:
             raise NoAnswerError(f"engine {engine.name}: no answer to {method} in {3 * self._timeout_s:g} s") from error
-
-
-async def _error_of(sending: Awaitable[None]) -> Exception | None:
-    try:
-        await sending
-    except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
-        return error
-    return None
 
 
 def _own_address(url: str) -> str:

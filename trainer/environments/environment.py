@@ -16,16 +16,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from trainer.config import STRICT, ConfigError
-from trainer.environments.services import Services
 from trainer.episodes.chat_format import ToolSchema
 from trainer.episodes.episode import Episode, Problem, ToolCall
 from trainer.episodes.turn_parser import ToolCallRequest
+
+if TYPE_CHECKING:
+    from trainer.environments.services import Services
 
 
 class EnvironmentFailure(Exception):

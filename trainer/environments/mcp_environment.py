@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trainer.config import STRICT, ConfigError, PositiveFloat
-from trainer.environments.environment import Environment, EnvironmentFailure, InitialState
-from trainer.environments.mcp_session import McpArgumentError, McpFailure, McpSession
+from trainer.environments.environment import Environment, InitialState
+from trainer.environments.mcp_session import McpArgumentError, McpSession
 from trainer.environments.services import Services
 from trainer.episodes.chat_format import ToolSchema
 from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
@@ -77,10 +77,7 @@ class McpEnvironment(Environment):
             self._session = await self.services.mcp_sessions.get(options.url, options.start_timeout_s)
         else:
             self._session = McpSession(options.url or options.command or (), options.env, options.start_timeout_s)
-        try:
-            await self._session.start()
-        except McpFailure as error:
-            raise EnvironmentFailure(str(error)) from error
+        await self._session.start()
         return InitialState(problem.text, tuple(map(_schema, self._session.tools.values())))
 
     async def step(self, action: ToolCallRequest) -> ToolCall:
@@ -101,8 +98,6 @@ class McpEnvironment(Environment):
             result = await self._session.call(action.name, arguments, self.options.call_timeout_s)
         except McpArgumentError as error:
             return finished(ToolCallStatus.ERROR, str(error), time.monotonic() - start)
-        except McpFailure as error:
-            raise EnvironmentFailure(str(error)) from error
         status = ToolCallStatus.ERROR if result.is_error else ToolCallStatus.OK
         return finished(status, _text(result), time.monotonic() - start)
 

@@ -2,8 +2,8 @@
 
 Invariants:
 - The SDK's contexts are entered and left in one task, the session's own. Other tasks call tools through the session.
-- Every failure of a server is an `McpFailure`: it does not start in time, does not answer in time, ends, or answers
-  nonsense. Nothing of it reaches another session.
+- Every failure of a server is an `EnvironmentFailure`: it does not start in time, does not answer in time, ends, or
+  answers nonsense. Nothing of it reaches another session.
 - After `close` all processes of a stdio server have ended (`trainer.environments.mcp_supervisor`).
 - A stdio server gets the variables HOME, LOGNAME, PATH, SHELL, TERM and USER, and those that are given to it.
 """
@@ -21,6 +21,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from trainer.environments.environment import EnvironmentFailure
+
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult, Tool
@@ -28,10 +30,6 @@ if TYPE_CHECKING:
 MAX_TOOLS = 256
 SUPERVISOR = Path(__file__).with_name("mcp_supervisor.py")
 MAX_REASON_CHARS = 500
-
-
-class McpFailure(Exception):
-    """An MCP server does not work. The message names the server and the reason."""
 
 
 class McpArgumentError(Exception):
@@ -63,18 +61,18 @@ class McpSession:
         return self._task.done()
 
     async def start(self) -> None:
-        """Wait until the session has started. Any number of tasks may wait. Raises `McpFailure`."""
+        """Wait until the session has started. Any number of tasks may wait. Raises `EnvironmentFailure`."""
         await self._started.wait()
         if self._reason:
-            raise McpFailure(self._reason)
+            raise EnvironmentFailure(self._reason)
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
-        """Call a tool. Raises `McpFailure` and `McpArgumentError`."""
+        """Call a tool. Raises `EnvironmentFailure` and `McpArgumentError`."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
         if self.has_ended:
-            raise McpFailure(self._reason or f"{self.name}: the session has ended")
+            raise EnvironmentFailure(self._reason or f"{self.name}: the session has ended")
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._client.call_tool(tool, arguments)
@@ -87,7 +85,7 @@ class McpSession:
             reason = f"{tool}: {error}"
         except Exception as error:  # the SDK's checks of a foreign server's answers raise anything
             reason = f"{tool}: {_describe(error)}"
-        raise McpFailure(f"{self.name}: {reason}{self._stderr_line()}"[:MAX_REASON_CHARS])
+        raise EnvironmentFailure(f"{self.name}: {reason}{self._stderr_line()}"[:MAX_REASON_CHARS])
 
     async def close(self) -> None:
         """End the session, and the server if it runs over stdio. Safe to call twice."""
@@ -167,7 +165,7 @@ async def _list_tools(client: Client) -> dict[str, Tool]:
         page = await client.list_tools(cursor=cursor)
         tools |= {tool.name: tool for tool in page.tools}
         if len(tools) > MAX_TOOLS:
-            raise McpFailure(f"expected at most {MAX_TOOLS} tools, got more")
+            raise EnvironmentFailure(f"expected at most {MAX_TOOLS} tools, got more")
         if not (cursor := page.next_cursor):
             return tools
 

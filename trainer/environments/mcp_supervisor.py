@@ -10,13 +10,12 @@ Invariants:
 - When this program ends, no process remains that the server started, whatever session it is in: orphans become children
   of this program (PR_SET_CHILD_SUBREAPER).
 - It ends with the server, on SIGTERM, and when its parent dies.
-- stdout has only lines that are JSON-RPC objects. A line or an output beyond its limit ends the server.
+- A line or an output beyond its limit ends the server.
 - stderr is written once, at the end: the last `MAX_STDERR_BYTES` of the server's, or its exit code if it wrote none.
 """
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -108,21 +107,12 @@ def _relay(stdout: IO[bytes]) -> str:
             return f"the server wrote a line of more than {MAX_LINE_BYTES >> 20} MiB"
         if total > MAX_OUTPUT_BYTES:
             return f"the server wrote more than {MAX_OUTPUT_BYTES >> 20} MiB"
-        if _is_message(line):
-            try:
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
-            except BrokenPipeError:
-                return "the trainer closed the connection"
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            return "the trainer closed the connection"
     return ""
-
-
-def _is_message(line: bytes) -> bool:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and value.get("jsonrpc") == "2.0"
 
 
 def _keep_tail(fd: int, tail: bytearray) -> None:

@@ -68,18 +68,15 @@ class QaEnvironment(Environment):
 
 def _read_files(options: QaOptions) -> dict[str, bytes]:
     """Return the content of all attached files by name. Raises `EnvironmentFailure`."""
-    files = {name: text.encode() for name, text in options.texts.items()}
-    for path in map(Path, options.files):
-        try:
-            if path.stat().st_size > MAX_FILES_MB << 20:
-                raise EnvironmentFailure(f"{path}: expected at most {MAX_FILES_MB} MiB")
-            files[path.name] = path.read_bytes()
-        except OSError as error:
-            raise EnvironmentFailure(f"{path}: cannot be read ({error.strerror})") from error
-    if (size := sum(map(len, files.values()))) > MAX_FILES_MB << 20:
-        raise EnvironmentFailure(f"expected files of at most {MAX_FILES_MB} MiB, got {math.ceil(size / (1 << 20))} MiB")
+    files, paths = {name: text.encode() for name, text in options.texts.items()}, [*map(Path, options.files)]
     try:
+        size_mb = math.ceil((sum(map(len, files.values())) + sum(path.stat().st_size for path in paths)) / (1 << 20))
+        if size_mb > MAX_FILES_MB:
+            raise EnvironmentFailure(f"expected files of at most {MAX_FILES_MB} MiB, got {size_mb} MiB")
+        files |= {path.name: path.read_bytes() for path in paths}
         Call("", files=files)
+    except OSError as error:
+        raise EnvironmentFailure(f"{error.filename}: cannot be read ({error.strerror})") from error
     except InvalidCall as error:
         raise EnvironmentFailure(str(error)) from error
     return files

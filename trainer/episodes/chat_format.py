@@ -74,14 +74,7 @@ class TemplateTokenizer(Tokenizer, Protocol):
 
     chat_template: Any
 
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        tools: list[ToolSchema] | None,
-        add_generation_prompt: bool,
-        tokenize: bool,
-    ) -> object: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> object: ...
 
 
 class ChatFormat:
@@ -282,15 +275,9 @@ def tokenizer_format(
         raise ValueError(f"the tokenizer has no chat template; {TEMPLATE_ADVICE}")
 
     def render(messages: list[dict[str, Any]], with_tools: bool, opens_turn: bool = True) -> str:
+        options = {"tools": list(tools) if with_tools else None, "add_generation_prompt": opens_turn}
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    messages,
-                    tools=list(tools) if with_tools else None,
-                    add_generation_prompt=opens_turn,
-                    tokenize=False,
-                )
-            )
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template is a program, which may raise any exception
             role, reason = messages[-1]["role"], f"{type(error).__name__}: {error}"
             raise ValueError(

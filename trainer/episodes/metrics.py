@@ -9,9 +9,11 @@ Means and ratios are over scored episodes. Episodes without a reward count only 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import nan
+from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias
 
 from trainer.episodes.episode import Episode, StopReason
@@ -83,6 +85,11 @@ def _per_episode(episode: ScoredEpisode) -> int:
     return 1
 
 
+def is_unavailable(episode: Episode) -> bool:
+    """Return whether an episode has no reward because the infrastructure failed."""
+    return episode.reward is None and episode.stop_reason is not StopReason.CANCELLED
+
+
 def _tokens_with_logprobs(episode: Episode) -> int:
     """The number of sampled tokens; 0 if log-probabilities are unknown."""
     return 0 if episode.known_logprobs is None else episode.sampled_tokens
@@ -129,7 +136,7 @@ METRICS = {
     ),
     "unavailable_episodes": Metric(
         "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
-        lambda e: e.reward is None and e.stop_reason != StopReason.CANCELLED,
+        is_unavailable,
     ),
     "nan_turns": Metric("turns with a NaN log-probability; each was sampled again or given up"),
     "cancelled_share": Metric("share of episodes that were cancelled as stragglers", _STALE, "cancelled", "share"),
@@ -138,6 +145,9 @@ METRICS = {
         _LENGTH, "cancelled episodes",
     ),
     "cancelled_tokens": Metric("tokens sampled for cancelled episodes", _TOKENS, "for cancelled episodes"),
+    "replacement_groups": Metric("groups sampled in place of groups without a signal", _LEFT_OUT, "replacement groups"),
+    "eval_accuracy": Metric("accuracy of the evaluation after this step", "Evaluation", "accuracy", "unit"),
+    "eval_s": Metric("seconds of the evaluation after this step, with its weight sync; not part of step_s"),
     "pending_groups": Metric("groups that go on in the next training step", "Pending groups", "groups"),
     "stale_token_share": Metric(
         "share of sampled tokens from weights of earlier training steps", _STALE, "from earlier weights", "share"
@@ -161,6 +171,10 @@ METRICS = {
     "overhead_s": Metric("seconds in which no engine generated, no tool ran, and nothing was optimized or synced"),
     "generate_s_sum": Metric(
         "seconds of generation, summed over episodes", numerator=lambda e: sum(turn.generate_s for turn in e.turns)
+    ),
+    "wait_s_sum": Metric(
+        "seconds in which turns waited for an engine, summed over episodes",
+        numerator=lambda e: sum(turn.wait_s for turn in e.turns),
     ),
     "tool_s_sum": Metric(
         "seconds of tool calls, summed over episodes", numerator=lambda e: sum(turn.tool_s for turn in e.turns)
@@ -199,4 +213,24 @@ def step_metrics(groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence
         "episodes_in_loss": len(episodes_in_loss),
         "episodes_not_in_loss": len(episodes) - len(episodes_in_loss),
         "zero_variance_groups": sum(not indices for indices in in_loss),
+    }
+
+
+def cancellation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of a step's stragglers that were cancelled."""
+    cancelled = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
+    return {
+        "cancelled_share": len(cancelled) / len(episodes),
+        "cancelled_response_length": fmean(e.response_length for e in cancelled) if cancelled else nan,
+        "cancelled_tokens": sum(episode.sampled_tokens for episode in cancelled),
+    }
+
+
+def staleness_metrics(episodes: Sequence[Episode], weight_version: int) -> dict[str, float]:
+    """Return how many versions before `weight_version` the weights were that sampled a step's tokens."""
+    tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
+    by_staleness = {weight_version - version: count for version, count in tokens.items()}
+    return {
+        "stale_token_share": 1 - by_staleness.get(0, 0) / tokens.total(),
+        "staleness_mean_steps": sum(steps * count for steps, count in by_staleness.items()) / tokens.total(),
     }

@@ -32,12 +32,6 @@ class VerifyOutcome(StrEnum):
 VerifyPairs = Callable[[Sequence[tuple[str, str]]], Awaitable[list[VerifyOutcome]]]
 """Compares pairs (the problem's answer, the model's answer) and returns their outcomes in order. A sandbox that is down
 is an outcome, not an exception."""
-REWARD_BY_OUTCOME: dict[VerifyOutcome, float | None] = {
-    VerifyOutcome.EQUIVALENT: 1.0,
-    VerifyOutcome.NOT_EQUIVALENT: 0.0,
-    VerifyOutcome.UNPARSABLE: 0.0,
-    VerifyOutcome.UNAVAILABLE: None,
-}
 INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE, StopReason.CANCELLED)
 """Stop reasons that may not be the model's doing, so that the episode has no reward."""
 
@@ -51,7 +45,8 @@ async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> li
     def reward(episode: Episode) -> float | None:
         if episode.stop_reason in INFRASTRUCTURE_STOPS:
             return None
-        return 0.0 if episode.answer is None else REWARD_BY_OUTCOME[outcomes[episode.problem.answer, episode.answer]]
+        outcome = outcomes[episode.problem.answer, episode.answer] if episode.answer is not None else None
+        return None if outcome is VerifyOutcome.UNAVAILABLE else float(outcome is VerifyOutcome.EQUIVALENT)
 
     return [reward(episode) for episode in episodes]
 

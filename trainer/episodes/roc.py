@@ -9,7 +9,8 @@ often. The reward stays the correctness of the answer.
 Invariants:
 - Pure: no clock and no global random state. The same group, mode and state of `rng` give the same indices.
 - The result has exactly `num_kept` different indices in ascending order.
-- An unscored episode (reward None) is selected only if the scored ones cannot fill the group.
+- The shares are those of the scored episodes. An unscored one (reward None) is selected only if they cannot fill the
+  group.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def resample_on_correct(
 ) -> list[int]:
     """Return the indices of the `num_kept` episodes of `group` to train on, ascending.
 
-    | mode       | wrong episodes                          | correct episodes                                          |
-    |------------|-----------------------------------------|-----------------------------------------------------------|
-    | `paper`    | floor(wrong × num_kept / size), uniform | the rest, drawn one by one ∝ 1 / (p_total + epsilon)      |
-    | `released` | the rounded share, the first ones       | the rounded share, lowest p_total; at least two per class |
-    | `uniform`  | as with `paper`                         | the rest, uniform: what resampling does without penalties |
+    | mode       | wrong episodes                            | correct episodes                                        |
+    |------------|-------------------------------------------|---------------------------------------------------------|
+    | `paper`    | floor(wrong × num_kept / scored), uniform | the rest, drawn one by one ∝ 1 / (p_total + epsilon)    |
+    | `released` | the rounded share, the first ones         | the rounded share, lowest p_total; at least 2 per class |
+    | `uniform`  | as with `paper`                           | the rest, uniform: resampling without penalties         |
 
     `released` draws nothing from `rng`. If one class has too few episodes, the other fills the gap; unscored episodes,
     in order, fill only what neither can.
@@ -74,7 +75,7 @@ def resample_on_correct(
     negatives = [i for i, episode in enumerate(group) if episode.reward is not None and not episode.reward > 0]
     unscored = [i for i, episode in enumerate(group) if episode.reward is None]
 
-    num_negatives, num_positives = _class_quotas(len(negatives), len(positives), len(group), num_kept, mode)
+    num_negatives, num_positives = _class_quotas(len(negatives), len(positives), num_kept, mode)
     penalties = {i: p_total(group[i]) for i in positives}
     if mode == "released":
         selected = negatives[:num_negatives] + sorted(positives, key=penalties.__getitem__)[:num_positives]
@@ -93,9 +94,8 @@ def is_group_decided(rewards: Sequence[float | None], num_unfinished: int, *, nu
     """
     positives = sum(reward is not None and reward > 0 for reward in rewards)
     negatives = sum(reward is not None and not reward > 0 for reward in rewards)
-    size = len(rewards) + num_unfinished
     quotas = [
-        _class_quotas(negatives + wrong, positives + num_unfinished - wrong, size, num_kept, mode)
+        _class_quotas(negatives + wrong, positives + num_unfinished - wrong, num_kept, mode)
         for wrong in range(num_unfinished + 1)
     ]
     return all(wrong <= negatives and correct <= positives for wrong, correct in quotas)
@@ -119,8 +119,9 @@ def selection_reasons(group: Sequence[Episode], selected: Sequence[int]) -> list
     return reasons
 
 
-def _class_quotas(negatives: int, positives: int, size: int, num_kept: int, mode: Mode) -> tuple[int, int]:
+def _class_quotas(negatives: int, positives: int, num_kept: int, mode: Mode) -> tuple[int, int]:
     """Return how many wrong and how many correct episodes to select. One class fills what the other lacks."""
+    size = max(1, negatives + positives)
     if mode == "released":
         quota = _released_negatives(negatives, positives, num_kept, size)
     else:

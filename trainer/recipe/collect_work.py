@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from trainer.collection.cluster_collector import ClusterCollector
-from trainer.collection.driver import Collection, CollectionLimits, CollectionStatus
+from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.host import EpisodeHost
 from trainer.collection.local import LocalExecutor
 from trainer.collection.ray_executor import RayExecutor, connect, num_nodes
@@ -50,12 +50,10 @@ from trainer.recipe.rollout_session import (
     vllm_clients,
 )
 from trainer.rollout.loop_thread import LoopThread
+from trainer.rollout.runtime import RolloutRuntime
 from trainer.training.context import model_errors_as_config_errors
-from trainer.training.grpo import RolloutRuntime
 
 STATUS_FILE = "status.json"
-TRY_GRACE_S = 60.0
-"""Seconds that a try may take in addition to its deadlines, for example to close its environment."""
 LIMIT_NAMES = tuple(field.name for field in fields(SamplingConfig))
 
 
@@ -83,15 +81,15 @@ def collect(run: RecipeRun, model: Path) -> CollectionStatus:
     """
     config = run.config.collect
     run.config.check_model_len("collect", config)
-    counted = _count_problems(run.config)
-    spec = HostSpec(run.config, model, run.dir.resolve(), counted.has_sandbox)
+    num_problems, has_sandbox = _count_problems(run.config)
+    spec = HostSpec(run.config, model, run.dir.resolve(), has_sandbox)
     with (
         EpisodeStore(store_dir(run), _store_settings(run.config, model)) as store,
-        progress_bar("episodes", counted.num_problems * config.samples_per_problem) as advance,
+        progress_bar("episodes", num_problems * config.samples_per_problem) as advance,
     ):
         report = _StatusReport(store.path / STATUS_FILE, advance)
         with report:
-            return asyncio.run(_collect(store, spec, counted.num_problems, report.update))
+            return asyncio.run(_collect(store, spec, num_problems, report.update))
 
 
 @contextmanager
@@ -106,7 +104,7 @@ def open_cluster_rollout(run: RecipeRun, stage: StageConfig, model: Path) -> Ite
     with LoopThread() as loop_thread:
         engines = loop_thread.enter(open_engine_pool(config, model, run.dir))
         executor = loop_thread.enter(RayExecutor(partial(open_host, spec), collect.episodes_per_worker))
-        collector = ClusterCollector(executor, engines, collection_limits(collect), run.stage_dir(stage.name) / "steps")
+        collector = ClusterCollector(executor, engines, collect, run.stage_dir(stage.name) / "steps")
         yield RolloutRuntime(loop_thread, collector, collector)
 
 
@@ -116,21 +114,14 @@ def stage_settings(config: RunConfig, stage: StageConfig) -> CollectConfig:
     return replace(config.collect, samples_per_problem=stage.samples_per_problem, **limits)
 
 
-def collection_limits(config: CollectConfig) -> CollectionLimits:
-    """Return the driver's limits. Turns and score of a try have a deadline each, so a try ends unless it hangs."""
-    max_try_s = 2 * config.deadline_s + TRY_GRACE_S
-    names = [field.name for field in fields(CollectionLimits) if field.name != "max_try_s"]
-    return CollectionLimits(**{name: getattr(config, name) for name in names}, max_try_s=max_try_s)
-
-
 async def _collect(
     store: EpisodeStore, spec: HostSpec, num_problems: int, on_status: Callable[[CollectionStatus], None]
 ) -> CollectionStatus:
-    config = spec.config.collect
+    config = spec.config
     async with _open_executor(spec) as executor:
-        limits = collection_limits(config)
-        problems = _problems(spec.config)
-        return await Collection(store, executor, problems, limits, num_problems=num_problems, on_status=on_status).run()
+        return await Collection(
+            store, executor, _problems(config), config.collect, num_problems=num_problems, on_status=on_status
+        ).run()
 
 
 @asynccontextmanager
@@ -202,26 +193,21 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         yield pool
 
 
-@dataclass(slots=True)
-class _CountedProblems:
-    num_problems: int = 0
-    has_sandbox: bool = False
+def _count_problems(config: RunConfig) -> tuple[int, bool]:
+    """Read and check all problems. Return their number and whether one needs a sandbox.
 
-
-def _count_problems(config: RunConfig) -> _CountedProblems:
-    """Read and check all problems. Raises `DataError` for a bad row or an id that occurs twice, and `ConfigError` for
-    an unknown environment."""
-    counted, ids = _CountedProblems(), set[str]()
+    Raises `DataError` for a bad row or an id that occurs twice, and `ConfigError` for an unknown environment.
+    """
+    ids, has_sandbox = set[str](), False
     for problem in _problems(config):
         if problem.id in ids:
             raise DataError(f"problem {problem.id}: expected ids that occur once; rename it in its source")
         ids.add(problem.id)
         check_problem(problem)
-        counted.num_problems += 1
-        counted.has_sandbox = counted.has_sandbox or needs_sandbox(problem)
-    if not counted.num_problems:
+        has_sandbox = has_sandbox or needs_sandbox(problem)
+    if not ids:
         raise DataError("collect.data: expected problems, got none")
-    return counted
+    return len(ids), has_sandbox
 
 
 def _problems(config: RunConfig) -> Iterator[Problem]:

@@ -14,8 +14,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from math import comb
 from typing import NamedTuple
 
@@ -68,35 +70,21 @@ class PassReport:
     """By k: the number of problems with at least k attempts, from which pass@k and pass^k are computed."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    """The attempts at one problem."""
-
-    label: str
-    scored: int = 0
-    correct: int = 0
-    without_answer: int = 0
-    failed: int = 0
-    hidden: int = 0
-
-
 def pass_reports(attempts: Iterable[Attempt]) -> dict[str, PassReport]:
     """Return the reports by label and over `ALL`. k is 1, 2, 4, ... and the largest number of attempts."""
-    by_problem: dict[str, _Counts] = {}
+    by_label: defaultdict[str, defaultdict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for attempt in attempts:
-        counts = by_problem.setdefault(attempt.problem, _Counts(attempt.label))
+        counts = by_label[attempt.label][attempt.problem]
         if attempt.reward is None:
-            counts.failed += 1
+            counts["infrastructure_failures"] += 1
         elif attempt.is_hidden:
-            counts.hidden += 1
+            counts["hidden"] += 1
         else:
-            counts.scored += 1
-            counts.correct += attempt.reward > 0
-            counts.without_answer += not attempt.has_answer
-    by_label: dict[str, list[_Counts]] = {}
-    for counts in by_problem.values():
-        by_label.setdefault(counts.label, []).append(counts)
-    return {label: _report(by_label[label]) for label in sorted(by_label)} | {ALL: _report(list(by_problem.values()))}
+            counts["attempts"] += 1
+            counts["correct"] += attempt.reward > 0
+            counts["without_answer"] += not attempt.has_answer
+    problems = {label: list(by_problem.values()) for label, by_problem in sorted(by_label.items())}
+    return {label: _report(counts) for label, counts in {**problems, ALL: [*chain(*problems.values())]}.items()}
 
 
 def pass_hat(k: int, samples: int, correct: int) -> float:
@@ -115,22 +103,18 @@ def pass_table(reports: Mapping[str, PassReport], title: str = "") -> Table:
     return rows
 
 
-def _report(problems: list[_Counts]) -> PassReport:
-    most_attempts = max((problem.scored for problem in problems), default=0)
+def _report(problems: list[Counter[str]]) -> PassReport:
+    most_attempts = max((counts["attempts"] for counts in problems), default=0)
     measures, problems_at_k = dict[str, Estimate | None](), dict[int, int]()
     for k in sorted({1 << n for n in range(most_attempts.bit_length())} | {most_attempts} - {0}):
-        counts_at_k = [(problem.scored, problem.correct) for problem in problems if problem.scored >= k]
+        counts_at_k = [(counts["attempts"], counts["correct"]) for counts in problems if counts["attempts"] >= k]
         problems_at_k[k] = len(counts_at_k)
         for name, probability in {f"pass@{k}": pass_at, f"pass^{k}": pass_hat}.items():
             if name != "pass^1":  # equal to pass@1
                 measures[name] = ratio_estimate([(probability(k, *counts), 1) for counts in counts_at_k], is_share=True)
     return PassReport(
         problems=len(problems),
-        attempts=sum(problem.scored for problem in problems),
-        correct=sum(problem.correct for problem in problems),
-        without_answer=sum(problem.without_answer for problem in problems),
-        infrastructure_failures=sum(problem.failed for problem in problems),
-        hidden=sum(problem.hidden for problem in problems),
+        **sum(problems, Counter[str]()),
         measures={name: estimate for name, estimate in measures.items() if estimate},
         problems_at_k=problems_at_k,
     )

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from trainer.data.sources import read_conversations, read_problems
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
-from trainer.json_files import write_json
+from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe import collect_work, evaluation
 from trainer.recipe.phases import (
@@ -44,11 +45,13 @@ from trainer.recipe.phases import (
 )
 from trainer.recipe.rollout_session import connect_sandbox, endpoint_settings, load_chat_format, open_rollout
 from trainer.rollout.loop_thread import LoopThread
+from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
-from trainer.training.context import TrainingContext, checkpoint_step, distributed_state, wait_for_ranks
-from trainer.training.grpo import NoRewardsError, RolloutRuntime, problem_schedule, train_stage
+from trainer.training.context import BEST_MARK, TrainingContext, checkpoint_step, distributed_state, wait_for_ranks
+from trainer.training.grpo import NoRewardsError, train_stage
 from trainer.training.sft import train_sft
+from trainer.training.training_rows import problem_schedule
 
 PROGRESS_METRICS = ("reward", "tool_error_ratio", "loss")
 """Metrics shown beside a progress bar."""
@@ -152,6 +155,8 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
     if store is None and stage.episodes == "collected":
         run.require_result(Phase("collect", phase.stage))
         store = run.collection_dir(stage)
+    if store is not None and run.config.eval.every_steps:
+        raise ConfigError("eval: every_steps: expected 0 for a training on stored episodes, which has no engines")
     if store is None:
         problems = read_problems(str(run.problems_path(stage)))
     else:
@@ -167,10 +172,26 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
             problems=problems,
             rollouts=rollouts,
             optimizer_checkpoint=run.dir / checkpoint if checkpoint and not stage.reset_optimizer else None,
+            evaluate=partial(_evaluate_step, run, stage, rollouts) if rollouts else None,
         )
     if is_first_rank:
         model, checkpoint = run.relative(trained.model), run.relative(trained.checkpoint)
-        run.write_result(phase, TrainResult(model, context.first_step + stage.steps, checkpoint))
+        best = read_json(run.stage_dir(stage.name) / BEST_MARK) or {}
+        run.write_result(phase, TrainResult(model, context.first_step + stage.steps, checkpoint, best))
+
+
+def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime, steps: int) -> float:
+    """Return the accuracy of the weights in the engines, after `steps` steps of the stage.
+
+    The evaluation after the last step is the one of the phase `eval`, which then finds it done.
+    """
+    is_last = steps == stage.steps
+    out = run.stage_dir(stage.name) / ("eval" if is_last else f"eval_steps/step_{steps:06}")
+    shutil.rmtree(out, ignore_errors=True)  # of a step that a kill has undone; its weights may have differed
+    model = run.relative(run.stage_dir(stage.name) / "model") + ("" if is_last else f" after {steps} steps")
+    problems = read_problems(str(run.eval_problems_path()))
+    reports = run_evaluation(run, model, problems, out, run.config.eval, _eval_samples(run), rollouts=rollouts)
+    return reports[evaluation.ALL].measures["accuracy"].value
 
 
 @contextmanager
@@ -260,8 +281,11 @@ def run_evaluation(
     seed_name: str = "eval",
     outcomes_only: bool = False,
     identity: Mapping[str, object] | None = None,
+    rollouts: RolloutRuntime | None = None,
 ) -> dict[str, evaluation.EvalReport]:
     """Collect `samples` episodes per problem in the folder `out` and return the reports, by source and over all.
+
+    `rollouts` has the model in its engines; without it, engines are opened.
 
     Episodes that are already in `out` are not collected again. Raises `RecordError` if they were collected with another
     model, other settings or other values of `identity`, and `NoRewardsError` if no episode has a reward.
@@ -282,12 +306,13 @@ def run_evaluation(
     )
     if missing := evaluation.unfinished_problems(problems, samples, out):
         done_before = len(problems) - len(missing)
-        with open_rollout(run, run.model_path(model)) as rollouts, progress_bar(out.name, len(problems)) as advance:
-            rollouts.loop_thread.run(
+        opened = nullcontext(rollouts) if rollouts else open_rollout(run, run.model_path(model))
+        with opened as runtime, progress_bar(out.name, len(problems)) as advance:
+            runtime.loop_thread.run(
                 evaluation.evaluate_problems,
                 missing,
                 samples,
-                partial(rollouts.collector.collect, limits=limits, seed=seed),
+                partial(runtime.collector.collect, limits=limits, seed=seed),
                 run_folder=run_folder,
                 outcomes_only=outcomes_only,
                 on_progress=lambda done: advance(done_before + done),
@@ -332,7 +357,10 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
             first_step=before.step,
             dtype=config.model.dtype,
             attn_implementation=config.model.attn_implementation,
+            peft=config.model.peft,
+            eval_steps=config.eval.every_steps,
             hardware=config.hardware,
+            engines_sleep=config.engines.sleep_mode,
         )
 
 

@@ -56,6 +56,8 @@ class TrainResult:
     step: int
     checkpoint: str = ""
     """The checkpoint from which the next stage may take its optimizer; empty without one."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    """Step and accuracy of the best evaluation inside the stage, whose model is in `best`; empty without one."""
     seconds: float = 0.0
 
 

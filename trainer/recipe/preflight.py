@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,8 +38,8 @@ from trainer.recipe.runner import NotReady
 SAMPLING_PHASES = ("filter", "collect", "grpo", "eval", "rollout")
 """The phases that need engines and the sandbox."""
 ENGINE_TIMEOUT_S = 10.0
-PYTHON_TIMEOUT_S = 60.0
-"""Seconds within which a Python must report whether it has vLLM."""
+REPORT_TIMEOUT_S = 60.0
+"""Seconds within which a Python must report whether it has vLLM, or a vLLM server its settings and its machine."""
 FIND_VLLM_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -63,7 +64,7 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     if shape:
         lines += [*_check_disk(run, phases, shape), *_check_memory(config, phases, shape)]
     if commands & {*DISTRIBUTED_PHASES}:
-        lines += [*_check_packages(config), *_check_grpo_options(config, phases)]
+        lines += [*_check_packages(config), *_check_passed_options(config, phases)]
     if commands & {*SAMPLING_PHASES}:
         lines += [*_check_own_engines(config), *asyncio.run(_check_servers(config))]
     return [" ".join(line.split()) for line in lines]
@@ -168,15 +169,20 @@ def _check_packages(config: RunConfig) -> Iterator[str]:
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
 
 
-def _check_grpo_options(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
-    for stage in (config.stages[phase.stage] for phase in phases if phase.command == "grpo"):
-        if stage.grpo:
-            from trainer.training.grpo import check_grpo_options  # loads torch and TRL
+def _check_passed_options(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
+    """Check the tables for TRL and peft. An adapter is tried on the model's sizes if its folder is here."""
+    stages = [config.stages[phase.stage] for phase in phases if phase.command == "grpo"]
+    if not (config.model.peft or any(stage.grpo for stage in stages)):
+        return
+    from trainer.training.adapters import peft_config  # loads torch, TRL and transformers
+    from trainer.training.grpo import check_grpo_options
 
-            try:
-                check_grpo_options(stage)
-            except ConfigError as error:
-                yield str(error)
+    path = config.model.path if Path(config.model.path, "config.json").exists() else None
+    for check in (partial(peft_config, config.model.peft, path), *(partial(check_grpo_options, s) for s in stages)):
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)
 
 
 def _check_own_engines(config: RunConfig) -> Iterator[str]:
@@ -208,7 +214,7 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
 def _python_error(python: str, code: str, *words: str) -> str:
     """Return why `python` does not run `code` with exit code 0: the last line on stderr. Empty if it does."""
     try:
-        run = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S)
+        run = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, timeout=REPORT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"expected {python} to run, got {type(error).__name__}: {error}"
     last_line = run.stderr.strip().rpartition("\n")[2]
@@ -266,6 +272,7 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
         # A server with this route answers 405, since it expects a POST.
         async with session.get(f"{url}/collective_rpc") as response:
             has_routes = response.status != 404
+        has_sleep_mode = not (has_routes and config.engines.sleep_mode) or await _has_sleep_mode(session, url)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         got = f"{type(error).__name__}: {error}"
         return f"engines: {url}: expected a vLLM server's answer, got {got}; start it, or change engines.endpoints"
@@ -277,4 +284,13 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
         )
     if not has_routes:
         return f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"
+    if not has_sleep_mode:
+        return f"engines: {url}: has no sleep mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
     return ""
+
+
+async def _has_sleep_mode(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return whether the server was started with sleep mode. Without the mode its routes exist and free nothing."""
+    timeout = aiohttp.ClientTimeout(REPORT_TIMEOUT_S)
+    async with session.get(f"{url}/server_info?config_format=json", timeout=timeout) as response:
+        return json.loads(await response.text())["vllm_config"]["model_config"]["enable_sleep_mode"] is True

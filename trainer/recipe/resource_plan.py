@@ -152,7 +152,9 @@ def disk_bytes(config: RunConfig, shape: ModelShape, num_phases: int) -> int:
     """Return the bytes of checkpoints, synced weights and the models of `num_phases` phases, without episodes."""
     uses_files = config.engines.kind == "vllm" and config.engines.weight_sync == "file"
     synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the weights of the engines, and those being written
-    stored = MAX_CHECKPOINTS * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + num_phases * TRAIN_BYTES_PER_VALUE
+    checkpoints = 0 if config.model.peft else MAX_CHECKPOINTS  # those of an adapter are small
+    models = 2 * num_phases + 1 if config.eval.every_steps else num_phases  # with the best, and one being written
+    stored = checkpoints * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + models * TRAIN_BYTES_PER_VALUE
     return num_parameters(shape) * (stored + synced)
 
 
@@ -177,10 +179,13 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
         checkpointing = settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
         pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + logit_bytes(shape, tokens, dtype)
-        train_bytes = 4 * weight_bytes + activations + pass_bytes  # 4: weights, gradients, two moments
+        # Weights, gradients and two moments. With an adapter: weights, and merged ones while they are synced.
+        copies = 2 if config.model.peft else 4
+        train_bytes = copies * weight_bytes + activations + pass_bytes
         if not gpus or not hardware.gpu_memory_gb:
             return train_bytes, None
-        return train_bytes, (train_bytes + engine_gpu_bytes) / (hardware.gpu_memory_gb * GB)
+        kept_bytes = min(copies, 3) * weight_bytes if engines.sleep_mode else train_bytes  # while engines sample
+        return train_bytes, max(train_bytes, kept_bytes + engine_gpu_bytes) / (hardware.gpu_memory_gb * GB)
 
     def stage_plan(stage: StageConfig) -> PhasePlan:
         max_tokens, problems = stage.max_response_tokens, stage.problems_per_step

@@ -14,23 +14,23 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import ConfigError, EnginesConfig, RunConfig, SandboxConfig, expand_urls
-from trainer.engines.engine import Engine
+from trainer.engines.engine import Engine, WeightTransfer
 from trainer.engines.local import LocalEngine
 from trainer.engines.openai_client import OpenAIEngine
 from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
-from trainer.engines.weight_sync import BroadcastTransfer, FileWeightStore, SyncProbe, load_by_engine
+from trainer.engines.weight_sync import BroadcastTransfer, FileWeightStore, SyncProbe, WakingTransfer, load_by_engine
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
 from trainer.recipe.phases import RecipeRun
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
+from trainer.rollout.runtime import RolloutRuntime
 from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
-from trainer.training.grpo import RolloutRuntime
 
 
 def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema] = (TOOL_SCHEMA,)) -> ChatFormat:
@@ -61,7 +61,8 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # each collection over the objects of the libraries would take 0.2 s
         chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify
-        yield RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, sandbox.python_tool, verify), pool)
+        collector = EpisodeCollector(pool, chat_format, sandbox.python_tool, verify)
+        yield RolloutRuntime(loop_thread, collector, pool, sleep=pool.sleep if config.engines.sleep_mode else None)
 
 
 @asynccontextmanager
@@ -152,6 +153,7 @@ async def _vllm_engines(
             gpus_per_server=engines.tensor_parallel_size if hardware.gpus_per_node else 0,
             first_gpu=hardware.gpus_per_node if hardware.engine_gpus else 0,
             gpu_memory_utilization=engines.gpu_memory_utilization,
+            sleep_mode=engines.sleep_mode,
             args=engines.args,
         )
         endpoints = await stack.enter_async_context(servers.serve(engines.count, run_dir / "engines"))
@@ -177,7 +179,7 @@ def vllm_clients(
 
 def _weight_transfer(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Return the pool's arguments for the transfer of weights to vLLM servers."""
-    engines = config.engines
-    if engines.weight_sync != "file":
-        return {"transfer": BroadcastTransfer(engines.weight_sync, config.model.dtype)}
-    return {"transfer": load_by_engine, "store": FileWeightStore(run_dir / "weights", config.model.dtype)}
+    engines, dtype, uses_files = config.engines, config.model.dtype, config.engines.weight_sync == "file"
+    transfer: WeightTransfer = load_by_engine if uses_files else BroadcastTransfer(engines.weight_sync, dtype)
+    store = FileWeightStore(run_dir / "weights", dtype) if uses_files else None
+    return {"transfer": WakingTransfer(transfer) if engines.sleep_mode else transfer, "store": store}

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.config import ConfigError, RunConfig, SamplingConfig
+from trainer.config import ConfigError, RunConfig
 from trainer.config_loading import ENV_PREFIX, load_config
 from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 
@@ -41,7 +41,7 @@ CHANGEABLE_SETTINGS = (
     *("run_dir", "rl.", "tracking.", "storage.", "hardware.", "sandbox.endpoints", "engines.endpoints"),
     *("engines.count", "engines.vllm_python", "engines.turn_timeout_s", "engines.max_num_seqs"),
     *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
-    *("engines.placement_policy", "engines.max_down_s"),
+    *("engines.placement_policy", "engines.max_down_s", "eval.every_steps"),
 )
 """Beginnings of the settings that may change when a run continues, since they do not change its results. `[rl]` may
 change because each stage has its own copy of these settings, and the copies are compared."""
@@ -113,36 +113,13 @@ def _run_logged(
 
 def _time_left(run: RecipeRun) -> str:
     """Return an estimate of the time left as text. Empty if a command that is left has not finished once."""
-    work = {phase: _work(run, phase) for phase in run.phases()}
-    seconds_by_phase = {phase: result.seconds for phase in work if (result := run.result(phase))}
-    pending = [phase for phase in work if phase not in seconds_by_phase]
-    rates: dict[str, float] = {}  # seconds per unit of work, by command
-    for command in {phase.command for phase in seconds_by_phase}:
-        same = [phase for phase in seconds_by_phase if phase.command == command]
-        rates[command] = sum(seconds_by_phase[phase] for phase in same) / max(1, sum(work[phase] for phase in same))
-    if "eval" in rates:  # a filter samples like an evaluation
-        rates.setdefault("filter", rates["eval"])
-    if not all(phase.command in rates for phase in pending):
+    results = {phase: run.result(phase) for phase in run.phases()}
+    seconds = {phase.command: result.seconds for phase, result in results.items() if result}  # of the last of each
+    try:
+        left = sum(seconds[phase.command] for phase, result in results.items() if not result)
+    except KeyError:
         return ""
-    seconds = sum(rates[phase.command] * work[phase] for phase in pending)
-    return f" (about {seconds / 60:.0f} min left)" if seconds >= 90 else f" (about {seconds:.0f} s left)"
-
-
-def _work(run: RecipeRun, phase: Phase) -> int:
-    """Return a phase's largest possible number of sampled tokens; 1 for a phase that does not sample."""
-    if phase.command in ("collect", "grpo"):
-        stage = run.config.stage_config(phase.stage)
-        return stage.steps * stage.problems_per_step * stage.samples_per_problem * stage.max_response_tokens
-    if phase.command == "eval":
-        limits: SamplingConfig = run.config.eval
-        samples, path = run.config.eval.samples_per_problem, run.eval_problems_path()
-    elif phase.command == "filter":
-        limits = stage = run.config.stage_config(phase.stage)
-        samples, path = stage.difficulty_filter_samples, run.unfiltered_path(stage)
-    else:
-        return 1
-    problems = path.read_bytes().count(b"\n") if path.exists() else 0
-    return problems * samples * limits.max_response_tokens
+    return f" (about {left / 60:.0f} min left)" if left >= 90 else f" (about {left:.0f} s left)"
 
 
 def _preflight(config: RunConfig, run_phase: RunPhase, lock_fd: int) -> None:

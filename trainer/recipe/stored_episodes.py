@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,7 +50,7 @@ def replay(reader: StoreReader, key: Key) -> Episode:
         raise ConfigError(f"{reader.path}: has no episode of problem {key.problem!r}, sample {key.sample}")
     if stored.stop_reason in INFRASTRUCTURE_STOPS:
         raise ConfigError(f"the episode ended as {stored.stop_reason}, which a replay cannot repeat")
-    settings = reader.settings()
+    settings = reader.settings
     limits = SamplingConfig(**{name: settings[name] for name in LIMIT_NAMES})
     again = Episode(stored.problem, stored.sample, prompt_ids=stored.prompt_ids)
     runner = EpisodeRunner(_chat_format(reader), _RecordedTool(stored), limits, settings["seed"], BusyTimer())
@@ -128,7 +129,7 @@ def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1
     for episode in episodes():
         check_problem(episode.problem)
     has_sandbox = any(needs_sandbox(episode.problem) for episode in episodes())
-    max_response_chars = int(reader.settings()["max_tool_response_chars"])
+    max_response_chars = int(reader.settings["max_tool_response_chars"])
     with progress_bar("episodes", total) as advance:
         scores = asyncio.run(
             _score_all(episodes(), max_response_chars, sandbox or "local" if has_sandbox else "", advance)
@@ -180,7 +181,7 @@ def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewar
     if form == "gaia":
         return write_submission(out, reader.episodes(where))
     rescored = {(row["problem"], row["sample"]): row["reward"] for row in read_rows(rewards)} if rewards else {}
-    to_row = _chat_rows(_chat_format(reader)) if form == "chat" else _token_row
+    to_row = partial(_chat_row, _chat_format(reader)) if form == "chat" else _token_row
     count = 0
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -200,16 +201,13 @@ def _token_row(episode: Episode) -> dict[str, Any]:
     return {"stop_reason": episode.stop_reason, **{name: getattr(episode, name) for name in names}}
 
 
-def _chat_rows(chat_format: ChatFormat) -> Callable[[Episode], dict[str, Any]]:
-    def row(episode: Episode) -> dict[str, Any]:
-        turns = [(turn.text, [call.response for call in turn.tool_calls]) for turn in episode.turns]
-        return {"messages": chat_format.messages(episode.prompt_ids, turns)}
-
-    return row
+def _chat_row(chat_format: ChatFormat, episode: Episode) -> dict[str, Any]:
+    turns = [(turn.text, [call.response for call in turn.tool_calls]) for turn in episode.turns]
+    return {"messages": chat_format.messages(episode.prompt_ids, turns)}
 
 
 def _chat_format(reader: StoreReader) -> ChatFormat:
-    settings = reader.settings()
+    settings = reader.settings
     model = ModelConfig(**{name: settings[name] for name in ("chat_format", "chat_template", "system_prompt")})
     return load_chat_format(RunConfig(model=model), Path(settings["model"]))
 

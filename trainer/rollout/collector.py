@@ -29,16 +29,8 @@ unfinished episodes can be cancelled."""
 class EpisodeCollector:
     """Runs many episodes at once and scores them. The caller closes `pool` and the resources of `tool` and `verify`."""
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        chat_format: ChatFormat,
-        tool: Tool,
-        verify: VerifyPairs,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._pool, self._chat_format, self._tool, self._verify, self._clock = pool, chat_format, tool, verify, clock
+    def __init__(self, pool: EnginePool, chat_format: ChatFormat, tool: Tool, verify: VerifyPairs) -> None:
+        self._pool, self._chat_format, self._tool, self._verify = pool, chat_format, tool, verify
         self._handles: dict[Episode, EpisodeHandle] = {}
         self._aborted: set[Episode] = set()
         self.overhead_cpu_s = 0.0
@@ -49,17 +41,11 @@ class EpisodeCollector:
         """Turns of the last call with a log-probability that was not finite."""
 
     async def collect(
-        self,
-        problems: Sequence[Problem],
-        samples_per_problem: int,
-        *,
-        limits: SamplingConfig,
-        seed: int,
-        is_decided: IsGroupDecided | None = None,
+        self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
     ) -> list[list[Episode]]:
         """Return scored episodes of each problem, in order. See `collect_groups`."""
         groups = [[Episode(problem, sample) for sample in range(samples_per_problem)] for problem in problems]
-        collected = await self.collect_groups(groups, limits=limits, seed=seed, is_decided=is_decided)
+        collected = await self.collect_groups(groups, limits=limits, seed=seed)
         return [episodes for episodes in collected if episodes]
 
     async def collect_groups(
@@ -84,7 +70,7 @@ class EpisodeCollector:
         pool, busy_timer = self._pool, self._pool.busy_timer
         cpu_start_s, wall_start_s, busy_start_s = time.thread_time(), time.perf_counter(), busy_timer.seconds
         nan_turns_before = pool.nan_turns
-        runner = EpisodeRunner(self._chat_format, self._tool, limits, seed, busy_timer, self._clock)
+        runner = EpisodeRunner(self._chat_format, self._tool, limits, seed, busy_timer)
         min_complete = len(groups) if min_complete is None else min_complete
         complete: list[list[Episode] | None] = [None] * len(groups)
         self._aborted.clear()

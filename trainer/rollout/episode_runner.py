@@ -33,7 +33,6 @@ from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_t
 class Tool(Protocol):
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         """Run one tool call. Raises nothing but cancellation."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

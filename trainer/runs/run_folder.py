@@ -109,17 +109,17 @@ class RunFolder:
             for number, (group, indices) in enumerate(zip(groups, map(frozenset, selected), strict=True))
             for index, episode in enumerate(group)
         )
-        append_rows(self._episodes_path(step), rows)
+        append_rows(self._step_path("episodes", step), rows)
 
     def filter_episodes(self, step: int, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         """Delete the rows of a step's episodes for which `is_kept` is false."""
-        if self._episodes_path(step).exists():
-            write_rows(self._episodes_path(step), (row for row in self.read_episodes(step) if is_kept(row)))
+        if self._step_path("episodes", step).exists():
+            write_rows(self._step_path("episodes", step), (row for row in self.read_episodes(step) if is_kept(row)))
 
     def write_entropies(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the entropies of a training step: `step`, `problem`, `sample`, `response_ids`, and `entropies` in nats,
         null for an observation."""
-        write_rows(self._entropies_path(step), rows)
+        write_rows(self._step_path("entropies", step), rows)
 
     def truncate_after(self, step: int) -> None:
         """Delete all metrics and episodes after `step`, the step of the checkpoint from which the run continues."""
@@ -153,7 +153,7 @@ class RunFolder:
 
     def read_episodes(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's episodes in the order in which they were written."""
-        return read_rows(self._episodes_path(step))
+        return read_rows(self._step_path("episodes", step))
 
     def entropy_steps(self) -> list[int]:
         """Return the training steps that have entropies, ascending."""
@@ -161,17 +161,14 @@ class RunFolder:
 
     def read_entropies(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's entropies."""
-        return read_rows(self._entropies_path(step))
+        return read_rows(self._step_path("entropies", step))
 
     @property
     def _metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def _episodes_path(self, step: int) -> Path:
-        return self.path / "episodes" / f"step_{step:06}.jsonl"
-
-    def _entropies_path(self, step: int) -> Path:
-        return self.path / "entropies" / f"step_{step:06}.jsonl"
+    def _step_path(self, folder: str, step: int) -> Path:
+        return self.path / folder / f"step_{step:06}.jsonl"
 
     def _episode_row(self, episode: Episode) -> dict[str, Any]:
         row = {name: getattr(episode, name) for name in _EPISODE_FIELDS} | {

@@ -96,6 +96,10 @@ class EngineStats:
     """Tokens computed since the engine's start. An engine that hangs stops increasing it."""
 
 
+def _stay(_scheduler: Scheduler, _episode: ScheduledEpisode, home: ScheduledEngine, _now: float) -> ScheduledEngine:
+    return home
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
     """The rule that places turns."""
@@ -103,8 +107,8 @@ class PlacementPolicy:
     pick: Callable[[Scheduler, ScheduledEpisode, float], ScheduledEngine | None]
     """Chooses an engine for an episode that has none, at the given time. None means that no engine can take it."""
     queue: Callable[[LengthModel], AdmissionQueue] = FifoQueue
-    migrates: bool = False
-    """Whether an episode may leave a full engine between two turns."""
+    pick_next: Callable[[Scheduler, ScheduledEpisode, ScheduledEngine, float], ScheduledEngine] = _stay
+    """Chooses the engine of an episode's next turn, given the engine that holds its context."""
 
 
 class Scheduler:
@@ -119,7 +123,7 @@ class Scheduler:
         self.policy = policy or POLICIES["kv"]
         self.lengths = lengths or LengthModel(max_context_tokens)
         self.is_paused = False
-        """While true, `place` returns nothing. Set during a weight sync."""
+        """While true, `place` returns nothing. Set during a weight sync, and while engines go to sleep."""
         self.engines: dict[str, ScheduledEngine] = {}
         """All engines that were ever added, by name."""
         self.up_engines: list[ScheduledEngine] = []
@@ -269,7 +273,7 @@ class Scheduler:
             if episode.engine is None:
                 self._displaced.append(episode)
                 continue
-            placements.append(self._start_turn(episode, self._pick_for_next_turn(episode, episode.engine, now), now))
+            placements.append(self._start_turn(episode, self.policy.pick_next(self, episode, episode.engine, now), now))
         while self._displaced:
             episode = self._displaced[0]
             if episode.state is not EpisodeState.OVER:
@@ -315,6 +319,20 @@ class Scheduler:
         self._changed_since_refusal.clear()
         return None
 
+    def pick_emptier(self, episode: ScheduledEpisode, home: ScheduledEngine, now: float) -> ScheduledEngine:
+        """Return the episode's own engine, or a much emptier one. A migration only costs recomputing the context."""
+        if len(self.engines) == 1:
+            return home
+        self.refresh_free_tokens(now)
+        target = max(self.up_engines, key=_free_tokens)
+        max_share = MIGRATION_RATIO * home.reserved_tokens / home.kv_capacity
+        if target.num_running >= target.max_running or target.reserved_tokens / target.kv_capacity >= max_share:
+            return home
+        length = max(episode.length, episode.counted_length)
+        growths = self.lengths.growth_quantiles(episode.group, length, episode.max_context_tokens)
+        reserved_with_episode = target.forecast.peak_with(length, target.decode_step(now), growths)
+        return target if reserved_with_episode / target.kv_capacity < max_share else home
+
     # --- helpers ---
 
     def _fits(self, episode: ScheduledEpisode, engine: ScheduledEngine, now: float) -> bool:
@@ -327,20 +345,6 @@ class Scheduler:
             return False
         growths = self.lengths.growth_quantiles(episode.group, episode.length, episode.max_context_tokens)
         return forecast.peak_with(episode.length, engine.decode_step(now), growths) <= target_tokens
-
-    def _pick_for_next_turn(self, episode: ScheduledEpisode, home: ScheduledEngine, now: float) -> ScheduledEngine:
-        """Return the episode's own engine, or a much emptier one. A migration only costs recomputing the context."""
-        if not self.policy.migrates or len(self.engines) == 1:
-            return home
-        self.refresh_free_tokens(now)
-        target = max(self.up_engines, key=_free_tokens)
-        max_share = MIGRATION_RATIO * home.reserved_tokens / home.kv_capacity
-        if target.num_running >= target.max_running or target.reserved_tokens / target.kv_capacity >= max_share:
-            return home
-        length = max(episode.length, episode.counted_length)
-        growths = self.lengths.growth_quantiles(episode.group, length, episode.max_context_tokens)
-        reserved_with_episode = target.forecast.peak_with(length, target.decode_step(now), growths)
-        return target if reserved_with_episode / target.kv_capacity < max_share else home
 
     def _refresh_up(self) -> None:
         self.up_engines = [engine for engine in self.engines.values() if engine.is_up]
@@ -461,5 +465,5 @@ def _pick_worst_case(scheduler: Scheduler, episode: ScheduledEpisode, _: float) 
 
 POLICIES = {
     "reserve_worst_case": PlacementPolicy(_pick_worst_case),
-    "kv": PlacementPolicy(Scheduler.pick_most_free, LongestFirstQueue, migrates=True),
+    "kv": PlacementPolicy(Scheduler.pick_most_free, LongestFirstQueue, Scheduler.pick_emptier),
 }

@@ -8,7 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +23,9 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from trainer.config import ConfigError, HardwareConfig, SftConfig, StageConfig
+from trainer.json_files import read_json, write_json
 from trainer.runs.run_folder import RunFolder
+from trainer.training.adapters import peft_config, plain_weights, save_plain_model
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -31,6 +34,8 @@ COMPLETE_MARK = "complete"
 """Name of the file that marks a checkpoint as complete."""
 CHECKPOINTS_KEPT = 2
 """Checkpoints that stay on disk. A kill during the writing of the newer one leaves the older one."""
+BEST_MARK = "best/best.json"
+"""The file, in a stage's folder, with step and accuracy of the stage's best evaluation. It is beside that model."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600
 """Seconds that the other ranks wait for the first rank's engines and rollouts. Rollouts of long episodes take hours."""
 EXCHANGE_TIMEOUT_S = 3600
@@ -61,7 +66,13 @@ class TrainingContext:
     """The dtype of forward and backward passes. The weights are float32 in any case."""
     attn_implementation: str = ""
     """The implementation of attention; if empty, the one that transformers chooses."""
+    peft: Mapping[str, Any] = field(default_factory=dict)
+    """The options of an adapter that is trained instead of the weights; if empty, the weights are trained."""
+    eval_steps: int = 0
+    """Training steps between evaluations inside an RL stage; 0 is off."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    engines_sleep: bool = False
+    """Whether engines wake up for each weight sync and take memory of the training GPUs."""
 
     def trl_arguments(
         self, settings: SftConfig | StageConfig, rows: int, micro_batch_rows: int | None = None
@@ -98,6 +109,10 @@ class TrainingContext:
             "disable_tqdm": True,
         }
 
+    def peft_config(self) -> Any:
+        """Return peft's config of the adapter to train, or None. Raises `ConfigError`."""
+        return peft_config(self.peft, self.model)
+
     def latest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint of this stage."""
         return latest_checkpoint(self._checkpoints_dir)
@@ -113,11 +128,23 @@ class TrainingContext:
         # A tied weight is saved only under its first name. Without this, a resume reports the other names as missing.
         trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.save_model(str(self.stage_dir / "model"))
+        weights = plain_weights(trainer)
+        if trainer.is_world_process_zero():
+            save_plain_model(trainer, weights, self.stage_dir / "model")
         wait_for_ranks(self.hardware)  # the first rank marks checkpoints
         last = self.latest_checkpoint()
         assert last is not None, f"{self.stage_dir}: expected a checkpoint of the last step"
         return TrainedModel(self.stage_dir / "model", last)
+
+    def keep_if_best(self, trainer: Trainer, weights: Mapping[str, torch.Tensor], step: int, accuracy: float) -> None:
+        """Save the model with `weights` as the stage's best one, unless an earlier one had this accuracy."""
+        mark = self.stage_dir / BEST_MARK
+        best, part = read_json(mark), mark.parent.with_name("best.part")
+        if best is None or accuracy > best["accuracy"]:
+            save_plain_model(trainer, weights, part)
+            write_json(part / mark.name, {"step": step, "accuracy": accuracy})
+            shutil.rmtree(mark.parent, ignore_errors=True)
+            part.rename(mark.parent)
 
     @property
     def _checkpoints_dir(self) -> Path:

@@ -30,17 +30,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from math import nan
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -49,10 +47,12 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import ConfigError, SamplingConfig, StageConfig, suggestion
+from trainer.config import StageConfig, check_options
 from trainer.episodes import metrics, roc
-from trainer.episodes.episode import WITHOUT_LOGPROBS_ADVICE, Episode, Problem, StopReason
-from trainer.rollout.loop_thread import LoopThread
+from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.rollout.runtime import RolloutRuntime
+from trainer.training import training_rows
+from trainer.training.adapters import plain_weights
 from trainer.training.callback import MetricsCallback
 from trainer.training.context import (
     SingleGpuArguments,
@@ -61,12 +61,8 @@ from trainer.training.context import (
     checkpoint_step,
     model_errors_as_config_errors,
     wait_for_ranks,
-    waiting_group,
 )
 from trainer.training.token_budget import RowEntropies, TokenBudgetTrainer
-
-if TYPE_CHECKING:
-    from trainer.collection.cluster_collector import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -92,39 +88,8 @@ EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 
 
 class NoRewardsError(Exception):
-    """No episode of a step has a reward. Further steps would be counted although the model does not change."""
-
-
-class GroupCollector(Protocol):
-    """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
-
-    overhead_cpu_s: float
-    overhead_s: float
-    nan_turns: int
-
-    async def collect_groups(
-        self,
-        groups: Sequence[Sequence[Episode]],
-        *,
-        limits: SamplingConfig,
-        seed: int,
-        min_complete: int | None = None,
-        must_complete: int = 0,
-        is_decided: Callable[[Sequence[float | None], int], bool] | None = None,
-    ) -> list[list[Episode] | None]: ...
-
-    async def collect(
-        self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
-    ) -> list[list[Episode]]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRuntime:
-    """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
-
-    loop_thread: LoopThread
-    collector: GroupCollector
-    pool: WeightSync
+    """Too few episodes have a reward, since the infrastructure failed. Those that an outage leaves are not a fair
+    sample: episodes with many tool calls are lost most often."""
 
 
 class _Collected(NamedTuple):
@@ -135,16 +100,6 @@ class _Collected(NamedTuple):
     measured: dict[str, float]
 
 
-class TrainingRow(NamedTuple):
-    """One completion; the fields are named as TRL expects them. `roc_reward` is None for an unscored episode."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    env_mask: list[int]
-    roc_reward: float | None
-
-
 def train_stage(
     stage: StageConfig,
     context: TrainingContext,
@@ -152,18 +107,26 @@ def train_stage(
     problems: Sequence[Problem],
     rollouts: RolloutRuntime | None,
     optimizer_checkpoint: Path | None = None,
+    evaluate: Callable[[int], float] | None = None,
 ) -> TrainedModel:
     """Train for `stage.steps` steps, from the newest complete checkpoint if there is one.
 
     `rollouts` is None on every rank but the first. `optimizer_checkpoint` is a checkpoint of the previous stage, whose
-    optimizer states are continued; its warm-up is over.
+    optimizer states are continued; its warm-up is over. With `context.peft` it is not used, since each stage has a new
+    adapter.
+
+    `evaluate` is called after every `context.eval_steps` steps and after the last one, on the first rank, while the
+    engines have the weights after that step. It gets the number of the stage's steps and returns the accuracy. Each
+    evaluation is followed by a checkpoint, so a resumed stage does not repeat it.
 
     Raises `ConfigError` for settings that do not fit together, `NoRewardsError`, and errors of engines and tools.
     """
+    if context.peft:
+        optimizer_checkpoint = None
     checkpoint = context.latest_checkpoint() or optimizer_checkpoint
     earlier_steps = checkpoint_step(optimizer_checkpoint) if optimizer_checkpoint else 0
     steps_done = checkpoint_step(checkpoint) - earlier_steps if checkpoint else 0
-    adapter = TrlAdapter(stage, context, problems, rollouts, earlier_steps)
+    adapter = TrlAdapter(stage, context, problems, rollouts, earlier_steps, evaluate)
     if checkpoint and steps_done and (checkpoint / PENDING_GROUPS).exists():
         adapter.pending_groups = EPISODE_GROUPS.validate_json((checkpoint / PENDING_GROUPS).read_bytes())
     own_arguments = dict(
@@ -194,10 +157,11 @@ def train_stage(
             micro_batch_tokens=stage.micro_batch_tokens,
             on_entropies=adapter.write_entropies if context.run_folder.save_entropies else None,
             model=str(context.model),
-            reward_funcs=_roc_reward,
+            reward_funcs=training_rows.roc_reward,
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * stage.problems_per_step * arguments.max_steps}),
             processing_class=AutoTokenizer.from_pretrained(context.model),
+            peft_config=context.peft_config(),
             callbacks=[adapter],
             rollout_func=adapter.rollout,
         )
@@ -210,34 +174,8 @@ def train_stage(
 
 def check_grpo_options(stage: StageConfig, own_arguments: Collection[str] = OWN_ARGUMENTS) -> None:
     """Raise `ConfigError` for an argument in `[stages.NAME.grpo]` that GRPOConfig lacks or that the trainer sets."""
-    where = f"stages.{stage.name}.grpo"
-    for name in stage.grpo:
-        if name in own_arguments:
-            raise ConfigError(f"{where}: {name}: expected another argument, since the trainer sets this one itself")
-        if name not in (known := {argument.name for argument in fields(GRPOConfig)}):
-            raise ConfigError(f"{where}: {name}: unknown argument of TRL's GRPOConfig; {suggestion(name, known)}")
-
-
-def problem_schedule(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
-    """Return `per_step` problems for each of `steps` steps; each epoch has a new order.
-
-    No step has a problem twice: problems at the end of an epoch that do not fill a step are left out of that epoch.
-    Raises `ConfigError` for too few problems or for equal ids.
-    """
-    epoch_problems = list(problems)
-    num_ids = len({problem.id for problem in epoch_problems})
-    if num_ids < max(len(epoch_problems), per_step):
-        raise ConfigError(
-            f"expected at least problems_per_step={per_step} problems with different ids, got {len(epoch_problems)} "
-            f"with {num_ids} ids; lower problems_per_step, or give more problems"
-        )
-    order: list[Problem] = []
-    epoch = 0
-    while len(order) < per_step * steps:
-        random.Random(f"{seed}/{epoch}").shuffle(epoch_problems)
-        order += epoch_problems[: len(epoch_problems) // per_step * per_step]
-        epoch += 1
-    return order[: per_step * steps]
+    known = {argument.name for argument in fields(GRPOConfig)}
+    check_options(f"stages.{stage.name}.grpo", stage.grpo, own_arguments, known, "argument of TRL's GRPOConfig")
 
 
 class _GrpoArguments(SingleGpuArguments, GRPOConfig):  # type: ignore[misc]
@@ -256,19 +194,20 @@ class TrlAdapter(MetricsCallback):
         problems: Sequence[Problem],
         rollouts: RolloutRuntime | None,
         earlier_steps: int,
+        evaluate: Callable[[int], float] | None = None,
     ) -> None:
         """`earlier_steps` is the trainer's step count at which this stage begins."""
         super().__init__(context, step_offset=context.first_step - earlier_steps)
         self.pending_groups: list[list[Episode]] = []
         """Groups that are unfinished or not yet trained on, the oldest first."""
         self._stage, self._rollouts, self._seed, self._earlier_steps = stage, rollouts, context.seed, earlier_steps
-        self._schedule = problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
+        self._context, self._problems, self._evaluate = context, problems, evaluate
+        self._schedule = training_rows.problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
         # With roc_mode=off all samples are kept, so all rules select the same.
         self._mode: roc.Mode = "paper" if stage.roc_mode == "off" else stage.roc_mode
-        self._weight_version = 0
+        self._weight_version = self._synced_step = -1
         self._trained: list[Episode] = []
         """The episodes in the loss of the current step."""
-        self._context = context
         self._next_groups: Future[_Collected] | None = None
         """The groups of the next step, which are sampled beside this one."""
         self._step_metrics: dict[str, float] = {}
@@ -283,20 +222,30 @@ class TrlAdapter(MetricsCallback):
                 self._rollouts.loop_thread.result(self._next_groups)  # engines that sample load no weights
             wait_for_ranks(self._context.hardware)
         started_at = perf_counter()
-        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)  # gathered if sharded
-        if self._rollouts:
-            self._weight_version = self.step_offset + self.trainer.state.global_step
-            self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._weight_version)
+        if self._synced_step != self.trainer.state.global_step:  # an evaluation has not just synced them
+            self._send_weights()
         self._step_metrics = {
+            "weight_version": self._weight_version,
             "rollout_wait_s": started_at - waiting_since,
             "weight_sync_s": perf_counter() - started_at,
         }
 
+    def _send_weights(self) -> Mapping[str, torch.Tensor]:
+        """Give the engines the current weights, and return them. All ranks call this together."""
+        weights, self._synced_step = plain_weights(self.trainer), self.trainer.state.global_step
+        self._weight_version = self.step_offset + self._synced_step
+        if self._context.engines_sleep:
+            torch.cuda.empty_cache()  # an engine takes the memory that this rank does not use
+            wait_for_ranks(self._context.hardware)
+        if self._rollouts:
+            self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._weight_version)
+        return weights
+
     def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return this rank's rows, as many as `prompts` (TRL's `rollout_func`)."""
-        rows = _scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
+        rows = training_rows.scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
         self._rollout_ended_at = perf_counter()
-        return {name: [getattr(row, name) for row in rows] for name in TrainingRow._fields}
+        return {name: [getattr(row, name) for row in rows] for name in training_rows.TrainingRow._fields}
 
     def write_entropies(self, rows: list[RowEntropies]) -> None:
         """Write the entropies of all ranks' rows. TRL shuffles the rows, so they are found by their tokens."""
@@ -327,7 +276,6 @@ class TrlAdapter(MetricsCallback):
             **super().metrics_from_logs(logs),
             **metrics,
             **{name: self._logged(key, logs) if has_loss else nan for name, key in TRL_METRICS.items()},
-            "weight_version": self._weight_version,
             "step_s": step_s,
             "optimize_s": optimize_s,
             "overhead_cpu_s": rest_s + metrics["overhead_cpu_s"],
@@ -349,41 +297,85 @@ class TrlAdapter(MetricsCallback):
         kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
         self._step_started_at = perf_counter()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Evaluate if it is time, and keep the model if it is the best so far. The step's times leave this out.
+
+        If the next step is sampled beside this one, its episodes are finished first, since the loop runs one job at a
+        time.
+        """
+        steps, every = state.global_step - self._earlier_steps, self._context.eval_steps
+        if not every or (steps % every and steps < self._stage.steps):
+            return
+        started_at, weights = perf_counter(), self._send_weights()
+        if self._evaluate:
+            accuracy = self._step_metrics["eval_accuracy"] = self._evaluate(steps)
+            self._context.keep_if_best(self.trainer, weights, self.step_offset + state.global_step, accuracy)
+        wait_for_ranks(self._context.hardware)
+        control.should_save = True
+        eval_s = self._step_metrics["eval_s"] = perf_counter() - started_at
+        self._step_started_at += eval_s
+        self._rollout_ended_at += eval_s
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.pending_groups:
             path = Path(args.output_dir, f"checkpoint-{state.global_step}", PENDING_GROUPS)
             path.write_bytes(EPISODE_GROUPS.dump_json(self.pending_groups))
         super().on_save(args, state, control, **kwargs)
 
-    def _collect_step(self, rollouts: RolloutRuntime) -> list[TrainingRow]:
+    def _collect_step(self, rollouts: RolloutRuntime) -> list[training_rows.TrainingRow]:
         """Collect a step's groups, select episodes, write all of them down, and return the selected rows."""
         step = self.step_offset + self.trainer.state.global_step + 1
         groups = self._collect_groups(rollouts, step)
         selected = [self._select(group, step) for group in groups]
+        for _ in range(self._stage.dynamic_sampling_rounds):
+            missing = self._stage.problems_per_step - sum(map(roc.has_signal, groups, selected))
+            groups += self._sample_replacements(rollouts, groups, missing, step)
+            selected += [self._select(group, step) for group in groups[len(selected) :]]
+        if rollouts.sleep:
+            rollouts.loop_thread.run(rollouts.sleep)
+        # Train on the groups with a signal and, if they are too few, on the first of the others.
+        ranked = sorted(range(len(groups)), key=lambda i: not roc.has_signal(groups[i], selected[i]))
+        for number in ranked[self._stage.problems_per_step :]:
+            selected[number] = []
         reasons = [roc.selection_reasons(group, indices) for group, indices in zip(groups, selected, strict=True)]
         self.run_folder.write_episodes(step, self._stage.name, groups, selected, reasons)
-        if all(episode.reward is None for group in groups for episode in group):
+        episodes = [episode for group in groups for episode in group]
+        unavailable = [episode for episode in episodes if metrics.is_unavailable(episode)]
+        if len(unavailable) > min(self._stage.max_unavailable_share * len(episodes), len(episodes) - 1):
             raise NoRewardsError(
-                f"step {step}: none of {sum(map(len, groups))} episodes has a reward (error of the first: "
-                f"{groups[0][0].error}); repair that and run the same command to continue"
+                f"step {step}: {len(unavailable)} of {len(episodes)} episodes have no reward, since the infrastructure "
+                f"failed; at most {self._stage.max_unavailable_share:.0%} may (max_unavailable_share). The first "
+                f"failure: {unavailable[0].error}. Mend it and run the same command again: it continues"
             )
-        in_loss = [_in_loss(group, indices) for group, indices in zip(groups, selected, strict=True)]
-        self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._async_metrics(groups)
+        in_loss = list(map(training_rows.in_loss_indices, groups, selected))
+        self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._optional_metrics(groups)
         self._trained = [group[index] for group, used in zip(groups, in_loss, strict=True) for index in used]
         placeholder_id = self.trainer.processing_class.eos_token_id
         return [
-            _training_row(group[index], is_in_loss=index in used, placeholder_id=placeholder_id)
+            training_rows.training_row(group[index], is_in_loss=index in used, placeholder_id=placeholder_id)
             for group, indices, used in zip(groups, selected, in_loss, strict=True)
             for index in indices
         ]
 
+    def _optional_metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+        """Return the metrics of the settings that the stage uses."""
+        stage, values = self._stage, dict[str, float]()
+        episodes = [episode for group in groups for episode in group]
+        if stage.cancel_stragglers:
+            values |= metrics.cancellation_metrics(episodes)
+        if stage.partial_rollouts:
+            values["pending_groups"] = len(self.pending_groups)
+        if stage.partial_rollouts or stage.one_step_off_policy:
+            values |= metrics.staleness_metrics(episodes, self._weight_version)
+        if stage.dynamic_sampling_rounds:
+            values["replacement_groups"] = len(groups) - stage.problems_per_step
+        return values
+
     def _collect_groups(self, rollouts: RolloutRuntime, step: int) -> list[list[Episode]]:
         """Return `problems_per_step` complete groups; the other started groups become pending. Start to sample the next
         step's groups, if they are sampled beside this step."""
-        stage, waiting_since = self._stage, perf_counter()
-        started, results, measured = rollouts.loop_thread.result(self._next_groups or self._start(rollouts, step))
-        self._step_metrics |= measured
-        self._step_metrics["rollout_wait_s"] += perf_counter() - waiting_since
+        stage = self._stage
+        started, results, _ = self._wait(rollouts, self._next_groups or self._start(rollouts, step))
         is_last = step == self.step_offset + self._earlier_steps + stage.steps
         self._next_groups = self._start(rollouts, step + 1) if stage.one_step_off_policy and not is_last else None
         complete = ((number, group) for number, group in enumerate(results) if group)
@@ -394,11 +386,15 @@ class TrlAdapter(MetricsCallback):
                 episode.steps_carried += 1
         return list(taken.values())
 
-    def _start(self, rollouts: RolloutRuntime, step: int) -> Future[_Collected]:
-        """Start to sample the groups of `step`."""
+    def _start(
+        self, rollouts: RolloutRuntime, step: int, replacements: list[list[Episode]] | None = None
+    ) -> Future[_Collected]:
+        """Start to sample the groups of `step`, or the replacements of some of them."""
         stage, collector = self._stage, rollouts.collector
-        started = self.pending_groups + self._new_groups(step - 1 - self.step_offset - self._earlier_steps)
-        must_complete = sum(group[0].steps_carried >= stage.max_staleness_steps for group in self.pending_groups)
+        steps_done = step - 1 - self.step_offset - self._earlier_steps
+        started = replacements or self.pending_groups + self._new_groups(steps_done)
+        # Pending groups were carried once at least.
+        must_complete = sum(group[0].steps_carried >= max(1, stage.max_staleness_steps) for group in started)
         is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
 
         async def collect() -> _Collected:
@@ -407,7 +403,7 @@ class TrlAdapter(MetricsCallback):
                 started,
                 limits=stage,
                 seed=random.Random(f"{self._seed}/{step}").getrandbits(63),
-                min_complete=stage.problems_per_step,
+                min_complete=min(stage.problems_per_step, len(started)),
                 must_complete=must_complete,
                 is_decided=is_decided if stage.cancel_stragglers else None,
             )
@@ -415,6 +411,28 @@ class TrlAdapter(MetricsCallback):
             return _Collected(started, results, measured | {"rollout_s": perf_counter() - started_at})
 
         return rollouts.loop_thread.start(collect)
+
+    def _wait(self, rollouts: RolloutRuntime, collected: Future[_Collected]) -> _Collected:
+        """Wait for sampled groups, and add their times and the wait to the step's metrics."""
+        waiting_since = perf_counter()
+        groups = rollouts.loop_thread.result(collected)
+        for name, value in (groups.measured | {"rollout_wait_s": perf_counter() - waiting_since}).items():
+            self._step_metrics[name] = self._step_metrics.get(name, 0) + value
+        return groups
+
+    def _sample_replacements(
+        self, rollouts: RolloutRuntime, groups: Sequence[Sequence[Episode]], count: int, step: int
+    ) -> list[list[Episode]]:
+        """Return the groups of `count` further problems, or of all that are left (DAPO's dynamic sampling, arXiv
+        2503.14476, 3.2).
+
+        Which problems these are follows from the seed, the step and the rewards. No problem is sampled twice in a step.
+        """
+        used = {group[0].problem.id for group in (*groups, *self.pending_groups)}
+        unused = [problem for problem in self._problems if problem.id not in used]
+        chosen = random.Random(f"{self._seed}/{step}/{len(groups)}").sample(unused, min(count, len(unused)))
+        started = [[Episode(problem, i) for i in range(self._stage.samples_per_problem)] for problem in chosen]
+        return list(filter(None, self._wait(rollouts, self._start(rollouts, step, started)).results)) if started else []
 
     def _new_groups(self, steps_done: int) -> list[list[Episode]]:
         """Return the groups to start after `steps_done` steps. The last steps start no more than they need.
@@ -433,28 +451,6 @@ class TrlAdapter(MetricsCallback):
             groups.append([Episode(problem, sample) for sample in range(start, next_sample[problem])])
         return groups
 
-    def _async_metrics(self, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-        """Return the metrics of cancelled stragglers and of episodes from earlier weights, if there may be any."""
-        episodes = [episode for group in groups for episode in group]
-        values: dict[str, float] = {}
-        if self._stage.cancel_stragglers:
-            cancelled = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
-            values = {
-                "cancelled_share": len(cancelled) / len(episodes),
-                "cancelled_response_length": fmean(e.response_length for e in cancelled) if cancelled else nan,
-                "cancelled_tokens": sum(episode.sampled_tokens for episode in cancelled),
-            }
-        if self._stage.partial_rollouts:
-            values["pending_groups"] = len(self.pending_groups)
-        if self._stage.partial_rollouts or self._stage.one_step_off_policy:
-            tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
-            by_staleness = {self._weight_version - version: count for version, count in tokens.items()}
-            values |= {
-                "stale_token_share": 1 - by_staleness.get(0, 0) / tokens.total(),
-                "staleness_mean_steps": sum(steps * count for steps, count in by_staleness.items()) / tokens.total(),
-            }
-        return values
-
     def _select(self, group: Sequence[Episode], step: int) -> list[int]:
         """Return the indices that RoC selects from the episodes that were not cancelled."""
         finished = [i for i, episode in enumerate(group) if episode.stop_reason is not StopReason.CANCELLED]
@@ -462,36 +458,3 @@ class TrlAdapter(MetricsCallback):
         candidates = [group[i] for i in finished]
         selected = roc.resample_on_correct(candidates, self._stage.kept_per_problem, mode=self._mode, rng=rng)
         return [finished[index] for index in selected]
-
-
-def _in_loss(group: Sequence[Episode], selected: Sequence[int]) -> list[int]:
-    """Return the selected indices that are in the loss."""
-    return [i for i in selected if group[i].reward is not None] if roc.has_signal(group, selected) else []
-
-
-def _training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> TrainingRow:
-    """Return an episode's row. TRL accepts no empty completion, so an episode without tokens gets a masked one."""
-    ids = list(episode.response_ids) or [placeholder_id]
-    logprobs = episode.known_logprobs
-    if logprobs is None:
-        raise ConfigError(
-            f"sample {episode.sample} of problem {episode.problem.id} has tokens without log-probabilities: "
-            f"{WITHOUT_LOGPROBS_ADVICE}"
-        )
-    mask = list(episode.loss_mask) if is_in_loss and episode.response_ids else [0] * len(ids)
-    return TrainingRow(list(episode.prompt_ids), ids, logprobs or [0.0], mask, episode.reward)
-
-
-def _roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
-    """TRL's reward function. The rewards came with the rows."""
-    return roc_reward
-
-
-def _scatter(rows: Sequence[TrainingRow], count: int) -> Sequence[TrainingRow]:
-    """Give each rank `count` of the first rank's rows. The other ranks wait here while it samples."""
-    if (group := waiting_group()) is None:
-        return rows
-    shares = [rows[start : start + count] for start in range(0, len(rows), count)]
-    own: list[Sequence[TrainingRow]] = [()]
-    torch.distributed.scatter_object_list(own, shares or None, src=0, group=group)
-    return own[0]

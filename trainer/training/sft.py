@@ -76,6 +76,7 @@ def train_sft(
                 {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
             ),
             processing_class=AutoTokenizer.from_pretrained(context.model),
+            peft_config=context.peft_config(),
             callbacks=[MetricsCallback(context, step_offset=context.first_step)],
         )
     return context.train(trainer, checkpoint)

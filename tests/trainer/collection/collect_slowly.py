@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 from tests.trainer.collection.hosts import NUM_TURNS, open_slow_host
-from trainer.collection.driver import Collection, CollectionLimits
+from trainer.collection.driver import Collection
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import EpisodeStore
+from trainer.config import CollectConfig
 from trainer.episodes.episode import Problem
 
 
@@ -23,7 +24,7 @@ async def main(directory: Path, num_problems: int) -> None:
             open_slow_host(0.02, directory / "started") as run_episode,
             LocalExecutor(run_episode, 8) as executor,
         ):
-            status = await Collection(store, executor, problems, CollectionLimits(2)).run()
+            status = await Collection(store, executor, problems, CollectConfig(samples_per_problem=2)).run()
     print(status.stored_before + status.done)
 
 

@@ -13,11 +13,11 @@ import pytest
 from tests.trainer.collection.hosts import NUM_TURNS, journal_rows, make_host, wait_for
 from trainer.collection import driver
 from trainer.collection.cluster_collector import ClusterCollector
-from trainer.collection.driver import CollectionLimits
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import FailureKind, Growth
 from trainer.collection.stored_collector import NoEngines
 from trainer.collection.work import RunEpisode, TryError
+from trainer.config import CollectConfig
 from trainer.episodes.episode import Episode, Problem, StopReason
 
 pytest.importorskip("transformers")
@@ -38,7 +38,7 @@ def groups(num_samples: int = 2) -> list[list[Episode]]:
 
 async def collect(path: Path, run_episode: RunEpisode, version: int, **limits: int) -> list[list[Episode]]:
     async with LocalExecutor(run_episode, 4) as executor:
-        collector = ClusterCollector(executor, NoEngines(), CollectionLimits(1, **limits), path)
+        collector = ClusterCollector(executor, NoEngines(), CollectConfig(samples_per_problem=1, **limits), path)
         await collector.sync_weights({}, version)
         collected = await collector.collect_groups(groups())
     assert all(collected)

@@ -14,10 +14,11 @@ import pytest
 
 from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, journal_rows, make_host, wait_for
 from trainer.collection import driver
-from trainer.collection.driver import Collection, CollectionLimits, CollectionStatus
+from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import EpisodeStore, FailureKind, Growth, Key, StoreReader
 from trainer.collection.work import CollectionError, RunEpisode, TryError
+from trainer.config import CollectConfig
 from trainer.episodes.episode import Episode, Problem, StopReason
 
 pytest.importorskip("transformers")
@@ -44,7 +45,7 @@ async def collect(
 ) -> CollectionStatus:
     with EpisodeStore(path, {}) as store:
         async with LocalExecutor(run_episode, max_episodes) as executor:
-            own_limits = CollectionLimits(samples, **limits)
+            own_limits = CollectConfig(samples_per_problem=samples, **limits)
             return await Collection(
                 store, executor, problems(num_problems), own_limits, num_problems=num_problems
             ).run()
@@ -158,7 +159,10 @@ async def test_an_episode_beyond_its_deadline_is_stored_and_counted_apart(tmp_pa
         assert {(e.stop_reason, e.reward) for e in reader.episodes()} == {(StopReason.DEADLINE, None)}
 
 
-async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_dropped(tmp_path: Path) -> None:
+async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "TRY_GRACE_S", 0.5)
     tries, host = 0, make_host()  # its tokenizer may take longer to make than a try may take
     late: list[Callable[[Growth], None]] = []
 
@@ -172,7 +176,7 @@ async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_drop
         late[0](Growth(0, Episode(episode.problem, episode.sample)))  # would drop all turns of the episode
         return reward
 
-    status = await collect(tmp_path, run, 1, samples=1, max_try_s=1.5)
+    status = await collect(tmp_path, run, 1, samples=1, deadline_s=0.5)
     assert (tries, status.failed_tries, status.done) == (2, {"environment": 1}, 1)
     with StoreReader(tmp_path) as reader:
         assert [len(episode.turns) for episode in reader.episodes()] == [NUM_TURNS]
@@ -201,7 +205,9 @@ async def test_the_driver_reads_problems_as_it_needs_them(tmp_path: Path) -> Non
 
     with EpisodeStore(tmp_path, {}) as store:
         async with LocalExecutor(hang, 6) as executor:
-            task = asyncio.create_task(Collection(store, executor, counted(), CollectionLimits(2)).run())
+            task = asyncio.create_task(
+                Collection(store, executor, counted(), CollectConfig(samples_per_problem=2)).run()
+            )
             await wait_for(lambda: not executor.free_slots)
             assert read == 3
             task.cancel()

@@ -18,11 +18,11 @@ import pytest
 
 from tests.trainer.collection.hosts import NUM_TURNS, journal_rows, open_slow_host, wait_for
 from trainer.collection import ray_executor
-from trainer.collection.driver import Collection, CollectionLimits, CollectionStatus
+from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.ray_executor import RayExecutor, connect
 from trainer.collection.store import EpisodeStore, StoreReader
 from trainer.collection.work import CollectionError
-from trainer.config import ConfigError
+from trainer.config import CollectConfig, ConfigError
 from trainer.episodes.episode import Problem
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (the extra `cluster`)")
@@ -64,7 +64,9 @@ async def open_executor(cluster: Any, started: Path, turn_s: float = 0.02) -> As
 async def collect(executor: RayExecutor, path: Path, num_problems: int) -> CollectionStatus:
     problems = [Problem(f"p{index}", "Count.", str(NUM_TURNS - 1)) for index in range(num_problems)]
     with EpisodeStore(path / "store", {}) as store:
-        return await Collection(store, executor, problems, CollectionLimits(2, max_infrastructure_failures=50)).run()
+        return await Collection(
+            store, executor, problems, CollectConfig(samples_per_problem=2, max_infrastructure_failures=50)
+        ).run()
 
 
 def assert_each_stored_once(path: Path, num_problems: int) -> None:

@@ -169,7 +169,6 @@ def test_a_torn_last_row_is_removed_and_the_others_are_kept(path: Path, file: st
     last_row = content.splitlines(keepends=True)[-1]
     (path / file).write_bytes(content + last_row[:torn_bytes])
     with open_store(path) as store:
-        assert store.removed_rows == 1
         assert (path / file).read_bytes() == content
         assert store.failures == {(Key("b", 0), FailureKind.ENVIRONMENT): 1}
         assert store.take_unfinished(Key("b", 0)) is not None
@@ -226,7 +225,7 @@ def test_a_query_selects_by_the_columns_of_the_index(path: Path) -> None:
     expected = [Key.of(item) for item in written if item.reward == 1 and item.num_failed_tool_calls > 0]
     assert expected
     with StoreReader(path) as reader:
-        assert reader.settings() == SETTINGS
+        assert reader.settings == SETTINGS
         assert list(reader.query("problem, sample", "reward = ? AND failed_tool_calls > 0", (1,))) == expected
         assert [Key.of(item) for item in reader.episodes("reward = 1 AND failed_tool_calls > 0")] == expected
         with pytest.raises(RecordError, match="'rewards = 1': no such column: rewards; expected a SQL condition on"):

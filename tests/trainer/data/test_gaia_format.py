@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trainer.data import gaia_format, generated_gaia_format
-from trainer.data.gaia_format import write_data_set, write_submission
+from trainer.data.gaia_format import write_submission
 from trainer.data.problems import prepare_problems, write_problems
 from trainer.data.rows import DataError
 from trainer.data.sources import check_source, iter_problems, read_problems
@@ -190,21 +190,17 @@ def test_generated_problems_follow_from_the_seed_and_held_out_ones_differ_from_t
         check_source("generated-gaia-format:x")
 
 
-def without_files(problem: Problem) -> Problem:
-    return replace(problem, options={"level": problem.options["level"]})
-
-
-def test_a_written_data_set_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generated_gaia_format.main([str(tmp_path), "--problems", "9", "--seed", "4"])
-    assert capsys.readouterr().out == f"{tmp_path}/2023/validation/metadata.jsonl\n"
-    problems, expected = read(tmp_path), generated_gaia_format.generate(9, 4)
-    assert list(map(without_files, problems)) == list(map(without_files, expected))
-    for problem, original in zip(problems, expected, strict=True):
-        (file,) = problem.options["files"]
-        assert {Path(file).name: Path(file).read_text()} == original.options["texts"]
-    two_files = replace(expected[0], options={"level": 1, "texts": {"a": "", "b": ""}})
-    with pytest.raises(DataError, match="expected at most one file, got 2"):
-        write_data_set(tmp_path, [two_files])
+def test_generated_problems_in_the_file_format_are_read_back(tmp_path: Path) -> None:
+    rows, expected = [], generated_gaia_format.generate(9, 4)
+    for problem in expected:
+        ((name, text),) = problem.options["texts"].items()
+        (tmp_path / name).write_text(text)
+        row = {"task_id": problem.id, "Question": problem.text, "Final answer": problem.answer, "file_name": name}
+        rows.append({**row, "Level": problem.options["level"]})
+    for problem, original in zip(read(write_metadata(tmp_path, *rows)), expected, strict=True):
+        (file,) = map(Path, problem.options["files"])
+        options = {"level": problem.options["level"], "texts": {file.name: file.read_text()}}
+        assert replace(problem, options=options) == original
 
 
 def test_preparing_keeps_problems_with_equal_questions_and_other_files(tmp_path: Path) -> None:

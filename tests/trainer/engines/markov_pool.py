@@ -10,7 +10,6 @@ from tests.trainer.engine_loads import engine_loads
 from tests.trainer.fake_vllm import MarkovEngine
 from trainer.engines.engine import EngineError, SamplingParams
 from trainer.engines.pool import EnginePool
-from trainer.scheduling.scheduler import Scheduler
 
 MAX_CONTEXT = 200
 TOKENS_PER_TURN = 4
@@ -105,7 +104,7 @@ class MemoryStore:
 
 
 def make_pool(engines, policy="kv", **options):
-    scheduler = Scheduler(MAX_CONTEXT, POLICIES[policy]())
+    scheduler = POLICIES[policy](MAX_CONTEXT)
     return EnginePool(engines, **{"scheduler": scheduler, "transfer": transfer, "probe": MarkovProbe()} | options)
 
 

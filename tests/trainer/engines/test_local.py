@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
-import warnings
 
 import pytest
 
@@ -24,23 +22,6 @@ def random_prompts(count, seed=0):
 
 async def make_engine(seed=0, **options):
     return LocalEngine(make_model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
-
-
-async def test_a_deprecation_warning_is_logged_and_fails_no_request(caplog):
-    model = make_model()
-    forward = type(model).forward
-
-    @functools.wraps(forward)
-    def warn_and_forward(self, *args, **kwargs):
-        warnings.warn("an argument will be removed", FutureWarning, stacklevel=2)
-        return forward(self, *args, **kwargs)
-
-    model.forward = warn_and_forward.__get__(model)
-    engine, engine_without_warning = LocalEngine(model, max_num_seqs=8, max_model_len=256), await make_engine()
-    request = ([1, 2, 3], SamplingParams(5, seed=1))
-    assert (await engine.generate(*request)).ids == (await engine_without_warning.generate(*request)).ids
-    assert caplog.text.count("an argument will be removed") == 1
-    await asyncio.gather(engine.close(), engine_without_warning.close())
 
 
 async def test_an_aborted_request_continues_with_the_same_tokens():

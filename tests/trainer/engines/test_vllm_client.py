@@ -310,6 +310,7 @@ async def test_loading_weights_reloads_the_model_and_empties_the_prefix_cache(tm
         assert await engine.logprobs([1, 2, 3]) != before
         assert (await engine.generate([1], SamplingParams(2, seed=0))).weight_version == 4
     assert [route for route, _ in fake_server.requests][1:3] == ["/collective_rpc", "/reset_prefix_cache"]
+    assert [body["cache_salt"] for _, body in fake_server.requests if "prompt" in body][-2:] == ["version 4"] * 2
 
 
 @pytest.mark.asyncio
@@ -330,6 +331,7 @@ async def test_the_models_generation_config_has_no_effect():
         await engine.generate([1], SamplingParams(4, temperature=0.7, top_p=0.9, stop_ids=(8,), seed=3))
     ((_, body),) = fake_server.requests
     fixed = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
+    fixed |= {"cache_salt": "version 0"}
     requested = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
     assert body == {"prompt": [1], **fixed, **requested}
 

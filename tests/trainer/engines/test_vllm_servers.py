@@ -256,6 +256,8 @@ def test_more_options_are_passed_on_and_those_of_the_trainer_are_refused() -> No
         "--async-scheduling",
     ]
     assert [command[command.index(word)] for word in words] == words
-    for name in ("max_model_len", "gpu_memory_utilization", "dtype", "worker_extension_cls"):
+    assert "--enable-sleep-mode" in replace(servers, sleep_mode=True).command(8000)
+    assert "--enable-sleep-mode" not in command
+    for name in ("max_model_len", "gpu_memory_utilization", "dtype", "worker_extension_cls", "enable_sleep_mode"):
         with pytest.raises(ConfigError, match=rf"engines\.args: --{name.replace('_', '-')}: expected other options"):
             replace(servers, args={name: 1}).command(8000)

@@ -29,6 +29,7 @@ from trainer.engines.weight_sync import (  # noqa: E402
     BOUNDS,
     FileWeightStore,
     SyncProbe,
+    WakingTransfer,
     WeightSyncError,
     load_by_engine,
 )
@@ -358,13 +359,15 @@ async def test_a_sync_waits_for_the_restart_of_the_only_server(model_dir, tmp_pa
 
 
 @pytest.mark.asyncio
-async def test_a_real_vllm_scores_like_the_trainer_after_every_sync(tmp_path):
+async def test_a_real_vllm_scores_like_the_trainer_after_every_sync_and_sleep(tmp_path):
+    """On a CPU, vLLM's sleep mode frees no memory, but its routes answer and it holds completions back."""
     if not VLLM_PYTHON:
         pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
     async with real_vllm_engine(VLLM_PYTHON, tmp_path) as engine:
         probe = SyncProbe(tmp_path / "model")
         store = FileWeightStore(tmp_path / "weights")
-        async with make_pool([engine], tmp_path / "model", store=store) as pool:
+        options = {"store": store, "transfer": WakingTransfer(load_by_engine)}
+        async with make_pool([engine], tmp_path / "model", **options) as pool:
             for seed in (1, 2, 1):
                 model = make_model(seed)
                 await pool.sync_weights(model.state_dict())
@@ -377,3 +380,13 @@ async def test_a_real_vllm_scores_like_the_trainer_after_every_sync(tmp_path):
             wrong = {name: tensor * 1.05 for name, tensor in make_model(1).state_dict().items()}
             with pytest.raises(WeightSyncError):
                 await probe.check(engine, probe.expected_logprobs(wrong))
+            await pool.sleep()
+            await engine.check_alive()
+            assert await engine.is_sleeping()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await engine.logprobs([1, 2])
+            await pool.sync_weights(make_model(2).state_dict())
+            assert not await engine.is_sleeping()
+            scores = await engine.logprobs([1, 2, 3])
+            assert scores == pytest.approx(trainer_logprobs(make_model(2), [1, 2, 3]), abs=1e-3)

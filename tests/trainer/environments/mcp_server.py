@@ -118,6 +118,7 @@ def serve(fault: str = "", port: str = "0") -> None:
     elif fault == "http":
         server.run("streamable-http", port=int(port))
     else:
+        print("a line that is no message", flush=True)
         server.run("stdio")
 
 

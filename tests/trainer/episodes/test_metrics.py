@@ -41,6 +41,7 @@ def expected_metrics(episodes: list[Episode]) -> dict[str, float]:
         ),
         "sampled_tokens": sum(episode.loss_mask.count(1) for episode in episodes),
         "generate_s_sum": sum(turn.generate_s for turn in all_turns),
+        "wait_s_sum": sum(turn.wait_s for turn in all_turns),
         "tool_s_sum": sum(turn.tool_s for turn in all_turns),
         "reward": mean([episode.reward or 0.0 for episode in scored]),
         "tool_calls": mean([len(tool_calls([episode])) for episode in scored]),

@@ -105,7 +105,7 @@ def test_the_papers_rule_and_the_uniform_one_select_the_same_numbers_of_wrong_an
     selected = resample_on_correct(group, num_kept, mode=mode, rng=random.Random(seed))
     positives = sum(episode.reward == 1 for episode in group)
     negatives = sum(episode.reward == 0 for episode in group)
-    share = negatives * num_kept // len(group)
+    share = negatives * num_kept // max(1, positives + negatives)
     num_positives = min(positives, num_kept - share)
     assert sum(group[i].reward == 1 for i in selected) == num_positives
     assert sum(group[i].reward == 0 for i in selected) == min(negatives, num_kept - num_positives)
@@ -223,6 +223,13 @@ def test_the_papers_rule_may_select_episodes_of_equal_reward():
 def test_in_a_group_without_scored_episodes_the_first_ones_are_selected():
     assert resample_on_correct([UNSCORED] * 4, 2, mode="paper", rng=random.Random(0)) == [0, 1]
     assert not has_signal([UNSCORED] * 4, [0, 1])
+
+
+def test_a_group_that_lost_episodes_is_selected_from_as_if_it_had_never_had_them():
+    scored, lost = [WRONG] * 8 + [CORRECT] * 4, [UNSCORED] * 4
+    selected = resample_on_correct(scored + lost, 8, mode="paper", rng=random.Random(0))
+    assert selected == resample_on_correct(scored, 8, mode="paper", rng=random.Random(0))
+    assert sum(scored[i].reward == 0 for i in selected) == 5  # floor(8 × 8 / 12), not floor(8 × 8 / 16)
 
 
 def test_an_unscored_episode_gives_no_signal():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import re
 import shutil
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from trainer.config_loading import load_config  # noqa: E402
 from trainer.data.rows import DataError  # noqa: E402
 from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
+from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.json_files import read_rows  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
@@ -126,6 +129,7 @@ def _guessing_config(folder: Path, endpoints: Sequence[str]) -> RunConfig:
 
 
 def _write_rows(file: Path, rows: Sequence[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
@@ -254,6 +258,37 @@ async def test_vllm_servers_load_weights_from_absolute_paths_that_stay_while_the
     await engine.close()
 
 
+@pytest.mark.parametrize(("weight_sync", "transfer"), [("file", "function"), ("gloo", "BroadcastTransfer")])
+def test_engines_are_woken_before_their_weights_are_sent_only_with_sleep_mode(
+    tmp_path: Path, weight_sync: str, transfer: str
+) -> None:
+    sets = ["engines.kind=vllm", f"engines.weight_sync={weight_sync}", "hardware.gpus_per_node=1"]
+    plain = rollout_session._weight_transfer(_config(tmp_path, *sets), tmp_path)
+    waking = rollout_session._weight_transfer(_config(tmp_path, *sets, "engines.sleep_mode=true"), tmp_path)
+    assert type(plain["transfer"]).__name__ == type(waking["transfer"]._transfer).__name__ == transfer
+    assert isinstance(waking["transfer"], WakingTransfer)
+    assert [options["store"] is not None for options in (plain, waking)] == [weight_sync == "file"] * 2
+
+
+@pytest.mark.parametrize("sleep_mode", [False, True])
+def test_a_stage_puts_its_engines_to_sleep_only_with_sleep_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep_mode: bool
+) -> None:
+    pool = SimpleNamespace(sleep=lambda: None)
+    sandbox = SimpleNamespace(python_tool=None, answer_checker=SimpleNamespace(verify=None))
+
+    @contextlib.asynccontextmanager
+    async def yield_value(value: Any) -> AsyncIterator[Any]:
+        yield value
+
+    monkeypatch.setattr(rollout_session, "connect_sandbox", lambda config: yield_value(sandbox))
+    monkeypatch.setattr(rollout_session, "open_engine_pool", lambda *arguments: yield_value(pool))
+    monkeypatch.setattr(rollout_session, "load_chat_format", lambda *arguments: None)
+    sets = ["engines.kind=vllm", "hardware.gpus_per_node=1", f"engines.sleep_mode={str(sleep_mode).lower()}"]
+    with rollout_session.open_rollout(RecipeRun(_config(tmp_path, *sets)), tmp_path) as rollouts:
+        assert rollouts.sleep is (pool.sleep if sleep_mode else None)
+
+
 @pytest.mark.parametrize("chat", ["rstar2", "tokenizer"])
 @pytest.mark.parametrize(
     ("model", "reason"),
@@ -376,6 +411,42 @@ def test_a_finished_evaluation_or_rollout_samples_nothing_again_and_show_reads_i
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds(
+    tuned_run: RecipeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _copy(tuned_run, tmp_path / "run", "eval.every_steps=2", "stages.rl1.steps=3")
+    stage_dir, phase = run.stage_dir("rl1"), Phase("eval", "rl1")
+    left_by_a_kill = stage_dir / "eval_steps/step_000002/outcomes.jsonl"
+    _write_rows(left_by_a_kill, ["of other weights"])
+    phase_work.grpo(run, Phase("grpo", "rl1"))
+    assert len(list(read_rows(left_by_a_kill))) == 2, "one row for each problem, of these weights"
+    row = list(run.run_folder.read_metrics())[-1]
+    with monkeypatch.context() as without_engines:
+        without_engines.setattr(phase_work, "open_rollout", None)
+        reports = phase_work.evaluate(run, phase)
+    assert reports["all"].measures["accuracy"].value == row["eval_accuracy"]
+    trained = run.trained_model("rl1")
+    assert trained.best["step"] in (row["step"] - 1, row["step"])
+    assert trained.best["accuracy"] >= row["eval_accuracy"]
+    assert run.model_path("stages/rl1/best").is_dir()
+    # Engines that load the saved model sample the same episodes.
+    in_stage = list(read_rows(stage_dir / "eval/outcomes.jsonl"))
+    shutil.rmtree(stage_dir / "eval")
+    phase_work.evaluate(run, phase)
+    by_problem = operator.itemgetter("problem")
+    assert sorted(read_rows(stage_dir / "eval/outcomes.jsonl"), key=by_problem) == sorted(in_stage, key=by_problem)
+
+
+def test_a_training_on_stored_episodes_refuses_evaluations_inside_it(tmp_path: Path) -> None:
+    run = RecipeRun(_config(tmp_path, "eval.every_steps=2"))
+    for phase in (Phase("prepare"), Phase("sft", "sft")):
+        run.write_result(phase, TrainResult("model", 0))
+    with pytest.raises(ConfigError, match=r"^eval: every_steps: expected 0 for a training on stored episodes"):
+        phase_work.grpo(run, Phase("grpo", "rl1"), tmp_path / "store")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
 def test_eval_of_a_model_has_one_folder_per_model_and_refuses_other_weights_in_it(
     tuned_run: RecipeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,9 +483,9 @@ def stage_problems(run: RecipeRun, stage: str) -> list[str]:
     return [problem.id for problem in read_problems(str(run.problems_path(run.config.stage_config(stage))))]
 
 
-def _copy(tuned_run: RecipeRun, folder: Path) -> RecipeRun:
+def _copy(tuned_run: RecipeRun, folder: Path, *sets: str) -> RecipeRun:
     shutil.copytree(tuned_run.dir, folder)
-    return RecipeRun(load_config(folder, {}, [f"run_dir={folder}"]))
+    return RecipeRun(load_config(folder, {}, [f"run_dir={folder}", *sets]))
 
 
 def _kill_after(run: RecipeRun, *, step: int) -> bool:

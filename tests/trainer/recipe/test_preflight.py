@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from aiohttp import web
 
 from tests.trainer.fakes import qwen_tokenizer, released_template
 from trainer import cli
-from trainer.config import RunConfig
+from trainer.config import HardwareConfig, RunConfig
 from trainer.config_loading import load_config
+from trainer.data import tiny_model
 from trainer.environments import connection
 from trainer.recipe import preflight
 from trainer.recipe.phases import Phase, RecipeRun, TrainResult
@@ -83,7 +85,7 @@ def _without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
     """The URL of a fake vLLM server, and its state: the `max_model_len` that it reports, and `has_rpc`, whether it has
     the route that reloads weights."""
-    server_state: dict[str, Any] = {"max_model_len": 1 << 20, "has_rpc": True}
+    server_state: dict[str, Any] = {"max_model_len": 1 << 20, "has_rpc": True, "enable_sleep_mode": False}
     loop, is_up, addresses = asyncio.new_event_loop(), threading.Event(), list[str]()
     runners: list[web.AppRunner] = []
 
@@ -93,9 +95,14 @@ def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
     async def rpc(request: web.Request) -> web.Response:
         return web.Response(status=405 if server_state["has_rpc"] else 404)
 
+    async def info(request: web.Request) -> web.Response:
+        assert request.query == {"config_format": "json"}
+        settings = {"enable_sleep_mode": server_state["enable_sleep_mode"]}
+        return web.json_response({"vllm_config": {"model_config": settings}})
+
     async def serve() -> None:
         app = web.Application()
-        app.add_routes([web.get("/v1/models", models), web.get("/collective_rpc", rpc)])
+        app.add_routes([web.get("/v1/models", models), web.get("/collective_rpc", rpc), web.get("/server_info", info)])
         runner = web.AppRunner(app)
         runners.append(runner)
         await runner.setup()
@@ -173,7 +180,7 @@ def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Pa
     ("argument", "message"),
     [
         ("adam_beta3", "adam_beta3: unknown argument of TRL's GRPOConfig; did you mean adam_beta"),
-        ("beta", "beta: expected another argument, since the trainer sets this one itself"),
+        ("beta", "beta: expected another argument of TRL's GRPOConfig, since the trainer sets this one itself"),
     ],
 )
 def test_arguments_that_grpo_config_lacks_or_the_trainer_sets_are_named(
@@ -183,6 +190,19 @@ def test_arguments_that_grpo_config_lacks_or_the_trainer_sets_are_named(
     (line,) = [line for line in _missing(config, "grpo") if "grpo" in line]
     assert line.startswith(f"stages.rl1.grpo: {message}")
     assert not any("grpo" in line for line in _missing(config, "eval"))
+
+
+def test_an_adapter_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    tiny_model.write_tiny_model(tmp_path / "model", seed=0)
+    sets = [f"model.path={tmp_path / 'model'}", f"sandbox.endpoints={UNUSED_URL}"]
+    for option, message in (
+        ("lora_alfa=8", "lora_alfa: unknown option of peft's LoraConfig; did you mean lora_alpha?"),
+        ('target_modules=["c_attn"]', "Target modules {'c_attn'} not found in the base model"),
+    ):
+        config = _config(tmp_path, *sets, f"model.peft.{option}")
+        (line,) = [line for line in _missing(config, "sft") if "peft" in line]
+        assert line.startswith(f"model.peft: {message}")
 
 
 def test_options_that_vllm_rejects_are_named(tmp_path: Path) -> None:
@@ -316,6 +336,11 @@ def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
         return [line for line in asyncio.run(preflight._check_servers(config)) if line.startswith("engines")]
 
     assert engines() == []
+    sleeping = replace(config, engines=replace(config.engines, sleep_mode=True), hardware=HardwareConfig(1, 1))
+    no_sleep_mode = f"engines: {url}: has no sleep mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
+    assert engines(sleeping) == [no_sleep_mode]
+    server_state["enable_sleep_mode"] = True
+    assert engines(sleeping) == []
     server_state["has_rpc"] = False
     assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
     server_state["max_model_len"] = 512

@@ -108,6 +108,18 @@ def test_the_run_of_the_paper_fits_its_machines() -> None:
     assert all(stage.gpu_share < 1 for stage in run.stages.values())
 
 
+def test_an_adapter_needs_no_optimizer_states_of_the_model_and_evaluations_keep_a_second_model_per_stage() -> None:
+    file, parameters = CONFIGS / "qwen2.5-1.5b-single-gpu.toml", num_parameters(QWEN25_1B)
+    plain, adapted, evaluated = (
+        resource_plan(load_config(file, {}, sets), QWEN25_1B)
+        for sets in ((), ["model.peft.r=16"], ["eval.every_steps=5"])
+    )
+    assert adapted.disk_bytes == plain.disk_bytes - 4 * parameters * 12, "four checkpoints of weights and moments"
+    assert adapted.sft.train_bytes == plain.sft.train_bytes - 2 * parameters * 4, "weights and merged weights"
+    # The best model of each of the four phases, and one that is being written.
+    assert evaluated.disk_bytes == plain.disk_bytes + 5 * parameters * 4
+
+
 def test_docs_mi300x_md_states_the_sizes_of_a_weight_sync() -> None:
     text = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8").partition("## Weight sync")[2]
     written, gathered = (num_parameters(QWEN3_14B) * BYTES[dtype] for dtype in ("bfloat16", "float32"))
@@ -210,6 +222,15 @@ def test_engines_on_gpus_of_their_own_take_no_memory_of_the_training_gpus() -> N
     large_engine = "engines.gpu_memory_utilization=0.95"
     assert min(gpu_shares("qwen3-14b-mi300x.toml", QWEN3_14B, large_engine)) > 1
     assert max(gpu_shares("qwen3-14b-mi300x.toml", QWEN3_14B, large_engine, "hardware.engine_gpus=64")) < 1
+
+
+def test_an_engine_that_sleeps_takes_no_memory_beside_a_pass() -> None:
+    sets = ["engines.gpu_memory_utilization=0.9", "engines.sleep_mode=true"]
+    plan = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, sets), QWEN3_14B)
+    assert plan.stages["rl1"].gpu_share == pytest.approx((3 * plan.weight_bytes + 0.9 * 192e9) / 192e9)
+    sets[0] = "engines.gpu_memory_utilization=0.1"
+    plan = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, sets), QWEN3_14B)
+    assert plan.stages["rl1"].gpu_share == pytest.approx(plan.stages["rl1"].train_bytes / 192e9)
 
 
 def test_the_kv_cache_of_a_local_engine_holds_max_num_seqs_sequences_of_maximum_length() -> None:

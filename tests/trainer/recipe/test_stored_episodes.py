@@ -12,10 +12,10 @@ import pytest
 
 from tests.trainer.collection.hosts import LIMITS, NUM_TURNS, make_host
 from tests.trainer.fakes import qwen_tokenizer
-from trainer.collection.driver import Collection, CollectionLimits
+from trainer.collection.driver import Collection
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import EpisodeStore, Key, StoreReader
-from trainer.config import ConfigError
+from trainer.config import CollectConfig, ConfigError
 from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.json_files import RecordError
@@ -54,7 +54,7 @@ def reader(settings: dict[str, object], tmp_path: Path) -> Iterator[StoreReader]
     async def collect() -> None:
         with EpisodeStore(tmp_path / "store", settings) as store:
             async with LocalExecutor(host.run, 4) as executor:
-                await Collection(store, executor, problems, CollectionLimits(2)).run()
+                await Collection(store, executor, problems, CollectConfig(samples_per_problem=2)).run()
 
     asyncio.run(collect())
     with StoreReader(tmp_path / "store") as reader:

@@ -35,20 +35,21 @@ def text_by_seed(context, sampling):
     return answer_text(str(rng.choice([42, 41]))) + END
 
 
-async def run_episode(chat_format, pool, tools=None, *, limits=LIMITS, sample=0):
+async def run_episode(chat_format, pool, tools=None, *, limits=LIMITS, sample=0, **options):
     """Run one episode on a scripted pool, which also acts as the episode's handle. The episode is not scored."""
     episode = Episode(PROBLEM, sample, tuple(chat_format.encode_prompt(PROBLEM.text)))
-    await EpisodeRunner(chat_format, tools or ScriptedTools(), limits, SEED, pool.busy_timer).run(episode, pool)
+    runner = EpisodeRunner(chat_format, tools or ScriptedTools(), limits, SEED, pool.busy_timer, **options)
+    await runner.run(episode, pool)
     return episode
 
 
-def make_collector(pool, chat_format, tools, **options):
-    return EpisodeCollector(pool, chat_format, tools, tools.verify, **options)
+def make_collector(pool, chat_format, tools):
+    return EpisodeCollector(pool, chat_format, tools, tools.verify)
 
 
 def collect(pool, chat_format, tools, problems, samples_per_problem, limits=LIMITS, seed=SEED, **options):
-    collector = make_collector(pool, chat_format, tools)
-    return collector.collect(problems, samples_per_problem, limits=limits, seed=seed, **options)
+    groups = [[Episode(problem, sample) for sample in range(samples_per_problem)] for problem in problems]
+    return make_collector(pool, chat_format, tools).collect_groups(groups, limits=limits, seed=seed, **options)
 
 
 def assert_loss_mask_marks_the_turns(episode):

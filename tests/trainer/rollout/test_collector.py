@@ -207,14 +207,10 @@ async def test_an_unexpected_exception_of_an_engine_is_raised(chat_format):
 
 
 @pytest.mark.asyncio
-async def test_durations_are_measured_by_the_clock(chat_format):
-    ticks = iter(range(100))  # each reading of the clock is one second later
-    pool = ScriptedPool(turns(*CALL_THEN_ANSWER))
-    collector = make_collector(pool, chat_format, ScriptedTools(), clock=lambda: float(next(ticks)))
+async def test_the_cpu_time_of_a_call_is_measured(chat_format):
+    collector = make_collector(ScriptedPool(turns(*CALL_THEN_ANSWER)), chat_format, ScriptedTools())
     ((episode,),) = await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
-    assert [(turn.generate_s, turn.tool_s) for turn in episode.turns] == [(1.0, 1.0), (1.0, 0.0)]
-    assert episode.duration_s > sum(turn.generate_s + turn.tool_s for turn in episode.turns)
-    assert collector.overhead_cpu_s > 0
+    assert (episode.reward, collector.overhead_cpu_s > 0) == (1.0, True)
 
 
 @pytest.mark.asyncio

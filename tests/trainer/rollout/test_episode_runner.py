@@ -20,6 +20,7 @@ from tests.trainer.fakes import (
     scripted_logprob,
 )
 from tests.trainer.rollout.scripted_rollout import (
+    CALL_THEN_ANSWER,
     LIMITS,
     PROBLEM,
     SEED,
@@ -258,6 +259,15 @@ async def test_every_turn_has_its_own_seed_and_may_sample_the_remaining_tokens(c
     assert len({s.seed for s in samplings}) == 3
     assert all((s.temperature, s.top_p, s.stop_ids) == (0.7, 0.9, chat_format.stop_ids) for s in samplings)
     assert [s.max_tokens for s in samplings] == [LIMITS.max_response_tokens - turn.start for turn in episode.turns]
+
+
+@pytest.mark.asyncio
+async def test_durations_are_measured_by_the_clock(chat_format):
+    ticks = iter(range(100))  # each reading of the clock is one second later
+    pool = ScriptedPool(turns(*CALL_THEN_ANSWER))
+    episode = await run_episode(chat_format, pool, clock=lambda: float(next(ticks)))
+    assert [(turn.generate_s, turn.tool_s) for turn in episode.turns] == [(1.0, 1.0), (1.0, 0.0)]
+    assert episode.duration_s > sum(turn.generate_s + turn.tool_s for turn in episode.turns)
 
 
 def test_turn_seeds_depend_on_every_argument():

@@ -100,7 +100,7 @@ class RandomEpisodes:
 
 def episodes_on_engines(policy: str, seed: int, num_engines: int = 3) -> RandomEpisodes:
     """Return an empty run on engines with the names e0, e1 and so on."""
-    scheduler = Scheduler(MAX_CONTEXT, POLICIES[policy]())
+    scheduler = POLICIES[policy](MAX_CONTEXT)
     for number in range(num_engines):
         scheduler.add_engine(f"e{number}", CAPACITY, max_running=64)
     return RandomEpisodes(scheduler, random.Random(seed))

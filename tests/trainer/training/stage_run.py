@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.sampling import Sampler, problems
 from trainer.config import StageConfig
+from trainer.episodes.episode import Problem
 from trainer.rollout.loop_thread import LoopThread
+from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
 from trainer.training.context import TrainedModel, TrainingContext
-from trainer.training.grpo import RolloutRuntime, train_stage
+from trainer.training.grpo import train_stage
 
 STAGE = StageConfig(
     name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=8,
@@ -42,16 +45,20 @@ class StageRun:
         sampler: Sampler,
         *,
         num_problems: int = 6,
+        chosen: Sequence[Problem] = (),
         optimizer_checkpoint: Path | None = None,
+        sleep: Callable[[], Awaitable[None]] | None = None,
+        evaluate: Callable[[int], float] | None = None,
         **context_options: Any,
     ) -> TrainedModel:
         stage_dir = self.run_folder.path / "stages" / self.stage.name
         return train_stage(
             self.stage,
             TrainingContext(self.model, stage_dir, self.run_folder, seed=SEED, **context_options),
-            problems=problems(num_problems),
-            rollouts=RolloutRuntime(self.loop_thread, sampler, sampler),
+            problems=chosen or problems(num_problems),
+            rollouts=RolloutRuntime(self.loop_thread, sampler, sampler, sleep),
             optimizer_checkpoint=optimizer_checkpoint,
+            evaluate=evaluate,
         )
 
 

@@ -16,19 +16,20 @@ from transformers import TrainingArguments  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES  # noqa: E402
 from tests.trainer.training.stage_run import ROWS_PER_STEP, SEED, STAGE  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
-from trainer.training import context, grpo, sft  # noqa: E402
+from trainer.training import adapters, context, grpo, sft  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"), [(grpo, {"_last_loaded_step"}), (context, {"_keys_to_ignore_on_save"}), (sft, set())]
+    ("module", "expected"),
+    [(grpo, {"_last_loaded_step"}), (context, {"_keys_to_ignore_on_save"}), (sft, set()), (adapters, set())],
 )
 def test_only_listed_private_names_of_libraries_are_used(module: Any, expected: set[str]) -> None:
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    own = [node for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "TrainingRow")]
+    own = [node for node in attributes if ast.unparse(node.value) in ("self", "training_rows.TrainingRow")]
     names = {node.attr for node in attributes if node not in own}
     assert {name for name in names if name.startswith("_") and not name.endswith("__")} == expected
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ pytest.importorskip("trl", reason="needs trl")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from tests.trainer.sampling import OBSERVATION_POSITIONS, QUIET_LIBRARIES, Sampler, problems  # noqa: E402
+from tests.trainer.sampling import OBSERVATION_POSITIONS, QUIET_LIBRARIES, Sampler, parity_reward, problems  # noqa: E402
 from tests.trainer.training.stage_run import (  # noqa: E402
     ROWS_PER_STEP,
     StageRun,
@@ -77,6 +79,50 @@ def test_each_step_syncs_the_weights_collects_episodes_and_trains_on_the_selecte
     assert all(episode["selection_reason"] for episode in episodes)
 
 
+def test_engines_sleep_from_the_end_of_each_collection_to_the_next_sync(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampler(model)
+
+    async def sleep() -> None:
+        sampler.log.append("sleep")
+
+    monkeypatch.setattr(grpo.torch.cuda, "empty_cache", lambda: sampler.log.append("free"))
+    monkeypatch.setattr(grpo, "wait_for_ranks", lambda hardware: sampler.log.append("wait"))
+    compute_loss = grpo.GRPOTrainer.compute_loss
+
+    def record_loss(self: Any, *args: Any, **options: Any) -> Any:
+        if sampler.log[-1] != "optimize":
+            sampler.log.append("optimize")
+        return compute_loss(self, *args, **options)
+
+    monkeypatch.setattr(grpo.GRPOTrainer, "compute_loss", record_loss)
+    StageRun(tmp_path, model, loop_thread).run(sampler, sleep=sleep, engines_sleep=True)
+    first, second = sampler.collections
+    # All ranks free their cached memory before the first rank wakes the engines.
+    before, after = ["free", "wait", "sync"], ["sleep", "optimize"]
+    assert sampler.log == [*before, first, *after, *before, second, *after]
+
+
+def test_engines_that_sleep_are_awake_for_replacements_and_for_evaluations(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    sampler = Sampler(model, score=lambda *_: 1.0)  # no group has a signal, so all are replaced
+
+    async def sleep() -> None:
+        sampler.log.append("sleep")
+
+    def evaluate(steps: int) -> float:
+        sampler.log.append("evaluate")
+        return 0.5
+
+    stage_run = StageRun(tmp_path, model, loop_thread, dynamic_sampling_rounds=1)
+    stage_run.run(sampler, sleep=sleep, evaluate=evaluate, eval_steps=1, engines_sleep=True)
+    kinds = [entry if isinstance(entry, str) else "sample" for entry in sampler.log]
+    step = ["sample", "sample", "sleep", "sync", "evaluate"]
+    assert kinds == ["sync", *step, *step], "the weights of an evaluation are those of the next step"
+
+
 def test_only_scored_rows_of_groups_with_different_rewards_are_in_the_loss(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
@@ -108,6 +154,7 @@ def test_only_scored_rows_of_groups_with_different_rewards_are_in_the_loss(
         samples_per_problem=4,
         kept_per_problem=4,
         roc_mode="off",
+        max_unavailable_share=0.5,
     )
     stage_run.run(sampler, num_problems=4)
     (row,) = stage_run.run_folder.read_metrics()
@@ -199,11 +246,29 @@ def test_a_step_with_equal_rewards_has_no_gradient(tmp_path: Path, model: Path, 
 
 def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
     stage_run = StageRun(tmp_path, model, loop_thread)
-    with pytest.raises(
-        NoRewardsError, match=r"step 1: none of 16 episodes has a reward \(error of the first: sandbox: gone\)"
-    ):
+    with pytest.raises(NoRewardsError, match=r"step 1: 16 of 16 episodes have no reward.*failure: sandbox: gone\."):
         stage_run.run(Sampler(model, score=lambda *_: None, error="sandbox: gone"))
     assert list(stage_run.run_folder.read_metrics()) == []
+
+
+@pytest.mark.parametrize("num_lost", [3, 4])
+def test_a_step_may_lose_at_most_the_set_share_of_its_episodes(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, num_lost: int
+) -> None:
+    """Of 16 episodes, 3 are less than a fifth and 4 are more."""
+    numbers = itertools.count()
+
+    def score(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:
+        return None if next(numbers) < num_lost else parity_reward(problem, sample, ids)
+
+    stage_run = StageRun(tmp_path, model, loop_thread, steps=1)
+    if num_lost == 4:
+        with pytest.raises(NoRewardsError, match="step 1: 4 of 16 episodes have no reward"):
+            stage_run.run(Sampler(model, score=score))
+    else:
+        stage_run.run(Sampler(model, score=score))
+        (row,) = stage_run.run_folder.read_metrics()
+        assert (row["unavailable_episodes"], row["episodes_in_loss"]) == (3, 8)
 
 
 def test_more_arguments_reach_trl_and_the_list_of_own_arguments_is_complete(

@@ -20,8 +20,8 @@ from tests.trainer.sampling import QUIET_LIBRARIES, Collection, Sampler, problem
 from tests.trainer.training.stage_run import SEED, StageRun, are_equal, load_weights, record_loss_inputs  # noqa: E402
 from trainer.episodes.episode import Episode  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
-from trainer.training.grpo import problem_schedule  # noqa: E402
 from trainer.training.token_budget import TokenBudgetTrainer  # noqa: E402
+from trainer.training.training_rows import problem_schedule  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 STEPS = 4

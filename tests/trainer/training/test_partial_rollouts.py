@@ -23,9 +23,11 @@ from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
 from trainer.rollout.collector import EpisodeCollector  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
+from trainer.rollout.runtime import RolloutRuntime  # noqa: E402
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
-from trainer.training.grpo import RolloutRuntime, problem_schedule, train_stage  # noqa: E402
+from trainer.training.grpo import train_stage  # noqa: E402
+from trainer.training.training_rows import problem_schedule  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
@@ -125,7 +127,11 @@ def test_partial_rollouts_and_cancellation_work_together_on_a_real_engine(
     pool = loop_thread.enter(
         EnginePool([engine], scheduler=Scheduler(160), transfer=load_by_engine, probe=SyncProbe(model))
     )
-    tools = ScriptedTools()
+    tools, requests_at_sleep = ScriptedTools(), []
+
+    async def sleep() -> None:
+        requests_at_sleep.extend(state.requests for state in pool.engine_states.values())
+
     chat_format = rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go.")
     stage_run = StageRun(
         tmp_path,
@@ -142,8 +148,9 @@ def test_partial_rollouts_and_cancellation_work_together_on_a_real_engine(
         stage_run.stage,
         TrainingContext(model, tmp_path / "stages/rl1", stage_run.run_folder, seed=SEED),
         problems=problems(6),
-        rollouts=RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, tools, tools.verify), pool),
+        rollouts=RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, tools, tools.verify), pool, sleep),
     )
+    assert requests_at_sleep == [{}, {}, {}], "pending episodes have no request in flight, so engines may sleep"
     rows_by_step = [list(stage_run.run_folder.read_episodes(step)) for step in (1, 2, 3)]
     assert [len(rows) for rows in rows_by_step] == [2 * 4] * 3
     trained_problems = [row["problem"]["id"] for rows in rows_by_step for row in rows[::4]]  # one row per group

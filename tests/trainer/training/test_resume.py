@@ -15,12 +15,12 @@ pytest.importorskip("trl", reason="needs trl")
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, problems  # noqa: E402
 from tests.trainer.training.stage_run import StageRun, are_equal, load_weights  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
-from trainer.training.grpo import problem_schedule  # noqa: E402
+from trainer.training.training_rows import problem_schedule  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
 TIMING_METRICS = (
-    "step_s", "rollout_s", "rollout_wait_s", "weight_sync_s", "optimize_s", "overhead_cpu_s", "overhead_s"
+    "step_s", "rollout_s", "rollout_wait_s", "weight_sync_s", "optimize_s", "overhead_cpu_s", "overhead_s", "eval_s"
 )  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from trainer.collection.stored_collector import NoEngines, StoredCollector, stor
 from trainer.config import ConfigError  # noqa: E402
 from trainer.episodes.episode import Episode  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
+from trainer.rollout.runtime import RolloutRuntime  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
-from trainer.training.grpo import RolloutRuntime, train_stage  # noqa: E402
+from trainer.training.grpo import train_stage  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 

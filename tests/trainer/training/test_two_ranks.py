@@ -57,7 +57,8 @@ def test_two_ranks_share_the_rows_of_a_step_and_end_with_the_same_weights(two_ra
 def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group(two_ranks: TwoRanks) -> None:
     for rank in two_ranks.ranks:
         calls = [call for call, _ in rank["waits"]]
-        assert calls == [*["scatter_object_list: own, gloo"] * 2, "barrier: own, gloo"]
+        # The barriers are after the evaluation, and at the end.
+        assert calls == [*["scatter_object_list: own, gloo"] * 2, *["barrier: own, gloo"] * 2]
     second = two_ranks.ranks[1]
     _, wait_s = second["waits"][1]  # for the slow rollouts of the second step
     assert wait_s > second["default_timeout_s"]
@@ -78,3 +79,9 @@ def test_the_first_rank_saves_the_whole_model(two_ranks: TwoRanks, model: Path) 
     saved, initial = load_weights(two_ranks.path / "stages/rl1/model"), load_weights(model)
     assert saved.keys() == initial.keys()
     assert not are_equal(saved, initial)
+
+
+def test_the_first_rank_evaluates_and_keeps_the_whole_model(two_ranks: TwoRanks) -> None:
+    assert [rank["evaluations"] for rank in two_ranks.ranks] == [[2], []]
+    stage_dir = two_ranks.path / "stages/rl1"
+    assert are_equal(load_weights(stage_dir / "best"), load_weights(stage_dir / "model"))

@@ -1,0 +1,51 @@
+"""The objects that collect episodes, as training and evaluation see them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trainer.config import SamplingConfig
+from trainer.episodes.episode import Episode, Problem
+from trainer.rollout.loop_thread import LoopThread
+
+
+class GroupCollector(Protocol):
+    """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
+
+    overhead_cpu_s: float
+    overhead_s: float
+    nan_turns: int
+
+    async def collect_groups(
+        self,
+        groups: Sequence[Sequence[Episode]],
+        *,
+        limits: SamplingConfig,
+        seed: int,
+        min_complete: int | None = None,
+        must_complete: int = 0,
+        is_decided: Callable[[Sequence[float | None], int], bool] | None = None,
+    ) -> list[list[Episode] | None]: ...
+
+    async def collect(
+        self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
+    ) -> list[list[Episode]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRuntime:
+    """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
+
+    loop_thread: LoopThread
+    collector: GroupCollector
+    pool: WeightSync
+    sleep: Callable[[], Awaitable[None]] | None = None
+    """Makes the engines free their memory until the next weight sync. None if they keep it."""
+
+
+class WeightSync(Protocol):
+    """The part of `trainer.engines.pool.EnginePool` that training uses."""
+
+    async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int: ...

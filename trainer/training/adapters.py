@@ -1,0 +1,98 @@
+"""Adapters of peft, such as LoRA: their settings, and the plain weights of a model that is trained with one.
+
+Invariant: engines, the folder of a trained model and the next stage get plain weights, in which the adapter is merged.
+The model in training is never changed by that: each adapted layer is copied and the copy is merged, so that the frozen
+weights stay exact however often weights are synced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config import ConfigError, check_options, suggestion
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import Trainer
+
+OWN_OPTIONS = frozenset({"task_type", "inference_mode", "base_model_name_or_path"})
+"""Options of a peft config that the trainer sets."""
+
+
+def peft_config(options: Mapping[str, Any], model: Path | str | None) -> PeftConfig | None:
+    """Return the config for `[model.peft]`; None if that is empty. `peft_type` names the kind, LoRA if it is missing.
+
+    The adapter is tried on a model without weights, unless `model` is None. Raises `ConfigError` for an option that
+    peft does not know or the trainer sets, and for an adapter that does not fit the model or cannot be merged.
+    """
+    if not options:
+        return None
+    try:
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+    except ImportError:
+        raise ConfigError("model.peft: peft is not installed; pip install peft, or remove the table") from None
+    kinds = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if (name := str(options.get("peft_type", "LORA"))) not in kinds:
+        raise ConfigError(f"model.peft: peft_type={name}: {suggestion(name, kinds)}")
+    kind, known = kinds[name], {option.name for option in fields(kinds[name])}
+    check_options("model.peft", options, OWN_OPTIONS, known, f"option of peft's {kind.__name__}")
+    try:
+        if model is not None:
+            _try_on_empty_model(kind(**options, task_type="CAUSAL_LM"), model)
+        return kind(**options, task_type="CAUSAL_LM")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.peft: {' '.join(str(error).split())}") from error
+
+
+def _try_on_empty_model(config: PeftConfig, path: Path | str) -> None:
+    """Raise `ValueError` if the adapter does not fit the model, or cannot be merged into its weights."""
+    from peft import get_peft_model
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        plain, embeddings = model.state_dict(), [model.get_input_embeddings(), model.get_output_embeddings()]
+        adapted = get_peft_model(model, config)
+    is_in_embeddings = [model.get_input_embeddings(), model.get_output_embeddings()] != embeddings
+    if config.is_prompt_learning or is_in_embeddings or _merged(adapted).keys() != plain.keys():
+        raise ValueError("expected an adapter of linear layers that can be merged; change peft_type or target_modules")
+
+
+def plain_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the weights of a model in training, with its adapter merged. All ranks call this together.
+
+    Sharded weights are gathered; only the first rank gets them.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    is_adapted = hasattr(model, "peft_config")
+    return _merged(model) if is_adapted else dict(trainer.accelerator.get_state_dict(trainer.model_wrapped))
+
+
+def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Write a model with `weights`, which any library can load without peft, and its tokenizer."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base.save_pretrained(directory, state_dict=dict(weights))
+    trainer.processing_class.save_pretrained(directory)
+
+
+def _merged(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a peft model's base under their plain names, each adapted layer merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    weights: dict[str, torch.Tensor] = base.state_dict()
+    for name, layer in base.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            merged = copy.deepcopy(layer)
+            merged.merge()
+            weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.")}
+            weights |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}
+    return weights
