@@ -4,9 +4,9 @@
                         [--folder runs/roc] [--plot F.png] [--json]
 
 On the task `costly`, the generated problems of configs/tiny.toml, an episode with failing calls is less often correct.
-On the task `free` (bench/workloads/ambiguous_problems.py) a failing call costs no reward. This is checked after SFT:
-the share of failing calls must be the same in correct episodes as in all. A lower `--max-turns` makes errors cost
-reward there, too.
+On the task `free` (bench/workloads/ambiguous_problems.py) a failing call costs nearly no reward. This is checked after
+SFT: the share of failing calls must be nearly the same in correct episodes as in all. A lower `--max-turns` makes
+errors cost reward there, too.
 
 For each seed, the tiny model gets SFT once and is then trained in several ways ("arms"):
 
@@ -28,11 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from bench.harness import arguments, command
-from bench.harness.requirements import Requirement, at_most, requirement_table
+from bench.harness.requirements import Requirement, at_least, at_most, requirement_table
 from bench.harness.statistics import mean_sd, sign_flip_p
 from bench.harness.tables import STDERR, Block, Result, Table, format_mean_sd
 from bench.workloads.ambiguous_problems import write_files
@@ -76,9 +75,10 @@ TASKS: dict[str, Callable[[Path], list[str]]] = {
 """Settings that differ from those of the configuration, given the folder with the files of the task."""
 FREE_FILES = {"problems": 1024, "conversations": 16000, "held_out": 256}
 """Numbers of rows in the files of the task `free`. A stage repeats no problem. After SFT on 6,000 conversations
-the model still copies more numbers wrongly after an error, so errors cost reward; after 16,000 they do not."""
+the model still copies more numbers wrongly after an error, so errors cost reward; after 16,000 hardly any."""
 MAX_GATE = 0.01
-"""Largest difference after SFT between the shares of failing calls in correct episodes and in all, if they are free."""
+"""Largest difference after SFT between the shares of failing calls in correct episodes and in all, if they are free.
+The comparison ends before RL if the difference exceeds this by more than two standard errors."""
 MAX_ERROR_RATIO, MAX_P = 0.5, 0.01
 """What the task `free` must show: RoC's share of failing calls over that of each other arm, and the p-value."""
 STAGE = "rl"
@@ -149,16 +149,19 @@ def _run_sft(args: argparse.Namespace, seed: int) -> RecipeRun:
 
 def _gate(rows: Sequence[Result]) -> dict[str, Any]:
     """Return the mean over the seeds by which correct episodes have more failing calls than all. Raises `BenchFailed`
-    if errors cost, or bring, reward."""
+    if errors clearly cost, or bring, reward."""
     if any(row["tool_error_ratio_correct"] is None for row in rows):
         raise command.BenchFailed("after SFT no episode with a tool call is correct; raise sft.epochs")
-    differences = [row["tool_error_ratio_correct"] - row["tool_error_ratio"] for row in rows]
-    if abs(fmean(differences)) >= MAX_GATE:
+    gate = mean_sd([row["tool_error_ratio_correct"] - row["tool_error_ratio"] for row in rows])
+    assert gate is not None
+    standard_error = gate["sd"] / len(rows) ** 0.5
+    if abs(gate["mean"]) - 2 * standard_error >= MAX_GATE:
         raise command.BenchFailed(
-            f"after SFT the share of failing calls in correct episodes less that in all is {fmean(differences):.4f}; "
-            f"expected less than {MAX_GATE} in size, since errors should cost no reward; raise --seeds"
+            f"after SFT the share of failing calls in correct episodes less that in all is {gate['mean']:.4f} ± "
+            f"{standard_error:.4f}; expected less than {MAX_GATE} in size, since errors should cost no reward; raise "
+            "--seeds, or the number of conversations for SFT"
         )
-    return {"gate": mean_sd(differences)}
+    return {"gate": gate}
 
 
 def _run_arms(args: argparse.Namespace, seed: int, sft_run: RecipeRun) -> dict[str, Result]:
@@ -172,12 +175,14 @@ def _run_arms(args: argparse.Namespace, seed: int, sft_run: RecipeRun) -> dict[s
 
 def _requirements(result: Result) -> list[Requirement]:
     errors = {arm: row["tool_error_ratio_correct"]["mean"] for arm, row in result["arms"].items()}
-    return [
+    gate = at_most("after SFT: errors of correct less all, size", MAX_GATE, round(abs(result["gate"]["mean"]), 4))
+    return [gate] + [
         requirement
         for arm, row in result["differences"].items()
         for requirement in (
             at_most(f"errors of RoC over {NAMES[arm]}", MAX_ERROR_RATIO, errors["roc"] / errors[arm]),
             at_most(f"p of the difference to {NAMES[arm]}", MAX_P, row["tool_error_ratio_correct"]["p"]),
+            at_least(f"accuracy of RoC less {NAMES[arm]}", 0, row["accuracy"]["mean"]),
         )
     ]
 

@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=count, help="episodes per problem (default: 32; cpu-tiny: 16)")
     parser.add_argument("--cache-share", type=_open_fraction, help="share of an MI300X's memory for the KV cache")
+    parser.add_argument("--cache-tokens", type=count, help="tokens of each cache, for cpu-tiny (default: 8192)")
     parser.add_argument("--cost", action="store_true", help="with --simulate: CPU time of the scheduler's decisions")
     parser.add_argument("--no-history", action="store_true", help="the scheduler knows no preceding training step")
     parser.add_argument(
@@ -107,6 +108,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise command.Misuse(f"expected --simulate with {ORACLE}: the lengths on real engines are not known in advance")
     if args.cost and (args.plot or not args.simulate):
         raise command.Misuse("expected --simulate and no --plot with --cost")
+    if args.cache_tokens and ((args.simulate and args.profile != "cpu-tiny") or args.fit):
+        raise command.Misuse("expected --engines without --fit, or --profile cpu-tiny, with --cache-tokens")
     if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
         raise command.Misuse(
             "expected --simulate --profile mi300x-14b with --cache-share, a share of that GPU's memory"
@@ -210,7 +213,9 @@ async def _play(
     from bench.simulator.testbed import VllmTestbed
 
     with command.progress() as bar:
-        async with VllmTestbed.started(_vllm_python(args), args.engines, directory) as testbed:
+        async with VllmTestbed.started(
+            _vllm_python(args), args.engines, directory, profile_of(args).engine.kv_capacity
+        ) as testbed:
             for round_number, policy in bar.track(missing, description="rounds"):
                 if args.fit and round_number not in passes:
                     times = await testbed.time_batches(bar)
@@ -288,10 +293,24 @@ def simulated_requirements(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
         for other, bound in (("static", 0.75), ("least_inflight", 0.85))
         if {"kv", other} <= rows.keys()
     ]
+    requirements += peer_requirements(rows)
     if "kv" in rows:
         requirements.append(
             at_most("makespan / lower bound", 1.15, median((row["over_bound"] for row in rows["kv"]), 4))
         )
+    return requirements
+
+
+def peer_requirements(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Requirement]:
+    """The requirements on `kv` against the rules of other trainers; recomputed tokens over all rounds together."""
+    requirements: list[Requirement] = []
+    for other in ("sticky_least_loaded", "pause_at_tools"):
+        if {"kv", other} <= rows.keys():
+            ours, theirs = (sum(row["recomputed_tokens"] for row in rows[policy]) for policy in ("kv", other))
+            requirements += [
+                at_most(f"makespan / {other}'s", 0.95, _kv_median(rows, other, _makespan_ratio)),
+                at_most(f"recomputed tokens / {other}'s", 0.5, round(ours / max(1, theirs), 4)),
+            ]
     return requirements
 
 
@@ -314,6 +333,7 @@ def real_requirements(
     if {"kv", "reserve_worst_case"} <= rows.keys():
         ratio = _kv_median(rows, "reserve_worst_case", lambda a, b: 1 / _makespan_ratio(a, b))
         requirements.append(at_least("reserve_worst_case's makespan / kv's", 1.5, ratio))
+    requirements += peer_requirements(rows)
     for policy, row in errors.items():
         factor = max(row["preemptions"], 1 / row["preemptions"])
         requirements.append(at_most(f"simulator's makespan error for {policy}", 0.2, abs(row["makespan"])))

@@ -31,7 +31,7 @@ from typing import Any
 from bench.harness import arguments, command, requirements
 from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result, Table
-from trainer.collection.driver import Collection, CollectionLimits, CollectionStatus
+from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import EpisodeStore, Growth, StoreReader
 from trainer.collection.work import EpisodeExecutor
@@ -186,7 +186,7 @@ async def run_collection(store: EpisodeStore, executor: EpisodeExecutor, num_epi
     problems = (
         Problem(f"game-{index}", "Play.", "1", "", "text", options) for index in range(num_problems(num_episodes))
     )
-    limits = CollectionLimits(SAMPLES_PER_PROBLEM, max_infrastructure_failures=1000)
+    limits = CollectConfig(samples_per_problem=SAMPLES_PER_PROBLEM, max_infrastructure_failures=1000)
     return await Collection(store, executor, problems, limits).run()
 
 
@@ -202,9 +202,10 @@ def _train_s(directory: Path, store: Path, num_episodes: int) -> float:
     from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
     from trainer.config import StageConfig
     from trainer.rollout.loop_thread import LoopThread
+    from trainer.rollout.runtime import RolloutRuntime
     from trainer.runs.run_folder import RunFolder
     from trainer.training.context import TrainingContext
-    from trainer.training.grpo import RolloutRuntime, train_stage
+    from trainer.training.grpo import train_stage
 
     stage = StageConfig(
         name="step",

@@ -19,6 +19,10 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
+WATERMARK = 0.01
+"""Share of the cache that vLLM keeps free when it starts a request beside running ones (`--watermark`, 0 by
+default)."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
@@ -40,6 +44,8 @@ class EngineProfile:
     weights_s: float = 0.0
     """Seconds to read the weights. Some sequences are computed in that time at no further cost."""
     source: str = ""
+    watermark: float = 0.0
+    """Share of the cache that stays free when a waiting or preempted request starts beside running ones."""
 
 
 @dataclass(slots=True)
@@ -165,7 +171,8 @@ class SimulatedEngine:
             prompt = 0 if request.group in self._shared_prompts else request.prompt
             # The next decode step adds a token to this request and to each running one.
             needed = request.context - request.prompt + prompt + self.profile.block_size // 2 + 1
-            if self.running and self.used + needed + len(self.running) > self.profile.kv_capacity:
+            usable = (1 - self.profile.watermark) * self.profile.kv_capacity
+            if self.running and self.used + needed + len(self.running) > usable:
                 return
             self.waiting.popleft()
             self._start(request)

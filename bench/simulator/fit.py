@@ -14,9 +14,10 @@ from bench.simulator.engine import EngineProfile
 
 BLOCK_SIZE = 32
 """The smallest block that vLLM's attention on the CPU accepts."""
-NUM_BLOCKS = 257
-"""Blocks of the cache. vLLM reserves one of them."""
-KV_CAPACITY = (NUM_BLOCKS - 1) * BLOCK_SIZE
+RESERVED_BLOCKS = 1
+"""Blocks of the cache that vLLM does not use for contexts."""
+KV_CAPACITY = 256 * BLOCK_SIZE
+"""Tokens of a cache that is too small for the workload."""
 MAX_RUNNING = 64
 
 RUNNING = (1, 4, 12, 30, 60)
@@ -54,7 +55,7 @@ class Batch:
     @property
     def fits(self) -> bool:
         """Whether all contexts fit into a cache."""
-        return self.running * -(-(self.context + self.sampled) // BLOCK_SIZE) < NUM_BLOCKS
+        return self.running * -(-(self.context + self.sampled) // BLOCK_SIZE) * BLOCK_SIZE <= KV_CAPACITY
 
     @property
     def features(self) -> list[float]:

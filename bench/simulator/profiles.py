@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from bench.harness.command import BenchFailed
-from bench.simulator.engine import EngineProfile
+from bench.simulator.engine import WATERMARK, EngineProfile
 from bench.simulator.scripts import (
     TINY_MAX_TOKENS,
     EpisodeScript,
@@ -71,6 +71,7 @@ def mi300x(cache_share: float | None = None) -> EngineProfile:
         per_sequence_s=weights / flops,
         per_context_s=plan.kv_bytes_per_token / bandwidth,
         prefill_s=weights / flops,
+        watermark=WATERMARK,
         source="roofline: 65 % of 5.3 TB/s, 40 % of 1,307 TFLOP/s, 2 ms a step; simulated",
     )
 
@@ -82,7 +83,9 @@ def fitted(path: Path | None = None) -> EngineProfile:
         raise BenchFailed(f"{path} does not exist: run `python -m bench.rollouts --engines 2 --fit` first")
     known = {field.name for field in fields(EngineProfile)}
     constants = json.loads(path.read_bytes())["profile"]
-    return EngineProfile(**{name: value for name, value in constants.items() if name in known})
+    return EngineProfile(
+        **{name: value for name, value in constants.items() if name in known} | {"watermark": WATERMARK}
+    )
 
 
 def profile_of(args: argparse.Namespace) -> Profile:
@@ -93,6 +96,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
     )
     if args.profile == "cpu-tiny":
         engine, max_response_tokens = fitted(), TINY_MAX_TOKENS
+        engine = replace(engine, kv_capacity=args.cache_tokens or engine.kv_capacity)
         scripts = lambda seed: tiny_scripts(args.groups, args.samples, seed)  # noqa: E731
     else:
         engine, (max_response_tokens, mean) = mi300x(args.cache_share), STAGES[args.stage]

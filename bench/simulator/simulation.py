@@ -61,7 +61,7 @@ class Simulation:
         if policy == ORACLE:
             self.scheduler: Scheduler = Oracle(workload.max_context_tokens, workload.scripts)
         else:
-            self.scheduler = Scheduler(workload.max_context_tokens, POLICIES[policy]())
+            self.scheduler = POLICIES[policy](workload.max_context_tokens)
         teach_lengths(self.scheduler, workload.previous_step)
         for name in self.engines:
             self.scheduler.add_engine(name, profile.kv_capacity, profile.max_running, block_size=profile.block_size)

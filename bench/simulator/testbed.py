@@ -20,7 +20,8 @@ import aiohttp
 from rich.progress import Progress
 
 from bench.harness.command import BenchFailed
-from bench.simulator.fit import BATCHES, BLOCK_SIZE, MAX_RUNNING, NUM_BLOCKS, Batch
+from bench.simulator.engine import WATERMARK
+from bench.simulator.fit import BATCHES, BLOCK_SIZE, MAX_RUNNING, RESERVED_BLOCKS, Batch
 from bench.simulator.measures import EngineCounters
 from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript, Workload
@@ -30,7 +31,6 @@ from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import TurnRecord
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
-from trainer.scheduling.scheduler import Scheduler
 
 HIDDEN_SIZE, LAYERS = 512, 6
 """The model has 16 million parameters. A decode step with a full cache takes about 35 ms, close to the 28 ms of the
@@ -43,14 +43,6 @@ COUNTERS_TIMEOUT_S = 30.0
 """Seconds until the servers' counters must include all sampled tokens."""
 
 
-class SmallServers(VllmServers):
-    """Servers with a small cache that log every decode step."""
-
-    def command(self, port: int) -> list[str]:
-        cache = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
-        return [*VllmServers.command(self, port), *cache, "--enable-logging-iteration-details"]
-
-
 @dataclass(slots=True)
 class VllmTestbed:
     """Running servers. `play` may be called any number of times."""
@@ -61,11 +53,18 @@ class VllmTestbed:
 
     @classmethod
     @asynccontextmanager
-    async def started(cls, python: str, count: int, directory: Path) -> AsyncIterator[VllmTestbed]:
-        """`count` warm servers in the environment of `python`. Raises `EngineError`."""
+    async def started(cls, python: str, count: int, directory: Path, kv_capacity: int) -> AsyncIterator[VllmTestbed]:
+        """`count` warm servers with caches of `kv_capacity` tokens, in the environment of `python`. They log every
+        decode step. Raises `EngineError`."""
         write_model(directory / "model")
         logs = directory / "logs"
-        servers = SmallServers(python, directory / "model", MAX_MODEL_LEN, MAX_RUNNING, dtype="float32")
+        args = {
+            "block_size": BLOCK_SIZE,
+            "num_gpu_blocks_override": kv_capacity // BLOCK_SIZE + RESERVED_BLOCKS,
+            "watermark": WATERMARK,
+            "enable_logging_iteration_details": True,
+        }
+        servers = VllmServers(python, directory / "model", MAX_MODEL_LEN, MAX_RUNNING, dtype="float32", args=args)
         async with servers.serve(count, logs) as urls, aiohttp.ClientSession() as session:
             testbed = cls(urls, [logs / f"engine{number}.log" for number in range(count)], session)
             for running in (1, MAX_RUNNING // 2):  # the first steps of each batch size take seconds
@@ -146,7 +145,7 @@ async def played(
     """Play the workload through the engine pool. Returns the turns in the order in which they ended."""
     indices: dict[int, int] = {}
     records: list[TurnRecord] = []
-    scheduler = Scheduler(workload.max_context_tokens, POLICIES[policy]())
+    scheduler = POLICIES[policy](workload.max_context_tokens)
     async with EnginePool(engines, scheduler=scheduler, on_turn=records.append) as pool:
         while not all(state.is_up for state in pool.engine_states.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -115,9 +115,14 @@ def test_an_unknown_arm_is_refused(refused_arguments: RefusedArguments) -> None:
     assert "unknown name 'best'; expected some of roc" in error
 
 
-def test_errors_that_cost_reward_after_sft_end_the_comparison() -> None:
-    rows = [{"tool_error_ratio": 0.33, "tool_error_ratio_correct": ratio} for ratio in (0.335, 0.327)]
-    assert roc._gate(rows)["gate"]["mean"] == pytest.approx(0.001)
+def test_errors_that_clearly_cost_reward_after_sft_end_the_comparison() -> None:
+    def gate(*ratios: float) -> dict[str, float]:
+        return roc._gate([{"tool_error_ratio": 0.33, "tool_error_ratio_correct": ratio} for ratio in ratios])["gate"]
+
+    assert gate(0.335, 0.327) == {"mean": 0.001, "sd": 0.0057}
+    assert gate(0.321, 0.317) == {"mean": -0.011, "sd": 0.0028}  # less than two standard errors beyond the bound
+    with pytest.raises(BenchFailed, match=r"-0\.0120 ± 0\.0005; expected less than 0\.01"):
+        gate(0.3175, 0.3185)
     with pytest.raises(BenchFailed, match=r"expected less than 0\.01"):
         roc._gate([{"tool_error_ratio": 0.33, "tool_error_ratio_correct": 0.21}])
     with pytest.raises(BenchFailed, match="no episode with a tool call is correct"):
@@ -129,9 +134,11 @@ def test_the_requirements_are_half_of_the_errors_and_a_small_p() -> None:
         {"sft": measured_row(), "roc": measured_row(tool_error_ratio_correct=errors), "uniform": measured_row()}
         for errors in (0.1, 0.2, 0.3)
     ]
-    ratio, p = roc._requirements(roc.summarize(seeds))
+    gate, ratio, p, accuracy = roc._requirements({"gate": {"mean": -0.0101}, **roc.summarize(seeds)})
+    assert (gate["measured"], gate["holds"]) == (0.0101, False)
     assert (ratio["measured"], ratio["holds"]) == (pytest.approx(0.2), True)
     assert (p["measured"], p["holds"]) == (0.25, False)
+    assert (accuracy["measured"], accuracy["holds"]) == (0, True)
 
 
 def test_the_files_of_the_free_task_are_those_that_its_settings_name(tmp_path: Path) -> None:
