@@ -35,7 +35,7 @@ from trainer.engines.engine import EngineError
 
 logger = logging.getLogger(__name__)
 
-WORKER_MODULE = "vllm_worker"
+WORKER_EXTENSION = "vllm_worker.Worker"
 WORKER_FILES = ("vllm_worker.py", "weight_group.py")
 START_TIMEOUT_S = 900.0
 """Seconds that a server may take to start. Reading a large model and capturing its graphs takes minutes."""
@@ -109,7 +109,7 @@ class VllmServers:
             "--max-num-seqs": str(self.max_num_seqs),
             "--dtype": self.dtype,
             "--logprobs-mode": "processed_logprobs",
-            "--worker-extension-cls": f"{WORKER_MODULE}.Worker",
+            "--worker-extension-cls": WORKER_EXTENSION,
             "--generation-config": "vllm",  # ignore the model's generation_config.json
         }
         if self.gpus_per_server:

@@ -28,7 +28,7 @@ from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import check_source
 from trainer.engines.engine import EngineError
-from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, option_words
+from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, WORKER_EXTENSION, option_words
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
@@ -272,7 +272,7 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
         # A server with this route answers 405, since it expects a POST.
         async with session.get(f"{url}/collective_rpc") as response:
             has_routes = response.status != 404
-        has_sleep_mode = not (has_routes and config.engines.sleep_mode) or await _has_sleep_mode(session, url)
+        lacks = await _missing_option(config, session, url) if has_routes else ""
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         got = f"{type(error).__name__}: {error}"
         return f"engines: {url}: expected a vLLM server's answer, got {got}; start it, or change engines.endpoints"
@@ -284,13 +284,21 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
         )
     if not has_routes:
         return f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"
-    if not has_sleep_mode:
-        return f"engines: {url}: has no sleep mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
-    return ""
+    return f"engines: {url}: {lacks}" if lacks else ""
 
 
-async def _has_sleep_mode(session: aiohttp.ClientSession, url: str) -> bool:
-    """Return whether the server was started with sleep mode. Without the mode its routes exist and free nothing."""
+async def _missing_option(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
+    """Return what the server needs for sleep mode or for its part in broadcasts, if it was started without that option.
+    The routes exist without the option, and fail or do nothing."""
+    sleep_mode, weight_sync = config.engines.sleep_mode, config.engines.weight_sync
+    if not sleep_mode and weight_sync == "file":
+        return ""
     timeout = aiohttp.ClientTimeout(REPORT_TIMEOUT_S)
     async with session.get(f"{url}/server_info?config_format=json", timeout=timeout) as response:
-        return json.loads(await response.text())["vllm_config"]["model_config"]["enable_sleep_mode"] is True
+        settings = json.loads(await response.text())["vllm_config"]
+    if sleep_mode and not settings["model_config"]["enable_sleep_mode"]:
+        return "has no sleep mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
+    if weight_sync != "file" and settings["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+        option = f"--worker-extension-cls {WORKER_EXTENSION} (docs/mi300x.md)"
+        return f"cannot receive weights by {weight_sync}; start it with {option}, or set engines.weight_sync to file"
+    return ""

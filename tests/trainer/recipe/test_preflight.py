@@ -83,9 +83,14 @@ def _without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The URL of a fake vLLM server, and its state: the `max_model_len` that it reports, and `has_rpc`, whether it has
-    the route that reloads weights."""
-    server_state: dict[str, Any] = {"max_model_len": 1 << 20, "has_rpc": True, "enable_sleep_mode": False}
+    """The URL of a fake vLLM server, and its state: the `max_model_len` that it reports, `has_rpc`, whether it has the
+    route that reloads weights, and two of the options that it was started with."""
+    server_state: dict[str, Any] = {
+        "max_model_len": 1 << 20,
+        "has_rpc": True,
+        "model_config": {"enable_sleep_mode": False},
+        "parallel_config": {"worker_extension_cls": ""},
+    }
     loop, is_up, addresses = asyncio.new_event_loop(), threading.Event(), list[str]()
     runners: list[web.AppRunner] = []
 
@@ -97,8 +102,7 @@ def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
 
     async def info(request: web.Request) -> web.Response:
         assert request.query == {"config_format": "json"}
-        settings = {"enable_sleep_mode": server_state["enable_sleep_mode"]}
-        return web.json_response({"vllm_config": {"model_config": settings}})
+        return web.json_response({"vllm_config": server_state})
 
     async def serve() -> None:
         app = web.Application()
@@ -339,8 +343,13 @@ def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
     sleeping = replace(config, engines=replace(config.engines, sleep_mode=True), hardware=HardwareConfig(1, 1))
     no_sleep_mode = f"engines: {url}: has no sleep mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
     assert engines(sleeping) == [no_sleep_mode]
-    server_state["enable_sleep_mode"] = True
+    server_state["model_config"] = {"enable_sleep_mode": True}
     assert engines(sleeping) == []
+    broadcasting = replace(config, engines=replace(config.engines, weight_sync="gloo"))
+    (line,) = engines(broadcasting)
+    assert line.startswith(f"engines: {url}: cannot receive weights by gloo; start it with --worker-ext")
+    server_state["parallel_config"] = {"worker_extension_cls": "vllm_worker.Worker"}
+    assert engines(broadcasting) == []
     server_state["has_rpc"] = False
     assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
     server_state["max_model_len"] = 512
