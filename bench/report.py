@@ -169,8 +169,8 @@ def _plot(results: Mapping[str, Result], directory: Path) -> list[Path]:
         raise command.BenchFailed("plots need matplotlib; pip install '.[bench]'")
     directory.mkdir(parents=True, exist_ok=True)
     files = []
-    for name in sorted(set(results)):
-        if "-" not in name and (draw := getattr(_bench_module(name), "draw", None)):
+    for name in sorted(results):
+        if draw := getattr(_bench_module(name), "draw", None):
             files.append(directory / f"{name}.png")
             plots.plot(files[-1], partial(draw, result=results[name]))
     return files

@@ -400,7 +400,12 @@ def _policy_row(policy: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def draw(axes: Any, result: Result) -> None:
-    """The makespan of each policy, and the lower bound."""
+    """The makespan of each policy, and the lower bound; or the costs of decisions."""
+    if costs := result.get("microseconds"):
+        axes.barh(list(costs), [row["p50"] for row in costs.values()])
+        axes.set_xlabel("median µs per call")
+        axes.set_title("decisions of the scheduler")
+        return
     policies = result["policies"]
     axes.barh(list(policies), [row["makespan_s"] for row in policies.values()])
     axes.axvline(result["lower_bound_s"], color="black", linestyle="--", linewidth=1, label="lower bound")
