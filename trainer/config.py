@@ -399,10 +399,13 @@ def _expand_range(part: str) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the last part of an error message about an unknown name: the closest of the `known` names, or all."""
+    """Return the last part of an error message about an unknown name: the closest of the `known` names, or all if they
+    are few enough to read."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names) or 'none'}"
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {near[0]}?"
+    shown = ", ".join(names) if len(names) <= 50 else f"its {len(names)} documented names, none of which is similar"
+    return f"expected one of {shown or 'none'}"
 
 
 def check_options(
@@ -411,7 +414,7 @@ def check_options(
     """Raise `ConfigError` for an option in a table for a library that the trainer sets itself or that is not known."""
     for name in options:
         _require(name not in own, f"{table}: {name}: expected another {kind}, since the trainer sets this one itself")
-        _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, known)}")
+        _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, sorted({*known} - {*own}))}")
 
 
 def _require(holds: bool, message: str) -> None:
