@@ -12,7 +12,9 @@ from bench.probes import processes
 from bench.probes.leftovers import cgroups
 
 SETTLE_TIMEOUT_S = 30.0
-"""Seconds that a server may take until its processes have been the same for one second."""
+"""Seconds that a server may take until its processes have been the same, and almost idle, for one second."""
+SETTLED_CPU_S = 0.1
+"""CPU seconds that the processes of a server at rest may use in that second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,19 @@ class ResourceSnapshot:
 
 
 def wait_until_settled(list_pids: Callable[[], list[int]]) -> None:
-    """Wait until the processes have been the same for a second, for at most `SETTLE_TIMEOUT_S`."""
+    """Wait until the processes have been the same and almost idle for a second, for at most `SETTLE_TIMEOUT_S`.
+
+    A new zygote is among the processes at once, but it uses its memory only after its imports.
+    """
     give_up_at = time.monotonic() + SETTLE_TIMEOUT_S
     pids, since = list_pids(), time.monotonic()
+    cpu_s = processes.cpu_s(pids)
     while time.monotonic() < min(give_up_at, since + 1.0):
         time.sleep(0.1)
-        if (current := list_pids()) != pids:
+        current = list_pids()
+        if current != pids or processes.cpu_s(pids) > cpu_s + SETTLED_CPU_S:
             pids, since = current, time.monotonic()
+            cpu_s = processes.cpu_s(pids)
 
 
 def _slab_mb() -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -10,8 +12,9 @@ from typing import cast
 import pytest
 
 from bench import leaks
+from bench.probes import processes
 from bench.probes.resource_growth import growth_at_rest
-from bench.probes.resources import ResourceSnapshot
+from bench.probes.resources import ResourceSnapshot, wait_until_settled
 from bench.servers.server_under_test import ServerUnderTest
 from tests.bench.conftest import RunBenchmark
 
@@ -57,6 +60,16 @@ def test_the_calls_of_a_short_file_are_repeated(tmp_path: Path) -> None:
     args = argparse.Namespace(from_=file, seed=0)
     load = leaks._LeakLoad(cast(ServerUnderTest, None), args, lambda: None)  # `_calls` does not use the server
     assert len(load._calls(7)) == 7
+
+
+def test_a_process_that_still_computes_is_not_at_rest() -> None:
+    """A new zygote imports its packages. In a snapshot before their end, the server has less memory than at rest."""
+    code = "import time\nwhile time.process_time() < 1.5: pass\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_until_settled(lambda: [process.pid])
+        used_s = processes.cpu_s([process.pid])
+        process.kill()
+    assert used_s >= 1.5
 
 
 @pytest.mark.runtime
