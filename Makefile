@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CALLS ?=
+# Many tests wait, so two processes take about two thirds of the time of one, also on two cores.
+TEST_PROCESSES ?= 2
 # Where no torch is installed yet; a build for the machine's own GPUs may be there before.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
@@ -50,7 +52,8 @@ demo: runtime  ## a server, a sample of calls through it, a table (CALLS=file.js
 	@$(BIN)/python -m bench.demo $(if $(CALLS),--calls '$(CALLS)')
 
 test: $(VENV)/.train runtime  ## the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 .PHONY: test-latest
 test-latest: runtime  ## the trainer's tests with the newest versions that pyproject.toml allows

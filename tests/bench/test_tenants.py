@@ -28,6 +28,7 @@ def test_the_calls_of_another_tenant_may_not_delay_short_calls(run: TenantsRun, 
         assert lines[0].startswith(f"Not met: {unmet_requirement}")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_isolation")
 def test_calls_that_sleep_in_all_slots_of_a_tenant_do_not_delay_those_of_another(run_benchmark: RunBenchmark) -> None:

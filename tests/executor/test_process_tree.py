@@ -141,6 +141,7 @@ def test_a_call_with_an_unknown_first_process_is_not_sampled_but_its_threads_are
 ENDLESS = "import os, time\nprint(flush=True)\nwhile True: {work}"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("work", "max_relative_error"),
     [("pass", 0.1), ("time.sleep(0.3)", 0.4), ("time.sleep(0.02); [0 for _ in range(400_000)]", 0.6)],
