@@ -350,7 +350,9 @@ async def test_no_other_request_is_sent_while_the_server_refuses():
     assert len(server.bodies) == 3
 
 
-@pytest.mark.parametrize("retry_after", ["3600", format_datetime(datetime.now(UTC) + timedelta(hours=1))])
+@pytest.mark.parametrize(
+    "retry_after", ["3600", format_datetime(datetime.now(UTC) + timedelta(hours=1))], ids=["seconds", "date"]
+)
 async def test_a_long_refusal_is_an_engine_error_and_keeps_further_requests_back(retry_after):
     server = refusing([429] * 99, **{"Retry-After": retry_after})
     async with client_of(server) as engine:
