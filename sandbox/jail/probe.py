@@ -129,10 +129,12 @@ def _check_single_thread() -> None:
     """Raise `BlockingIOError` if a library has started a thread in this child process (`os.register_at_fork`).
 
     A process with two threads may enter no user namespace. OpenTelemetry starts one in each child while a stopped
-    exporter is not collected yet; that thread ends soon, so the attempt is repeated.
+    exporter is not collected yet; that thread ends soon, so the attempt is repeated. The kernel counts a thread until
+    it has exited, which is later than Python's own list says.
     """
-    if threading.active_count() > 1:
-        raise BlockingIOError(errno.EAGAIN, f"a library starts threads in forked processes: {threading.enumerate()}")
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        names = [thread.name for thread in threading.enumerate()]
+        raise BlockingIOError(errno.EAGAIN, f"a library starts threads in forked processes: {threads}, {names}")
 
 
 def _is_transient(error: BaseException | None) -> bool:
