@@ -72,6 +72,7 @@ def test_a_process_that_still_computes_is_not_at_rest() -> None:
     assert used_s >= 1.5
 
 
+@pytest.mark.alone
 @pytest.mark.runtime
 @pytest.mark.slow
 def test_a_small_run_meets_the_requirements(guest_python: Path, run_benchmark: RunBenchmark) -> None:
