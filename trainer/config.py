@@ -411,7 +411,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def check_options(
     table: str, options: Collection[str], own: Collection[str], known: Collection[str], kind: str
 ) -> None:
-    """Raise `ConfigError` for an option in a table for a library that the trainer sets itself or that is not known."""
+    """Raise `ConfigError` if `options`, a table that is passed on to a library, has an option that the trainer sets
+    itself (`own`) or that the library does not have (`known`)."""
     for name in options:
         _require(name not in own, f"{table}: {name}: expected another {kind}, since the trainer sets this one itself")
         _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, sorted({*known} - {*own}))}")

@@ -25,13 +25,14 @@ from trainer.scheduling.scheduler import Placement, PlacementPolicy, Scheduler
 from trainer.scheduling.state import EpisodeKey, EpisodeState, ScheduledEngine, ScheduledEpisode
 
 BUFFER_TOKENS = 100
-"""ThunderAgent's `BUFFER_PER_PROGRAM`, for contexts of 3,200 tokens or more."""
+"""The value of ThunderAgent's `BUFFER_PER_PROGRAM`. A maximum context below 3,200 tokens has a smaller buffer."""
 CHECK_INTERVAL_S = 1.0
 """ThunderAgent's default is 5 s, with which all makespans were between 1 and 2 % longer."""
 
 
 class PauseAtTools(Scheduler):
-    """A paused episode has no engine. Between two checks, nothing starts while an episode waits for an engine."""
+    """A scheduler that follows the rule above. A paused episode has no engine. Between two checks, no episode starts
+    while another one waits for an engine."""
 
     def __init__(self, max_context_tokens: int) -> None:
         super().__init__(max_context_tokens, PlacementPolicy(PauseAtTools._engine_with_room))

@@ -56,7 +56,7 @@ OpenHost = Callable[[], AbstractAsyncContextManager[RunEpisode]]
 
 
 class EpisodeWorker:
-    """The actor. Everything is opened in the first call, `start`, in the actor's event loop."""
+    """The Ray actor that runs episodes on a node. Its first call, `start`, opens what they need in its event loop."""
 
     _executor: LocalExecutor
 

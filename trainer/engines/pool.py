@@ -201,7 +201,8 @@ class EnginePool(PoolState):
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Run the block once no request is in flight. No turn is placed until it ends. Ends the pool's sleep."""
+        """Wait until no request is in flight, then run the block. No turn is placed until the block ends. `is_sleeping`
+        is false from the beginning of the wait."""
         if self.scheduler.is_paused:
             raise RuntimeError("expected one weight sync at a time; await the first")
         self.scheduler.is_paused, self.is_sleeping = True, False

@@ -57,7 +57,8 @@ class TrainResult:
     checkpoint: str = ""
     """The checkpoint from which the next stage may take its optimizer; empty without one."""
     best: Mapping[str, Any] = field(default_factory=dict)
-    """Step and accuracy of the best evaluation inside the stage, whose model is in `best`; empty without one."""
+    """Step and accuracy of the best evaluation inside the stage. That model is in the stage's folder `best`. Empty if
+    there was no evaluation inside the stage."""
     seconds: float = 0.0
 
 

@@ -288,8 +288,9 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
 
 
 async def _missing_option(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
-    """Return what the server needs for sleep mode or for its part in broadcasts, if it was started without that option.
-    The routes exist without the option, and fail or do nothing."""
+    """Return what a server cannot do because it was started without an option, and how to start it; empty if it has the
+    options that sleep mode and broadcasts of weights need. Without them the server has the same routes, which then
+    fail or do nothing."""
     sleep_mode, weight_sync = config.engines.sleep_mode, config.engines.weight_sync
     if not sleep_mode and weight_sync == "file":
         return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from trainer.config import SamplingConfig
 from trainer.engines.episode_handle import EpisodeHandle
@@ -20,10 +20,7 @@ from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.reward import VerifyPairs, score_episodes
 from trainer.rollout.episode_runner import EpisodeRunner, Tool
-
-IsGroupDecided = Callable[[Sequence[float | None], int], bool]
-"""Takes the rewards of a group's finished episodes and the number of its unfinished episodes. Returns whether the
-unfinished episodes can be cancelled."""
+from trainer.rollout.runtime import IsGroupDecided
 
 
 class EpisodeCollector:

@@ -10,6 +10,10 @@ from trainer.config import SamplingConfig
 from trainer.episodes.episode import Episode, Problem
 from trainer.rollout.loop_thread import LoopThread
 
+IsGroupDecided = Callable[[Sequence[float | None], int], bool]
+"""Takes the rewards of a group's finished episodes and the number of its unfinished episodes. Returns whether the
+unfinished episodes can be cancelled."""
+
 
 class GroupCollector(Protocol):
     """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
@@ -26,7 +30,7 @@ class GroupCollector(Protocol):
         seed: int,
         min_complete: int | None = None,
         must_complete: int = 0,
-        is_decided: Callable[[Sequence[float | None], int], bool] | None = None,
+        is_decided: IsGroupDecided | None = None,
     ) -> list[list[Episode] | None]: ...
 
     async def collect(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 OWN_OPTIONS = frozenset({"task_type", "inference_mode", "base_model_name_or_path"})
-"""Options of a peft config that the trainer sets."""
+"""The options of a peft config that the trainer sets itself, so that `[model.peft]` may not have them."""
 
 
 def peft_config(options: Mapping[str, Any], model: Path | str | None) -> PeftConfig | None:
@@ -84,7 +84,7 @@ def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], dire
 
 
 def _merged(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a peft model's base under their plain names, each adapted layer merged."""
+    """Return the weights of a peft model's base model under their names in that model, with the adapters merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = model.get_base_model()

@@ -35,7 +35,8 @@ COMPLETE_MARK = "complete"
 CHECKPOINTS_KEPT = 2
 """Checkpoints that stay on disk. A kill during the writing of the newer one leaves the older one."""
 BEST_MARK = "best/best.json"
-"""The file, in a stage's folder, with step and accuracy of the stage's best evaluation. It is beside that model."""
+"""The file with the step and the accuracy of a stage's best evaluation, relative to the stage's folder. The model of
+that step is in the same folder."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600
 """Seconds that the other ranks wait for the first rank's engines and rollouts. Rollouts of long episodes take hours."""
 EXCHANGE_TIMEOUT_S = 3600
@@ -67,12 +68,12 @@ class TrainingContext:
     attn_implementation: str = ""
     """The implementation of attention; if empty, the one that transformers chooses."""
     peft: Mapping[str, Any] = field(default_factory=dict)
-    """The options of an adapter that is trained instead of the weights; if empty, the weights are trained."""
+    """The options of a peft adapter. If they are empty, the training changes the model's own weights."""
     eval_steps: int = 0
-    """Training steps between evaluations inside an RL stage; 0 is off."""
+    """The number of training steps between two evaluations inside an RL stage. With 0 there is no evaluation."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     engines_sleep: bool = False
-    """Whether engines wake up for each weight sync and take memory of the training GPUs."""
+    """Whether the engines are on the training GPUs, and free their memory by vLLM's sleep mode between rollouts."""
 
     def trl_arguments(
         self, settings: SftConfig | StageConfig, rows: int, micro_batch_rows: int | None = None

@@ -65,7 +65,7 @@ def training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> 
 
 
 def roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
-    """TRL's reward function. The rewards came with the rows."""
+    """Return the rewards that the rows already have. TRL calls this function as the reward function."""
     return roc_reward
 
 
