@@ -1,6 +1,8 @@
-"""Finds out which isolation layers this machine grants, by setting up each of them in a forked child process.
+"""Finds out which isolation layers this machine grants, by setting up each of them in a child process.
 
 - Versions and configuration are not consulted: containers refuse system calls that their kernel has.
+- The attempts are children of a fresh interpreter. A process with two threads may enter no user namespace, and a
+  library of this process may start threads in forked children (`os.register_at_fork`), as OpenTelemetry does.
 - A layer is missing only if the kernel refuses it. An attempt that fails for a transient reason (a signal killed it, or
   memory or process ids ran out) is repeated, up to `MAX_TRIES` times in all.
 - `level_choice` turns the result into a level.
@@ -9,6 +11,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import resource
@@ -16,11 +19,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import cgroup_tree, kernel, landlock_rules, nsjail_binary, seccomp, userns
@@ -32,6 +34,7 @@ from sandbox.jail.uid_range import host_uids
 
 MIB = 1 << 20
 NSJAIL = "nsjail"
+PROCESS_LIMITS = "process limits"
 MAX_TRIES = 5
 """Maximum number of attempts at a layer. If the last one also fails for a transient reason, the layer is missing."""
 RETRY_DELAY_S = 0.1
@@ -57,18 +60,28 @@ class ProbedLayer:
 
 
 def probe(environ: Mapping[str, str] = os.environ) -> tuple[ProbedLayer, ...]:
-    """Try all layers, in well under a second. It forks, so the process must have a single thread."""
-    return (*(_probe_in_child(*layer) for layer in _LAYERS), probe_nsjail(environ))
+    """Try all layers, in about a second. Most of it is the trial of nsjail, if nsjail is installed."""
+    return (*probe_layers(name for name, _, _ in _LAYERS), probe_nsjail(environ))
 
 
-def probe_layers(names: Container[str]) -> tuple[ProbedLayer, ...]:
-    """Try the named layers, except nsjail."""
-    return tuple(_probe_in_child(*layer) for layer in _LAYERS if layer[0] in names)
+def probe_layers(names: Iterable[str]) -> tuple[ProbedLayer, ...]:
+    """Try the named layers, except nsjail. Raises `IsolationError` if the interpreter that tries them fails."""
+    command = [sys.executable, "-I", "-c", f"from {__name__} import _print_layers; _print_layers()", *names]
+    run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise IsolationError(f"the isolation layers could not be tried (status {run.returncode}): {run.stderr.strip()}")
+    return tuple(ProbedLayer(**layer) for layer in json.loads(run.stdout))
+
+
+def _print_layers() -> None:
+    """Try the layers that `sys.argv` names, and print the results as JSON."""
+    layers = [_probe_in_child(*layer) for layer in _LAYERS if layer[0] in sys.argv[1:]]
+    print(json.dumps([asdict(layer) for layer in layers]))
 
 
 def probe_process_limits() -> ProbedLayer:
     """Try whether each call can have its own limit on processes although all calls have the same uid."""
-    return _probe_in_child(*_PROCESS_LIMITS)
+    return probe_layers([PROCESS_LIMITS])[0]
 
 
 def probe_nsjail(environ: Mapping[str, str]) -> ProbedLayer:
@@ -109,7 +122,6 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
         return _TRANSIENT, str(error)
     if child == 0:
         try:
-            _check_single_thread()
             outcome, text = _OK, attempt()
         except Exception as error:  # the child ends here: no exception may reach the frames that it has inherited
             outcome, text = _TRANSIENT if _is_transient(error) else _REFUSED, str(error) or type(error).__name__
@@ -123,18 +135,6 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
         return code, text
     # SIGSYS comes from a seccomp filter, which would kill the next attempt too. No other signal means a refusal.
     return _REFUSED if code == -signal.SIGSYS else _TRANSIENT, f"killed by signal {-code}"
-
-
-def _check_single_thread() -> None:
-    """Raise `BlockingIOError` if a library has started a thread in this child process (`os.register_at_fork`).
-
-    A process with two threads may enter no user namespace. OpenTelemetry starts one in each child while a stopped
-    exporter is not collected yet; that thread ends soon, so the attempt is repeated. The kernel counts a thread until
-    it has exited, which is later than Python's own list says.
-    """
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        names = [thread.name for thread in threading.enumerate()]
-        raise BlockingIOError(errno.EAGAIN, f"a library starts threads in forked processes: {threads}, {names}")
 
 
 def _is_transient(error: BaseException | None) -> bool:
@@ -407,15 +407,14 @@ _NAMESPACE_LAYERS: tuple[_Layer, ...] = (
 )
 NAMESPACE_LAYERS = frozenset(name for name, _, _ in _NAMESPACE_LAYERS)
 """Names of the layers that levels `nsjail` and `namespaces` require."""
-_PROCESS_LIMITS: _Layer = (
-    "process limits",
-    _try_process_limits,
-    "a limit on the processes of each call where calls share a uid; without it only cgroups limit them",
-)
 _LAYERS: tuple[_Layer, ...] = (
     *_NAMESPACE_LAYERS,
     ("uid range", _try_uid_range, "a host uid of its own for every slot"),
-    _PROCESS_LIMITS,
+    (
+        PROCESS_LIMITS,
+        _try_process_limits,
+        "a limit on the processes of each call where calls share a uid; without it only cgroups limit them",
+    ),
     ("schedstat", _try_schedstat, "time limits in virtual time, independent of load"),
     ("priorities", _try_priorities, "long calls run at SCHED_IDLE; without it they compete equally with short calls"),
     (
