@@ -16,46 +16,62 @@ from typing import Any
 
 from trainer.collection.driver import Collection
 from trainer.collection.store import EpisodeStore, StoreReader
-from trainer.collection.work import EpisodeExecutor
+from trainer.collection.work import CollectionError, EpisodeExecutor
 from trainer.config import CollectConfig
+from trainer.engines.pool import EnginePool
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.rollout.runtime import WeightSync
+
+
+def require_weights(engines: EnginePool) -> None:
+    """Raise `CollectionError` if an engine lacks the weights of the last sync, since workers would use it."""
+    if down := engines.down_reasons():
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in down.items())
+        raise CollectionError(
+            f"{len(down)} of {len(engines.engine_states)} engines lack the last weights: {reasons}. Mend them, or "
+            "remove them from engines.endpoints, and run the same command again: it continues"
+        )
 
 
 class ClusterCollector:
     """Collects groups as `EpisodeCollector` does, and passes weight syncs on to `engines`.
 
     The workers' own engines do not know the version of the weights that the servers have. `sync_weights` is called
-    between steps only, so all tokens of a step are of the last version.
+    between steps only, and all servers must load the weights, so all tokens of a step are of the last version. A server
+    that restarts within a step is not noticed.
     """
 
     overhead_cpu_s = overhead_s = 0.0
     nan_turns = 0
 
-    def __init__(self, executor: EpisodeExecutor, engines: WeightSync, limits: CollectConfig, directory: Path) -> None:
+    def __init__(self, executor: EpisodeExecutor, engines: EnginePool, limits: CollectConfig, directory: Path) -> None:
         self._executor, self._engines, self._limits, self._dir = executor, engines, limits, directory
         self._weight_version = 0
 
     async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int:
         self._weight_version = await self._engines.sync_weights(weights, version)
+        require_weights(self._engines)
         return self._weight_version
 
-    async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
+    async def collect_groups(
+        self, groups: Sequence[Sequence[Episode]], *, seed: int, **_: object
+    ) -> list[list[Episode] | None]:
         """Return the episodes of each group. One that failed for good is `unavailable`, without a reward.
 
         Raises `CollectionError`.
         """
         problems = [group[0].problem for group in groups]
-        return list(await self.collect(problems, len(groups[0])))
+        return list(await self.collect(problems, len(groups[0]), seed=seed))
 
-    async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:
+    async def collect(
+        self, problems: Sequence[Problem], samples_per_problem: int, *, seed: int, **_: object
+    ) -> list[list[Episode]]:
         path = self._dir / f"weights-{self._weight_version:06}"
         for other in set(self._dir.glob("weights-*")) - {path}:
             shutil.rmtree(other)
         limits = replace(self._limits, samples_per_problem=samples_per_problem)
         identity = {"weight_version": self._weight_version, "problems": [problem.id for problem in problems]}
         with EpisodeStore(path, identity) as store:
-            await Collection(store, self._executor, problems, limits).run()
+            await Collection(store, self._executor, problems, limits, seed=seed).run()
         with StoreReader(path) as reader:
             return [self._group(reader, problem, samples_per_problem) for problem in problems]
 

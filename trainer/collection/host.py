@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -24,17 +23,13 @@ from trainer.collection.store import FailureKind, Growth
 from trainer.collection.work import TryError
 from trainer.config import SamplingConfig
 from trainer.engines.pool import EnginePool
-from trainer.environments.environment import Environment, EnvironmentFailure
+from trainer.environments.environment import Environment, EnvironmentFailure, close_environment
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
 from trainer.episodes.turn_parser import ToolCallRequest
 from trainer.rollout.episode_runner import EpisodeRunner, truncate_response
 
-logger = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S = 10.0
-"""Seconds that an environment may take to close."""
 MAX_ERROR_CHARS = 500
 
 T = TypeVar("T")
@@ -65,7 +60,7 @@ class EpisodeHost:
             await self._run_turns(episode, environment, on_growth)
             return await self._score(episode, environment)
         finally:
-            await _close(environment)
+            await close_environment(environment)
 
     async def _run_turns(self, episode: Episode, environment: Environment, on_growth: Callable[[Growth], None]) -> None:
         if episode.stop_reason is not None and not environment.is_stateful:
@@ -98,7 +93,8 @@ class EpisodeHost:
     ) -> None:
         """Sample turns until the episode has a stop reason."""
         pool, limits, tool = self.pool, self.limits, _EnvironmentTool(environment)
-        runner = EpisodeRunner(chat_format, tool, limits, self.seed, pool.busy_timer, on_turn=journal.write)
+        seed = self.seed if episode.seed is None else episode.seed
+        runner = EpisodeRunner(chat_format, tool, limits, seed, pool.busy_timer, on_turn=journal.write)
         max_context_tokens = len(episode.prompt_ids) + limits.max_response_tokens
         async with pool.open_episode(group=episode.problem.id, max_context_tokens=max_context_tokens) as handle:
             try:
@@ -183,11 +179,3 @@ async def _act(action: Awaitable[T]) -> T:
 def _environment_failed(error: Exception) -> TryError:
     text = str(error) if isinstance(error, EnvironmentFailure) else f"{type(error).__name__}: {error}"
     return TryError(FailureKind.ENVIRONMENT, text[:MAX_ERROR_CHARS])
-
-
-async def _close(environment: Environment) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await environment.close()
-    except Exception as error:  # the episode is complete without it
-        logger.warning("an environment did not close: %s: %s", type(error).__name__, error)

@@ -38,7 +38,7 @@ class MaxLength:
     """A limit on a problem's length, as measured by `measure`: for example prompt tokens."""
 
     limit: int
-    measure: Callable[[str], int]
+    measure: Callable[[Problem], int]
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ def _decontaminated(sources: Sequence[str], seed: int) -> Filter:
 
 def _short_enough(max_length: MaxLength) -> Filter:
     def check(problem: Problem) -> Problem | str:
-        length = max_length.measure(problem.text)
+        length = max_length.measure(problem)
         return problem if length <= max_length.limit else f"{length}, the limit is {max_length.limit}"
 
     return check

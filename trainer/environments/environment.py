@@ -3,7 +3,8 @@
     reset -> step -> step -> ... -> score
       any of them may fail -> close
 
-An environment belongs to one episode. `trainer.environments.registry` creates it by `Problem.environment`.
+`trainer.environments.registry` creates an environment by `Problem.environment`. A stateful one belongs to one episode.
+Any other may serve several episodes of its problem, also at the same time.
 
 Invariants of every environment:
 - A failure of the model is data: `step` returns a response that says what is wrong.
@@ -13,8 +14,10 @@ Invariants of every environment:
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +31,11 @@ from trainer.episodes.turn_parser import ToolCallRequest
 
 if TYPE_CHECKING:
     from trainer.environments.services import Services
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that an environment may take to close."""
 
 
 class EnvironmentFailure(Exception):
@@ -51,12 +59,14 @@ class NoOptions:
 
 
 class Environment(ABC):
-    """One episode's environment. It is created without starting anything."""
+    """The environment of an episode, or of all episodes of a problem. It is created without starting anything."""
 
     is_stateful: bool = False
-    """Whether a response depends on the actions before it. A resumed episode replays the actions of such an
+    """Whether a response or a score depends on the actions before it. A resumed episode replays the actions of such an
     environment; others are only reset."""
     needs_sandbox: ClassVar[bool] = False
+    instructions: ClassVar[str] = ""
+    """What the model reads after the problem, for example the form of an answer."""
     options_type: ClassVar[Any] = NoOptions
     """The type of `Problem.options`: a dataclass, or another type that pydantic can validate."""
 
@@ -76,6 +86,13 @@ class Environment(ABC):
     async def score(self, episode: Episode) -> float | None:
         """Return the reward of a finished episode; None if infrastructure failed. Raises `EnvironmentFailure`."""
 
+    async def score_group(self, episodes: Sequence[Episode]) -> list[float | None]:
+        """Return the rewards of finished episodes of one problem, in order. Never called if `is_stateful`.
+
+        An environment may replace it, to score all of them at once.
+        """
+        return [await self.score(episode) for episode in episodes]
+
     async def close(self) -> None:  # noqa: B027  most environments hold nothing
         """Release what the environment holds. Raises nothing but cancellation."""
 
@@ -88,3 +105,12 @@ def parse_options(environment: type[Environment], options: Mapping[str, Any]) ->
         error = invalid.errors()[0]
         path = ".".join(["options", *map(str, error["loc"])])
         raise ConfigError(f"{path}: {error['msg']}, got {error['input']!r:.80}") from None
+
+
+async def close_environment(environment: Environment) -> None:
+    """Close an environment within `CLOSE_TIMEOUT_S`. A failure is only logged, since the episode is complete."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await environment.close()
+    except Exception as error:
+        logger.warning("an environment did not close: %s: %s", type(error).__name__, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sandbox.tool import TOOL_SCHEMA
 from trainer.environments.environment import Environment, InitialState, NoOptions
 from trainer.environments.services import Services
@@ -18,7 +20,8 @@ class PythonEnvironment(Environment):
         self._sandbox = services.required_sandbox
 
     async def reset(self, problem: Problem) -> InitialState:
-        return InitialState(problem.text, (TOOL_SCHEMA,))
+        text = f"{problem.text}\n\n{self.instructions}" if self.instructions else problem.text
+        return InitialState(text, (TOOL_SCHEMA,))
 
     async def step(self, action: ToolCallRequest) -> ToolCall:
         return await self._sandbox.python_tool.call(action.name, action.arguments)
@@ -26,3 +29,8 @@ class PythonEnvironment(Environment):
     async def score(self, episode: Episode) -> float | None:
         (reward,) = await score_episodes([episode], self._sandbox.answer_checker.verify)
         return reward
+
+    async def score_group(self, episodes: Sequence[Episode]) -> list[float | None]:
+        if type(self).score is not PythonEnvironment.score:  # a subclass has a rule of its own
+            return await super().score_group(episodes)
+        return await score_episodes(episodes, self._sandbox.answer_checker.verify)

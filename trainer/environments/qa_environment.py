@@ -24,10 +24,6 @@ from trainer.episodes.turn_parser import ToolCallRequest
 
 MAX_FILES_MB = 64
 """Size of all files of a problem, in MiB. Each Python call sends them to the sandbox."""
-INSTRUCTIONS = (
-    "The answer is a number, as few words as possible, or a comma-separated list of these, in plain text without "
-    "LaTeX. Write numbers without thousands separators, and without units unless the question asks for them."
-)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -44,6 +40,10 @@ class QaOptions:
 class QaEnvironment(Environment):
     needs_sandbox = True
     options_type = QaOptions
+    instructions = (
+        "The answer is a number, as few words as possible, or a comma-separated list of these, in plain text without "
+        "LaTeX. Write numbers without thousands separators, and without units unless the question asks for them."
+    )
 
     def __init__(self, services: Services, options: QaOptions) -> None:
         super().__init__(services, options)
@@ -52,7 +52,7 @@ class QaEnvironment(Environment):
 
     async def reset(self, problem: Problem) -> InitialState:
         self._files = await asyncio.to_thread(_read_files, self.options)
-        parts = [problem.text, INSTRUCTIONS]
+        parts = [problem.text, self.instructions]
         if self._files:
             names = ", ".join(self._files)
             parts.insert(1, f"Attached files, in the working directory of your Python code: {names}")

@@ -9,19 +9,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from trainer.collection.cluster_collector import ClusterCollector
+from trainer.collection.cluster_collector import ClusterCollector, require_weights
 from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.host import EpisodeHost
 from trainer.collection.local import LocalExecutor
@@ -35,18 +34,18 @@ from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
-from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
 from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
 from trainer.recipe.rollout_session import (
+    chat_formats,
     connect_sandbox,
     create_pool,
     endpoint_settings,
-    load_chat_format,
     open_engine_pool,
     open_openai_pool,
+    prompt_settings,
     vllm_clients,
 )
 from trainer.rollout.loop_thread import LoopThread
@@ -99,6 +98,7 @@ def open_cluster_rollout(run: RecipeRun, stage: StageConfig, model: Path) -> Ite
     collect = config.collect
     if config.engines.kind != "vllm":
         raise ConfigError("episodes=cluster: expected engines.kind=vllm, whose servers get new weights in each step")
+    _require_shared_servers(config)
     connect(collect.ray_address)
     spec = HostSpec(config, model, run.dir.resolve(), has_sandbox=True, share=1 / num_nodes())
     with LoopThread() as loop_thread:
@@ -142,12 +142,16 @@ async def _open_executor(spec: HostSpec) -> AsyncIterator[EpisodeExecutor]:
             yield await stack.enter_async_context(LocalExecutor(run_episode, max_episodes))
 
 
+def _require_shared_servers(config: RunConfig) -> None:
+    if not config.engines.endpoints:
+        raise ConfigError("engines.endpoints: expected the URLs of vLLM servers that all nodes can reach, got none")
+
+
 async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
     """Give the servers their weights, once for all workers."""
-    if not spec.config.engines.endpoints:
-        raise ConfigError("engines.endpoints: expected the URLs of vLLM servers that all nodes can reach, got none")
-    async with open_engine_pool(spec.config, spec.model, spec.run_dir):
-        pass
+    _require_shared_servers(spec.config)
+    async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
+        require_weights(pool)
     return replace(spec, share=1 / num_nodes())
 
 
@@ -155,18 +159,13 @@ async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
 async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
     """Open engines, sandbox and environments, and yield the function that runs an episode with them."""
     config, limits = spec.config, spec.config.collect
-
-    @cache
-    def chat_format(tools: str) -> ChatFormat:
-        return load_chat_format(config, spec.model, json.loads(tools))
-
     async with AsyncExitStack() as stack:
         sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
         services = await stack.enter_async_context(open_services(sandbox))
         pool = await stack.enter_async_context(_open_pool(spec))
         yield EpisodeHost(
             pool,
-            lambda tools: chat_format(json.dumps(list(tools), sort_keys=True)),
+            chat_formats(config, spec.model),
             partial(open_environment, services=services),
             limits,
             config.seed,
@@ -230,9 +229,7 @@ def _store_settings(config: RunConfig, model: Path) -> dict[str, Any]:
     limits = {name: getattr(config.collect, name) for name in LIMIT_NAMES}
     return {
         "model": str(model),
-        "chat_format": config.model.chat_format,
-        "chat_template": config.model.chat_template,
-        "system_prompt": config.model.system_prompt,
+        **prompt_settings(config.model),
         "seed": config.seed,
         "data": list(config.collect.data or config.data.train),
         **limits,

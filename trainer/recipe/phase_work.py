@@ -21,10 +21,11 @@ from urllib.parse import quote
 
 from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
-from trainer.config import ConfigError, RunConfig, SamplingConfig, StageConfig
+from trainer.config import ONLINE_SETTINGS, ConfigError, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import read_conversations, read_problems
+from trainer.environments.registry import check_problem, check_shared, environment_class
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
@@ -43,7 +44,13 @@ from trainer.recipe.phases import (
     RecipeRun,
     TrainResult,
 )
-from trainer.recipe.rollout_session import connect_sandbox, endpoint_settings, load_chat_format, open_rollout
+from trainer.recipe.rollout_session import (
+    connect_sandbox,
+    endpoint_settings,
+    load_chat_format,
+    open_rollout,
+    prompt_settings,
+)
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
@@ -69,9 +76,13 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
     reports = {}
     for name, sources in {"train": config.data.train, EVAL_SET: config.eval.data, **own_data}.items():
         path = run.dir / "data" / f"{name}.jsonl"
-        users = [config.eval] if name == EVAL_SET else [s for s in stages if run.unfiltered_path(s) == path]
-        response_tokens = max((user.max_response_tokens for user in users), default=0)
+        users = [s for s in stages if name != EVAL_SET and run.unfiltered_path(s) == path]
+        limits: Sequence[SamplingConfig] = [config.eval] if name == EVAL_SET else users
+        response_tokens = max((user.max_response_tokens for user in limits), default=0)
         problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens)
+        is_online = name == EVAL_SET or any(stage.episodes == "online" for stage in users)
+        for problem in problems:
+            (check_shared if is_online else check_problem)(problem)
         problem_data.write_problems(problems, path)
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
@@ -85,8 +96,9 @@ def _prepare_problems(
     is_eval = name == EVAL_SET
     max_prompt_tokens = config.engines.max_model_len - response_tokens
 
-    def prompt_tokens(text: str) -> int:
-        return len(chat_format.encode_prompt(text))
+    def prompt_tokens(problem: Problem) -> int:
+        instructions = environment_class(problem.environment).instructions
+        return len(chat_format.encode_prompt(f"{problem.text}\n\n{instructions}" if instructions else problem.text))
 
     with progress_bar(name) as advance:
         problems, report = problem_data.prepare_problems(
@@ -157,6 +169,8 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
         store = run.collection_dir(stage)
     if store is not None and run.config.eval.every_steps:
         raise ConfigError("eval: every_steps: expected 0 for a training on stored episodes, which has no engines")
+    if store is not None and (online := [name for name in ONLINE_SETTINGS if getattr(stage, name)]):
+        raise ConfigError(f"stages.{stage.name}: {', '.join(online)}: expected none of these with stored episodes")
     if store is None:
         problems = read_problems(str(run.problems_path(stage)))
     else:
@@ -191,7 +205,13 @@ def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime,
     model = run.relative(run.stage_dir(stage.name) / "model") + ("" if is_last else f" after {steps} steps")
     problems = read_problems(str(run.eval_problems_path()))
     reports = run_evaluation(run, model, problems, out, run.config.eval, _eval_samples(run), rollouts=rollouts)
-    return reports[evaluation.ALL].measures["accuracy"].value
+    report = reports[evaluation.ALL]
+    if report.unavailable > stage.max_unavailable_share * (report.episodes + report.unavailable):
+        raise NoRewardsError(
+            f"{out}: {report.unavailable} episodes have no reward, since the infrastructure failed; at most "
+            f"{stage.max_unavailable_share:.0%} may (max_unavailable_share). Mend it and run the same command again"
+        )
+    return report.measures["accuracy"].value
 
 
 @contextmanager
@@ -252,10 +272,9 @@ def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[
     if path.is_dir():  # so that a folder has one name, whether its path is relative or absolute
         path, run_dir = path.resolve(), run.dir.resolve()
         model = str(path.relative_to(run_dir) if path.is_relative_to(run_dir) else path)
-    stats = [(file.name, file.stat()) for file in sorted(path.glob("*.safetensors"))]
     identity = {
-        "weights": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
-        "data": config.eval.data,
+        "weights": list(map(_file_identity, sorted(path.glob("*.safetensors")))),
+        "data": [_file_identity(file) if (file := Path(source)).is_file() else source for source in config.eval.data],
     }
     out = out or run.dir / "eval" / quote(model, safe="")
     if not (file := out / "problems.jsonl").exists():
@@ -264,6 +283,11 @@ def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[
         problem_data.write_problems(problems, file)
     problems = read_problems(str(file))
     return run_evaluation(run, model, problems, out, config.eval, _eval_samples(run), identity=identity)
+
+
+def _file_identity(file: Path) -> tuple[str, int, int]:
+    stat = file.stat()
+    return file.name, stat.st_size, stat.st_mtime_ns
 
 
 def _eval_samples(run: RecipeRun) -> int:
@@ -290,14 +314,14 @@ def run_evaluation(
     Episodes that are already in `out` are not collected again. Raises `RecordError` if they were collected with another
     model, other settings or other values of `identity`, and `NoRewardsError` if no episode has a reward.
     """
+    for problem in problems:
+        check_shared(problem)
     seed, run_folder = derive_seed(run.config, seed_name), RunFolder(out)
-    compared = ("max_response_tokens", "max_turns", "max_tool_response_chars")
     run_folder.bind_config(
         {
-            "limits": {name: getattr(limits, name) for name in compared},
-            "samples": samples,
-            "temperature": limits.temperature,
-            "top_p": limits.top_p,
+            **evaluation.sampling_settings(limits, samples),
+            **prompt_settings(run.config.model),
+            "dtype": run.config.model.dtype,
             "seed": seed,
             "model": model,
             **endpoint_settings(run.config.engines),

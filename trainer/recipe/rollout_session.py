@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.config import ConfigError, EnginesConfig, RunConfig, SandboxConfig, expand_urls
+from trainer.config import ConfigError, EnginesConfig, ModelConfig, RunConfig, SandboxConfig, expand_urls
 from trainer.engines.engine import Engine, WeightTransfer
 from trainer.engines.local import LocalEngine
 from trainer.engines.openai_client import OpenAIEngine
@@ -24,6 +26,8 @@ from trainer.engines.vllm_servers import VllmServers
 from trainer.engines.weight_sync import BroadcastTransfer, FileWeightStore, SyncProbe, WakingTransfer, load_by_engine
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.python_tool import TOOL_SCHEMA
+from trainer.environments.registry import open_environment
+from trainer.environments.services import open_services
 from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
 from trainer.recipe.phases import RecipeRun
 from trainer.rollout.collector import EpisodeCollector
@@ -31,6 +35,8 @@ from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.scheduling.scheduler import POLICIES, Scheduler
 from trainer.training.context import model_errors_as_config_errors
+
+PROMPT_SETTINGS = ("chat_format", "chat_template", "system_prompt")
 
 
 def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema] = (TOOL_SCHEMA,)) -> ChatFormat:
@@ -44,6 +50,16 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
         if config.model.chat_template:
             tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
         return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt)
+
+
+def chat_formats(config: RunConfig, model: Path) -> Callable[[Sequence[ToolSchema]], ChatFormat]:
+    """Return a function that loads the chat format for the tools of an environment, once for equal tools."""
+
+    @cache
+    def load(tools: str) -> ChatFormat:
+        return load_chat_format(config, model, json.loads(tools))
+
+    return lambda tools: load(json.dumps(list(tools), sort_keys=True))
 
 
 def connect_sandbox(config: SandboxConfig) -> AbstractAsyncContextManager[SandboxConnection]:
@@ -60,8 +76,10 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
         sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # each collection over the objects of the libraries would take 0.2 s
-        chat_format, verify = load_chat_format(config, model), sandbox.answer_checker.verify
-        collector = EpisodeCollector(pool, chat_format, sandbox.python_tool, verify)
+        services = loop_thread.enter(open_services(sandbox))
+        collector = EpisodeCollector(
+            pool, chat_formats(config, model), lambda problem: open_environment(problem, services)
+        )
         yield RolloutRuntime(loop_thread, collector, pool, sleep=pool.sleep if config.engines.sleep_mode else None)
 
 
@@ -126,6 +144,11 @@ def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: A
         turn_timeout_s=settings.turn_timeout_s,
         **{"all_down_timeout_s": max_down_s, **options},
     )
+
+
+def prompt_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings that decide how a model reads a problem."""
+    return {name: getattr(model, name) for name in PROMPT_SETTINGS}
 
 
 def endpoint_settings(engines: EnginesConfig) -> dict[str, Any]:

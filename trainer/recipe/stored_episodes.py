@@ -28,7 +28,7 @@ from trainer.episodes.reward import INFRASTRUCTURE_STOPS
 from trainer.json_files import read_rows, write_rows
 from trainer.progress_bar import progress_bar
 from trainer.recipe.collect_work import LIMIT_NAMES
-from trainer.recipe.rollout_session import load_chat_format
+from trainer.recipe.rollout_session import PROMPT_SETTINGS, load_chat_format
 from trainer.rollout.episode_runner import EpisodeRunner
 
 SCORES_AT_ONCE = 64
@@ -208,7 +208,7 @@ def _chat_row(chat_format: ChatFormat, episode: Episode) -> dict[str, Any]:
 
 def _chat_format(reader: StoreReader) -> ChatFormat:
     settings = reader.settings
-    model = ModelConfig(**{name: settings[name] for name in ("chat_format", "chat_template", "system_prompt")})
+    model = ModelConfig(**{name: settings[name] for name in PROMPT_SETTINGS})
     return load_chat_format(RunConfig(model=model), Path(settings["model"]))
 
 

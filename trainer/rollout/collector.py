@@ -2,32 +2,43 @@
 
 Invariants:
 - An aborted episode loses no sampled ids; `collect_groups` continues it.
-- A group is scored as soon as it is complete. An infrastructure failure gives an episode no reward, never a reward of
-  0.
+- The episodes of a group share one environment, which is not stateful.
+- A group is scored as soon as it is complete. A failure of infrastructure or of the environment gives an episode no
+  reward, never a reward of 0.
 - No task outlives `collect_groups`, and a cancellation of `collect_groups` cancels all its tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from trainer.config import SamplingConfig
+from trainer.config import ConfigError, SamplingConfig
 from trainer.engines.episode_handle import EpisodeHandle
 from trainer.engines.pool import EnginePool
-from trainer.episodes.chat_format import ChatFormat
-from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.episodes.reward import VerifyPairs, score_episodes
-from trainer.rollout.episode_runner import EpisodeRunner, Tool
+from trainer.environments.environment import Environment, InitialState, close_environment
+from trainer.episodes.chat_format import ChatFormat, ToolSchema
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
+from trainer.episodes.turn_parser import ToolCallRequest
+from trainer.rollout.episode_runner import EpisodeRunner
 from trainer.rollout.runtime import IsGroupDecided
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeCollector:
-    """Runs many episodes at once and scores them. The caller closes `pool` and the resources of `tool` and `verify`."""
+    """Runs many episodes at once and scores them. The caller closes `pool` and what `open_environment` needs."""
 
-    def __init__(self, pool: EnginePool, chat_format: ChatFormat, tool: Tool, verify: VerifyPairs) -> None:
-        self._pool, self._chat_format, self._tool, self._verify = pool, chat_format, tool, verify
+    def __init__(
+        self,
+        pool: EnginePool,
+        chat_format: Callable[[Sequence[ToolSchema]], ChatFormat],
+        open_environment: Callable[[Problem], Environment],
+    ) -> None:
+        self._pool, self._chat_format, self._open_environment = pool, chat_format, open_environment
         self._handles: dict[Episode, EpisodeHandle] = {}
         self._aborted: set[Episode] = set()
         self.overhead_cpu_s = 0.0
@@ -61,19 +72,19 @@ class EpisodeCollector:
         `is_decided` is called after each finished episode. If it returns true, the group's unfinished episodes are
         cancelled and the group is complete.
 
-        Failures of engines and tools make episodes `unavailable`. Any other exception cancels all episodes and is
-        raised here, for example `ValueError` if a prompt and `max_response_tokens` exceed the engines' maximum context.
+        Failures of engines, tools and environments make episodes `unavailable`. Any other exception cancels all
+        episodes and is raised here, for example `ValueError` if a prompt and `max_response_tokens` exceed the engines'
+        maximum context.
         """
         pool, busy_timer = self._pool, self._pool.busy_timer
         cpu_start_s, wall_start_s, busy_start_s = time.thread_time(), time.perf_counter(), busy_timer.seconds
         nan_turns_before = pool.nan_turns
-        runner = EpisodeRunner(self._chat_format, self._tool, limits, seed, busy_timer)
         min_complete = len(groups) if min_complete is None else min_complete
         complete: list[list[Episode] | None] = [None] * len(groups)
         self._aborted.clear()
 
         async def collect_group(index: int) -> None:
-            complete[index] = await self._collect_group(groups[index], runner, is_decided)
+            complete[index] = await self._collect_group(groups[index], limits, seed, is_decided)
             if sum(map(bool, complete)) >= min_complete and all(complete[:must_complete]):
                 await self._abort([episode for episodes in groups for episode in episodes])
 
@@ -89,21 +100,42 @@ class EpisodeCollector:
         return complete
 
     async def _collect_group(
-        self, episodes: Sequence[Episode], runner: EpisodeRunner, is_decided: IsGroupDecided | None
+        self, episodes: Sequence[Episode], limits: SamplingConfig, seed: int, is_decided: IsGroupDecided | None
     ) -> list[Episode] | None:
         """Return the finished and scored episodes of a group, or None if they were aborted."""
-        prompt = tuple(self._chat_format.encode_prompt(episodes[0].problem.text))
+        problem = episodes[0].problem
+        environment = self._open_environment(problem)
+        if environment.is_stateful:
+            raise ConfigError(f"problem {problem.id}: environment {problem.environment!r} is stateful")
+        try:
+            state = await _reset(environment, episodes)
+            if state is None:
+                return list(episodes)
+            chat_format = self._chat_format(state.tools)
+            prompt = tuple(chat_format.encode_prompt(state.text))
+            for episode in episodes:
+                episode.prompt_ids = prompt
+            runner = EpisodeRunner(chat_format, _EnvironmentTool(environment), limits, seed, self._pool.busy_timer)
+            return await self._run_group(episodes, environment, runner, is_decided)
+        finally:
+            await close_environment(environment)
+
+    async def _run_group(
+        self,
+        episodes: Sequence[Episode],
+        environment: Environment,
+        runner: EpisodeRunner,
+        is_decided: IsGroupDecided | None,
+    ) -> list[Episode] | None:
         rewards: list[float | None] = []
         is_group_decided = False
 
         async def run_and_score(episode: Episode) -> None:
             nonlocal is_group_decided
-            episode.prompt_ids = prompt
             if not episode.stop_reason:
                 await self._run_episode(episode, runner)
             if episode.stop_reason and is_decided:
-                with self._pool.busy_timer:
-                    (episode.reward,) = await score_episodes([episode], self._verify)
+                (episode.reward,) = await self._score([episode], environment)
                 rewards.append(episode.reward)
                 if not is_group_decided and is_decided(rewards, len(episodes) - len(rewards)):
                     is_group_decided = True
@@ -118,11 +150,17 @@ class EpisodeCollector:
         for episode in unfinished:
             episode.stop_reason = StopReason.CANCELLED
         if not is_decided:
-            with self._pool.busy_timer:
-                rewards = await score_episodes(episodes, self._verify)
-            for episode, reward in zip(episodes, rewards, strict=True):
+            for episode, reward in zip(episodes, await self._score(episodes, environment), strict=True):
                 episode.reward = reward
         return list(episodes)
+
+    async def _score(self, episodes: Sequence[Episode], environment: Environment) -> list[float | None]:
+        with self._pool.busy_timer:
+            try:
+                return await environment.score_group(episodes)
+            except Exception as error:
+                logger.warning("problem %s was not scored: %s", episodes[0].problem.id, _failure(error))
+                return [None] * len(episodes)
 
     async def _run_episode(self, episode: Episode, runner: EpisodeRunner) -> None:
         max_context_tokens = len(episode.prompt_ids) + runner.limits.max_response_tokens
@@ -142,6 +180,35 @@ class EpisodeCollector:
         self._aborted.update(unfinished)
         if handles := [self._handles[episode] for episode in unfinished if episode in self._handles]:
             await self._pool.abort(handles)
+
+
+class _EnvironmentTool:
+    """The tools of an environment, as `EpisodeRunner` calls them."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+        try:
+            return await self._environment.step(ToolCallRequest(name, arguments))
+        except Exception as error:
+            return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=_failure(error))
+
+
+async def _reset(environment: Environment, episodes: Sequence[Episode]) -> InitialState | None:
+    """Return the beginning of a group's episodes. If there is none, the episodes are unavailable."""
+    try:
+        return await environment.reset(episodes[0].problem)
+    except Exception as error:
+        for episode in episodes:
+            if not episode.stop_reason:
+                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, _failure(error)
+        return None
+
+
+def _failure(error: Exception) -> str:
+    """Return the message of a failure of an environment."""
+    return f"environment: {type(error).__name__}: {error}"
 
 
 def _root_cause(group: ExceptionGroup[Exception]) -> Exception:

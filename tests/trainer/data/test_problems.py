@@ -294,7 +294,7 @@ def test_decontamination_finds_the_overlaps_of_a_comparison_of_all_pairs(
 
 def test_problems_over_the_maximum_length_are_dropped(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "file.jsonl", *({"problem": "p" * size, "answer": "1"} for size in (3, 4, 5)))
-    kept, report = prepare_problems([source], max_length=MaxLength(4, len))
+    kept, report = prepare_problems([source], max_length=MaxLength(4, lambda problem: len(problem.text)))
     assert [len(problem.text) for problem in kept] == [3, 4]
     assert report.counts["file"] == {"rows": 3, "kept": 2, "too_long": 1}
     assert report.examples[0]["details"] == "5, the limit is 4"

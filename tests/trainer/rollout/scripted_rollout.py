@@ -6,6 +6,9 @@ import random
 
 from tests.trainer.fakes import END, ScriptedTools, answer_text, call_text, qwen_tokenizer
 from trainer.config import SamplingConfig
+from trainer.environments.connection import SandboxConnection
+from trainer.environments.registry import open_environment
+from trainer.environments.services import Services
 from trainer.episodes.episode import Episode, Problem
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.episode_runner import EpisodeRunner
@@ -44,7 +47,9 @@ async def run_episode(chat_format, pool, tools=None, *, limits=LIMITS, sample=0,
 
 
 def make_collector(pool, chat_format, tools):
-    return EpisodeCollector(pool, chat_format, tools, tools.verify)
+    """Return a collector whose problems have the environment `python`, with scripted tools in place of the sandbox."""
+    services = Services(SandboxConnection((), python_tool=tools, answer_checker=tools))
+    return EpisodeCollector(pool, lambda _: chat_format, lambda problem: open_environment(problem, services))
 
 
 def collect(pool, chat_format, tools, problems, samples_per_problem, limits=LIMITS, seed=SEED, **options):

@@ -14,6 +14,7 @@ pytest.importorskip("trl", reason="needs trl")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from tests.trainer.fakes import ScriptedTools  # noqa: E402
+from tests.trainer.rollout.scripted_rollout import make_collector  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, problems  # noqa: E402
 from tests.trainer.training.stage_run import SEED, StageRun, record_loss_inputs  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
@@ -21,7 +22,6 @@ from trainer.engines.pool import EnginePool  # noqa: E402
 from trainer.engines.weight_sync import SyncProbe, load_by_engine  # noqa: E402
 from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
-from trainer.rollout.collector import EpisodeCollector  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.rollout.runtime import RolloutRuntime  # noqa: E402
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
@@ -148,7 +148,7 @@ def test_partial_rollouts_and_cancellation_work_together_on_a_real_engine(
         stage_run.stage,
         TrainingContext(model, tmp_path / "stages/rl1", stage_run.run_folder, seed=SEED),
         problems=problems(6),
-        rollouts=RolloutRuntime(loop_thread, EpisodeCollector(pool, chat_format, tools, tools.verify), pool, sleep),
+        rollouts=RolloutRuntime(loop_thread, make_collector(pool, chat_format, tools), pool, sleep),
     )
     assert requests_at_sleep == [{}, {}, {}], "pending episodes have no request in flight, so engines may sleep"
     rows_by_step = [list(stage_run.run_folder.read_episodes(step)) for step in (1, 2, 3)]
