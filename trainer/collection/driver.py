@@ -117,7 +117,7 @@ class _Pending:
 
 class Collection:
     """One run of a collection. `problems` are read as they are needed, in place of `limits.data`. `num_problems`: their
-    number, if known.
+    number, if known. `seed`: that of new episodes.
 
     `on_status` is called every `STATUS_INTERVAL_S` and at the end.
     """
@@ -130,11 +130,12 @@ class Collection:
         limits: CollectConfig,
         *,
         num_problems: int | None = None,
+        seed: int | None = None,
         on_status: Callable[[CollectionStatus], None] = lambda _status: None,
     ) -> None:
         self.status = CollectionStatus(None if num_problems is None else num_problems * limits.samples_per_problem)
         self._store, self._executor, self._limits = store, executor, limits
-        self._on_status = on_status
+        self._on_status, self._seed = on_status, seed
         # Turns and score have a deadline each, so a try that takes longer hangs, which is a failure of the environment.
         self._max_try_s = 2 * limits.deadline_s + TRY_GRACE_S
         self._problems = iter(problems)
@@ -227,7 +228,7 @@ class Collection:
             return None
         key = Key(group.problem.id, sample)
         failures = Counter({FailureKind.ENVIRONMENT: self._store.failures[key, FailureKind.ENVIRONMENT]})
-        episode = self._store.take_unfinished(key) or Episode(group.problem, sample)
+        episode = self._store.take_unfinished(key) or Episode(group.problem, sample, seed=self._seed)
         self._pending[key] = _Pending(group, episode, failures)
         self._ready.append(key)
         group.num_open += 1

@@ -136,7 +136,8 @@ class RayExecutor:
         return sum(worker.is_ready for worker in self._workers.values())
 
     def _free_slots(self, worker: _Worker) -> int:
-        return self._episodes_per_worker - len(worker.tries) if worker.is_ready else 0
+        can_run = worker.is_ready and not worker.lost.done()
+        return self._episodes_per_worker - len(worker.tries) if can_run else 0
 
     def submit(self, by: Try, episode: Episode) -> None:
         """Give an episode to the worker with most free slots."""

@@ -27,8 +27,8 @@ class EngineState:
     """The engine's token counter at the last scrape."""
     last_progress_at: float = 0.0
     """Time of the last scrape that found the counter changed or no request in flight."""
-    turn_error_episodes: set[int] = field(default_factory=set)
-    """Episodes whose turns failed with a `TurnError`, since the engine's last valid turn."""
+    failed_turns: set[int] = field(default_factory=set)
+    """Hashes of context and seed of the turns that failed with a `TurnError`, since the engine's last valid turn."""
 
     def cancel_requests(self, now: float) -> None:
         """Make all requests in flight raise `TimeoutError` in the tasks that await them."""

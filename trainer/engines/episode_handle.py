@@ -12,9 +12,9 @@ from trainer.scheduling.scheduler import Placement
 
 MAX_FAILURES_PER_TURN = 3
 """A turn that has failed this often fails its episode, because the turn itself may be the cause."""
-MAX_TURN_ERROR_EPISODES = 3
-"""An engine is marked down when turns of this many episodes, without a valid turn between them, failed with a
-`TurnError`."""
+MAX_FAILED_TURNS = 3
+"""An engine is marked down when this many different turns, without a valid one between them, failed with a `TurnError`.
+"""
 
 
 class _Aborted(Exception):
@@ -52,7 +52,8 @@ class EpisodeHandle:
             pool.scheduler.park(self.key, length, ended_at)
         except _Aborted:
             self.close(None)
-            return Generation((), (), False, "", pool.weight_version, is_aborted=True)
+            wait_s = pool.now() - requested_at
+            return Generation((), (), False, "", pool.weight_version, is_aborted=True, wait_s=wait_s)
         except BaseException:
             self.close(None)
             raise
@@ -118,16 +119,17 @@ class EpisodeHandle:
                         generation = await state.engine.generate(ids, sampling)
                 # Otherwise the engine was marked down meanwhile, and the scheduler places the turn again.
                 if self.placement is placement:
-                    state.turn_error_episodes.clear()
+                    state.failed_turns.clear()
                     return generation, placement, started_at
             except TurnError as error:
                 pool.nan_turns += isinstance(error, NonFiniteLogprobError)
                 failures += 1
                 if failures == MAX_FAILURES_PER_TURN:
                     raise
-                state.turn_error_episodes.add(self.key)  # an episode counts once, since its turn may be the cause
-                if self.placement is placement and len(state.turn_error_episodes) >= MAX_TURN_ERROR_EPISODES:
-                    pool.mark_failed(state, f"{MAX_TURN_ERROR_EPISODES} episodes in a row failed; the last: {error}")
+                # A turn that is tried again counts once, since it may be the cause.
+                state.failed_turns.add(hash((tuple(ids), sampling.seed)))
+                if self.placement is placement and len(state.failed_turns) >= MAX_FAILED_TURNS:
+                    pool.mark_failed(state, f"{MAX_FAILED_TURNS} different turns in a row failed; the last: {error}")
             except (EngineError, TimeoutError) as error:
                 if self.placement is placement:  # otherwise the engine is already down, because of another request
                     reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"

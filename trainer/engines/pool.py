@@ -250,7 +250,7 @@ class EnginePool(PoolState):
         )
         state.is_up, state.is_unresponsive, state.missed_scrapes = True, False, 0
         state.last_progress_at = self.now()
-        state.turn_error_episodes.clear()
+        state.failed_turns.clear()
         self.scheduler_event.set()
 
     async def _retry(self, state: EngineState) -> None:
@@ -316,8 +316,9 @@ class EnginePool(PoolState):
                 stats = await state.engine.stats()
         except (EngineError, TimeoutError) as error:
             state.missed_scrapes += 1
-            if state.is_up and state.missed_scrapes >= MAX_MISSED_SCRAPES:
-                self.mark_failed(state, f"no answer to {MAX_MISSED_SCRAPES} scrapes: {error!r}")
+            has_ended = state.engine.weight_version != self.weight_version  # the server refused the connection
+            if state.is_up and (has_ended or state.missed_scrapes >= MAX_MISSED_SCRAPES):
+                self.mark_failed(state, f"no answer to {state.missed_scrapes} scrapes: {error!r}")
             return
         state.missed_scrapes = 0
         if stats is None or not state.is_up:

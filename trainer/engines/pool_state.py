@@ -106,7 +106,6 @@ class PoolState:
 
     def mark_failed(self, state: EngineState, reason: str) -> None:
         """Mark an engine down after a failure. Its running turns are placed again."""
-        logger.warning("engine %s is down, next attempt in %g s: %s", state.engine.name, self._retry_after_s, reason)
         self._mark_down(state)
         self._schedule_retry(state, reason)
 
@@ -115,15 +114,20 @@ class PoolState:
         is_down = not (self.scheduler.is_paused or self.is_sleeping or self._is_any_up())
         return is_down and self.now() - self._all_down_since >= self._all_down_timeout_s
 
+    def down_reasons(self) -> dict[str, str]:
+        """Return the engines that are down, each with its reason."""
+        return {name: state.down_reason for name, state in self.engine_states.items() if not state.is_up}
+
     def all_down_error(self) -> EngineError:
         """Return an error with the reason of each engine."""
-        reasons = "; ".join(f"{name}: {state.down_reason}" for name, state in self.engine_states.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.down_reasons().items())
         return EngineError(f"all {len(self.engine_states)} engines are down: {reasons}")
 
     def _is_any_up(self) -> bool:
         return any(state.is_up for state in self.engine_states.values())
 
     def _schedule_retry(self, state: EngineState, reason: str) -> None:
+        logger.warning("engine %s is down, next attempt in %g s: %s", state.engine.name, self._retry_after_s, reason)
         state.down_reason, state.is_unresponsive = reason, True
         state.retry_at = self.now() + self._retry_after_s
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 PYTHON_TOOL_NAME = "execute_python_code_with_standard_io"
 """The Python tool's name in rStar2-Agent, as in `sandbox.tool`."""
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+RECORD_DEPTH = 20
+"""Upper bound of the number of lists and objects around a tool call in the files with episodes."""
 _BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
 _EXAMPLE = f'{TOOL_CALL_OPEN}{{"name": "{PYTHON_TOOL_NAME}", "arguments": {{"code": "print(1)"}}}}{TOOL_CALL_CLOSE}'
 
@@ -108,8 +113,21 @@ def _skip_blanks(text: str, position: int) -> int:
 def _tool_call(value: Any, text: str) -> ToolCallRequest | MalformedCall:
     match value:
         case {"name": str(name), "arguments": str() | dict() as arguments}:
+            try:
+                _check_recordable([name, arguments])
+                if isinstance(arguments, str):  # the tool parses it, and reports text that is no JSON
+                    with suppress(json.JSONDecodeError):
+                        _check_recordable(json.loads(arguments))
+            except (ValueError, RecursionError) as error:
+                return _malformed(text, f"{type(error).__name__}: {error}")
             return ToolCallRequest(name, arguments)
     return _malformed(text, 'TypeError: a tool call is a JSON object with a "name" and an object "arguments"')
+
+
+def _check_recordable(value: Any) -> None:
+    """Raise `ValueError` for unpaired surrogates and too many nested lists, with which no episode can be written and
+    read back."""
+    from_json(b"[" * RECORD_DEPTH + to_json(value) + b"]" * RECORD_DEPTH)
 
 
 def _malformed(text: str, error: str) -> MalformedCall:

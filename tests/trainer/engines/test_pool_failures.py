@@ -23,7 +23,7 @@ from tests.trainer.engines.markov_pool import (
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, NonFiniteLogprobError, SamplingParams
-from trainer.engines.episode_handle import MAX_FAILURES_PER_TURN, MAX_TURN_ERROR_EPISODES
+from trainer.engines.episode_handle import MAX_FAILED_TURNS, MAX_FAILURES_PER_TURN
 from trainer.engines.pool import MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
 
 RETRY_AFTER_S = 30
@@ -233,28 +233,28 @@ async def test_a_turn_that_always_has_nan_logprobs_fails_its_episode_alone():
 async def test_an_engine_with_nan_logprobs_in_every_turn_is_marked_down_and_no_episode_is_lost():
     engines = make_engines(2)
     engines[0].before_generate = fail_turns_with_nan(1 << 30)
-    num_episodes = 2 * MAX_TURN_ERROR_EPISODES
+    num_episodes = 2 * MAX_FAILED_TURNS
     async with make_pool(engines) as pool:
         ids = await asyncio.gather(*start_episodes(pool, num_episodes))
         assert ids == await ids_without_failures(range(num_episodes))
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]
         reason = pool.engine_states["e0"].down_reason
-        assert reason == f"{MAX_TURN_ERROR_EPISODES} episodes in a row failed; the last: NaN"
+        assert reason == f"{MAX_FAILED_TURNS} different turns in a row failed; the last: NaN"
 
 
 @virtual_time
 async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_nan_episodes():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:
-        for number in range(2 * MAX_TURN_ERROR_EPISODES):  # in each episode, valid turns follow the one with NaN
+        for number in range(2 * MAX_FAILED_TURNS):  # in each episode, valid turns follow the one with NaN
             engine.before_generate = fail_turns_with_nan(1)
             await run_episode(pool, number)
-        assert pool.nan_turns == 2 * MAX_TURN_ERROR_EPISODES
+        assert pool.nan_turns == 2 * MAX_FAILED_TURNS
         assert pool.now() == 0, "the engine must not have been marked down"
-        engine.before_generate = fail_turns_with_nan(MAX_TURN_ERROR_EPISODES)
-        running = start_episodes(pool, MAX_TURN_ERROR_EPISODES)
+        engine.before_generate = fail_turns_with_nan(MAX_FAILED_TURNS)
+        running = start_episodes(pool, MAX_FAILED_TURNS)
         await asyncio.sleep(1)
         assert not pool.engine_states["e0"].is_up
         engine.before_generate = fail_turns_with_nan(1)
-        assert await asyncio.gather(*running) == await ids_without_failures(range(MAX_TURN_ERROR_EPISODES))
+        assert await asyncio.gather(*running) == await ids_without_failures(range(MAX_FAILED_TURNS))
         assert RETRY_AFTER_S <= pool.now() < 2 * RETRY_AFTER_S, "the next NaN must not mark the engine down again"
