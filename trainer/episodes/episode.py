@@ -145,6 +145,8 @@ class Episode:
     """The infrastructure failure behind `StopReason.UNAVAILABLE`."""
     steps_carried: int = 0
     """How many times this episode was unfinished at the end of a training step and was continued in the next."""
+    seed: int | None = None
+    """The seed of its turns; None for that of the process that runs it."""
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, weight_version: int) -> None:
         """Append tokens that weights of `weight_version` sampled. `logprobs` is None if they are unknown."""
@@ -218,7 +220,7 @@ class Episode:
     def sampled_tokens_by_version(self) -> dict[int, int]:
         """The number of sampled tokens per weight version."""
         ends = [*(start for start, _ in self.weight_versions[1:]), len(self.response_ids)]
-        return {
+        return {  # without versions, nothing was sampled
             version: sum(self.loss_mask[start:end])
-            for (start, version), end in zip(self.weight_versions, ends, strict=True)
+            for (start, version), end in zip(self.weight_versions, ends, strict=False)
         }

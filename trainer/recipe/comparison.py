@@ -23,7 +23,10 @@ from trainer.recipe.evaluation import ALL, Estimate, Z, read_outcomes
 from trainer.recipe.phases import EVAL_SET
 from trainer.runs.run_folder import RunFolder
 
-MAY_DIFFER = frozenset({"model", "weights", "data", "seed", "engines.model_name", "engines.prompt_format"})
+MAY_DIFFER = frozenset({
+    "model", "weights", "data", "seed", "engines.model_name", "engines.prompt_format", "dtype", "chat_format",
+    "chat_template", "system_prompt",
+})  # fmt: skip
 """Settings of an evaluation that are not about sampling. The problems themselves are compared in place of `data`."""
 ADDED_PROBLEMS = 2
 """The number of problems added for the interval."""

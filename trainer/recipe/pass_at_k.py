@@ -111,7 +111,9 @@ def _report(problems: list[Counter[str]]) -> PassReport:
         problems_at_k[k] = len(counts_at_k)
         for name, probability in {f"pass@{k}": pass_at, f"pass^{k}": pass_hat}.items():
             if name != "pass^1":  # equal to pass@1
-                measures[name] = ratio_estimate([(probability(k, *counts), 1) for counts in counts_at_k], is_share=True)
+                chances = [(probability(k, *counts), 1.0) for counts in counts_at_k]
+                episodes = sum(attempts for attempts, _ in counts_at_k)
+                measures[name] = ratio_estimate(chances, is_share=True, max_trials=episodes)
     return PassReport(
         problems=len(problems),
         **sum(problems, Counter[str]()),

@@ -1,17 +1,24 @@
 """Writes a training's metrics and marks its checkpoints, on the first rank.
 
-Invariant: every optimizer step has one row of metrics, written before the checkpoint of that step.
+Invariants:
+- Every optimizer step has one row of metrics, written before the checkpoint of that step.
+- No checkpoint has the weights of a step whose loss or gradient was not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainer.training.context import COMPLETE_MARK, TrainingContext
+
+
+class TrainingDiverged(Exception):
+    """The loss or the gradient of a step was not finite, so neither are the weights after it."""
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]
@@ -35,9 +42,14 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
     ) -> None:
+        step = self.step_offset + state.global_step
+        if diverged := [name for name in ("loss", "grad_norm") if not isfinite(logs.get(name, 0.0))]:  # on all ranks
+            raise TrainingDiverged(
+                f"{self.stage}, step {step}: {diverged[0]} is {logs[diverged[0]]}: expected a finite number; lower the "
+                "learning rate, in a new run folder. The last checkpoint has the weights of an earlier step"
+            )
         if "loss" in logs and state.is_world_process_zero:  # the log at the end of the training has no loss
-            row = {"step": self.step_offset + state.global_step, "stage": self.stage}
-            self.run_folder.append_metrics(row | self.metrics_from_logs(logs))
+            self.run_folder.append_metrics({"step": step, "stage": self.stage} | self.metrics_from_logs(logs))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:

@@ -105,6 +105,7 @@ class TrainingContext:
             "save_steps": settings.save_steps,
             "save_total_limit": CHECKPOINTS_KEPT,
             "logging_steps": 1,
+            "logging_nan_inf_filter": False,  # otherwise a loss of NaN is logged as 0
             "dataloader_pin_memory": self.hardware.gpus_per_node > 0,
             "report_to": "none",
             "disable_tqdm": True,

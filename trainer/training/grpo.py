@@ -47,7 +47,7 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import StageConfig, check_options
+from trainer.config import ConfigError, StageConfig, check_options
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.rollout.runtime import RolloutRuntime
@@ -80,9 +80,14 @@ OWN_ARGUMENTS = frozenset({
     "accelerator_config", "save_strategy", "save_steps", "save_total_limit", "logging_steps", "dataloader_pin_memory",
     "report_to", "disable_tqdm", "max_steps", "num_generations", "max_completion_length", "shuffle_dataset", "beta",
     "epsilon", "epsilon_high", "loss_type", "scale_rewards", "temperature", "vllm_importance_sampling_correction",
-    "lr_scheduler_type", "warmup_steps", "max_grad_norm",
+    "lr_scheduler_type", "warmup_steps", "max_grad_norm", "logging_nan_inf_filter",
 })  # fmt: skip
 """Arguments of GRPOConfig that `train_stage` sets."""
+USED_ARGUMENTS = frozenset(
+    {"cast_lm_head_to_fp32", "disable_dropout", "mask_truncated_completions", "trust_remote_code"}
+)
+"""Arguments that GRPOConfig adds to those of transformers, and that have an effect here. The others belong to TRL's
+sampling, which is not used, and to its loss, which `TokenBudgetTrainer` replaces."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 """Reads and writes `PENDING_GROUPS`."""
 
@@ -173,9 +178,16 @@ def train_stage(
 
 
 def check_grpo_options(stage: StageConfig, own_arguments: Collection[str] = OWN_ARGUMENTS) -> None:
-    """Raise `ConfigError` for an argument in `[stages.NAME.grpo]` that GRPOConfig lacks or that the trainer sets."""
-    known = {argument.name for argument in fields(GRPOConfig)}
-    check_options(f"stages.{stage.name}.grpo", stage.grpo, own_arguments, known, "argument of TRL's GRPOConfig")
+    """Raise `ConfigError` for an argument in `[stages.NAME.grpo]` that GRPOConfig lacks, that the trainer sets, or that
+    would have no effect."""
+    table, known = f"stages.{stage.name}.grpo", {argument.name for argument in fields(GRPOConfig)}
+    check_options(table, stage.grpo, own_arguments, known, "argument of TRL's GRPOConfig")
+    unused = known - {argument.name for argument in fields(TrainingArguments)} - USED_ARGUMENTS
+    if ignored := sorted(unused & stage.grpo.keys()):
+        raise ConfigError(
+            f"{table}: {', '.join(ignored)}: expected other arguments, since the trainer samples and computes the loss "
+            "without TRL; the settings of the stage decide both"
+        )
 
 
 class _GrpoArguments(SingleGpuArguments, GRPOConfig):  # type: ignore[misc]
@@ -292,8 +304,12 @@ class TrlAdapter(MetricsCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A checkpoint of the previous stage restores that stage's settings into the trainer's state.
+        # A checkpoint of the previous stage restores that stage's settings into the trainer's state and the optimizer.
         state.save_steps = args.save_steps
+        groups = kwargs["optimizer"].param_groups
+        for group, weight_decay in zip(groups, (args.weight_decay, 0.0), strict=False):  # biases have no decay
+            group["weight_decay"] = weight_decay
+            group["betas"], group["eps"] = (args.adam_beta1, args.adam_beta2), args.adam_epsilon
         kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
         self._step_started_at = perf_counter()
 
@@ -342,10 +358,11 @@ class TrlAdapter(MetricsCallback):
         episodes = [episode for group in groups for episode in group]
         unavailable = [episode for episode in episodes if metrics.is_unavailable(episode)]
         if len(unavailable) > min(self._stage.max_unavailable_share * len(episodes), len(episodes) - 1):
+            cause = next((episode.error for episode in unavailable if episode.error), "an answer could not be checked")
             raise NoRewardsError(
                 f"step {step}: {len(unavailable)} of {len(episodes)} episodes have no reward, since the infrastructure "
                 f"failed; at most {self._stage.max_unavailable_share:.0%} may (max_unavailable_share). The first "
-                f"failure: {unavailable[0].error}. Mend it and run the same command again: it continues"
+                f"failure: {cause}. Mend it and run the same command again: it continues"
             )
         in_loss = list(map(training_rows.in_loss_indices, groups, selected))
         self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._optional_metrics(groups)

@@ -52,7 +52,8 @@ def in_loss_indices(group: Sequence[Episode], selected: Sequence[int]) -> list[i
 
 
 def training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> TrainingRow:
-    """Return an episode's row. TRL accepts no empty completion, so an episode without tokens gets a masked one."""
+    """Return an episode's row. TRL accepts neither an empty prompt nor an empty completion; one token replaces it."""
+    prompt_ids = list(episode.prompt_ids) or [placeholder_id]
     ids = list(episode.response_ids) or [placeholder_id]
     logprobs = episode.known_logprobs
     if logprobs is None:
@@ -61,7 +62,7 @@ def training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> 
             f"{WITHOUT_LOGPROBS_ADVICE}"
         )
     mask = list(episode.loss_mask) if is_in_loss and episode.response_ids else [0] * len(ids)
-    return TrainingRow(list(episode.prompt_ids), ids, logprobs or [0.0], mask, episode.reward)
+    return TrainingRow(prompt_ids, ids, logprobs or [0.0], mask, episode.reward)
 
 
 def roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
