@@ -147,13 +147,23 @@ def evaluate(args: argparse.Namespace) -> None:
     """Evaluate a model: accuracy, tool use, format, lengths."""
     from rich.console import Console
 
-    from trainer.recipe.evaluation import ALL, report_table, reports_from_json
+    from trainer.config import ConfigError
+    from trainer.json_files import check_same_settings
+    from trainer.recipe.evaluation import ALL, report_table, reports_from_json, sampling_settings
     from trainer.recipe.phases import EvalResult, Phase
+    from trainer.runs.run_folder import RunFolder
 
     run = _run(args)
+    if args.stage and args.out:
+        raise ConfigError("--out: expected --model; the evaluation of a stage has its place in the run folder")
     phase = Phase("eval", args.stage) if args.stage else None
     result = run.result(phase) if phase else None
     reports = reports_from_json(result.reports) if isinstance(result, EvalResult) else {}
+    if phase and reports:
+        folder = run.stage_dir(phase.stage) / "eval"
+        mine = sampling_settings(run.config.eval, run.config.eval.samples_per_problem)
+        stored = RunFolder(folder).read_config() or mine
+        check_same_settings(folder, mine, {name: stored[name] for name in mine})
     if not reports or reports[ALL].unavailable:  # not done yet, or an outage left episodes without a reward
         _require(args, run, phase or Phase("eval", stage=""))
         from trainer.recipe import phase_work

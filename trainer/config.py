@@ -48,6 +48,8 @@ RESERVED_BODY_FIELDS = frozenset({
     "stream",
 })  # fmt: skip
 """Fields of a completion request that `engines.extra_body` must not have."""
+RESERVED_STAGES = ("initial", "sft", "train", "eval")
+"""Names of the run folder's own stages and problems, which no stage may have."""
 ONLINE_SETTINGS = ("cancel_stragglers", "partial_rollouts", "one_step_off_policy", "dynamic_sampling_rounds")
 """Settings of a stage that need `episodes = "online"`."""
 
@@ -272,6 +274,22 @@ class RunConfig:
     storage: StorageConfig = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
+        model, engines = self.model, self.engines
+        _require(
+            not model.chat_template or model.chat_format == "tokenizer",
+            f"model.chat_template={model.chat_template}: expected chat_format=tokenizer, since {model.chat_format} has "
+            "its own",
+        )
+        _require(
+            not engines.args or (engines.kind == "vllm" and not engines.endpoints),
+            f"engines.args: {', '.join(engines.args)}: expected kind=vllm without endpoints, since these are arguments "
+            "of servers that the run starts",
+        )
+        for name in self.stages:
+            _require(
+                re.fullmatch("[a-z0-9_-]+", name) is not None and name not in RESERVED_STAGES,
+                f"stages.{name}: expected a name of a-z, 0-9, _ and -, other than {', '.join(RESERVED_STAGES)}",
+            )
         ranks, sft = self.hardware.nodes * max(1, self.hardware.gpus_per_node), self.sft
         _require(
             not sft.data or sft.batch_size % (sft.micro_batch_size * ranks) == 0,

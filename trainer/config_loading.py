@@ -1,7 +1,7 @@
 """Reads a run's settings from defaults < TOML or JSON file < environment variables < `--set`.
 
 Invariants:
-- A key of `[rl]` is the default of every stage.
+- A key of `[rl]` is the default of every stage; the tables `grpo` of both are merged.
 - An unknown name or a bad value is a `ConfigError` with its source: the file, the variable or the `--set`.
 - A run's config.json, written from `asdict` of a `RunConfig`, is a config file that gives an equal `RunConfig`.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config import ConfigError, ModelShape, RunConfig, StageConfig, suggestion
+from trainer.config import ConfigError, ModelShape, RunConfig, SamplingConfig, StageConfig, suggestion
 
 ENV_PREFIX = "RSTAR_TRAIN_"
 ENV_SEPARATOR = "__"
@@ -55,12 +55,16 @@ def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequen
 
     `file` may be a run folder. `overrides` are texts such as `stages.rl1.steps=3`.
     """
+    tree, origins = {}, dict[str, str]()
     if file is not None and file.is_dir():
-        file /= "config.json"
-    tree, origins = _read(file) if file is not None else {}, {}
+        run_dir, file = file, file / "config.json"
+        tree = _read(file) | {"run_dir": str(run_dir)}  # the folder may have been moved
+    elif file is not None:
+        tree = _read(file)
     for origin, path, value in _overrides(environ, overrides):
         *parents, name = path.split(".")
-        if parents[:1] == ["stages"] and parents[1:] and parents[1] not in (known := tree.get("stages", {})):
+        known = tree.get("stages", {})
+        if parents[:1] == ["stages"] and parents[1:] and isinstance(known, dict) and parents[1] not in known:
             raise ConfigError(f"{origin}: no such stage; {suggestion(parents[1], known)}")
         table = tree
         for parent in parents:
@@ -71,9 +75,25 @@ def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequen
         table[name], origins[path] = _typed(value) if is_passed_through else value, origin
     defaults, stages = tree.get("rl", {}), tree.get("stages")
     if isinstance(defaults, dict) and isinstance(stages, dict):
-        inherited = {name: {**defaults, **own, "name": name} for name, own in stages.items() if isinstance(own, dict)}
-        tree["stages"] = {**stages, **inherited}
+        own_tables = {name: own for name, own in stages.items() if isinstance(own, dict)}
+        _check_inherited(origins, own_tables)
+        tree["stages"] = {**stages, **{name: _inherit(defaults, own, name) for name, own in own_tables.items()}}
     return validate_tree(RunConfig, tree, f"{file}: " if file else "", origins)
+
+
+def _inherit(defaults: Mapping[str, Any], own: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings of a stage, from those in `[rl]` and its own."""
+    tables = [table["grpo"] for table in (defaults, own) if isinstance(table.get("grpo"), dict)]
+    return {**defaults, **own, "name": name} | ({"grpo": tables[0] | tables[-1]} if tables else {})
+
+
+def _check_inherited(origins: Mapping[str, str], stages: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` if a variable or `--set` gives a default for stages that every stage replaces."""
+    used_elsewhere = {setting.name for setting in fields(SamplingConfig)}  # by `rollout --stage sft`
+    for path, origin in origins.items():
+        table, _, key = path.partition(".")
+        if table == "rl" and key not in used_elsewhere and stages and all(key in own for own in stages.values()):
+            raise ConfigError(f"{origin}: each stage has a {key} of its own; use stages.NAME.{key}")
 
 
 def validate_tree(kind: type[T], tree: Mapping[str, Any], source: str, origins: Mapping[str, str] | None = None) -> T:

@@ -26,11 +26,13 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object that `write_json` wrote; None if there is no file."""
+    """Return the object that `write_json` wrote; None if there is no file. Raises `RecordError` if it is no object."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path}: expected an object in JSON: {error}") from error
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:

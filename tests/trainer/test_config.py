@@ -225,7 +225,8 @@ def test_a_value_for_a_library_has_the_type_in_which_it_is_written(
 ) -> None:
     *parents, name = setting.split(".")
     variable = "RSTAR_TRAIN_" + setting.upper().replace(".", "__")
-    for environ, overrides in (({}, [f"{setting}={text}"]), ({variable: text}, [])):
+    kind = "engines.kind=vllm"  # a run that starts servers, to which engines.args belong
+    for environ, overrides in (({}, [f"{setting}={text}", kind]), ({variable: text}, [kind])):
         table = asdict(load_config(file, environ, overrides))
         for parent in parents:
             table = table[parent]

@@ -89,6 +89,8 @@ def iter_problems(
     name = Path(source).stem if source.endswith(FILE_SUFFIXES) else source
     for number, row in enumerate(_rows(source)):
         try:
+            if isinstance(row, bytes):
+                raise DataError(f"expected a row in JSON, got {row!r:.200}")
             problem = _problem(row, name, number)
             if _match_hub_name(source) and problem.environment not in HUB_ENVIRONMENTS:
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
@@ -193,14 +195,19 @@ def _problem(row: Any, source: str, number: int) -> Problem:
         return problem
     text, answer = _first_present(row, TEXT_PATHS), _first_present(row, ANSWER_PATHS)
     if not isinstance(text, str) or not (text := text.strip()):
-        raise DataError(f"expected a problem as {' | '.join(TEXT_PATHS)}, got {row!r:.200}")
+        raise DataError(f"expected a problem as {_fields(TEXT_PATHS)}, got {row!r:.200}")
     if text.startswith(_DAPO_HEAD):
         text = text.partition("\n\n")[2].removesuffix(_DAPO_TAIL).strip()
     if answer is None:
         answer = _answer_from_solution(_first_present(row, ["solution"]))
     if not (answer := _answer_text(answer)):
-        raise DataError(f"expected an answer as {' | '.join(ANSWER_PATHS)}, got {row!r:.200}")
+        raise DataError(f"expected an answer as {_fields(ANSWER_PATHS)}, got {row!r:.200}")
     return Problem(id, text, answer, source)
+
+
+def _fields(paths: Iterable[str]) -> str:
+    """Return the names of the paths that are a single field, for a message."""
+    return " | ".join(path for path in paths if "." not in path)
 
 
 def _first_present(row: Any, paths: Iterable[str]) -> Any:
