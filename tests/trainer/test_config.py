@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from trainer.config import ConfigError, PlacementPolicy, RunConfig, StageConfig, expand_urls
 from trainer.config_loading import RENAMED, load_config
+from trainer.json_files import write_json
 from trainer.scheduling.scheduler import POLICIES
 
 RUN = """
@@ -59,6 +60,45 @@ def test_a_stage_takes_the_values_of_rl_unless_it_has_its_own(file: Path) -> Non
     assert (first.name, first.steps, first.problems_per_step, first.learning_rate) == ("first", 4, 8, 1.0)
     assert (second.name, second.steps, second.problems_per_step) == ("second", 9, 8)
     assert second.learning_rate == StageConfig().learning_rate
+
+
+def test_a_stage_merges_its_arguments_of_trl_with_those_of_all_stages(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[rl.grpo]\nweight_decay = 0.1\nadam_beta2 = 0.9\n[stages.a]\n[stages.b.grpo]\nadam_beta2 = 0.95\n")
+    stages = load_config(file, {}, ["stages.a.grpo.adam_beta1=0.8"]).stages
+    assert stages["a"].grpo == {"weight_decay": 0.1, "adam_beta2": 0.9, "adam_beta1": 0.8}
+    assert stages["b"].grpo == {"weight_decay": 0.1, "adam_beta2": 0.95}
+
+
+def test_a_default_that_no_stage_takes_is_refused_if_it_is_set_for_this_command(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[stages.a]\nsteps = 1\n[stages.b]\nsteps = 2\n")
+    for environ, overrides in (({}, ["rl.steps=7"]), ({"RSTAR_TRAIN_RL__STEPS": "7"}, [])):
+        with pytest.raises(ConfigError, match=r"each stage has a steps of its own; use stages\.NAME\.steps$"):
+            load_config(file, environ, overrides)
+    assert load_config(file, {}, ["rl.max_turns=3"]).stages["a"].max_turns == 3
+
+
+@pytest.mark.parametrize("name", ["sft", "initial", "train", "eval", "RL1", '"a/b"', '".."'])
+def test_a_stage_has_no_name_that_the_run_folder_or_a_variable_cannot_have(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[stages.{name}]\n")
+    with pytest.raises(ConfigError, match="expected a name of a-z, 0-9, _ and -, other than initial, sft, train, eval"):
+        load_config(file, {})
+
+
+def test_a_moved_run_folder_is_its_own_run_dir(tmp_path: Path) -> None:
+    config = load_config(None, {}, [f"run_dir={tmp_path / 'before'}"])
+    write_json(tmp_path / "after/config.json", {"layout_version": 2, "config": asdict(config)})
+    assert load_config(tmp_path / "after", {}).run_dir == str(tmp_path / "after")
+    assert load_config(tmp_path / "after", {}, ["run_dir=elsewhere"]).run_dir == "elsewhere"
+
+
+def test_a_setting_of_a_stage_needs_a_table_of_stages(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("stages = 5\n")
+    with pytest.raises(ConfigError, match=r"^--set stages\.rl1\.steps: expected a value, since stages is not a table$"):
+        load_config(file, {}, ["stages.rl1.steps=2"])
 
 
 def test_stages_keep_the_order_of_the_file(tmp_path: Path) -> None:
@@ -140,6 +180,12 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
             "stages.first.roc_mode=off",
             "stages.first: roc_mode=off, kept_per_problem=16 of samples_per_problem=32: expected equal numbers",
         ),
+        (
+            "model.chat_template=a.jinja",
+            "model.chat_template=a.jinja: expected chat_format=tokenizer, since rstar2 has",
+        ),
+        ("engines.args.dtype=half", "engines.args: dtype: expected kind=vllm without endpoints, since these are"),
+        ("stages=1", "--set stages: expected a valid dictionary, got '1'"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_the_expected_value(file: Path, override: str, message: str) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from trainer import cli, progress_bar
+from trainer.config import EvalConfig
 from trainer.config_loading import load_config
 from trainer.json_files import write_json
-from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize, summary_scores
+from trainer.recipe.evaluation import ALL, EpisodeOutcome, sampling_settings, summarize, summary_scores
 from trainer.recipe.phases import EvalResult, RecipeRun, TrainResult
+from trainer.runs.run_folder import RunFolder
 
 MAX_HELP_CPU_S = 0.5
 """CPU seconds that any `--help` may use."""
@@ -149,6 +151,25 @@ def test_a_finished_evaluation_is_shown_without_torch(tmp_path: Path) -> None:
     assert shown.startswith("evaluation after sft")
     # avg@1 and pass@1 of two sources.
     assert [shown.count(text) for text in ("0.500 [0.30–0.70]", "tool use", "pass@1")] == [2 * 2, 1, 1]
+
+
+def test_a_finished_evaluation_of_a_stage_is_not_shown_for_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = _write_evaluated_run(tmp_path, "aime24")
+    settings = sampling_settings(EvalConfig(), 1)
+    RunFolder(tmp_path / "run/stages/sft/eval").bind_config(settings | {"seed": 1})
+    assert cli.main(["eval", *arguments, "--stage", "sft"]) == 0
+    assert cli.main(["eval", *arguments, "--stage", "sft", "--set", "eval.samples_per_problem=8"]) == 2
+    assert "stages/sft/eval was written with other settings (samples)" in capsys.readouterr().err
+    assert cli.main(["eval", *arguments, "--stage", "sft", "--out", str(tmp_path / "out")]) == 2
+    assert "--out: expected --model" in capsys.readouterr().err
+
+
+def test_a_damaged_configuration_of_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"layout_version": 2, "conf', encoding="utf-8")
+    assert cli.main(["show", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'config.json'}: expected an object in JSON: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

@@ -251,13 +251,15 @@ def ratio_estimate(
         return Estimate(value, max(0.0, value - t * variance**0.5), value + t * variance**0.5)
     trials: float = len(sums)
     if variance > ZERO_VARIANCE:
-        trials = min(max_trials or total, value * (1 - value) / variance * (Z / t) ** 2)
+        most = max_trials or total
+        # Independent trials have an estimated variance of value * (1 - value) / (trials - 1).
+        trials = min(most, (1 + value * (1 - value) / variance) * (t_quantile(max(1, most - 1)) / t) ** 2)
     center = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half_width = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5
     return Estimate(value, max(0.0, center - half_width), min(1.0, center + half_width))
 
 
-def t_quantile(degrees: int) -> float:
+def t_quantile(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution, by the expansion of Cornish and Fisher.
 
     The error is below 1 % from 3 degrees of freedom on. For 2 and 1 the result is too small: 4.2 and 9.7.

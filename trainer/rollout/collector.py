@@ -22,6 +22,7 @@ from trainer.engines.pool import EnginePool
 from trainer.environments.environment import Environment, InitialState, close_environment
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
+from trainer.episodes.reward import INFRASTRUCTURE_STOPS
 from trainer.episodes.turn_parser import ToolCallRequest
 from trainer.rollout.episode_runner import EpisodeRunner
 from trainer.rollout.runtime import IsGroupDecided
@@ -155,12 +156,16 @@ class EpisodeCollector:
         return list(episodes)
 
     async def _score(self, episodes: Sequence[Episode], environment: Environment) -> list[float | None]:
+        """Return the rewards in order; None for an episode that the infrastructure ended."""
+        ended = [episode for episode in episodes if episode.stop_reason not in INFRASTRUCTURE_STOPS]
+        rewards: list[float | None] = [None] * len(ended)
         with self._pool.busy_timer:
             try:
-                return await environment.score_group(episodes)
+                rewards = await environment.score_group(ended)
             except Exception as error:
                 logger.warning("problem %s was not scored: %s", episodes[0].problem.id, _failure(error))
-                return [None] * len(episodes)
+        by_episode = dict(zip(ended, rewards, strict=True))
+        return [by_episode.get(episode) for episode in episodes]
 
     async def _run_episode(self, episode: Episode, runner: EpisodeRunner) -> None:
         max_context_tokens = len(episode.prompt_ids) + runner.limits.max_response_tokens

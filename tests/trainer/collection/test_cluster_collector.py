@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.trainer.collection.hosts import NUM_TURNS, journal_rows, make_host, wait_for
 from trainer.collection import driver
-from trainer.collection.cluster_collector import ClusterCollector
+from trainer.collection.cluster_collector import ClusterCollector, CollectionError
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import FailureKind, Growth
 from trainer.collection.stored_collector import NoEngines
@@ -36,11 +37,24 @@ def groups(num_samples: int = 2) -> list[list[Episode]]:
     return [[Episode(problem, sample) for sample in range(num_samples)] for problem in reversed(PROBLEMS)]
 
 
-async def collect(path: Path, run_episode: RunEpisode, version: int, **limits: int) -> list[list[Episode]]:
+class Engines(NoEngines):
+    """Engines that load all weights, except for those that are down."""
+
+    def __init__(self, down: dict[str, str] | None = None) -> None:
+        self.engine_states, self._down = {"a": None, "b": None}, down or {}
+
+    def down_reasons(self) -> dict[str, str]:
+        return self._down
+
+
+async def collect(
+    path: Path, run_episode: RunEpisode, version: int, *, seed: int = 0, engines: Any = None, **limits: int
+) -> list[list[Episode]]:
     async with LocalExecutor(run_episode, 4) as executor:
-        collector = ClusterCollector(executor, NoEngines(), CollectConfig(samples_per_problem=1, **limits), path)
+        config = CollectConfig(samples_per_problem=1, **limits)
+        collector = ClusterCollector(executor, engines or Engines(), config, path)
         await collector.sync_weights({}, version)
-        collected = await collector.collect_groups(groups())
+        collected = await collector.collect_groups(groups(), seed=seed)
     assert all(collected)
     return [group for group in collected if group]
 
@@ -51,6 +65,25 @@ async def test_groups_come_in_order_with_the_version_of_the_last_sync(tmp_path: 
         [(f"p{index}", sample, 1.0) for sample in range(2)] for index in (2, 1, 0)
     ]
     assert {tuple(episode.weight_versions) for group in collected for episode in group} == {((0, 7),)}
+
+
+async def test_the_seed_of_a_step_is_that_of_its_episodes(tmp_path: Path) -> None:
+    seeds: list[int | None] = []
+
+    async def run(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
+        seeds.append(episode.seed)
+        return await make_host().run(episode, on_growth)
+
+    for version, seed in ((1, 11), (2, 12)):
+        collected = await collect(tmp_path, run, version, seed=seed)
+        assert {episode.seed for group in collected for episode in group} == set(seeds) == {seed}
+        seeds.clear()
+
+
+async def test_a_step_does_not_begin_while_an_engine_lacks_the_weights(tmp_path: Path) -> None:
+    engines = Engines({"b": "no space left on device"})
+    with pytest.raises(CollectionError, match=r"^1 of 2 engines lack the last weights: b: no space left on device\."):
+        await collect(tmp_path, make_host().run, 1, engines=engines)
 
 
 async def test_an_episode_that_fails_for_good_is_unavailable_and_its_group_keeps_its_size(tmp_path: Path) -> None:

@@ -243,6 +243,18 @@ async def test_an_engine_with_nan_logprobs_in_every_turn_is_marked_down_and_no_e
 
 
 @virtual_time
+async def test_one_turn_that_is_tried_again_and_again_marks_no_engine_down():
+    """An episode that a collection runs again has a handle of its own in each try."""
+    (engine,) = engines = make_engines(1)
+    async with make_pool(engines) as pool:
+        for _ in range(2 * MAX_FAILED_TURNS):
+            engine.before_generate = fail_turns_with_nan(MAX_FAILURES_PER_TURN)
+            with pytest.raises(NonFiniteLogprobError):
+                await run_episode(pool, 1)
+        assert pool.engine_states["e0"].is_up
+
+
+@virtual_time
 async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_nan_episodes():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:

@@ -178,6 +178,17 @@ async def test_an_engine_that_misses_a_sync_does_not_generate_until_the_next():
 
 
 @virtual_time
+async def test_an_engine_that_misses_a_sync_is_logged_and_named(caplog):
+    engines = make_engines(2)
+    async with make_pool(engines) as pool:
+        assert pool.down_reasons() == {}
+        engines[0].before_generate = fail_with()
+        await pool.sync_weights({"salt": 5})
+        assert pool.down_reasons() == {"e0": "gone"}
+    assert "engine e0 is down, next attempt in 30 s: gone" in caplog.text
+
+
+@virtual_time
 async def test_an_engine_that_missed_a_sync_stays_down_even_if_version_and_probe_agree():
     """Two stages may use the same version, and in bfloat16 the probe does not detect small steps."""
     engines = make_engines(2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from sandbox.tool import TOOL_NAMES
 from tests.trainer.episodes.untrusted_text import untrusted_texts
 from tests.trainer.fakes import TAGS, answer_text, call_text
+from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus, Turn
 from trainer.episodes.turn_parser import PYTHON_TOOL_NAME, MalformedCall, ParsedTurn, ToolCallRequest, parse_turn
 
 
@@ -126,3 +128,37 @@ def test_rendered_tool_calls_parse_to_the_same_arguments(codes_and_inputs):
 
 def test_the_example_in_error_responses_names_the_sandbox_tool():
     assert TOOL_NAMES[0] == PYTHON_TOOL_NAME
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        r'{"code": "print(\"\ud83d\")"}',
+        r'"{\"code\": \"\\ud83d\"}"',
+        r'"\ud83d"',
+        '{"a": ' * 300 + "1" + "}" * 300,
+        '{"a": ' * 199 + "1" + "}" * 199,
+    ],
+    ids=["surrogate", "surrogate in text", "surrogate that is no JSON", "nested too deep", "nested a little too deep"],
+)
+def test_a_call_that_no_record_can_hold_is_malformed(arguments: str) -> None:
+    (call,) = parse_turn(
+        f'<tool_call>{{"name": "{PYTHON_TOOL_NAME}", "arguments": {arguments}}}</tool_call>'
+    ).tool_calls
+    assert isinstance(call, MalformedCall) and call.response
+    assert TypeAdapter(MalformedCall).validate_json(TypeAdapter(MalformedCall).dump_json(call)) == call
+
+
+def test_the_deepest_call_that_parses_can_be_written_and_read_back() -> None:
+    def nested(depth: int) -> ToolCallRequest | MalformedCall:
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        (call,) = parse_turn(f'<tool_call>{{"name": "x", "arguments": {arguments}}}</tool_call>').tool_calls
+        return call
+
+    deepest = max(depth for depth in range(1, 256) if isinstance(nested(depth), ToolCallRequest))
+    call = nested(deepest)
+    assert isinstance(call, ToolCallRequest) and deepest > 100
+    done = ToolCall(call.name, call.arguments, ToolCallStatus.OK, "")
+    groups = [[Episode(Problem("p", "", "", ""), 0, turns=[Turn(0, 0, "", (done,))])]]
+    adapter = TypeAdapter(list[list[Episode]])
+    assert adapter.validate_json(adapter.dump_json(groups))[0][0].turns == groups[0][0].turns

@@ -32,6 +32,7 @@ from trainer.recipe.evaluation import (
     reports_from_json,
     summarize,
     summary_scores,
+    t_quantile,
     unfinished_problems,
 )
 from trainer.runs.run_folder import RunFolder
@@ -195,12 +196,30 @@ def test_the_interval_of_problems_with_equal_outcomes_is_not_empty(num_correct: 
     assert report.measures["response_length"] == Estimate(10, 10, 10), "a mean without variance has no interval"
 
 
+@pytest.mark.parametrize(("samples", "correct"), [(8, (4, 5)), (32, (15, 16, 17))])
+def test_problems_that_agree_by_chance_count_as_no_more_trials_than_episodes(
+    samples: int, correct: tuple[int, ...]
+) -> None:
+    report = summarize([[outcome(float(n < num)) for n in range(samples)] for num in correct], samples)
+    share, episodes = sum(correct) / len(correct) / samples, len(correct) * samples
+    for name in ("accuracy", "pass@1"):
+        estimate = report.measures[name]
+        assert estimate.value == share
+        assert estimate.high - estimate.low >= 1.9 * 1.96 * (share * (1 - share) / episodes) ** 0.5
+
+
+def test_the_t_quantile_is_that_of_the_published_table() -> None:
+    for degrees, quantile in ((3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (100, 1.984), (10**6, 1.960)):
+        assert t_quantile(degrees) == pytest.approx(quantile, rel=0.01)
+
+
 def test_more_samples_of_the_same_problems_do_not_narrow_the_interval() -> None:
     many, single = (
         summarize([[outcome(float(number % 2))] * samples for number in range(40)], samples).measures["accuracy"]
         for samples in (50, 1)
     )
-    assert (many.low, many.high) == (pytest.approx(single.low), pytest.approx(single.high))
+    assert many.low == pytest.approx(single.low, abs=0.005) and many.low < single.low
+    assert many.high == pytest.approx(single.high, abs=0.005) and many.high > single.high
 
 
 def test_the_interval_of_a_ratio_agrees_with_a_bootstrap_over_problems() -> None:

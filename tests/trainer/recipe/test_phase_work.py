@@ -41,10 +41,12 @@ from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.json_files import read_rows  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
+from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
 from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
 from trainer.recipe.runner import RunPhase, run_recipe  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
+from trainer.training.grpo import NoRewardsError  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
@@ -200,6 +202,35 @@ def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_r
     kept = read_problems(str(run.dir / "data/eval.jsonl"))
     assert [problem.answer for problem in kept] == ["7", "x^2 + 1"]
     assert "eval: some: 4 rows, 2 kept, 2 unparsable_answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ("txet", {}, "environment 'txet': did you mean text?"),
+        ("text", {"game": "tower_of_hanoi", "disks": 2}, "environment 'text': expected one whose responses do not"),
+        ("qa", {"file": "a.csv"}, "options.file: "),
+    ],
+)
+@pytest.mark.parametrize("setting", ["data.train", "eval.data"])
+def test_an_environment_that_cannot_run_here_is_refused_before_anything_starts(
+    setting: str, environment: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    row = {"id": "h1", "text": "Go.", "answer": "1", "source": "s", "environment": environment, "options": options}
+    _write_rows(tmp_path / "some.jsonl", [row])
+    run = RecipeRun(_config(tmp_path, f"{setting}={tmp_path / 'some.jsonl'}"))
+    with pytest.raises(ConfigError, match=rf"^problem h1: {re.escape(message)}"):
+        phase_work.prepare(run, Phase("prepare"))
+
+
+def test_an_environment_with_a_state_is_accepted_for_stages_that_do_not_sample_here(tmp_path: Path) -> None:
+    options = {"game": "tower_of_hanoi", "disks": 2}
+    row = {"id": "h1", "text": "Go.", "answer": "", "source": "s", "environment": "text", "options": options}
+    _write_rows(tmp_path / "some.jsonl", [row])
+    collected = [f"stages.{name}.episodes=collected" for name in ("rl1", "rl2")]
+    run = RecipeRun(_config(tmp_path, f"data.train={tmp_path / 'some.jsonl'}", *collected))
+    phase_work.prepare(run, Phase("prepare"))
+    assert [problem.environment for problem in read_problems(str(run.dir / "data/train.jsonl"))] == ["text"]
 
 
 def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,6 +474,30 @@ def test_a_training_on_stored_episodes_refuses_evaluations_inside_it(tmp_path: P
         run.write_result(phase, TrainResult("model", 0))
     with pytest.raises(ConfigError, match=r"^eval: every_steps: expected 0 for a training on stored episodes"):
         phase_work.grpo(run, Phase("grpo", "rl1"), tmp_path / "store")
+    run = RecipeRun(_config(tmp_path, "stages.rl1.partial_rollouts=0.5"))
+    with pytest.raises(
+        ConfigError, match=r"^stages\.rl1: partial_rollouts: expected none of these with stored episodes"
+    ):
+        phase_work.grpo(run, Phase("grpo", "rl1"), tmp_path / "store")
+
+
+def test_an_outage_during_an_evaluation_inside_a_stage_marks_no_best_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecipeRun(_config(tmp_path, "eval.every_steps=2"))
+    stage, outcome = run.config.stage_config("rl1"), EpisodeOutcome(1.0, 0, 0, 1, "finished", 1, 1)
+    lost = outcome._replace(reward=None)
+    monkeypatch.setattr(phase_work, "read_problems", lambda _: [])
+    for num_lost in (2, 3):
+        reports = {ALL: summarize([[outcome]] * (10 - num_lost) + [[lost]] * num_lost, 1)}
+        monkeypatch.setattr(phase_work, "run_evaluation", lambda *_, reports=reports, **__: reports)
+        if num_lost == 2:
+            assert phase_work._evaluate_step(run, stage, None, 2) == 1.0
+        else:
+            with pytest.raises(
+                NoRewardsError, match="3 episodes have no reward, since the infrastructure failed; at most 20%"
+            ):
+                phase_work._evaluate_step(run, stage, None, 2)
 
 
 @pytest.mark.slow
@@ -458,9 +513,9 @@ def test_eval_of_a_model_has_one_folder_per_model_and_refuses_other_weights_in_i
     for model in models:
         shutil.copytree(tuned_run.stage_dir("sft") / "model", model)
 
-    def run_eval(model: Path) -> int:
+    def run_eval(model: Path, *more: str) -> int:
         source = f'eval.data=["{tmp_path / "some.jsonl"}"]'
-        options = ["--run-dir", str(run.dir), "--set", source, "--model", str(model), "--json"]
+        options = ["--run-dir", str(run.dir), "--set", source, "--model", str(model), "--json", *more]
         return cli.main(["eval", str(run.dir), *options])
 
     for model in models:
@@ -471,11 +526,18 @@ def test_eval_of_a_model_has_one_folder_per_model_and_refuses_other_weights_in_i
     assert len(list((run.dir / "eval").iterdir())) == 2
     for unneeded in ("open_rollout", "_prepare_problems"):
         monkeypatch.setattr(phase_work, unneeded, None)
+    for setting in ("model.system_prompt=Go.", "model.dtype=bfloat16"):
+        assert run_eval(models[0], "--set", setting) == 2
+        name = setting.partition("=")[0].removeprefix("model.")
+        assert f"other settings ({name})" in capsys.readouterr().err
     monkeypatch.chdir(models[0].parent)
     assert run_eval(Path("model")) == 0, "a relative path of the first model finds the outcomes of that model"
     os.utime(models[0] / "model.safetensors", (0, 0))
     assert run_eval(models[0]) == 2
     assert "other settings (weights)" in capsys.readouterr().err
+    os.utime(tmp_path / "some.jsonl", (0, 0))
+    assert run_eval(models[1]) == 2
+    assert "other settings (data)" in capsys.readouterr().err
 
 
 def stage_problems(run: RecipeRun, stage: str) -> list[str]:

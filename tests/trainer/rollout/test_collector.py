@@ -30,9 +30,13 @@ from tests.trainer.rollout.scripted_rollout import (
     token_ids,
     turns,
 )
-from trainer.config import SamplingConfig
+from trainer.config import ConfigError, SamplingConfig
 from trainer.engines.engine import EngineError, Generation
 from trainer.engines.pool import EnginePool
+from trainer.environments.environment import Environment, InitialState
+from trainer.environments.multiple_choice_environment import MultipleChoiceEnvironment
+from trainer.environments.python_environment import PythonEnvironment
+from trainer.environments.registry import check_shared
 from trainer.episodes.episode import Problem, StopReason, ToolCallStatus
 from trainer.scheduling.scheduler import Scheduler
 
@@ -204,6 +208,89 @@ async def test_an_unexpected_exception_of_an_engine_is_raised(chat_format):
     with pytest.raises(ZeroDivisionError):
         await collect(pool, chat_format, ScriptedTools(), [PROBLEM], 2)
     assert pool.open_groups == []
+
+
+CHOICE = Problem("c0", "Which?\n\n(A) one\n(B) two", "B", "test", "multiple_choice")
+
+
+class Failing(Environment):
+    """An environment whose methods fail if the problem's options name them."""
+
+    options_type = dict[str, str]
+
+    async def reset(self, problem):
+        self._fail("reset")
+        return InitialState("Go.")
+
+    async def step(self, action):
+        self._fail("step")
+        return finished_call(ToolCallStatus.OK, "done")
+
+    async def score(self, episode):
+        self._fail("score")
+        return 1.0
+
+    async def close(self):
+        self._fail("close")
+
+    def _fail(self, method):
+        if method in self.options:
+            raise ZeroDivisionError(method)
+
+
+class OwnRule(PythonEnvironment):
+    async def score(self, episode):
+        return 0.5
+
+
+class Stateful(Failing):
+    is_stateful = True
+
+
+def problem_of(kind, *failing):
+    return Problem("p0", "Go.", "42", "test", f"{__name__}:{kind.__name__}", {name: "" for name in failing})
+
+
+@pytest.mark.asyncio
+async def test_a_multiple_choice_problem_asks_for_a_letter_and_is_scored_by_it(chat_format):
+    tools, answers = ScriptedTools(), ("B)", "two", "(b)", "A")
+    pool = ScriptedPool(turns(*(answer_text(answer) + END for answer in answers)))
+    ((*episodes,),) = await collect(pool, chat_format, tools, [CHOICE], 4)
+    assert [episode.reward for episode in episodes] == [1.0, 0.0, 1.0, 0.0]
+    assert MultipleChoiceEnvironment.instructions in chat_format.decode(episodes[0].prompt_ids)
+    assert tools.verifier.requests == [], "math-verify is not asked"
+
+
+@pytest.mark.asyncio
+async def test_a_subclass_of_the_python_environment_has_its_own_rule(chat_format):
+    pool = ScriptedPool(turns(answer_text("42") + END))
+    ((episode,),) = await collect(pool, chat_format, ScriptedTools(), [problem_of(OwnRule)], 1)
+    assert episode.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "stop_reason", "error", "reward"),
+    [
+        ("reset", StopReason.UNAVAILABLE, "environment: ZeroDivisionError: reset", None),
+        ("step", StopReason.UNAVAILABLE, "tool: environment: ZeroDivisionError: step", None),
+        ("score", StopReason.FINISHED, "", None),
+        ("close", StopReason.FINISHED, "", 1.0),
+    ],
+)
+@pytest.mark.asyncio
+async def test_an_environment_that_fails_gives_no_reward_of_0(chat_format, method, stop_reason, error, reward):
+    pool = ScriptedPool(turns(*CALL_THEN_ANSWER))
+    ((episode,),) = await collect(pool, chat_format, ScriptedTools(), [problem_of(Failing, method)], 1)
+    assert (episode.stop_reason, episode.error, episode.reward) == (stop_reason, error, reward)
+    assert pool.open_groups == []
+
+
+@pytest.mark.asyncio
+async def test_an_environment_with_a_state_is_refused(chat_format):
+    with pytest.raises(ConfigError, match=r"^problem p0: environment '.*:Stateful' is stateful$"):
+        await collect(ScriptedPool(turns()), chat_format, ScriptedTools(), [problem_of(Stateful)], 1)
+    with pytest.raises(ConfigError, match=r"^problem p0: environment .* use `rstar-train collect` for others"):
+        check_shared(problem_of(Stateful))
 
 
 @pytest.mark.asyncio

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.trainer.sampling import OBSERVATION_POSITIONS, QUIET_LIBRARIES, Sampler, parity_reward, problems  # noqa: E402
 from tests.trainer.training.stage_run import (  # noqa: E402
     ROWS_PER_STEP,
+    STAGE,
     StageRun,
     are_equal,
     load_weights,
@@ -28,7 +29,9 @@ from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 from trainer.training import grpo  # noqa: E402
+from trainer.training.callback import TrainingDiverged  # noqa: E402
 from trainer.training.grpo import NoRewardsError  # noqa: E402
+from trainer.training.token_budget import TokenBudgetTrainer  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
@@ -283,6 +286,67 @@ def test_more_arguments_reach_trl_and_the_list_of_own_arguments_is_complete(
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"stages\.rl1\.grpo: beta: expected another argument"):
         StageRun(tmp_path, model, loop_thread, steps=2, grpo={"beta": 0.1}).run(Sampler(model))
+
+
+@pytest.mark.parametrize(
+    "name", ["entropy_coef", "num_iterations", "delta", "importance_sampling_level", "top_k", "vllm_mode"]
+)
+def test_an_argument_of_trls_own_loss_and_sampling_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^stages\.rl1\.grpo: {name}: expected other arguments, since the trainer"):
+        grpo.check_grpo_options(replace(STAGE, grpo={name: 1, "weight_decay": 0.1}))
+
+
+def test_arguments_of_transformers_and_those_with_an_effect_are_accepted() -> None:
+    grpo.check_grpo_options(replace(STAGE, grpo={"weight_decay": 0.1, "adam_beta2": 0.95, "disable_dropout": True}))
+
+
+def test_a_stage_that_continues_the_optimizer_has_its_own_arguments_of_adamw(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    first = StageRun(tmp_path / "first", model, loop_thread, steps=1).run(Sampler(model))
+    arguments = {"weight_decay": 0.125, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    second = StageRun(tmp_path / "second", first.model, loop_thread, steps=1, grpo=arguments)
+    trained = second.run(Sampler(first.model), optimizer_checkpoint=first.checkpoint)
+    groups = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.125, 0.0]
+    assert all((group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6) for group in groups)
+
+
+def test_a_loss_of_nan_ends_the_stage_before_its_checkpoint(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_loss, losses = TokenBudgetTrainer._compute_loss, itertools.count(1)
+
+    def second_is_nan(self: Any, *arguments: Any) -> Any:
+        loss = compute_loss(self, *arguments)
+        return loss * float("nan") if next(losses) == 2 else loss
+
+    monkeypatch.setattr(TokenBudgetTrainer, "_compute_loss", second_is_nan)
+    stage_run = StageRun(tmp_path, model, loop_thread, steps=3, save_steps=1)
+    with pytest.raises(
+        TrainingDiverged, match=r"^rl1, step 2: loss is nan: expected a finite number; lower the learning"
+    ):
+        stage_run.run(Sampler(model))
+    assert [row["step"] for row in stage_run.run_folder.read_metrics()] == [1]
+    assert [path.parent.name for path in tmp_path.glob("stages/rl1/checkpoints/*/complete")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("setting", [{}, {"partial_rollouts": 0.5}, {"one_step_off_policy": True}])
+def test_episodes_without_any_token_break_no_step(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, setting: dict[str, Any]
+) -> None:
+    class Losing(Sampler):
+        """The first episode of each collection was lost before its prompt was known."""
+
+        async def collect_groups(self, groups: Any, **options: Any) -> Any:
+            results = await super().collect_groups(groups, **options)
+            group = next(group for group in results if group)
+            group[0] = Episode(group[0].problem, 0, stop_reason=StopReason.UNAVAILABLE, error="gone")
+            return results
+
+    stage_run = StageRun(tmp_path, model, loop_thread, roc_mode="off", kept_per_problem=8, **setting)
+    stage_run.run(Losing(model))
+    assert [row["unavailable_episodes"] for row in stage_run.run_folder.read_metrics()] == [1, 1]
 
 
 def test_settings_that_contradict_the_machine_or_the_data_are_refused(
