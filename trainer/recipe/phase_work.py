@@ -79,10 +79,9 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         users = [s for s in stages if name != EVAL_SET and run.unfiltered_path(s) == path]
         limits: Sequence[SamplingConfig] = [config.eval] if name == EVAL_SET else users
         response_tokens = max((user.max_response_tokens for user in limits), default=0)
-        problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens)
         is_online = name == EVAL_SET or any(stage.episodes == "online" for stage in users)
-        for problem in problems:
-            (check_shared if is_online else check_problem)(problem)
+        check = check_shared if is_online else check_problem
+        problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens, check)
         problem_data.write_problems(problems, path)
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
@@ -90,13 +89,22 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
 
 
 def _prepare_problems(
-    config: RunConfig, name: str, sources: Sequence[str], chat_format: ChatFormat, response_tokens: int
+    config: RunConfig,
+    name: str,
+    sources: Sequence[str],
+    chat_format: ChatFormat,
+    response_tokens: int,
+    check: Callable[[Problem], None],
 ) -> tuple[list[Problem], problem_data.PrepareReport]:
-    """Return the problems whose prompts leave `response_tokens` for a response, and whose answers can be parsed."""
+    """Return the problems whose prompts leave `response_tokens` for a response, and whose answers can be parsed.
+
+    `check` raises `ConfigError` for a problem whose environment cannot be used.
+    """
     is_eval = name == EVAL_SET
     max_prompt_tokens = config.engines.max_model_len - response_tokens
 
     def prompt_tokens(problem: Problem) -> int:
+        check(problem)
         instructions = environment_class(problem.environment).instructions
         return len(chat_format.encode_prompt(f"{problem.text}\n\n{instructions}" if instructions else problem.text))
 
@@ -279,7 +287,8 @@ def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[
     out = out or run.dir / "eval" / quote(model, safe="")
     if not (file := out / "problems.jsonl").exists():
         chat_format, sources = load_chat_format(config, path), config.eval.data
-        problems, _ = _prepare_problems(config, EVAL_SET, sources, chat_format, config.eval.max_response_tokens)
+        response_tokens = config.eval.max_response_tokens
+        problems, _ = _prepare_problems(config, EVAL_SET, sources, chat_format, response_tokens, check_shared)
         problem_data.write_problems(problems, file)
     problems = read_problems(str(file))
     return run_evaluation(run, model, problems, out, config.eval, _eval_samples(run), identity=identity)

@@ -181,6 +181,7 @@ async def test_an_engine_that_misses_a_sync_does_not_generate_until_the_next():
 async def test_an_engine_that_misses_a_sync_is_logged_and_named(caplog):
     engines = make_engines(2)
     async with make_pool(engines) as pool:
+        await asyncio.sleep(1)
         assert pool.down_reasons() == {}
         engines[0].before_generate = fail_with()
         await pool.sync_weights({"salt": 5})
