@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 30.0
 """Seconds until a failed episode is tried again. The delay doubles with each failure of the episode."""
 MIN_UNAVAILABLE = 10
-"""Number of unavailable episodes, which have failed because of the infrastructure, up to which `max_unavailable_share`
-does not apply."""
+"""Number of episodes that have failed for good up to which `max_unavailable_share` does not apply."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two writes of status.json."""
 TRY_GRACE_S = 60.0
@@ -146,8 +145,6 @@ class Collection:
         """New episodes that no executor has."""
         self._retries: list[tuple[float, Key]] = []
         """A heap of the monotonic times at which episodes are tried again."""
-        self._num_unavailable = 0
-        """Episodes that have failed because of the infrastructure."""
         self._reported_at = -math.inf
 
     async def run(self) -> CollectionStatus:
@@ -304,15 +301,13 @@ class Collection:
             f"sample {refill} replaces it" if refill is not None else "no sample is left to replace it",
         )
         self._end(key)
-        if is_infrastructure:
-            self._num_unavailable += 1
-            ended = self.status.done + self.status.failed
-            if self._num_unavailable > max(MIN_UNAVAILABLE, limits.max_unavailable_share * ended):
-                raise CollectionError(
-                    f"{self._num_unavailable} of {ended} episodes failed because of the infrastructure, at most "
-                    f"{limits.max_unavailable_share:.0%} may; the last failure: {event.error}. Mend it and run the "
-                    "same command again: it continues"
-                )
+        failed, ended = self.status.failed, self.status.done + self.status.failed
+        if failed > max(MIN_UNAVAILABLE, limits.max_unavailable_share * ended):
+            raise CollectionError(
+                f"{failed} of {ended} episodes failed, at most {limits.max_unavailable_share:.0%} may "
+                f"(max_unavailable_share); the last failure ({kind}): {event.error}. Mend it and run the same command "
+                "again: it continues"
+            )
 
     def _report(self, *, is_last: bool = False) -> None:
         if is_last or time.monotonic() - self._reported_at >= STATUS_INTERVAL_S:

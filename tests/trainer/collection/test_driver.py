@@ -116,11 +116,12 @@ async def test_a_group_that_cannot_be_refilled_is_closed_as_incomplete(tmp_path:
     assert (status.groups, status.incomplete_groups, status.failed, status.refills) == (2, 1, 4, 2)
 
 
-async def test_a_long_outage_ends_the_collection_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FailureKind)
+async def test_a_long_outage_ends_the_collection_with_the_reason(tmp_path: Path, kind: FailureKind) -> None:
     async def outage(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
-        raise TryError(FailureKind.INFRASTRUCTURE, "no engine")
+        raise TryError(kind, "it is down")
 
-    with pytest.raises(CollectionError, match=r"11 of 11 episodes failed because of the infrastructure.*no engine"):
+    with pytest.raises(CollectionError, match=rf"^11 of 11 episodes failed, .* the last failure \({kind}\): it is down"):
         await collect(tmp_path, outage, 20, max_infrastructure_failures=1)
     status = await collect(tmp_path, make_host().run, 20)  # the budget of a new run is its own
     assert status.done == 40
