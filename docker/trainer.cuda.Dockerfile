@@ -22,7 +22,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 # Engines run in BASE's own Python.
 ENV PATH=/opt/rstar/bin:${PATH} \
     RSTAR_RUNTIME=/opt/runtime \
-    RSTAR_TRAIN_ENGINES__PYTHON=/usr/bin/python3
+    RSTAR_TRAIN_ENGINES__VLLM_PYTHON=/usr/bin/python3
 WORKDIR /runs
 ENTRYPOINT ["rstar-train"]
 CMD ["--help"]

@@ -22,7 +22,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 # Engines run in BASE's own Python. All machines of a run must share /runs: file sync writes there.
 ENV PATH=/opt/rstar/bin:${PATH} \
     RSTAR_RUNTIME=/opt/runtime \
-    RSTAR_TRAIN_ENGINES__PYTHON=/usr/bin/python3 \
+    RSTAR_TRAIN_ENGINES__VLLM_PYTHON=/usr/bin/python3 \
     HSA_NO_SCRATCH_RECLAIM=1 \
     NCCL_MIN_NCHANNELS=112
 WORKDIR /runs

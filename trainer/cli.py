@@ -119,8 +119,10 @@ def preflight(args: argparse.Namespace) -> None:
 def run_phase(args: argparse.Namespace) -> None:
     """Run one phase of a recipe, as `recipe` does."""
     from trainer.recipe.phases import Phase
+    from trainer.recipe.runner import check_settings
 
     run, phase = _run(args), Phase(args.phase, args.stage)
+    check_settings(run)
     if run.result(phase):
         print(f"{phase} is done; delete {run.result_path(phase).parent} to run it again", file=sys.stderr)
         return

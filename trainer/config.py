@@ -235,7 +235,8 @@ class CollectConfig(SamplingConfig):
     max_infrastructure_failures: NonNegativeInt = 8  # failed tries of an episode because of engine, sandbox or node
     max_environment_failures: NonNegativeInt = 1  # failed tries of an episode because of its environment
     max_refills: NonNegativeInt = 2  # further samples of a problem that replace failed ones
-    max_unavailable_share: Fraction = 0.2  # a collection in which more episodes fail for good ends
+    # A collection ends if the infrastructure costs more episodes, or if the environments of more problems fail.
+    max_unavailable_share: Fraction = 0.2
 
 
 @dataclass(frozen=True, config=STRICT)

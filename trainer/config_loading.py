@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -58,7 +59,9 @@ def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequen
     tree, origins = {}, dict[str, str]()
     if file is not None and file.is_dir():
         run_dir, file = file, file / "config.json"
-        tree = _read(file) | {"run_dir": str(run_dir)}  # the folder may have been moved
+        tree = _read(file)
+        if not os.path.exists(stored := str(tree.get("run_dir"))) or not os.path.samefile(stored, run_dir):
+            tree["run_dir"] = str(run_dir)  # the folder was moved or copied
     elif file is not None:
         tree = _read(file)
     for origin, path, value in _overrides(environ, overrides):
@@ -88,11 +91,14 @@ def _inherit(defaults: Mapping[str, Any], own: Mapping[str, Any], name: str) -> 
 
 
 def _check_inherited(origins: Mapping[str, str], stages: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` if a variable or `--set` gives a default for stages that every stage replaces."""
+    """Raise `ConfigError` if a `--set` gives a default for stages that every stage replaces."""
     used_elsewhere = {setting.name for setting in fields(SamplingConfig)}  # by `rollout --stage sft`
     for path, origin in origins.items():
         table, _, key = path.partition(".")
-        if table == "rl" and key not in used_elsewhere and stages and all(key in own for own in stages.values()):
+        if table != "rl" or key in used_elsewhere or not origin.startswith("--set") or not stages:
+            continue
+        *tables, name = key.split(".")
+        if all(name in (own.get("grpo", {}) if tables == ["grpo"] else own) for own in stages.values()):
             raise ConfigError(f"{origin}: each stage has a {key} of its own; use stages.NAME.{key}")
 
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -67,10 +67,22 @@ def probe(environ: Mapping[str, str] = os.environ) -> tuple[ProbedLayer, ...]:
 def probe_layers(names: Iterable[str]) -> tuple[ProbedLayer, ...]:
     """Try the named layers, except nsjail. Raises `IsolationError` if the interpreter that tries them fails."""
     command = [sys.executable, "-I", "-c", f"from {__name__} import _print_layers; _print_layers()", *names]
-    run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise IsolationError(f"the isolation layers could not be tried (status {run.returncode}): {run.stderr.strip()}")
-    return tuple(ProbedLayer(**layer) for layer in json.loads(run.stdout))
+    outcome, text = _repeat_while_transient(lambda: _run_interpreter(command))
+    if outcome != _OK:
+        raise IsolationError(f"the isolation layers could not be tried: {text}")
+    return tuple(ProbedLayer(**layer) for layer in json.loads(text))
+
+
+def _run_interpreter(command: Sequence[str]) -> tuple[int, str]:
+    """Return the outcome, and the last line of the output or the error."""
+    try:
+        run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return _TRANSIENT if _is_transient(error) else _REFUSED, str(error)
+    if run.returncode or not run.stdout:
+        message = f"{command[0]} ended with status {run.returncode}: {run.stderr.strip()}"
+        return _TRANSIENT if run.returncode < 0 else _REFUSED, message
+    return _OK, run.stdout.splitlines()[-1]  # `site` may have printed lines before
 
 
 def _print_layers() -> None:

@@ -19,6 +19,7 @@ from sandbox.config import load
 from sandbox.jail import kernel, userns
 from sandbox.jail.seccomp import CALL_POLICY, ENOSYS, EPERM
 from sandbox.jail.syscalls import X86_64
+from trainer.config_loading import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
@@ -105,6 +106,13 @@ def test_profile_allows_all_that_the_call_policy_allows() -> None:
 
 def test_profile_names_existing_system_calls_only() -> None:
     assert {name for rule in PROFILE["syscalls"] for name in rule["names"]} <= X86_64.keys()
+
+
+@pytest.mark.parametrize("gpu", ["rocm", "cuda"])
+def test_the_variables_of_a_trainer_image_are_settings(gpu: str) -> None:
+    text = (DOCKER / f"trainer.{gpu}.Dockerfile").read_text()
+    variables = dict(re.findall(r"(RSTAR_TRAIN_\w+)=(\S+)", text))
+    assert load_config(REPOSITORY / "configs/tiny.toml", variables).engines.vllm_python == "/usr/bin/python3"
 
 
 @pytest.mark.parametrize("dockerfile", ["sandbox.Dockerfile", "test.Dockerfile", "cluster.Dockerfile"])

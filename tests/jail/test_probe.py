@@ -186,8 +186,22 @@ def test_threads_and_libraries_that_start_them_in_children_do_not_change_the_res
 
 def test_a_probe_whose_interpreter_fails_is_an_error_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(IsolationError, match=r"^the isolation layers could not be tried \(status 1\)"):
+    with pytest.raises(IsolationError, match=r"^the isolation layers could not be tried: .*false ended with status 1"):
         probe_layers(["seccomp"])
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(IsolationError, match=r"^the isolation layers could not be tried: .*No such file"):
+        probe_layers(["seccomp"])
+
+
+def test_a_probe_whose_interpreter_is_killed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, tries = tmp_path / "python", tmp_path / "tries"
+    script.write_text(
+        f'#!/bin/sh\necho >>{tries}\n[ $(wc -l <{tries}) -gt 2 ] || kill -9 $$\nexec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert [layer.name for layer in probe_layers(["seccomp"])] == ["seccomp"]
+    assert len(tries.read_text()) == 3
 
 
 def test_a_killed_child_of_an_attempt_is_a_transient_failure() -> None:

@@ -73,9 +73,12 @@ def test_a_stage_merges_its_arguments_of_trl_with_those_of_all_stages(tmp_path: 
 def test_a_default_that_no_stage_takes_is_refused_if_it_is_set_for_this_command(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[stages.a]\nsteps = 1\n[stages.b]\nsteps = 2\n")
-    for environ, overrides in (({}, ["rl.steps=7"]), ({"RSTAR_TRAIN_RL__STEPS": "7"}, [])):
-        with pytest.raises(ConfigError, match=r"each stage has a steps of its own; use stages\.NAME\.steps$"):
-            load_config(file, environ, overrides)
+    with pytest.raises(
+        ConfigError, match=r"^--set rl.steps: each stage has a steps of its own; use stages\.NAME\.steps$"
+    ):
+        load_config(file, {}, ["rl.steps=7"])
+    assert load_config(file, {"RSTAR_TRAIN_RL__STEPS": "7"}).stages["a"].steps == 1, "a variable is for many runs"
+    assert load_config(file, {}, ["rl.grpo.weight_decay=0.1"]).stages["a"].grpo == {"weight_decay": 0.1}
     assert load_config(file, {}, ["rl.max_turns=3"]).stages["a"].max_turns == 3
 
 
@@ -91,6 +94,8 @@ def test_a_moved_run_folder_is_its_own_run_dir(tmp_path: Path) -> None:
     config = load_config(None, {}, [f"run_dir={tmp_path / 'before'}"])
     write_json(tmp_path / "after/config.json", {"layout_version": 2, "config": asdict(config)})
     assert load_config(tmp_path / "after", {}).run_dir == str(tmp_path / "after")
+    (tmp_path / "before").symlink_to("after")
+    assert load_config(tmp_path / "after", {}).run_dir == str(tmp_path / "before"), "the same folder keeps its name"
     assert load_config(tmp_path / "after", {}, ["run_dir=elsewhere"]).run_dir == "elsewhere"
 
 

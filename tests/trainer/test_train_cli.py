@@ -166,6 +166,16 @@ def test_a_finished_evaluation_of_a_stage_is_not_shown_for_other_settings(
     assert "--out: expected --model" in capsys.readouterr().err
 
 
+def test_a_phase_keeps_the_settings_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny, run_dir = str(CONFIGS / "tiny.toml"), tmp_path / "run"
+    RunFolder(run_dir).bind_config(asdict(load_config(Path(tiny), {}, [f"run_dir={run_dir}"])))
+    write_json(run_dir / "stages/rl1/train.json", {"model": "stages/rl1/model", "step": 1})
+    phase = ["grpo", tiny, "--run-dir", str(run_dir), "--stage", "rl1"]
+    assert cli.main([*phase, "--set", "engines.turn_timeout_s=9", "--set", "collect.ray_address=node7:6379"]) == 0
+    assert cli.main([*phase, "--set", "stages.rl1.learning_rate=0.5"]) == 2
+    assert "was written with other settings (stages.rl1.learning_rate)" in capsys.readouterr().err
+
+
 def test_a_damaged_configuration_of_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"layout_version": 2, "conf', encoding="utf-8")
     assert cli.main(["show", str(tmp_path)]) == 2

@@ -8,8 +8,10 @@ deleted once a later step begins.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,19 @@ from trainer.config import CollectConfig
 from trainer.engines.pool import EnginePool
 from trainer.episodes.episode import Episode, Problem, StopReason
 
+WEIGHTS_POLL_S = 1.0
+"""Seconds between two looks at engines without weights."""
 
-def require_weights(engines: EnginePool) -> None:
-    """Raise `CollectionError` if an engine lacks the weights of the last sync, since workers would use it."""
+
+async def require_weights(engines: EnginePool, max_down_s: float) -> None:
+    """Wait until all engines have the weights of the last sync, since workers would also use one that lacks them.
+
+    Raises `CollectionError` after `max_down_s`.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max_down_s):
+            while engines.down_reasons():  # noqa: ASYNC110  # an engine comes up without an event
+                await asyncio.sleep(WEIGHTS_POLL_S)
     if down := engines.down_reasons():
         reasons = "; ".join(f"{name}: {reason}" for name, reason in down.items())
         raise CollectionError(
@@ -43,13 +55,23 @@ class ClusterCollector:
     overhead_cpu_s = overhead_s = 0.0
     nan_turns = 0
 
-    def __init__(self, executor: EpisodeExecutor, engines: EnginePool, limits: CollectConfig, directory: Path) -> None:
+    def __init__(
+        self,
+        executor: EpisodeExecutor,
+        engines: EnginePool,
+        limits: CollectConfig,
+        directory: Path,
+        *,
+        max_down_s: float = 0.0,
+    ) -> None:
+        """`max_down_s`: seconds that a step waits for an engine without its weights."""
         self._executor, self._engines, self._limits, self._dir = executor, engines, limits, directory
+        self._max_down_s = max_down_s
         self._weight_version = 0
 
     async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int:
         self._weight_version = await self._engines.sync_weights(weights, version)
-        require_weights(self._engines)
+        await require_weights(self._engines, self._max_down_s)
         return self._weight_version
 
     async def collect_groups(

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 30.0
 """Seconds until a failed episode is tried again. The delay doubles with each failure of the episode."""
 MIN_UNAVAILABLE = 10
-"""Number of episodes that have failed for good up to which `max_unavailable_share` does not apply."""
+"""Number of unavailable episodes, and of problems whose environment has failed, up to which `max_unavailable_share`
+does not apply."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two writes of status.json."""
 TRY_GRACE_S = 60.0
@@ -145,6 +146,10 @@ class Collection:
         """New episodes that no executor has."""
         self._retries: list[tuple[float, Key]] = []
         """A heap of the monotonic times at which episodes are tried again."""
+        self._num_unavailable = 0
+        """Episodes that have failed because of the infrastructure."""
+        self._failing_problems: set[str] = set()
+        """Problems with an episode that has failed because of its environment."""
         self._reported_at = -math.inf
 
     async def run(self) -> CollectionStatus:
@@ -301,11 +306,17 @@ class Collection:
             f"sample {refill} replaces it" if refill is not None else "no sample is left to replace it",
         )
         self._end(key)
-        failed, ended = self.status.failed, self.status.done + self.status.failed
-        if failed > max(MIN_UNAVAILABLE, limits.max_unavailable_share * ended):
+        if is_infrastructure:
+            self._num_unavailable += 1
+            failed, total, what = self._num_unavailable, self.status.done + self.status.failed, "episodes"
+        else:  # a problem that always fails does so in all its samples, and before most others have ended
+            self._failing_problems.add(key.problem)
+            open_problems = {pending.problem for pending in self._pending}
+            failed, total, what = len(self._failing_problems), self.status.groups + len(open_problems), "problems"
+        if failed > max(MIN_UNAVAILABLE, limits.max_unavailable_share * total):
             raise CollectionError(
-                f"{failed} of {ended} episodes failed, at most {limits.max_unavailable_share:.0%} may "
-                f"(max_unavailable_share); the last failure ({kind}): {event.error}. Mend it and run the same command "
+                f"{failed} of {total} {what} failed because of the {kind}, at most {limits.max_unavailable_share:.0%} "
+                f"may (max_unavailable_share); the last failure: {event.error}. Mend it and run the same command "
                 "again: it continues"
             )
 

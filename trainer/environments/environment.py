@@ -3,8 +3,8 @@
     reset -> step -> step -> ... -> score
       any of them may fail -> close
 
-`trainer.environments.registry` creates an environment by `Problem.environment`. A stateful one belongs to one episode.
-Any other may serve several episodes of its problem, also at the same time.
+`trainer.environments.registry` creates an environment by `Problem.environment`. If its class is stateful, it belongs to
+one episode. Any other may serve several episodes of its problem, also at the same time.
 
 Invariants of every environment:
 - A failure of the model is data: `step` returns a response that says what is wrong.

@@ -62,6 +62,7 @@ class McpOptions:
 
 
 class McpEnvironment(Environment):
+    is_stateful = True
     options_type = McpOptions
     options: McpOptions
 

@@ -53,8 +53,7 @@ def check_problem(problem: Problem) -> None:
 def check_shared(problem: Problem) -> None:
     """Check a problem whose episodes share one environment (`trainer.rollout.collector`). Raises `ConfigError`."""
     check_problem(problem)
-    kind = environment_class(problem.environment)
-    if getattr(parse_options(kind, problem.options), "is_stateful", kind.is_stateful):
+    if environment_class(problem.environment).is_stateful:
         raise ConfigError(
             f"problem {problem.id}: environment {problem.environment!r}: expected one whose responses do not depend on "
             "earlier calls; use `rstar-train collect` for others, or a stage with episodes=collected or cluster"

@@ -104,7 +104,8 @@ def open_cluster_rollout(run: RecipeRun, stage: StageConfig, model: Path) -> Ite
     with LoopThread() as loop_thread:
         engines = loop_thread.enter(open_engine_pool(config, model, run.dir))
         executor = loop_thread.enter(RayExecutor(partial(open_host, spec), collect.episodes_per_worker))
-        collector = ClusterCollector(executor, engines, collect, run.stage_dir(stage.name) / "steps")
+        steps_dir, max_down_s = run.stage_dir(stage.name) / "steps", _max_down_s(config)
+        collector = ClusterCollector(executor, engines, collect, steps_dir, max_down_s=max_down_s)
         yield RolloutRuntime(loop_thread, collector, collector)
 
 
@@ -142,6 +143,11 @@ async def _open_executor(spec: HostSpec) -> AsyncIterator[EpisodeExecutor]:
             yield await stack.enter_async_context(LocalExecutor(run_episode, max_episodes))
 
 
+def _max_down_s(config: RunConfig) -> float:
+    """Return the seconds to wait for an engine without weights. Only stored weights reach it before the next sync."""
+    return config.engines.max_down_s if config.engines.weight_sync == "file" else 0.0
+
+
 def _require_shared_servers(config: RunConfig) -> None:
     if not config.engines.endpoints:
         raise ConfigError("engines.endpoints: expected the URLs of vLLM servers that all nodes can reach, got none")
@@ -151,7 +157,7 @@ async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
     """Give the servers their weights, once for all workers."""
     _require_shared_servers(spec.config)
     async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
-        require_weights(pool)
+        await require_weights(pool, _max_down_s(spec.config))
     return replace(spec, share=1 / num_nodes())
 
 

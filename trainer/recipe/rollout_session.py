@@ -53,13 +53,16 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
 
 
 def chat_formats(config: RunConfig, model: Path) -> Callable[[Sequence[ToolSchema]], ChatFormat]:
-    """Return a function that loads the chat format for the tools of an environment, once for equal tools."""
+    """Return a function that loads the chat format for the tools of an environment, once for equal tools.
+
+    Schemas keep the order of their keys, since a prompt lists them in this order.
+    """
 
     @cache
     def load(tools: str) -> ChatFormat:
         return load_chat_format(config, model, json.loads(tools))
 
-    return lambda tools: load(json.dumps(list(tools), sort_keys=True))
+    return lambda tools: load(json.dumps(list(tools)))
 
 
 def connect_sandbox(config: SandboxConfig) -> AbstractAsyncContextManager[SandboxConnection]:

@@ -30,9 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from trainer.config import ConfigError, RunConfig
 from trainer.config_loading import ENV_PREFIX, load_config
+from trainer.json_files import check_same_settings
 from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 
 STOP_TIMEOUT_S = 60.0
@@ -42,6 +44,7 @@ CHANGEABLE_SETTINGS = (
     *("engines.count", "engines.vllm_python", "engines.turn_timeout_s", "engines.max_num_seqs"),
     *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
     *("engines.placement_policy", "engines.max_down_s", "eval.every_steps"),
+    *("collect.executor", "collect.ray_address", "collect.episodes_per_worker", "collect.max_"),
 )
 """Beginnings of the settings that may change when a run continues, since they do not change its results. `[rl]` may
 change because each stage has its own copy of these settings, and the copies are compared."""
@@ -81,10 +84,7 @@ def run_recipe(
     """
     run, run_phase = RecipeRun(config), run_phase or run_child
     with _locked(run.dir, log) as lock_fd:
-        # `load_config` fills in today's defaults for settings that are newer than the folder.
-        saved = asdict(load_config(run.dir, {})) if run.run_folder.read_config() else None
-        if saved:
-            run.run_folder.bind_config(asdict(config), saved, changeable=CHANGEABLE_SETTINGS)
+        saved = check_settings(run)
         phases = run.phases()
         if has_preflight and not all(map(run.result, phases)):
             log("preflight: checking what the run needs")
@@ -97,6 +97,17 @@ def run_recipe(
                 _run_logged(phase, phase_command(phase, config), run_phase, lock_fd, log, run)
             run.run_folder.write_summary(run.summary())
     return run
+
+
+def check_settings(run: RecipeRun) -> dict[str, Any] | None:
+    """Return the settings in the run folder; None if it has none. Raises `RecordError` if they differ from the run's in
+    others than `CHANGEABLE_SETTINGS`."""
+    if run.run_folder.read_config() is None:
+        return None
+    # `load_config` fills in today's defaults for settings that are newer than the folder.
+    mine, saved = json.loads(json.dumps([asdict(run.config), asdict(load_config(run.dir, {}))]))
+    check_same_settings(run.dir, mine, saved, CHANGEABLE_SETTINGS)
+    return dict(saved)
 
 
 def _run_logged(

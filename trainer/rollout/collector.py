@@ -19,7 +19,7 @@ from typing import Any
 from trainer.config import ConfigError, SamplingConfig
 from trainer.engines.episode_handle import EpisodeHandle
 from trainer.engines.pool import EnginePool
-from trainer.environments.environment import Environment, InitialState, close_environment
+from trainer.environments.environment import Environment, EnvironmentFailure, InitialState, close_environment
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
@@ -106,7 +106,7 @@ class EpisodeCollector:
         """Return the finished and scored episodes of a group, or None if they were aborted."""
         problem = episodes[0].problem
         environment = self._open_environment(problem)
-        if environment.is_stateful:
+        if type(environment).is_stateful:
             raise ConfigError(f"problem {problem.id}: environment {problem.environment!r} is stateful")
         try:
             state = await _reset(environment, episodes)
@@ -116,7 +116,9 @@ class EpisodeCollector:
             prompt = tuple(chat_format.encode_prompt(state.text))
             for episode in episodes:
                 episode.prompt_ids = prompt
-            runner = EpisodeRunner(chat_format, _EnvironmentTool(environment), limits, seed, self._pool.busy_timer)
+            runner = EpisodeRunner(
+                chat_format, _EnvironmentTool(environment, problem), limits, seed, self._pool.busy_timer
+            )
             return await self._run_group(episodes, environment, runner, is_decided)
         finally:
             await close_environment(environment)
@@ -163,7 +165,8 @@ class EpisodeCollector:
             try:
                 rewards = await environment.score_group(ended)
             except Exception as error:
-                logger.warning("problem %s was not scored: %s", episodes[0].problem.id, _failure(error))
+                for episode in ended:
+                    episode.error = _failure(episode.problem, error)
         by_episode = dict(zip(ended, rewards, strict=True))
         return [by_episode.get(episode) for episode in episodes]
 
@@ -190,14 +193,14 @@ class EpisodeCollector:
 class _EnvironmentTool:
     """The tools of an environment, as `EpisodeRunner` calls them."""
 
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
+    def __init__(self, environment: Environment, problem: Problem) -> None:
+        self._environment, self._problem = environment, problem
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         try:
             return await self._environment.step(ToolCallRequest(name, arguments))
         except Exception as error:
-            return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=_failure(error))
+            return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=_failure(self._problem, error))
 
 
 async def _reset(environment: Environment, episodes: Sequence[Episode]) -> InitialState | None:
@@ -207,13 +210,15 @@ async def _reset(environment: Environment, episodes: Sequence[Episode]) -> Initi
     except Exception as error:
         for episode in episodes:
             if not episode.stop_reason:
-                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, _failure(error)
+                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, _failure(episode.problem, error)
         return None
 
 
-def _failure(error: Exception) -> str:
-    """Return the message of a failure of an environment."""
-    return f"environment: {type(error).__name__}: {error}"
+def _failure(problem: Problem, error: Exception) -> str:
+    """Return the message of a failure of an environment, and log it. Any error but its own may be a bug."""
+    message = f"environment: {type(error).__name__}: {error}"
+    logger.warning("problem %s: %s", problem.id, message, exc_info=not isinstance(error, EnvironmentFailure))
+    return message
 
 
 def _root_cause(group: ExceptionGroup[Exception]) -> Exception:

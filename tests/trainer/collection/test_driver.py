@@ -121,10 +121,17 @@ async def test_a_long_outage_ends_the_collection_with_the_reason(tmp_path: Path,
     async def outage(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
         raise TryError(kind, "it is down")
 
-    with pytest.raises(CollectionError, match=rf"^11 of 11 episodes failed, .* the last failure \({kind}\): it is down"):
-        await collect(tmp_path, outage, 20, max_infrastructure_failures=1)
-    status = await collect(tmp_path, make_host().run, 20)  # the budget of a new run is its own
-    assert status.done == 40
+    what = "episodes" if kind is FailureKind.INFRASTRUCTURE else "problems"
+    with pytest.raises(CollectionError, match=rf"^11 of \d+ {what} failed because of the {kind}, .*: it is down"):
+        await collect(tmp_path, outage, 40, max_infrastructure_failures=1)
+    status = await collect(tmp_path, make_host().run, 40)  # the budget of a new run is its own
+    assert status.done + status.stored_before >= 2 * (40 - 11)
+
+
+async def test_a_problem_whose_environment_always_fails_does_not_end_the_collection(tmp_path: Path) -> None:
+    runs = FailingRuns({("p0", sample): [FailureKind.ENVIRONMENT] * 99 for sample in range(99)})
+    status = await collect(tmp_path, runs, 2, samples=16, max_refills=8)
+    assert (status.groups, status.failed, status.done) == (2, 24, 16)
 
 
 async def test_an_interrupted_collection_continues_inside_its_episodes(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
+from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
+from trainer.environments.registry import check_shared  # noqa: E402
 from trainer.json_files import read_rows  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
 from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
@@ -183,7 +185,7 @@ def test_a_malformed_row_of_the_evaluation_is_named_and_ends_a_recipe(
     with pytest.raises(DataError, match=re.escape(f"{file}: row 1: {message}")):
         phase_work.prepare(run, Phase("prepare"))
     chat_format = rollout_session.load_chat_format(run.config, run.stage_dir("initial") / "model")
-    kept, _ = phase_work._prepare_problems(run.config, "eval", [str(file)], chat_format, 24)
+    kept, _ = phase_work._prepare_problems(run.config, "eval", [str(file)], chat_format, 24, check_shared)
     assert [problem.id for problem in kept] == ["some-0"]
     assert f"eval: some: row 1: malformed: {message}\n" in capsys.readouterr().err
 
@@ -221,6 +223,12 @@ def test_an_environment_that_cannot_run_here_is_refused_before_anything_starts(
     run = RecipeRun(_config(tmp_path, f"{setting}={tmp_path / 'some.jsonl'}"))
     with pytest.raises(ConfigError, match=rf"^problem h1: {re.escape(message)}"):
         phase_work.prepare(run, Phase("prepare"))
+
+
+def test_a_rollout_has_the_prompt_with_which_data_are_prepared_and_sft_trains(tmp_path: Path) -> None:
+    config, model = _config(tmp_path, "model.system_prompt="), model_folder(tmp_path / "model")
+    prompt = rollout_session.load_chat_format(config, model).encode_prompt("1 + 1?")
+    assert rollout_session.chat_formats(config, model)((TOOL_SCHEMA,)).encode_prompt("1 + 1?") == prompt
 
 
 def test_an_environment_with_a_state_is_accepted_for_stages_that_do_not_sample_here(tmp_path: Path) -> None:

@@ -264,6 +264,19 @@ def test_the_chat_template_of_qwen3_is_refused_and_a_file_replaces_it(tmp_path: 
     assert list(preflight._check_model(_config(tmp_path, *sets), needs_weights=False)) == []
 
 
+def test_the_configuration_of_qwen3_32b_names_a_template_that_its_tokenizer_needs(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = (
+        model(released_template("qwen3"), Qwen3Config),
+        Path(__file__).parents[3] / "configs/qwen3-32b-gaia.toml",
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("qwen3_training.jinja").write_text(released_template("qwen3_training"), encoding="utf-8")
+    config = load_config(file, {}, [f"model.path={folder}"])
+    assert list(preflight._check_model(config, needs_weights=False)) == []
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [("", "the tokenizer has no chat template; "), ("gemma3", "the chat template fails for a message from 'tool': ")],

@@ -273,7 +273,7 @@ async def test_a_subclass_of_the_python_environment_has_its_own_rule(chat_format
     [
         ("reset", StopReason.UNAVAILABLE, "environment: ZeroDivisionError: reset", None),
         ("step", StopReason.UNAVAILABLE, "tool: environment: ZeroDivisionError: step", None),
-        ("score", StopReason.FINISHED, "", None),
+        ("score", StopReason.FINISHED, "environment: ZeroDivisionError: score", None),
         ("close", StopReason.FINISHED, "", 1.0),
     ],
 )
