@@ -209,8 +209,8 @@ class AsyncClient:
         """Run programs against their tests, and yield the index and result of each as it ends. Leaving the loop cancels
         the rest."""
         programs = _as_list(programs, "programs", _EXPECTED_PROGRAM)
-        decode_all(programs, defaults or {})
-        return judge_programs(self._opened(), programs, defaults or {})
+        sizes = decode_all(programs, defaults or {})
+        return judge_programs(self._opened(), programs, sizes, defaults or {})
 
     async def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""

@@ -15,11 +15,11 @@ from typing import Any
 
 from sandbox.errors import RequestRefused, ServiceError, Unreachable
 from sandbox.judge import JudgedProgram, JudgeOutcome, Program
-from sandbox.transport import RETRYABLE_ERRORS, Transport
+from sandbox.transport import MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
 from sandbox.types import Limits
 
 MAX_TESTS = 4096
-"""Tests in one request, except for a program that has more."""
+"""Tests in one request, except for a program that has more. `MAX_BATCH_BYTES` bounds a request as well."""
 MAX_REQUESTS = 16
 """Requests at the same time."""
 
@@ -28,11 +28,12 @@ RawProgram = Mapping[str, Any]
 
 
 async def judge_programs(
-    transport: Transport, programs: Sequence[RawProgram], defaults: Mapping[str, Any]
+    transport: Transport, programs: Sequence[RawProgram], sizes: Sequence[tuple[int, int]], defaults: Mapping[str, Any]
 ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
-    """Have valid programs judged, and yield the index and result of each. Raises `ServiceError`."""
+    """Have programs judged, and yield the index and result of each. `sizes` is the result of `decode_all`. Raises
+    `ServiceError`."""
     judged: asyncio.Queue[tuple[int, JudgedProgram] | Exception] = asyncio.Queue()
-    groups = iter(_groups(programs, defaults))
+    groups = iter(_groups(programs, sizes))
 
     async def judge_groups() -> None:
         try:
@@ -86,25 +87,25 @@ async def _judge_group(
             await transport.pause(failures, error)
 
 
-def _groups(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> list[dict[int, RawProgram]]:
-    """Return the programs by index, in groups that are sent together."""
+def _groups(programs: Sequence[RawProgram], sizes: Sequence[tuple[int, int]]) -> list[dict[int, RawProgram]]:
+    """Return the programs by index, in groups that are sent together. `sizes` is the result of `decode_all`."""
     groups: list[dict[int, RawProgram]] = []
-    room = 0
-    for index, program in enumerate(programs):
-        tests = len(program.get("tests", defaults.get("tests", ())))
-        if not groups or tests > room:
+    group_tests = group_bytes = 0
+    for index, (tests, size_bytes) in enumerate(sizes):
+        group_tests, group_bytes = group_tests + tests, group_bytes + size_bytes
+        if not groups or group_tests > MAX_TESTS or group_bytes > MAX_BATCH_BYTES:
             groups.append({})
-            room = MAX_TESTS
-        groups[-1][index] = program
-        room -= tests
+            group_tests, group_bytes = tests, size_bytes
+        groups[-1][index] = programs[index]
     return groups
 
 
-def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> None:
-    """Check programs before they are sent. Raises `InvalidCall` with the index of a malformed one."""
+def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Check programs before they are sent, and return the number of tests and the bytes of each. Raises `InvalidCall`
+    with the index of a malformed one."""
     base = Program.decode_defaults(defaults)
-    for index, program in enumerate(programs):
-        Program.decode(program, base, f"programs[{index}]")
+    decoded = (Program.decode(program, base, f"programs[{index}]") for index, program in enumerate(programs))
+    return [(len(program.tests), program.size) for program in decoded]
 
 
 def _decode_line(line: Any, indexes: Sequence[int]) -> tuple[JudgedProgram, int]:

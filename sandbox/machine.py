@@ -41,6 +41,13 @@ def memory_available(root: str = "/") -> int:
     return max(0, available)
 
 
+def oom_kills(root: str = "/") -> int:
+    """Return how many processes the kernel has killed since the boot because memory ran out, on the machine or in a
+    cgroup; 0 if it does not count them (before Linux 4.13)."""
+    counters = dict(line.split() for line in _read(Path(root, "proc/vmstat")).splitlines())
+    return _number(counters.get("oom_kill", ""))
+
+
 def raise_fd_limit(wanted: int) -> int:
     """Raise the limit of open file descriptors (RLIMIT_NOFILE) to `wanted`, or to the hard limit if that is lower. A
     higher limit stays. Returns the limit then in force; `sys.maxsize` means no limit."""

@@ -225,10 +225,9 @@ class Call:
     @property
     def size(self) -> int:
         """Approximate memory of this call in bytes, for admission."""
+        texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
         size = 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
-        if self.env or self.argv:
-            size += sum(map(len, (*self.argv, *self.env, *self.env.values())))
-        return size
+        return size + 64 * len(texts) + sum(map(len, texts))
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;

@@ -338,3 +338,9 @@ def test_an_unknown_field_gets_the_path_of_the_most_similar_one(raw: dict[str, A
     with pytest.raises(InvalidCall, match="unknown field") as caught:
         Call.decode(raw)
     assert str(caught.value).endswith(suggestion)
+
+
+def test_the_size_of_a_call_includes_the_names_of_its_files() -> None:
+    name = "/".join(["x" * 200] * 5)
+    assert Call("", return_files=(name,)).size >= 1000 + Call("").size
+    assert Call("", files={name: b"1"}).size >= 1000 + Call("").size

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Set
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,7 @@ from sandbox.backoff import backoff_s
 from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
+from sandbox.executor.machine_memory import MachineMemory
 from sandbox.executor.monitor import CallMonitor, KillReason, Monitor
 from sandbox.executor.process_tree import CpuPriority
 from sandbox.executor.profile_choice import ProfileTree
@@ -63,10 +64,6 @@ GUEST_ENV = {
     "MKL_NUM_THREADS": "1",
 }
 """Environment variables of every call."""
-MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
-"""While less than this share of the machine's memory is available, no call moves to a long slot, since that would let
-a further call start in the short slot."""
-MEMORY_SAMPLE_INTERVAL_S = 0.25
 STALL_S = 0.08
 """If calls are queued and no call has ended for this many seconds, running calls are demoted earlier
 (`Executor.demote_after_s`). Less than the default of `demote_after_ms`, so that it has an effect on the first
@@ -118,10 +115,7 @@ class Executor:
         self._demote_after_s = config.demote_after_ms / 1e3
         self._progress_at = -math.inf
         """Monotonic time at which a call last ended, or at which a call was added to the empty queue."""
-        self._min_available_bytes = int(MIN_AVAILABLE_MEMORY_SHARE * machine.memory_limit())
-        self._memory_sampled_at = -math.inf
-        self._has_memory = True
-        """Result of the last memory sample."""
+        self._machine_memory = MachineMemory()
         self._calls: dict[int, CallState] = {}
         """All calls without a result, by seq."""
         self._queue: deque[CallState] = deque()
@@ -229,6 +223,9 @@ class Executor:
         if (attempt := call.attempt) is not None:
             attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
             attempt.kill()
+        else:
+            with suppress(ValueError):  # it may wait for the `verify` zygote instead
+                self._queue.remove(call)
 
     def start_queued_calls(self) -> None:
         """Start calls while there are free slots and zygotes for the first in the queue."""
@@ -326,8 +323,9 @@ class Executor:
 
     def _count_missed_imports(self, modules: Set[str]) -> None:
         for module in modules:
-            if module in self.missed_imports or len(self.missed_imports) < MAX_MISSED_IMPORTS:
-                self.missed_imports[module[:60]] += 1  # a name may be as long as the code
+            name = module[:60]  # a name may be as long as the code
+            if name in self.missed_imports or (name.isidentifier() and len(self.missed_imports) < MAX_MISSED_IMPORTS):
+                self.missed_imports[name] += 1
 
     def on_zygote_ready(self) -> None:
         pools_ready = (pool.has_been_ready for pool in self.pools)
@@ -341,7 +339,7 @@ class Executor:
         self._progress_at = time.monotonic()
         was_killed = ended.get("signal") == signal.SIGKILL
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
-        if was_killed and usage is not None and usage.hit_outer_limit and kill_reason is not KillReason.TIMED_OUT:
+        if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
             self._retry(call, "killed because the machine or a parent cgroup ran out of memory", has_started=True)
             self.start_queued_calls()
             return
@@ -393,11 +391,7 @@ class Executor:
         self._monitored[attempt.run_id] = self._monitor.add(attempt, pool.slots, replace(running, wall_s=wall_s))
 
     def take_long_slot(self, slots: Slots, slot: int) -> bool:
-        now = time.monotonic()
-        if not 0 <= now - self._memory_sampled_at < MEMORY_SAMPLE_INTERVAL_S:
-            self._memory_sampled_at = now
-            self._has_memory = machine.memory_available() >= self._min_available_bytes
-        if not self._has_memory or not slots.try_mark_long(slot):
+        if not self._machine_memory.is_available(time.monotonic()) or not slots.try_mark_long(slot):
             return False
         self.count("demoted")
         self.start_queued_calls()

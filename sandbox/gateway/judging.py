@@ -112,11 +112,12 @@ class Judge:
 
     @asynccontextmanager
     async def running(
-        self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None
+        self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None, *, reads_results: bool
     ) -> AsyncIterator[_Results]:
-        """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled."""
+        """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled.
+        `reads_results`: whether they check results that are unread (`Batch.reads_results`)."""
         batch = Batch(len(calls), queue_timeout_s)
-        batch.tenant = owner
+        batch.tenant, batch.reads_results = owner, reads_results
         results = _Results(batch, self._dispatcher)
         for index, call in enumerate(calls):
             batch.add(index, call, "", {})
@@ -220,30 +221,32 @@ class _ProgramRun:
     async def _run_checkers(self, checks: dict[int, Call]) -> dict[int, tuple[JudgeOutcome, str]]:
         """Run the calls of checkers, given by the index of the test. Return outcomes and messages by this index."""
         indexes = list(checks)
-        calls = await self._with_compiled([self._judge.clamped(check, self._owner)[0] for check in checks.values()])
+        clamped = [self._judge.clamped(check, self._owner)[0] for check in checks.values()]
+        calls = await self._with_compiled(clamped, reads_results=True)
         outcomes = {}
-        async with self._running(calls) as results:
-            async for number, result in results:
-                outcomes[indexes[number]] = checker_outcome(result)
-                results.release(result)
+        for start, end in _waves(calls, doubling=False):
+            async with self._running(calls[start:end], reads_results=True) as results:
+                async for number, result in results:
+                    outcomes[indexes[start + number]] = checker_outcome(result)
+                    results.release(result)
         return outcomes
 
-    async def _with_compiled(self, calls: Sequence[Call]) -> Sequence[Call]:
+    async def _with_compiled(self, calls: Sequence[Call], *, reads_results: bool = False) -> Sequence[Call]:
         """Compile each code that many of the calls share, and return the calls with their compiled code."""
         any_call = {call.code: call for call in calls}
         for code, count in Counter(call.code for call in calls).items():
             if count >= MIN_CALLS_TO_COMPILE and code not in self._compiled:
-                self._compiled[code] = await self._compile(any_call[code])
+                self._compiled[code] = await self._compile(any_call[code], reads_results)
         return [with_compiled(call, self._compiled.get(call.code, b"")) for call in calls]
 
-    async def _compile(self, call: Call) -> bytes:
-        async with self._running([compile_call(call)]) as results:
+    async def _compile(self, call: Call, reads_results: bool) -> bytes:
+        async with self._running([compile_call(call)], reads_results=reads_results) as results:
             async for _, result in results:
                 return compiled_code(result)
         return b""
 
-    def _running(self, calls: Sequence[Call]) -> AbstractAsyncContextManager[_Results]:
-        return self._judge.running(calls, self._queue_timeout_s, self._owner)
+    def _running(self, calls: Sequence[Call], *, reads_results: bool = False) -> AbstractAsyncContextManager[_Results]:
+        return self._judge.running(calls, self._queue_timeout_s, self._owner, reads_results=reads_results)
 
 
 def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:

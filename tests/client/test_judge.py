@@ -74,6 +74,15 @@ async def test_results_are_in_the_order_of_the_programs() -> None:
 
 
 @pytest.mark.asyncio
+async def test_groups_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_requests, "MAX_BATCH_BYTES", 10_000)
+    large = {"code": "hi", "tests": [{"stdin": "#" * 4000, "expected": "hi"}]}
+    async with scripted(lambda _, program: result(JudgeOutcome.PASSED)) as (url, requests), AsyncClient(url) as client:
+        await client.judge([large] * 5)
+    assert sorted(len(codes) for codes in requests) == [1, 2, 2]
+
+
+@pytest.mark.asyncio
 async def test_defaults_are_sent_once_and_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_requests, "MAX_TESTS", 4)
     defaults = {"tests": [{"expected": "hi"}] * 2}

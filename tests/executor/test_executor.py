@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from sandbox import machine
 from sandbox.config import ExecutorConfig
 from sandbox.executor import executor as executor_module
 from sandbox.executor import profile_choice, zygote_pool
@@ -115,6 +117,43 @@ async def test_cgroup_usage_decides_the_status_of_a_killed_call(
         driver.check_idle()
 
 
+@pytest.mark.parametrize(
+    ("counts", "status", "attempts"),
+    [
+        ([7, 7], Status.KILLED, 1),  # no process was killed for lack of memory
+        ([7, 8, 8], Status.KILLED, 2),  # one was, and the second attempt was killed by its own signal
+        ([7, 8, 9, 10], Status.UNAVAILABLE, 3),
+    ],
+)
+@pytest.mark.trio
+async def test_without_cgroups_the_kernels_count_of_oom_kills_decides_about_a_killed_call(
+    counts: list[int],
+    status: Status,
+    attempts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: MockClock,
+) -> None:
+    monkeypatch.setattr(Slots, "read_usage", lambda _slots, _slot: None)
+    remaining = iter(counts)
+    monkeypatch.setattr(machine, "oom_kills", lambda: next(remaining))
+    async with driven_executor(monkeypatch) as driver:
+        (result,) = await driver.run("killed")
+        assert (result.status, result.attempts) == (status, attempts)
+        driver.check_idle()
+
+
+@pytest.mark.trio
+async def test_calls_killed_by_one_shortage_of_memory_are_all_repeated(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    monkeypatch.setattr(Slots, "read_usage", lambda _slots, _slot: None)
+    counts = itertools.chain([7], itertools.repeat(9))  # the counter is read after both were killed
+    monkeypatch.setattr(machine, "oom_kills", lambda: next(counts))
+    async with driven_executor(monkeypatch, slots=2) as driver:
+        results = await driver.run("killed", "killed")
+        assert [(result.status, result.attempts) for result in results] == [(Status.KILLED, 2)] * 2
+
+
 @pytest.mark.trio
 async def test_a_slot_whose_limits_cannot_be_set_costs_no_attempt_and_is_used_again(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
@@ -164,7 +203,7 @@ async def test_cancelled_calls_in_the_queue_hold_no_code(
         (blocking,) = driver.submit("hang")
         for seq in driver.submit(*["ok" * 100_000] * 100):
             driver.executor.cancel(seq)
-        assert sum(len(call.request.encoded) for call in driver.executor._queue) == 0
+        assert not driver.executor._queue and driver.executor.stats()["queued"] == 0
         driver.executor.cancel(blocking)
         assert (await driver.run("ok"))[0].status is Status.OK
 

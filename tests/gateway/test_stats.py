@@ -153,6 +153,17 @@ async def test_malformed_stats_of_an_executor_do_not_break_the_response() -> Non
 
 
 @pytest.mark.asyncio
+async def test_a_name_that_is_no_text_in_utf_8_does_not_break_the_metrics() -> None:
+    async with serving() as served:
+        executor = served.dispatcher.executors[0]
+        executor.ready_report = ReadyReport.decode({"slots": 4, "isolation": "\ud800"})
+        executor.stats = ExecutorStats.decode({"missed_imports": {"\ud800x": 3}, "zygotes": {"\udfff": 1}})
+        status, text = await served.get("/metrics")
+    assert status == 200
+    assert 'name="?x"' in text
+
+
+@pytest.mark.asyncio
 async def test_only_the_most_frequent_missed_imports_are_listed() -> None:
     async with serving() as served:
         stats = Stats(served.dispatcher)

@@ -68,8 +68,8 @@ class Batch:
     """
 
     __slots__ = (
-        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "on_done", "on_read", "on_result",
-        "queue_timeout_s", "requeued", "results", "tenant", "unfinished", "unread_bytes",
+        "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "is_admitted", "on_done", "on_read",
+        "on_result", "queue_timeout_s", "reads_results", "requeued", "results", "tenant", "unfinished", "unread_bytes",
     )  # fmt: skip
 
     def __init__(self, size: int, queue_timeout_s: float, deadline_s: float = math.inf) -> None:
@@ -81,6 +81,9 @@ class Batch:
         is sorted, the earliest deadline last. It may contain finished calls."""
         self.tenant: Tenant | None = None
         """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
+        self.reads_results = False
+        """Whether its calls check results that count as unread until then. It is admitted however many are unread."""
+        self.is_admitted = False
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size
         self.unfinished = size
@@ -108,7 +111,7 @@ class Batch:
 
     def start(self, now: float) -> None:
         """Set the time of the admission, from which the calls wait and their deadlines count."""
-        self.admitted_at = now
+        self.is_admitted, self.admitted_at = True, now
         self.deadlines.sort(key=itemgetter(0), reverse=True)
         for call in self.calls:
             call.batch, call.waiting_since = self, now

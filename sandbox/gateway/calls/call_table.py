@@ -12,8 +12,8 @@
 Invariants:
 - A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
   never exceed its share.
-- While unread results exceed `max_result_bytes`, no batch is admitted. A batch that then holds more unread results than
-  an equal share per batch gets `unavailable` in place of further results.
+- While unread results exceed `max_result_bytes`, no batch is admitted, except one that reads results. A batch that then
+  holds more unread results than an equal share per batch gets `unavailable` in place of further results.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
 - A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
   `max_attempts`.
@@ -137,7 +137,7 @@ class CallTable:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
         groups = _group_by_tenant(batch.calls)
         wanted = _load_by_tenant(groups)
-        self.check_capacity(wanted, batch.tenant, now)
+        self.check_capacity(wanted, batch.tenant, now, reads_results=batch.reads_results)
         for name, load in wanted.items():
             self.outstanding.add(load.calls, load.bytes)
             self._tenants.setdefault(name, Outstanding()).add(load.calls, load.bytes)
@@ -288,7 +288,7 @@ class CallTable:
     def cancel(self, batch: Batch) -> dict[ExecutorId, list[int]]:
         """Forget the unfinished calls of a batch. Returns the `seq`s of the running calls, by executor."""
         ended = Ended()
-        for call in batch.calls:
+        for call in batch.calls if batch.is_admitted else ():
             if call.call is not None:
                 self._release(call, ended)
                 self._forget(call)
@@ -344,11 +344,13 @@ class CallTable:
         batch.unread_bytes += size_bytes
         self.unread_result_bytes += size_bytes
 
-    def check_capacity(self, wanted: Mapping[str, Outstanding], owner: Tenant | None, now: float) -> None:
+    def check_capacity(
+        self, wanted: Mapping[str, Outstanding], owner: Tenant | None, now: float, *, reads_results: bool = False
+    ) -> None:
         """Check whether a batch with this load by tenant would be admitted now. `owner` is `Batch.tenant`. Raises
         `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for it beside
         the unfinished calls."""
-        if self.unread_result_bytes > self.limits.max_result_bytes:
+        if self.unread_result_bytes > self.limits.max_result_bytes and not reads_results:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(
                 f"clients have not read results of {self.unread_result_bytes} bytes, at most "

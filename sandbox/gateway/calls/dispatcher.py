@@ -27,9 +27,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Protocol
 
-from sandbox import machine
+from sandbox import machine, wire
 from sandbox.config import ServeConfig, weakness, within_memory
-from sandbox.errors import ConfigError, NodeError, Overloaded
+from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
 from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
@@ -37,7 +37,7 @@ from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, MetricSample
 from sandbox.tenants import Tenant, Tenants, load_tenants
 from sandbox.types import EncodedResult, Status
-from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
+from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ MAX_STOPPED_AT_ONCE = 512
 """Calls that get `Stopped` or `Cancelled` in one iteration of the event loop, which takes some milliseconds."""
 RESERVED_SLOTS = 1 / 8
 """Part of the short slots that a tenant leaves free while other tenants use the executors too."""
+MAX_CALL_BYTES = MAX_FRAME_BYTES - 4 * TARGET_FRAME_BYTES
+"""Largest encoded call. Other calls of up to `TARGET_FRAME_BYTES` characters may share its frame."""
 UNHEALTHY_AFTER_S = 150.0
 """Seconds without any ready executor after which `/health` fails: more than one start may take
 (`executor_handle.START_S`)."""
@@ -263,6 +265,8 @@ class Dispatcher:
         self.check_accepting()
         if not batch.calls:
             return
+        for call in batch.calls:
+            _check_frame_size(call)
         self.call_table.admit(batch, monotonic())
         self._arm_expiry_timer(batch)
         self._schedule_dispatch()
@@ -450,6 +454,20 @@ class Dispatcher:
 
 def _load_tenants(config: ServeConfig) -> Tenants | None:
     return None if config.tenants is None else load_tenants(Path(config.tenants), config.token)
+
+
+def _check_frame_size(call: PendingCall) -> None:
+    """Raise `RequestRefused` if a call does not fit into a frame together with small calls."""
+    if call.size_bytes > MAX_FRAME_BYTES // 8:  # `size_bytes` counts a character as one byte
+        try:
+            size_bytes = len(wire.pack([_encode_call(call)]))
+        except ProtocolError:
+            size_bytes = MAX_FRAME_BYTES
+        if size_bytes > MAX_CALL_BYTES:
+            raise RequestRefused(
+                f"call {call.id!r:.80} has more than {MAX_CALL_BYTES >> 20} MiB, which no executor can receive; send "
+                "less in one call"
+            )
 
 
 def _encode_call(call: PendingCall) -> dict[str, object]:

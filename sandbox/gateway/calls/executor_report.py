@@ -101,4 +101,5 @@ def _number(value: object) -> int:
 
 
 def _name(value: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    return value[:max_chars] if isinstance(value, str) else ""
+    """Return a text that every encoder takes: an executor may send unpaired surrogates."""
+    return value[:max_chars].encode(errors="replace").decode() if isinstance(value, str) else ""

@@ -68,14 +68,16 @@ class BodyReader:
         self._large = asyncio.Semaphore(1)
         """Held while a large body is decoded, since a hostile body takes many times its size in memory."""
 
-    async def read(self, request: web.Request) -> bytes:
-        """Return the body. The caller must `release` its size once its calls are admitted or rejected.
+    async def read(self, request: web.Request, max_bytes: int | None = None) -> bytes:
+        """Return the body, of at most `max_bytes` (default: `max_body_bytes`). The caller must `release` its size once
+        its calls are admitted or rejected.
 
         Raises `HttpError`: 413 if the body is too long, 429 if all bodies together are too long, and 408 if the client
         needs more than `stall_s` for `CHUNK_BYTES` or for the last part.
         """
-        if (length := request.content_length or 0) > self.max_body_bytes:
-            raise self._too_long(length)
+        max_bytes = min(self.max_body_bytes, max_bytes or self.max_body_bytes)
+        if (length := request.content_length or 0) > max_bytes:
+            raise self._too_long(length, max_bytes)
         chunks: list[bytes] = []
         size, is_complete = 0, False
         loop = asyncio.get_running_loop()
@@ -87,8 +89,8 @@ class BodyReader:
                     chunks.append(chunk)
                     size += len(chunk)
                     self.buffered_bytes += len(chunk)
-                    if size > self.max_body_bytes:
-                        raise self._too_long(size)
+                    if size > max_bytes:
+                        raise self._too_long(size, max_bytes)
                     if self.buffered_bytes > self.max_total_bytes:
                         raise HttpError(
                             429,
@@ -126,12 +128,11 @@ class BodyReader:
             finally:  # a thread cannot be cancelled, so a cancelled request waits for it and keeps the semaphore
                 await asyncio.gather(decoding, return_exceptions=True)
 
-    def _too_long(self, size: int) -> HttpError:
-        return HttpError(
-            413,
-            f"a body of {size} bytes or more, expected at most {self.max_body_bytes}; "
-            "send smaller batches, or start the server with a larger --body-mb",
-        )
+    def _too_long(self, size: int, max_bytes: int) -> HttpError:
+        advice = "send smaller batches, or start the server with a larger --body-mb"
+        if max_bytes < self.max_body_bytes:
+            advice = "send less"
+        return HttpError(413, f"a body of {size} bytes or more, expected at most {max_bytes}; {advice}")
 
 
 def body_type(request: web.Request) -> str:

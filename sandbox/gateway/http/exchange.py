@@ -143,7 +143,7 @@ async def respond(
         await stream.prepare(request)
     for start in range(0, len(body), codec.CHUNK_BYTES):
         await send(request, stream, body[start : start + codec.CHUNK_BYTES])
-    await stream.write_eof()
+    await end(request, stream)
     return stream
 
 
@@ -177,29 +177,41 @@ async def stream(request: web.Request, status: int, batch: Batch, content_type: 
         num_unsent -= len(lines)
         await send(request, response, b"".join(lines))
         dispatcher.call_table.results_read(batch, result_size)
-    await response.write_eof()
+    await end(request, response)
     return response
 
 
 async def send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:
     """Send a whole `Response`, or a part of a stream. Aborts the connection, and raises `ConnectionResetError`, if the
     client takes longer than `stall_s` per `CHUNK_BYTES`."""
-    dispatcher = request.app[DISPATCHER]
     chunks = max(1, -(-len(body) // codec.CHUNK_BYTES))  # rounded up
+    async with _stall_limit(request, chunks):
+        if isinstance(response, web.Response):
+            await response.prepare(request)
+            await response.write_eof()
+        else:
+            await response.write(body)
+    request.app[DISPATCHER].counters.bytes_out += len(body)
+
+
+async def end(request: web.Request, response: web.StreamResponse) -> None:
+    """End a stream once the client has read it but for what the kernel buffers, within the limit of `send`."""
+    async with _stall_limit(request):
+        await response.write_eof()
+
+
+@asynccontextmanager
+async def _stall_limit(request: web.Request, chunks: int = 1) -> AsyncIterator[None]:
+    dispatcher = request.app[DISPATCHER]
     timeout_s = dispatcher.config.stall_s * chunks
     try:
         async with asyncio.timeout(timeout_s):
-            if isinstance(response, web.Response):
-                await response.prepare(request)
-                await response.write_eof()
-            else:
-                await response.write(body)
+            yield
     except TimeoutError:
         dispatcher.counters.stalled += 1
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"the client did not read {len(body)} bytes in {timeout_s:g} s") from None
-    dispatcher.counters.bytes_out += len(body)
+        raise ConnectionResetError(f"the client did not read {chunks} chunks in {timeout_s:g} s") from None
 
 
 async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:

@@ -25,6 +25,8 @@ from sandbox.gateway.http.openapi import Route
 from sandbox.types import Call, Result
 
 EVENT_STREAM = "text/event-stream"
+MAX_BODY_BYTES = 4 << 20
+"""Length of a message, which is also the limit of the SDK."""
 MAX_STRUCTURE_BYTES = 64 << 10
 """Bytes of a request outside of its texts. The SDK decodes and checks a request on the event loop, which a million
 values would block for a second."""
@@ -127,13 +129,13 @@ class _AsgiRequest:
         """End the response and return it."""
         if self._response is None:
             raise HttpError(500, "the MCP transport sent no response; the server's log has the reason")
-        await self._response.write_eof()
+        await exchange.end(self._request, self._response)
         return self._response
 
 
 async def _read_body(request: web.Request) -> bytes:
     bodies = request.app[BODIES]
-    body = await bodies.read(request)
+    body = await bodies.read(request, MAX_BODY_BYTES)
     bodies.release(len(body))
     if len(body) > MAX_STRUCTURE_BYTES and not _has_few_values(body):
         raise HttpError(413, f"expected at most {MAX_STRUCTURE_BYTES} bytes outside of texts, got more; send less")

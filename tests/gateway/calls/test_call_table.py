@@ -266,6 +266,30 @@ def test_a_batch_larger_than_the_queue_is_refused_without_a_time_to_wait() -> No
         CallTable(LIMITS).admit(batch_of(13), 0.0)
 
 
+def test_a_batch_that_reads_results_is_admitted_however_many_are_unread() -> None:
+    call_table = CallTable(
+        AdmissionLimits(max_calls=12, max_bytes=UNLIMITED_BYTES, max_attempts=1, max_result_bytes=10)
+    )
+    call_table.admit(batch_of(1), 0.0)
+    (call,) = call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
+    call_table.finish(0, call.seq, ok_result(), 1000)
+    with pytest.raises(Overloaded, match="clients have not read results of"):
+        call_table.admit(batch_of(1), 0.0)
+    checks = batch_of(1)
+    checks.reads_results = True
+    call_table.admit(checks, 0.0)
+    assert call_table.waiting == 1
+
+
+def test_cancelling_a_batch_that_was_not_admitted_changes_nothing() -> None:
+    call_table, batch = CallTable(LIMITS), batch_of(3)
+    call_table.admit(batch_of(12, tenants="ab"), 0.0)
+    with pytest.raises(Overloaded):
+        call_table.admit(batch, 0.0)
+    assert call_table.cancel(batch) == {}
+    assert (call_table.waiting, call_table.outstanding.calls) == (12, 12)
+
+
 def test_one_tenant_cannot_fill_the_queue() -> None:
     call_table = CallTable(LIMITS)
     call_table.admit(batch_of(9, tenants=["greedy"]), 0.0)

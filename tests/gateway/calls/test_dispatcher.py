@@ -253,6 +253,18 @@ async def test_calls_of_an_executor_lost_during_the_drain_are_unavailable_at_onc
         assert [(r["error"]["type"], r["attempts"]) for r in body["results"]] == [("Stopped", 1)] * 2
 
 
+async def test_a_call_that_no_executor_could_receive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_FRAME_BYTES", 8000)
+    monkeypatch.setattr(dispatcher, "MAX_CALL_BYTES", 7000)
+    async with serving() as served:
+        status, _ = await served.post("/v1/batch", make_batch("#" * 6000))
+        assert status == 200
+        for code in ("#" * 7000, "\N{GREEK SMALL LETTER ALPHA}" * 3500):
+            status, refusal = await served.post("/v1/batch", make_batch("1", code))
+            assert status == 413
+            assert "which no executor can receive; send less in one call" in refusal["error"]["message"]
+
+
 async def test_executors_get_a_drain_frame_at_the_end() -> None:
     async with serving() as served:
         await served.post("/v1/execute", {"code": "1"})

@@ -290,6 +290,36 @@ async def test_a_wave_waits_for_room_in_the_queue() -> None:
         assert initials(await judging_first) == "p" * 9
 
 
+async def test_results_that_wait_for_their_checker_do_not_keep_it_from_running() -> None:
+    """The outputs of all tests together exceed the limit of unread results, and only their checkers can read them."""
+    tests = [{"stdin": "0" + " " * (64 << 10)}] * 5
+    body = {"programs": [{"code": "code", "tests": tests, "checker": "check"}] * 20, "queue_timeout_s": 5}
+    async with serving(FakeFleet(slots=8), results_mb=1) as served:
+        _, judged = await served.post("/v1/judge", json.dumps(body).encode(), Content_Type="application/json")
+        results = judged["results"]
+        assert served.dispatcher.call_table.unread_result_bytes == 0
+    outcomes = {(test["outcome"], test["message"].partition(":")[0]) for judged in results for test in judged["tests"]}
+    # A batch with more than its part of the limit loses further results, but no test waits for the end of its time.
+    assert outcomes <= {("passed", "said"), ("passed", ""), ("unavailable", "ResultsUnread")}
+    assert any(test["outcome"] == "passed" for judged in results for test in judged["tests"])
+
+
+async def test_a_disconnect_while_a_wave_waits_for_room_is_a_cancellation(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeFleet(slots=8), queue_calls=10, tenant_share=1) as served:
+        body = {"code": "hang", "tests": make_tests(*"p" * 9)}
+        request = asyncio.create_task(served.post("/v1/judge", body))
+        executor = served.fleet.last_executor
+        await until(lambda: len(executor.calls) == 1)  # the call that compiles
+        other = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 9}))
+        await until(lambda: len(executor.calls) == 10)
+        executor.finish(1)
+        await asyncio.sleep(2 * judging.ADMISSION_RETRY_S)  # now the wave waits
+        request.cancel()
+        await until(lambda: served.app[BODIES].buffered_bytes == 0)
+        assert "failed" not in caplog.text
+        other.cancel()
+
+
 async def test_a_wave_without_room_becomes_unavailable() -> None:
     async with serving(FakeFleet(slots=8), queue_calls=10, tenant_share=1) as served:
         body = {"code": "hang", "tests": make_tests(*"p" * 9), "queue_timeout_s": 0.3}

@@ -14,6 +14,7 @@ import pytest
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
+from sandbox.gateway.http.mcp import MAX_BODY_BYTES
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
@@ -95,6 +96,14 @@ async def test_a_body_with_very_many_values_is_refused(values: str) -> None:
         status, answer = await served.post("/mcp", body.encode(), **headers)
     assert status == 413
     assert "expected at most 65536 bytes outside of texts" in answer["error"]["message"]
+
+
+async def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
+    async with serving() as served:
+        headers = {"Content_Type": "application/json", "Accept": "application/json, text/event-stream"}
+        status, answer = await served.post("/mcp", b" " * (MAX_BODY_BYTES + 1), **headers)
+    assert status == 413
+    assert answer["error"]["message"].endswith(f"expected at most {MAX_BODY_BYTES}; send less")
 
 
 async def test_long_code_may_have_any_characters() -> None:
