@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CALLS ?=
-# With 2, `make test` takes about two thirds of the time, also on two cores, but tests with time limits fail more often.
-TEST_PROCESSES ?= 0
+# With 0, `make test` runs all tests in one process, which takes about twice the time.
+TEST_PROCESSES ?= 2
 # Where no torch is installed yet; a build for the machine's own GPUs may be there before.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
