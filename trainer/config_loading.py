@@ -91,7 +91,7 @@ def _inherit(defaults: Mapping[str, Any], own: Mapping[str, Any], name: str) -> 
 
 
 def _check_inherited(origins: Mapping[str, str], stages: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` if a `--set` gives a default for stages that every stage replaces."""
+    """Raise `ConfigError` if a `--set` changes a default in `[rl]` and every stage has a value of its own."""
     used_elsewhere = {setting.name for setting in fields(SamplingConfig)}  # by `rollout --stage sft`
     for path, origin in origins.items():
         table, _, key = path.partition(".")

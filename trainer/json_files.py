@@ -26,7 +26,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object that `write_json` wrote; None if there is no file. Raises `RecordError` if it is no object."""
+    """Return the object that `write_json` wrote; None if there is no file. Raises `RecordError` if it has none."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

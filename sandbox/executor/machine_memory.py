@@ -1,6 +1,6 @@
-"""The machine's memory, as the executor asks for it: whether enough is free, and whether the kernel killed for it.
+"""The memory of the machine: whether enough is available, and whether the kernel killed a call because it ran out.
 
-Times are monotonic, in seconds.
+All times are seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
 """While less than this share of the machine's memory is available, no call moves to a long slot, since that would let
 a further call start in the short slot."""
 MEMORY_SAMPLE_INTERVAL_S = 0.25
+"""Seconds for which a sample of the available memory is used."""
 
 
 class MachineMemory:
@@ -25,7 +26,7 @@ class MachineMemory:
         """The kernel's count when it was last read, and the time at which it was seen to have grown."""
 
     def is_available(self, now: float) -> bool:
-        """Return whether enough memory is free, by a sample that is at most `MEMORY_SAMPLE_INTERVAL_S` old."""
+        """Return whether enough memory is available, by a sample that is at most `MEMORY_SAMPLE_INTERVAL_S` old."""
         if not 0 <= now - self._sampled_at < MEMORY_SAMPLE_INTERVAL_S:
             self._sampled_at = now
             self._is_available = machine.memory_available() >= self._min_available_bytes

@@ -14,7 +14,7 @@ from sandbox.jail.spec import FIRST_SLOT_UID, UIDS_PER_SLOT, Level
 
 RANGE_START = 1_381_171_200
 """First uid of the ranges (0x52530000). It is above all ids that distributions and subuid files
-allocate, and in the range from which systemd-nspawn picks, which rarely meets it."""
+allocate. systemd-nspawn picks ids at random from a range around it, so a collision is possible, but unlikely."""
 MIN_UID = 10_000
 """First uid that may be chosen. Lower ids belong to users of the host or the container."""
 LANDLOCK_CAPABILITIES = frozenset(

@@ -24,11 +24,11 @@ from trainer.engines.pool import EnginePool
 from trainer.episodes.episode import Episode, Problem, StopReason
 
 WEIGHTS_POLL_S = 1.0
-"""Seconds between two looks at engines without weights."""
+"""Seconds between two checks of engines that lack the weights."""
 
 
 async def require_weights(engines: EnginePool, max_down_s: float) -> None:
-    """Wait until all engines have the weights of the last sync, since workers would also use one that lacks them.
+    """Wait until all engines have the weights of the last sync. Workers would use an engine without them, too.
 
     Raises `CollectionError` after `max_down_s`.
     """

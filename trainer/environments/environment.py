@@ -74,6 +74,11 @@ class Environment(ABC):
         """`options` is an `options_type`."""
         self.services, self.options = services, options
 
+    @classmethod
+    def prompt(cls, problem: Problem) -> str:
+        """Return the text of a problem with the instructions of this environment."""
+        return f"{problem.text}\n\n{cls.instructions}" if cls.instructions else problem.text
+
     @abstractmethod
     async def reset(self, problem: Problem) -> InitialState:
         """Begin an episode. Raises `EnvironmentFailure`."""

@@ -20,8 +20,7 @@ class PythonEnvironment(Environment):
         self._sandbox = services.required_sandbox
 
     async def reset(self, problem: Problem) -> InitialState:
-        text = f"{problem.text}\n\n{self.instructions}" if self.instructions else problem.text
-        return InitialState(text, (TOOL_SCHEMA,))
+        return InitialState(self.prompt(problem), (TOOL_SCHEMA,))
 
     async def step(self, action: ToolCallRequest) -> ToolCall:
         return await self._sandbox.python_tool.call(action.name, action.arguments)

@@ -19,7 +19,7 @@ PYTHON_TOOL_NAME = "execute_python_code_with_standard_io"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 RECORD_DEPTH = 20
-"""Upper bound of the number of lists and objects around a tool call in the files with episodes."""
+"""A file with episodes nests a tool call in at most this number of lists and objects."""
 _BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
 _EXAMPLE = f'{TOOL_CALL_OPEN}{{"name": "{PYTHON_TOOL_NAME}", "arguments": {{"code": "print(1)"}}}}{TOOL_CALL_CLOSE}'
 
@@ -125,8 +125,8 @@ def _tool_call(value: Any, text: str) -> ToolCallRequest | MalformedCall:
 
 
 def _check_recordable(value: Any) -> None:
-    """Raise `ValueError` for unpaired surrogates and too many nested lists, with which no episode can be written and
-    read back."""
+    """Raise `ValueError` if a file with episodes cannot hold the value: it has unpaired surrogates, or it is nested too
+    deep to be read again."""
     from_json(b"[" * RECORD_DEPTH + to_json(value) + b"]" * RECORD_DEPTH)
 
 

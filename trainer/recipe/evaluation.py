@@ -252,7 +252,7 @@ def ratio_estimate(
     trials: float = len(sums)
     if variance > ZERO_VARIANCE:
         most = max_trials or total
-        # Independent trials have an estimated variance of value * (1 - value) / (trials - 1).
+        # The variance of independent trials is estimated as value * (1 - value) / (trials - 1).
         trials = min(most, (1 + value * (1 - value) / variance) * (t_quantile(max(1, most - 1)) / t) ** 2)
     center = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half_width = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5

@@ -105,8 +105,7 @@ def _prepare_problems(
 
     def prompt_tokens(problem: Problem) -> int:
         check(problem)
-        instructions = environment_class(problem.environment).instructions
-        return len(chat_format.encode_prompt(f"{problem.text}\n\n{instructions}" if instructions else problem.text))
+        return len(chat_format.encode_prompt(environment_class(problem.environment).prompt(problem)))
 
     with progress_bar(name) as advance:
         problems, report = problem_data.prepare_problems(

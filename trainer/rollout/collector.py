@@ -165,8 +165,9 @@ class EpisodeCollector:
             try:
                 rewards = await environment.score_group(ended)
             except Exception as error:
+                message = _failure(episodes[0].problem, error)
                 for episode in ended:
-                    episode.error = _failure(episode.problem, error)
+                    episode.error = message
         by_episode = dict(zip(ended, rewards, strict=True))
         return [by_episode.get(episode) for episode in episodes]
 
@@ -208,14 +209,16 @@ async def _reset(environment: Environment, episodes: Sequence[Episode]) -> Initi
     try:
         return await environment.reset(episodes[0].problem)
     except Exception as error:
+        message = _failure(episodes[0].problem, error)
         for episode in episodes:
             if not episode.stop_reason:
-                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, _failure(episode.problem, error)
+                episode.stop_reason, episode.error = StopReason.UNAVAILABLE, message
         return None
 
 
 def _failure(problem: Problem, error: Exception) -> str:
-    """Return the message of a failure of an environment, and log it. Any error but its own may be a bug."""
+    """Return the message of a failure of an environment, and log it. Only an `EnvironmentFailure` is logged without a
+    traceback, since any other error may be a bug."""
     message = f"environment: {type(error).__name__}: {error}"
     logger.warning("problem %s: %s", problem.id, message, exc_info=not isinstance(error, EnvironmentFailure))
     return message

@@ -458,7 +458,7 @@ def _load_tenants(config: ServeConfig) -> Tenants | None:
 
 def _check_frame_size(call: PendingCall) -> None:
     """Raise `RequestRefused` if a call does not fit into a frame together with small calls."""
-    if call.size_bytes > MAX_FRAME_BYTES // 8:  # `size_bytes` counts a character as one byte
+    if 4 * call.size_bytes > MAX_CALL_BYTES:  # `size_bytes` counts a character as one byte, and it has at most four
         try:
             size_bytes = len(wire.pack([_encode_call(call)]))
         except ProtocolError:

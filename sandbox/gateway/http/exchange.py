@@ -195,7 +195,7 @@ async def send(request: web.Request, response: web.StreamResponse, body: bytes) 
 
 
 async def end(request: web.Request, response: web.StreamResponse) -> None:
-    """End a stream once the client has read it but for what the kernel buffers, within the limit of `send`."""
+    """End a stream. Returns when all of it is in the kernel's socket buffer. Has the time limit of `send`."""
     async with _stall_limit(request):
         await response.write_eof()
 
@@ -211,7 +211,7 @@ async def _stall_limit(request: web.Request, chunks: int = 1) -> AsyncIterator[N
         dispatcher.counters.stalled += 1
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"the client did not read {chunks} chunks in {timeout_s:g} s") from None
+        raise ConnectionResetError(f"the client read too little of the response for {timeout_s:g} s") from None
 
 
 async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:

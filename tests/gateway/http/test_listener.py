@@ -13,11 +13,13 @@ from typing import Any, cast
 import msgpack
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from sandbox import client
 from sandbox.errors import ConfigError
 from sandbox.gateway import build_app, server
 from sandbox.gateway.http import codec, listener, routes
+from sandbox.gateway.http.exchange import end
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 
@@ -299,3 +301,15 @@ async def test_too_few_descriptors_for_one_client_are_an_error_with_the_needed_n
 
 async def test_the_minimum_of_connections_is_the_maximum_of_one_client() -> None:
     assert listener.MIN_CONNECTIONS == client.MAX_CONNECTIONS
+
+
+async def test_the_end_of_a_stream_has_the_time_limit_of_its_parts() -> None:
+    class Unread(web.StreamResponse):
+        async def write_eof(self, data: bytes = b"") -> None:
+            await asyncio.Event().wait()
+
+    async with serving(stall_s=0.05) as served:
+        request = make_mocked_request("GET", "/", app=served.app)
+        with pytest.raises(ConnectionResetError, match=r"^the client read too little of the response for 0\.05 s$"):
+            await end(request, Unread())
+        assert served.dispatcher.counters.stalled == 1
