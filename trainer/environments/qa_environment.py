@@ -16,7 +16,7 @@ from sandbox.errors import InvalidCall
 from sandbox.tool import TOOL_SCHEMA
 from sandbox.types import Call
 from trainer.config import STRICT
-from trainer.environments.environment import Environment, EnvironmentFailure, InitialState
+from trainer.environments.environment import Environment, EnvironmentFailure, InitialState, parse_options
 from trainer.environments.services import Services
 from trainer.episodes.episode import Episode, Problem, ToolCall
 from trainer.episodes.reward import exact_match_reward
@@ -50,13 +50,16 @@ class QaEnvironment(Environment):
         self._tool = services.required_sandbox.python_tool
         self._files: dict[str, bytes] = {}
 
+    @classmethod
+    def prompt(cls, problem: Problem) -> str:
+        options = parse_options(cls, problem.options)
+        names = ", ".join(dict.fromkeys([*options.texts, *(Path(path).name for path in options.files)]))
+        attached = f"Attached files, in the working directory of your Python code: {names}\n\n" if names else ""
+        return f"{problem.text}\n\n{attached}{cls.instructions}"
+
     async def reset(self, problem: Problem) -> InitialState:
         self._files = await asyncio.to_thread(_read_files, self.options)
-        parts = [problem.text, self.instructions]
-        if self._files:
-            names = ", ".join(self._files)
-            parts.insert(1, f"Attached files, in the working directory of your Python code: {names}")
-        return InitialState("\n\n".join(parts), (TOOL_SCHEMA,))
+        return InitialState(self.prompt(problem), (TOOL_SCHEMA,))
 
     async def step(self, action: ToolCallRequest) -> ToolCall:
         return await self._tool.call(action.name, action.arguments, files=self._files)

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
@@ -339,7 +339,7 @@ def run_evaluation(
     if missing := evaluation.unfinished_problems(problems, samples, out):
         done_before = len(problems) - len(missing)
         opened = nullcontext(rollouts) if rollouts else open_rollout(run, run.model_path(model))
-        with opened as runtime, progress_bar(out.name, len(problems)) as advance:
+        with opened as runtime, progress_bar(unquote(out.name), len(problems)) as advance:
             runtime.loop_thread.run(
                 evaluation.evaluate_problems,
                 missing,

@@ -20,7 +20,7 @@ from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.data.generated_gaia_format import generate
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.environment import EnvironmentFailure
-from trainer.environments.registry import check_problem
+from trainer.environments.registry import check_problem, environment_class
 from trainer.environments.services import Services
 from trainer.episodes.episode import StopReason, ToolCall, ToolCallStatus
 
@@ -51,6 +51,7 @@ async def test_the_prompt_names_the_files_and_each_call_gets_them(tmp_path: Path
         assert initial.text.startswith(
             "How many?\n\nAttached files, in the working directory of your Python code: b.txt, a.bin\n\n"
         )
+        assert initial.text == environment_class("qa").prompt(question)  # whose length `prepare` limits
         await environment.step(action(TOOL_NAMES[0], code="1"))
     assert TOOL.files == {"a.bin": b"\x00\xff", "b.txt": "é".encode()}
 
