@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,8 +92,9 @@ def check_layout(folder: Path, version: object, expected: int) -> None:
 def check_same_settings(
     folder: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any], changeable: tuple[str, ...] = ()
 ) -> None:
-    """Raise `RecordError` if a setting differs whose name begins with none of `changeable`."""
-    if differing := [name for name in differing_settings(mine, theirs) if not name.startswith(changeable)]:
+    """Raise `RecordError` if a setting differs whose name matches none of `changeable` (a * stands for any text)."""
+    names = differing_settings(mine, theirs)
+    if differing := [name for name in names if not any(fnmatchcase(name, pattern) for pattern in changeable)]:
         raise RecordError(
             f"{folder} was written with other settings ({', '.join(differing[:5])}); use the same settings to continue "
             "it, or another folder to start anew"

@@ -139,6 +139,13 @@ class Zygote:
                 self._report_still_running()
             self.writer.flush()  # one write for all frames of one pass
 
+    def end_calls(self) -> None:
+        """Kill the calls that have a temporary directory, and remove it. Without namespaces nothing else would."""
+        for running in self.running.values():
+            if running.temp_dir is not None:
+                os.kill(running.pid, signal.SIGKILL)
+                running.close()
+
     def send(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
         """Queue a frame whose blobs are the first bytes of `files`, given as (descriptor, length)."""
         self.writer.add(header, files)
@@ -380,7 +387,11 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
     zygote.inherited_kb = _inherited_kb()
     _send_ready(zygote.writer, missing, problems, {})
-    zygote.serve()
+    try:
+        zygote.serve()
+    except (EOFError, ConnectionError):
+        zygote.end_calls()
+        raise
 
 
 def _send_ready(writer: frames.FrameWriter, missing: list[str], problems: list[str], more: dict) -> None:

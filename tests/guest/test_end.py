@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.types import Status
-from tests.executor.calling import Caller, executor
+from tests.executor.calling import Caller, call, executor, wait_gone
 
 
 @pytest.mark.parametrize(
@@ -164,3 +164,14 @@ def test_a_forged_report_does_not_change_the_status(guest: Caller) -> None:
         assert result.status is Status.ERROR
         assert result.error is not None
         assert (result.error.type, result.error.message) == ("SystemExit", "1")
+
+
+def test_without_a_jail_no_temporary_directory_outlives_the_executor(tmp_path: Path) -> None:
+    told = tmp_path / "cwd"
+    with executor(isolation="none") as caller:
+        caller.submit(call(f"import os, time\nos.symlink(os.getcwd(), {str(told)!r})\ntime.sleep(600)"))
+        caller.until(told.is_symlink)
+        assert told.exists()
+        pids = caller.processes()
+    wait_gone(pids)
+    assert not told.exists()

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
+from trainer.config_loading import load_config
+from trainer.recipe.collect_work import _store_settings
+from trainer.recipe.phases import RecipeRun
 
 pytest.importorskip("transformers")
 
@@ -85,3 +88,17 @@ def test_a_directory_without_a_store_is_named(tmp_path: Path, capsys: pytest.Cap
         assert f"{tmp_path}: expected a store of episodes" in misuse(capsys, *arguments, str(tmp_path))
     game = {**NUMBER_GAME, "options": {"game": "number_guessing"}}
     assert "run `collect` first" in misuse(capsys, "collect", config(tmp_path, [game]), "--status")
+
+
+def test_a_store_keeps_its_settings_when_its_run_folder_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def settings(run_dir: Path, model: Path) -> dict[str, object]:
+        return _store_settings(RecipeRun(load_config(Path(config(tmp_path, [])), {}, [f"run_dir={run_dir}"])), model)
+
+    here, moved = Path("run"), tmp_path / "moved"
+    assert settings(here, here / "stages/rl1/model") == settings(moved, moved / "stages/rl1/model")
+    assert settings(here, here / "stages/rl1/model") != settings(here, here / "stages/rl2/model")
+    assert settings(here, Path("owner/name"))["model"] == "owner/name"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.collection.driver import Collection
-from trainer.collection.store import EpisodeStore, StoreReader
+from trainer.collection.store import EpisodeStore, StoreReader, remove_episodes
 from trainer.collection.work import CollectionError, EpisodeExecutor
 from trainer.config import CollectConfig
 from trainer.engines.pool import EnginePool
@@ -90,6 +90,8 @@ class ClusterCollector:
         path = self._dir / f"weights-{self._weight_version:06}"
         for other in set(self._dir.glob("weights-*")) - {path}:
             shutil.rmtree(other)
+        # An earlier process may have ended because of these.
+        remove_episodes(path, StopReason.DEADLINE)
         limits = replace(self._limits, samples_per_problem=samples_per_problem)
         identity = {"weight_version": self._weight_version, "problems": [problem.id for problem in problems]}
         with EpisodeStore(path, identity) as store:

@@ -56,24 +56,24 @@ class EpisodeHost:
             environment = self.open_environment(episode.problem)
         except Exception as error:
             raise _environment_failed(error) from error
+        lacks_score_only = episode.stop_reason is not None
         try:
-            await self._run_turns(episode, environment, on_growth)
-            return await self._score(episode, environment)
+            if not lacks_score_only:
+                await self._run_turns(episode, environment, on_growth)
+            return await self._score(episode, environment, begin=lacks_score_only)
         finally:
             await close_environment(environment)
 
     async def _run_turns(self, episode: Episode, environment: Environment, on_growth: Callable[[Growth], None]) -> None:
-        if episode.stop_reason is not None and not environment.is_stateful:
-            return
         journal = _Journal(episode, on_growth)
         with suppress(TimeoutError):  # only the deadline raises it here
             async with asyncio.timeout(self.deadline_s - episode.duration_s):
                 chat_format = await self._begin(episode, environment)
-                if episode.stop_reason is None:
-                    await self._sample(episode, environment, chat_format, journal)
+                await self._sample(episode, environment, chat_format, journal)
                 return
         # The deadline has passed: all other ways out of the block return or raise.
         episode.stop_reason, episode.duration_s = StopReason.DEADLINE, self.deadline_s
+        episode.error = f"the episode did not end within {self.deadline_s:g} s (collect.deadline_s)"
         journal.write(episode)
 
     async def _begin(self, episode: Episode, environment: Environment) -> ChatFormat:
@@ -106,11 +106,14 @@ class EpisodeHost:
                 raise tool.error or TryError(FailureKind.INFRASTRUCTURE, episode.error[:MAX_ERROR_CHARS])
         journal.write(episode)
 
-    async def _score(self, episode: Episode, environment: Environment) -> float | None:
+    async def _score(self, episode: Episode, environment: Environment, *, begin: bool) -> float | None:
+        """Return the reward of a finished episode. With `begin`, an earlier try has run its turns."""
         if episode.stop_reason in INFRASTRUCTURE_STOPS:
             return None
         try:
             async with asyncio.timeout(self.deadline_s):
+                if begin:
+                    await self._begin(episode, environment)
                 reward = await _act(environment.score(episode))
         except TimeoutError:
             raise TryError(FailureKind.ENVIRONMENT, f"no score after {self.deadline_s:g} s") from None

@@ -28,18 +28,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.episodes.episode import Episode
+from trainer.episodes.episode import Episode, StopReason
 from trainer.json_files import (
     RecordError,
     check_layout,
     check_same_settings,
     complete_lines,
     read_json,
+    read_rows,
     remove_torn_line,
     write_json,
+    write_rows,
 )
 
 LAYOUT_VERSION = 1
@@ -47,6 +50,10 @@ SHARD_BYTES = 256 << 20
 """Size in bytes from which the next episode goes into a new shard."""
 JOURNAL_BYTES = 64 << 20
 """Size in bytes from which the next turn goes into a new file. Files without unfinished episodes are deleted."""
+LOCK_TIMEOUT_S = 60.0
+"""Seconds that a writer or a reader waits for the index while the other uses it."""
+PAGE_ROWS = 1000
+"""Rows that a reader takes from the index at once. It parses their episodes afterwards, when it does not lock it."""
 
 COLUMNS = (
     "problem", "sample", "shard", "offset", "length",
@@ -66,6 +73,9 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, episode: Episode) -> Key:
         return cls(episode.problem.id, episode.sample)
+
+
+BEFORE_ALL = Key("", -1)
 
 
 class FailureKind(StrEnum):
@@ -205,7 +215,7 @@ class EpisodeStore:
         """Open the index and add the episodes that it lacks. An index that contradicts the shards is built anew."""
         index_path = self.path / "index.sqlite3"
         for is_last_try in (False, True):
-            index = sqlite3.connect(index_path, check_same_thread=False)
+            index = sqlite3.connect(index_path, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
             try:
                 self._update_index(index)
                 return index
@@ -270,9 +280,13 @@ class StoreReader:
         self.path = path
         self.settings: dict[str, Any] = _read_manifest(path / "manifest.json")["settings"]
         """Those of the collection."""
-        self._index = sqlite3.connect(
-            f"file:{path / 'index.sqlite3'}?mode=ro", uri=True, timeout=30, check_same_thread=False
-        )
+        index_path = path / "index.sqlite3"
+        try:
+            self._index = sqlite3.connect(
+                f"file:{quote(str(index_path))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise RecordError(f"{index_path}: {error}; `rstar-train collect` builds it from the episodes") from error
 
     def __enter__(self) -> Self:
         return self
@@ -281,25 +295,55 @@ class StoreReader:
         self._index.close()
 
     def query(
-        self, columns: str = "*", where: str = "1", parameters: Sequence[object] = ()
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of the index in the order of problem and sample. `where` is a SQL condition on `COLUMNS`."""
+        self,
+        columns: str = "*",
+        where: str = "1",
+        parameters: Sequence[object] = (),
+        *,
+        after: Key = BEFORE_ALL,
+        limit: int = -1,
+    ) -> list[tuple[Any, ...]]:
+        """Return the rows of the index behind `after`, in the order of problem and sample: at most `limit` if it is not
+        negative. `where` is a SQL condition on `COLUMNS`."""
+        where_behind = f"({where}) AND (problem, sample) > (?, ?)"
+        statement = f"SELECT {columns} FROM episodes WHERE {where_behind} ORDER BY problem, sample LIMIT {limit}"
         try:
-            yield from self._index.execute(
-                f"SELECT {columns} FROM episodes WHERE {where} ORDER BY problem, sample", parameters
-            )
-        except sqlite3.OperationalError as error:
+            return self._index.execute(statement, (*parameters, *after)).fetchall()
+        except sqlite3.Error as error:
             raise RecordError(f"{where!r}: {error}; expected a SQL condition on {', '.join(COLUMNS)}") from error
 
     def episodes(self, where: str = "1", parameters: Sequence[object] = ()) -> Iterator[Episode]:
         """Yield the episodes that `query` selects."""
-        with ExitStack() as stack:
-            shards = {
-                number: stack.enter_context(path.open("rb")) for number, path in _numbered_files(self.path / "episodes")
-            }
-            for number, offset, length in self.query("shard, offset, length", where, parameters):
-                shards[number].seek(offset)
-                yield _EPISODE.validate_json(shards[number].read(length))
+        columns, last = "problem, sample, shard, offset, length", BEFORE_ALL
+        while page := self.query(columns, where, parameters, after=last, limit=PAGE_ROWS):
+            last = Key(*page[-1][:2])
+            with ExitStack() as stack:
+                shards = {
+                    number: stack.enter_context(path.open("rb"))
+                    for number, path in _numbered_files(self.path / "episodes")
+                }
+                for _, _, number, offset, length in page:
+                    shards[number].seek(offset)
+                    yield _EPISODE.validate_json(shards[number].read(length))
+
+
+def remove_episodes(path: Path, stop_reason: StopReason) -> None:
+    """Remove the episodes with this stop reason from the store at `path`, so that they are collected again. The caller
+    makes sure that no process uses the store."""
+    files = (*path.glob("episodes/*.jsonl"), *path.glob("turns/*.jsonl"))
+    rows = (_episode_in(row) for file in files for row in read_rows(file))
+    removed = {_key_in(episode) for episode in rows if episode["stop_reason"] == stop_reason}
+    for file in files if removed else ():
+        write_rows(file, (row for row in read_rows(file) if _key_in(_episode_in(row)) not in removed))
+    (path / "index.sqlite3").unlink(missing_ok=True)
+
+
+def _episode_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return row.get("tail", row)  # a row of the journal is a `Growth`
+
+
+def _key_in(episode: Mapping[str, Any]) -> Key:
+    return Key(episode["problem"]["id"], episode["sample"])
 
 
 class _IndexAhead(Exception):

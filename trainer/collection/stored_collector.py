@@ -49,7 +49,7 @@ def stored_problems(path: Path, min_episodes: int) -> list[Problem]:
     """
     first_samples = "SELECT problem, min(sample) FROM episodes GROUP BY problem HAVING count(*) >= ?"
     with StoreReader(path) as reader:
-        without = list(reader.query("problem, sample", "NOT has_logprobs"))
+        without = reader.query("problem, sample", "NOT has_logprobs")
         if without:
             problem, sample = without[0]
             raise ConfigError(

@@ -58,7 +58,7 @@ class TryError(Exception):
     """A try of an episode failed."""
 
     def __init__(self, kind: FailureKind, error: str) -> None:
-        super().__init__(error)
+        super().__init__(error.encode("utf-8", "replace").decode())  # a store holds no unpaired surrogates
         self.kind = kind
 
 

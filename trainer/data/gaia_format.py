@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.rows import DataError, file_rows
-from trainer.episodes.episode import Episode, Problem
+from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.exact_match import plain_answer
 from trainer.json_files import write_rows
 
@@ -79,15 +79,18 @@ def iter_problems(path: str, on_malformed: Callable[[str, int, DataError], None]
 def write_submission(file: Path, episodes: Iterable[Episode]) -> int:
     """Write the submission for the leaderboard: one row per task, from its first episode. Return the number of rows.
 
-    A task without an episode that ended has no row. An episode without an answer has an empty `model_answer`.
+    A task without an episode that ended has no row. An episode without an answer, or that exceeded its deadline, has an
+    empty `model_answer`.
     """
     first: dict[str, tuple[int, dict[str, str]]] = {}
     for episode in episodes:
         task = episode.problem.id
-        if episode.reward is not None and (task not in first or episode.sample < first[task][0]):
+        is_overdue = episode.stop_reason is StopReason.DEADLINE
+        has_ended = is_overdue or episode.reward is not None
+        if has_ended and (task not in first or episode.sample < first[task][0]):
             row = {
                 "task_id": task,
-                "model_answer": plain_answer(episode.answer or ""),
+                "model_answer": "" if is_overdue else plain_answer(episode.answer or ""),
                 "reasoning_trace": "\n\n".join(turn.text for turn in episode.turns),
             }
             first[task] = (episode.sample, row)

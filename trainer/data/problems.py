@@ -146,7 +146,7 @@ def _unique() -> Filter:
     """Drop a text that occurred before with the same options, such as attached files. A new text whose id occurred
     before gets a new id."""
     by_text: dict[tuple[str, str, str], Problem] = {}
-    ids: Counter[str] = Counter()
+    ids, numbers = set[str](), Counter[str]()
 
     def check(problem: Problem) -> Problem | str:
         key = (problem.text, problem.environment, repr(problem.options))
@@ -155,9 +155,12 @@ def _unique() -> Filter:
             if first.answer == problem.answer:
                 return same_text
             return f"{same_text}, but the answers are {first.answer!r} there and {problem.answer!r} here"
-        ids[problem.id] += 1
-        if ids[problem.id] > 1:
-            problem = replace(problem, id=f"{problem.id}~{ids[problem.id]}")
+        new_id = problem.id
+        while new_id in ids:
+            numbers[problem.id] += 1
+            new_id = f"{problem.id}~{numbers[problem.id] + 1}"
+        ids.add(new_id)
+        problem = replace(problem, id=new_id)
         by_text[key] = problem
         return problem
 

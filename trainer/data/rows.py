@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -18,7 +20,7 @@ class DataError(ValueError):
 def file_rows(file: Path) -> Iterator[Any]:
     """Yield the decoded rows of a file whose suffix is one of `FILE_SUFFIXES`. Raises `DataError`.
 
-    A line that is not JSON is yielded as bytes. A row of CSV is a mapping from the names in the first line to texts. It
+    A line that is not JSON, or that has unpaired surrogates, is yielded as bytes. A row of CSV is a mapping from the names in the first line to texts. It
     has the cells beyond these names as a list under the key None.
     """
     if not file.is_file():
@@ -59,6 +61,9 @@ def _csv_rows(file: Path) -> Iterator[dict[str | None, Any]]:
 
 def _decode(text: bytes) -> Any:
     try:
-        return json.loads(text)
+        row = json.loads(text)
+        if b"\\u" in text:
+            to_json(row)  # fails for unpaired surrogates, which no file of episodes can hold
+        return row
     except ValueError:
         return text

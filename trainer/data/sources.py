@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def iter_problems(
     for number, row in enumerate(_rows(source)):
         try:
             if isinstance(row, bytes):
-                raise DataError(f"expected a row in JSON, got {row!r:.200}")
+                raise DataError(f"expected a row in JSON without unpaired surrogates, got {row!r:.200}")
             problem = _problem(row, name, number)
             if _match_hub_name(source) and problem.environment not in HUB_ENVIRONMENTS:
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
@@ -182,16 +183,20 @@ def _hub_rows(source: str) -> Iterator[Any]:
 
 def _problem(row: Any, source: str, number: int) -> Problem:
     """Return the problem in `row`. Raises `DataError`."""
-    if isinstance(row, Mapping) and _PROBLEM_FIELDS <= row.keys() <= _PROBLEM_FIELDS | _OPTIONAL_PROBLEM_FIELDS:
-        if not isinstance(row.get("environment", ""), str) or not isinstance(row.get("options", {}), Mapping):
-            raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
-        if all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
-            return Problem(**row)
+    environment, options, is_own = "", {}, False
+    if isinstance(row, Mapping):
+        row = {name: value for name, value in row.items() if value is not None}
+        is_own = _PROBLEM_FIELDS <= row.keys() <= _PROBLEM_FIELDS | _OPTIONAL_PROBLEM_FIELDS
+        environment, options = row.get("environment", ""), row.get("options", {})
+    if (is_own or environment) and not (isinstance(environment, str) and isinstance(options, Mapping)):
+        raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
+    if is_own and all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
+        return Problem(**row)
     if isinstance(row, Mapping) and None in row:
         raise DataError(f"expected at most {len(row) - 1} cells, as in the first line, got more: {row[None]!r:.200}")
     id = _first_present(row, ID_PATHS)
     id = f"{source}-{number}" if id in (None, "") else str(id)
-    if problem := read_multiple_choice(row, id, source):
+    if environment in ("", "multiple_choice") and (problem := read_multiple_choice(row, id, source)):
         return problem
     text, answer = _first_present(row, TEXT_PATHS), _first_present(row, ANSWER_PATHS)
     if not isinstance(text, str) or not (text := text.strip()):
@@ -202,7 +207,8 @@ def _problem(row: Any, source: str, number: int) -> Problem:
         answer = _answer_from_solution(_first_present(row, ["solution"]))
     if not (answer := _answer_text(answer)):
         raise DataError(f"expected an answer as {_fields(ANSWER_PATHS)}, got {row!r:.200}")
-    return Problem(id, text, answer, source)
+    problem = Problem(id, text, answer, source)
+    return replace(problem, environment=environment, options=options) if environment else problem
 
 
 def _fields(paths: Iterable[str]) -> str:

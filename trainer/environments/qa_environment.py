@@ -36,6 +36,11 @@ class QaOptions:
     answer_is_hidden: bool = False
     """Whether the right answer is unknown. Every answer then has the reward 0, and no report counts the episode."""
 
+    def __post_init__(self) -> None:
+        names = [*self.texts, *(Path(path).name for path in self.files)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected files and texts with different names, got {names}")
+
 
 class QaEnvironment(Environment):
     needs_sandbox = True
@@ -53,7 +58,7 @@ class QaEnvironment(Environment):
     @classmethod
     def prompt(cls, problem: Problem) -> str:
         options = parse_options(cls, problem.options)
-        names = ", ".join(dict.fromkeys([*options.texts, *(Path(path).name for path in options.files)]))
+        names = ", ".join([*options.texts, *(Path(path).name for path in options.files)])
         attached = f"Attached files, in the working directory of your Python code: {names}\n\n" if names else ""
         return f"{problem.text}\n\n{attached}{cls.instructions}"
 

@@ -83,7 +83,7 @@ def collect(run: RecipeRun, model: Path) -> CollectionStatus:
     num_problems, has_sandbox = _count_problems(run.config)
     spec = HostSpec(run.config, model, run.dir.resolve(), has_sandbox)
     with (
-        EpisodeStore(store_dir(run), _store_settings(run.config, model)) as store,
+        EpisodeStore(store_dir(run), _store_settings(run, model)) as store,
         progress_bar("episodes", num_problems * config.samples_per_problem) as advance,
     ):
         report = _StatusReport(store.path / STATUS_FILE, advance)
@@ -230,11 +230,14 @@ def model_of(run: RecipeRun, stage: str) -> Path:
     return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)
 
 
-def _store_settings(config: RunConfig, model: Path) -> dict[str, Any]:
-    """Return the settings that all episodes of a store share."""
+def _store_settings(run: RecipeRun, model: Path) -> dict[str, Any]:
+    """Return the settings that all episodes of a store share. A model in the run folder is named relative to the store,
+    so that the folder can be moved."""
+    config, store = run.config, store_dir(run)
     limits = {name: getattr(config.collect, name) for name in LIMIT_NAMES}
+    is_in_run = model.resolve().is_relative_to(run.dir.resolve())
     return {
-        "model": str(model),
+        "model": os.path.relpath(model.resolve(), store.resolve()) if is_in_run else str(model),
         **prompt_settings(config.model),
         "seed": config.seed,
         "data": list(config.collect.data or config.data.train),

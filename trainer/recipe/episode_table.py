@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 from rich.table import Table
@@ -20,7 +19,7 @@ def episode_report(reader: StoreReader, where: str, max_rows: int) -> tuple[dict
 
     Raises `RecordError` for a condition that is no SQL.
     """
-    rows = list(islice(reader.query(", ".join(SHOWN_COLUMNS), where), max_rows))
+    rows = reader.query(", ".join(SHOWN_COLUMNS), where, limit=max_rows)
     reports = pass_reports(map(Attempt.of, reader.episodes(where)))
     shown = table(*(f"{name}…" for name in SHOWN_COLUMNS))
     for row in rows:

@@ -40,14 +40,15 @@ from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 STOP_TIMEOUT_S = 60.0
 """Seconds that a child has to stop its own children after SIGTERM."""
 CHANGEABLE_SETTINGS = (
-    *("run_dir", "rl.", "tracking.", "storage.", "hardware.", "sandbox.endpoints", "engines.endpoints"),
+    *("run_dir", "rl.*", "tracking.*", "storage.*", "hardware.*", "sandbox.endpoints", "engines.endpoints"),
     *("engines.count", "engines.vllm_python", "engines.turn_timeout_s", "engines.max_num_seqs"),
     *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
     *("engines.placement_policy", "engines.max_down_s", "eval.every_steps"),
-    *("collect.executor", "collect.ray_address", "collect.episodes_per_worker", "collect.max_"),
+    *("collect.executor", "collect.ray_address", "collect.episodes_per_worker", "collect.deadline_s", "collect.max_*"),
+    "stages.*.max_unavailable_share",
 )
-"""Beginnings of the settings that may change when a run continues, since they do not change its results. `[rl]` may
-change because each stage has its own copy of these settings, and the copies are compared."""
+"""The settings that may change when a run continues, since they do not change its results; a * stands for any text.
+`[rl]` may change because each stage has its own copy of these settings, and the copies are compared."""
 EXIT_MISUSE = 2
 """Exit code of a child that reports a wrong setting."""
 NO_PREFLIGHT = "--no-preflight"

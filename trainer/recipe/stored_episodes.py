@@ -116,7 +116,7 @@ def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1
     environment repeats the recorded actions first. Episodes that the infrastructure ended are left out. Returns the
     number of scores by their change, such as "0 -> 1".
     """
-    (total,) = next(reader.query("count(*)", where))
+    [(total,)] = reader.query("count(*)", where)
 
     def episodes() -> Iterator[Episode]:
         for episode in reader.episodes(where):
@@ -161,8 +161,8 @@ async def _score(episode: Episode, services: Services, max_response_chars: int) 
     key, stored_reward = Key.of(episode), episode.reward
     environment = open_environment(episode.problem, services)
     try:
+        await environment.reset(episode.problem)
         if environment.is_stateful:
-            await environment.reset(episode.problem)
             await replay_actions(episode, environment, max_response_chars)
         return Score(*key, stored_reward, await environment.score(episode))
     except Exception as error:  # of one environment; the others are scored nevertheless
@@ -176,7 +176,8 @@ def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewar
     """Write episodes as JSONL, and return their number. `rewards` is a file of `rescore`.
 
     `form` is "tokens": the token ids, log-probabilities and loss mask as they were generated; or "chat": messages with
-    the roles system, user, assistant and tool; or "gaia": the submission for GAIA's leaderboard, one row per problem.
+    the roles system, user, assistant and tool, of episodes that have a turn; or "gaia": the submission for GAIA's
+    leaderboard, one row per problem.
     """
     if form == "gaia":
         return write_submission(out, reader.episodes(where))
@@ -186,7 +187,7 @@ def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewar
 
     def rows() -> Iterator[dict[str, Any]]:
         nonlocal count
-        for episode in reader.episodes(where):
+        for episode in reader.episodes(f"({where}) AND turns > 0" if form == "chat" else where):
             count += 1
             key = Key.of(episode)
             reward = rescored.get(key, episode.reward)
@@ -209,7 +210,8 @@ def _chat_row(chat_format: ChatFormat, episode: Episode) -> dict[str, Any]:
 def _chat_format(reader: StoreReader) -> ChatFormat:
     settings = reader.settings
     model = ModelConfig(**{name: settings[name] for name in PROMPT_SETTINGS})
-    return load_chat_format(RunConfig(model=model), Path(settings["model"]))
+    path = reader.path / settings["model"]
+    return load_chat_format(RunConfig(model=model), path if path.is_dir() else Path(settings["model"]))
 
 
 def _text(reward: float | None) -> str:

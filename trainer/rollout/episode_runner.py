@@ -143,10 +143,10 @@ def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
 
 def truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
     """Shorten a response to `max_chars` characters, half from its start and half from its end, because the last line of
-    a traceback names the error."""
-    text, tail = call.response, max_chars // 2
+    a traceback names the error. Unpaired surrogates, which no file of episodes can hold, become "?"."""
+    text, tail = call.response.encode("utf-8", "replace").decode(), max_chars // 2
     if len(text) <= max_chars:
-        return call
+        return replace(call, response=text)
     shortened = (
         f"{text[: max_chars - tail]}\n... {len(text) - max_chars} characters cut ...\n{text[len(text) - tail :]}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.collection.hosts import NUM_TURNS, journal_rows, make_host, wait_for
+from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, journal_rows, make_host, wait_for
 from trainer.collection import driver
 from trainer.collection.cluster_collector import ClusterCollector, CollectionError
 from trainer.collection.local import LocalExecutor
@@ -125,3 +125,22 @@ async def test_a_step_is_continued_after_a_kill_and_dropped_when_a_later_one_beg
     assert again == ["p0", "p0"]
     await collect(tmp_path, run, version=4)
     assert os.listdir(tmp_path) == ["weights-000004"]
+
+
+async def test_episodes_beyond_their_deadline_are_sampled_again_when_the_step_is_repeated(tmp_path: Path) -> None:
+    def slow_in_p1(problem: Problem) -> CountingEnvironment:
+        is_slow = problem.id == "p1"
+        return CountingEnvironment(before_step=lambda count: asyncio.sleep(3600) if is_slow else None)
+
+    _, overdue, _ = await collect(tmp_path, make_host(slow_in_p1, deadline_s=0.3).run, version=3)
+    assert {(episode.stop_reason, episode.reward) for episode in overdue} == {(StopReason.DEADLINE, None)}
+    assert {episode.error for episode in overdue} == {"the episode did not end within 0.3 s (collect.deadline_s)"}
+    again: list[str] = []
+
+    async def run(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
+        again.append(episode.problem.id)
+        return await make_host().run(episode, on_growth)
+
+    collected = await collect(tmp_path, run, version=3)
+    assert again == ["p1", "p1"]
+    assert {episode.reward for group in collected for episode in group} == {1.0}

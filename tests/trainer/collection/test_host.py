@@ -12,7 +12,7 @@ from tests.trainer.fakes import END, ScriptedPool, call_text
 from trainer.collection.store import FailureKind, Growth
 from trainer.collection.work import TryError
 from trainer.engines.engine import EngineError
-from trainer.environments.environment import EnvironmentFailure
+from trainer.environments.environment import EnvironmentFailure, InitialState
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 
 pytest.importorskip("transformers")
@@ -153,3 +153,41 @@ async def test_an_environment_that_ends_the_episode_is_obeyed() -> None:
     episode = Episode(PROBLEM, 0)
     reward, _ = await run(make_host(lambda _: environment), episode)
     assert (reward, episode.stop_reason, len(episode.turns)) == (0.5, StopReason.FINISHED, 1)
+
+
+@pytest.mark.parametrize("is_stateful", [True, False])
+async def test_an_environment_is_reset_before_it_scores_an_episode_that_lacks_its_score_only(is_stateful: bool) -> None:
+    class Answered(CountingEnvironment):
+        async def reset(self, problem: Problem) -> InitialState:
+            self.expected = problem.answer
+            return await super().reset(problem)
+
+        async def score(self, episode: Episode) -> float | None:
+            return float(episode.answer == self.expected)
+
+    finished = Episode(PROBLEM, 0)
+    with pytest.raises(TryError, match="the answer could not be checked"):
+        await run(make_host(lambda _: CountingEnvironment(scores=lambda _: None)), finished)
+    host = make_host(lambda _: Answered(is_stateful=is_stateful), pool=ScriptedPool(no_turn), deadline_s=60)
+    reward, growth = await run(host, replace(finished, duration_s=59.9999))
+    assert (reward, growth) == (1.0, [])
+
+
+def no_turn(context: str, sampling: object) -> str:
+    raise AssertionError("a finished episode has no further turn")
+
+
+async def test_unpaired_surrogates_of_an_environment_are_replaced() -> None:
+    async def step(action) -> ToolCall:
+        return ToolCall(action.name, action.arguments, ToolCallStatus.OK, b"a\xff".decode(errors="surrogateescape"))
+
+    def fail(count: int) -> None:
+        raise OSError(b"no file \xff".decode(errors="surrogateescape"))
+
+    environment = CountingEnvironment(scores=lambda _: 0.5)
+    environment.step = step  # type: ignore[method-assign]
+    episode = Episode(PROBLEM, 0)
+    await run(make_host(lambda _: environment), episode)
+    assert episode.turns[0].tool_calls[0].response == "a?"
+    with pytest.raises(TryError, match=r"OSError: no file \?$"):
+        await run(make_host(lambda _: CountingEnvironment(before_step=fail)), Episode(PROBLEM, 0))

@@ -17,8 +17,8 @@ import pytest
 
 from tests.trainer.run_folders import episode
 from trainer.collection import store as store_module
-from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key, StoreReader
-from trainer.episodes.episode import Episode, Problem
+from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key, StoreReader, remove_episodes
+from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.json_files import RecordError
 
 ROOT = Path(__file__).parents[3]
@@ -318,3 +318,40 @@ def test_memory_does_not_grow_with_the_number_of_stored_episodes(path: Path, tra
         write(1_000, 5_000)
         after, _ = tracemalloc.get_traced_memory()
     assert after - before < 100_000  # 5,000 keys alone would take twice as much
+
+
+def test_a_reader_in_the_middle_of_a_store_does_not_stop_the_writer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "PAGE_ROWS", 2)
+    monkeypatch.setattr(store_module, "LOCK_TIMEOUT_S", 0.1)
+    with open_store(path) as store:
+        store.write([sample_episode(f"p{index}", 0, index) for index in range(5)])
+        with StoreReader(path) as reader:
+            read = reader.episodes("reward IS NULL OR sample = 0")
+            keys = [Key.of(next(read))]
+            store.write([sample_episode("p9", 0, 9)])
+            keys += map(Key.of, read)
+    assert keys == [Key(f"p{index}", 0) for index in (0, 1, 2, 3, 4, 9)]
+
+
+def test_a_missing_index_and_a_condition_that_is_two_statements_are_named(path: Path) -> None:
+    with open_store(path) as store:
+        store.write([sample_episode("a", 0, 0)])
+    with StoreReader(path) as reader, pytest.raises(RecordError, match="'1; x': .*expected a SQL condition on"):
+        list(reader.episodes("1; x"))
+    (path / "index.sqlite3").unlink()
+    with pytest.raises(RecordError, match="`rstar-train collect` builds it from the episodes"):
+        StoreReader(path)
+
+
+def test_removed_episodes_are_neither_stored_nor_continued(path: Path) -> None:
+    kept, removed = sample_episode("a", 0, 0), replace(long_episode("a", 1), stop_reason=StopReason.DEADLINE)
+    with open_store(path) as store:
+        store.write([kept, removed], [Growth(0, removed)])
+    remove_episodes(path, StopReason.DEADLINE)
+    with open_store(path) as store:
+        assert store.take_unfinished(Key.of(removed)) is None
+        assert Key.of(removed) not in store
+    [stored] = stored_episodes(path)
+    assert_equal(stored, kept)

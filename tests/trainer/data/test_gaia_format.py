@@ -231,15 +231,18 @@ def test_a_submission_has_the_first_attempt_at_each_task(tmp_path: Path) -> None
 
     episodes = [
         episode("a", 1, "late"),
+        replace(episode("d", 0, "half", None), stop_reason=StopReason.DEADLINE),
+        episode("d", 1, "a later attempt"),
         episode("a", 0, r"\text{Paris}"),
         episode("b", 0, None, None),
         episode("b", 1, None),
         episode("c", 0, "x", None),
     ]
-    assert write_submission(tmp_path / "submission.jsonl", episodes) == 2
+    assert write_submission(tmp_path / "submission.jsonl", episodes) == 3
     rows = [json.loads(line) for line in (tmp_path / "submission.jsonl").read_text().splitlines()]
     assert rows == [
         {"task_id": "a", "model_answer": "Paris", "reasoning_trace": "turn 0\n\nlast"},
+        {"task_id": "d", "model_answer": "", "reasoning_trace": "turn 0\n\nlast"},
         {"task_id": "b", "model_answer": "", "reasoning_trace": "turn 1\n\nlast"},
     ]
 

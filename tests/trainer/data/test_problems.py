@@ -112,9 +112,11 @@ def test_malformed_rows_are_named_and_counted(tmp_path: Path, row: Any) -> None:
 
 def test_lines_that_are_not_json_are_malformed_rows(tmp_path: Path) -> None:
     file = tmp_path / "file.jsonl"
-    file.write_bytes(b'{"problem": "p", "answer": "1"}\n\n{"problem"\n\xff\n')
+    surrogates = rb'{"problem": "\ud83d\ude00", "answer": "1"}', rb'{"problem": "\ud83d", "answer": "1"}'
+    file.write_bytes(b"\n".join((b'{"problem": "p", "answer": "1"}\n', b'{"problem"', b"\xff", *surrogates)))
     kept, report = prepare_problems([str(file)])
-    assert (len(kept), report.counts["file"]["malformed"]) == (1, 2)
+    assert [problem.text for problem in kept] == ["p", "\N{GRINNING FACE}"]
+    assert report.counts["file"]["malformed"] == 3
 
 
 def test_json_arrays_and_parquet_files_are_read_like_jsonl(tmp_path: Path) -> None:
@@ -249,6 +251,31 @@ def test_every_row_is_counted_once_and_a_repeated_id_is_changed(tmp_path: Path) 
     assert "same text as x~2 of train, but the answers are '1,000' there and '2' here" in details
     assert "shares 'one two three four five six seven eight' with t of test" in details
     assert json.loads(json.dumps(asdict(report)))["counts"]["train"]["kept"] == 1
+
+
+def test_a_changed_id_differs_from_all_others(tmp_path: Path) -> None:
+    ids = ["0", "0~2", "0", "0", "0~2"]
+    rows = [{"id": id, "problem": f"problem {number}", "answer": "1"} for number, id in enumerate(ids)]
+    kept, _ = prepare_problems([write_jsonl(tmp_path / "train.jsonl", *rows)])
+    assert [problem.id for problem in kept] == ["0", "0~2", "0~3", "0~4", "0~2~2"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"problem": "p", "answer": "42"},
+        {"id": 7, "text": "p", "answer": 42, "source": "s", "level": 1},
+        {"id": "7", "question": "p", "answer": 42.0, "choices": ["a", "b", "c", "d"]},
+    ],
+)
+def test_any_form_of_row_may_name_an_environment(tmp_path: Path, row: dict[str, Any]) -> None:
+    options = {"texts": {"a.txt": "b"}}
+    [read] = read_problems(write_jsonl(tmp_path / "f.jsonl", {**row, "environment": "qa", "options": options}))
+    assert (read.text, read.answer, read.environment, read.options) == ("p", "42", "qa", options)
+    with pytest.raises(DataError, match="row 0: expected environment as text and options as an object"):
+        read_problems(write_jsonl(tmp_path / "f.jsonl", {**row, "environment": "qa", "options": ["a", "b"]}))
+    [plain] = read_problems(write_jsonl(tmp_path / "f.jsonl", {"problem": "p", "answer": "42", "options": ["a"]}))
+    assert plain.environment == "python"
 
 
 def test_the_number_of_examples_is_bounded_and_counts_are_complete(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from sandbox.tool import TOOL_NAMES
 from tests.trainer.environments.episodes import action, finished, opened, problem
 from tests.trainer.environments.test_python_tool import SMALL_SERVICE
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
+from trainer.config import ConfigError
 from trainer.data.generated_gaia_format import generate
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.environment import EnvironmentFailure
@@ -60,6 +61,12 @@ async def test_the_prompt_names_the_files_and_each_call_gets_them(tmp_path: Path
 async def test_a_question_without_files_names_none() -> None:
     async with opened(problem("qa", text="How many?"), SERVICES) as (_, initial):
         assert "Attached" not in initial.text
+
+
+def test_attached_files_of_the_same_name_are_refused() -> None:
+    for options in ({"files": ["2023/a.csv", "2024/a.csv"]}, {"files": ["a.csv"], "texts": {"a.csv": ""}}):
+        with pytest.raises(ConfigError, match="expected files and texts with different names, got"):
+            check_problem(problem("qa", options))
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,8 @@ def test_a_run_folder_keeps_its_settings(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"other settings \(data\.train, stages\.rl1\.steps\)"):
         run_recipe(other, run_phase=FakeChildren(other))
     (tmp_path / "run").rename(tmp_path / "moved")
-    moved = _config(tmp_path, f"run_dir={tmp_path / 'moved'}", 'sandbox.endpoints=["http://elsewhere"]')
+    changed = ("stages.rl1.max_unavailable_share=0.5", "collect.deadline_s=7", 'sandbox.endpoints=["http://elsewhere"]')
+    moved = _config(tmp_path, f"run_dir={tmp_path / 'moved'}", *changed)
     children = FakeChildren(moved)
     run_recipe(moved, run_phase=children)
     assert children.started == []

@@ -98,10 +98,14 @@ def test_an_export_of_tokens_has_them_as_they_were_generated(reader: StoreReader
         assert row["prompt_ids"] == list(episode.prompt_ids)
 
 
-def test_an_export_of_messages_encodes_to_the_same_tokens(reader: StoreReader, tmp_path: Path) -> None:
-    export(reader, "chat", tmp_path / "chat")
+def test_an_export_of_messages_encodes_to_the_same_tokens(
+    settings: dict[str, object], reader: StoreReader, tmp_path: Path
+) -> None:
+    with EpisodeStore(reader.path, settings) as store:
+        store.write([Episode(Problem("p3", "Count.", ""), 0, stop_reason=StopReason.DEADLINE)])  # in its first turn
+    assert export(reader, "chat", tmp_path / "chat") == 2 * NUM_PROBLEMS
     chat_format = rstar2_format(qwen_tokenizer(), tools=[], system_prompt="Count.")
-    for row, episode in zip(rows(tmp_path / "chat"), reader.episodes(), strict=True):
+    for row, episode in zip(rows(tmp_path / "chat"), reader.episodes("turns > 0"), strict=True):
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["system", "user"] + ["assistant", "tool"] * (NUM_TURNS - 1) + ["assistant"]
         ids, mask = chat_format.encode_conversation(row["messages"])
