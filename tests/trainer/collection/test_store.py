@@ -338,7 +338,7 @@ def test_a_reader_in_the_middle_of_a_store_does_not_stop_the_writer(
 def test_a_missing_index_and_a_condition_that_is_two_statements_are_named(path: Path) -> None:
     with open_store(path) as store:
         store.write([sample_episode("a", 0, 0)])
-    with StoreReader(path) as reader, pytest.raises(RecordError, match="'1; x': .*expected a SQL condition on"):
+    with StoreReader(path) as reader, pytest.raises(RecordError, match=r"'1; x': .*expected a SQL condition on"):
         list(reader.episodes("1; x"))
     (path / "index.sqlite3").unlink()
     with pytest.raises(RecordError, match="`rstar-train collect` builds it from the episodes"):
