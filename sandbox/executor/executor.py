@@ -37,7 +37,7 @@ from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
 from sandbox.executor.machine_memory import MachineMemory
-from sandbox.executor.monitor import CallMonitor, KillReason, Monitor
+from sandbox.executor.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
 from sandbox.executor.process_tree import CpuPriority
 from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.result import build_result, total_cpu_ms
@@ -180,6 +180,8 @@ class Executor:
         """Run calls until cancelled. Raises `NodeError` if the zygotes fail to start and have never been ready."""
         with ExitStack() as stack:
             self._create_cgroups(stack)
+            if not self.cgroups:
+                start_memory_reader()
             async with trio.open_nursery() as self._nursery:
                 for pool in self.pools:
                     self._nursery.start_soon(pool.run)

@@ -72,6 +72,11 @@ _memory_reader = ThreadPoolExecutor(1, "memory")
 """Runs `exceeds_memory`, which blocks for milliseconds, for one call at a time, beside the event loop."""
 
 
+def start_memory_reader() -> None:
+    """Start the thread that reads memory before the first call, since a fork bomb may leave no process for it."""
+    _memory_reader.submit(int)
+
+
 class KillReason(Enum):
     """Why the monitor has killed a call."""
 

@@ -124,7 +124,10 @@ class Slots:
                 log.warning("slot %d: processes left %.1f s after the call; killing them", slot, waited_s)
                 cgroup.kill()
         if (fd := self._mount_namespace_fds.pop(slot, None)) is not None:
-            await trio.to_thread.run_sync(os.close, fd)
+            try:
+                await trio.to_thread.run_sync(os.close, fd)
+            except RuntimeError:  # no thread can be started: calls have taken all processes of the container
+                os.close(fd)
         self._mark_free(slot)
 
     def _mark_free(self, slot: int) -> None:

@@ -24,8 +24,8 @@ import system_calls
 from system_calls import check
 
 _PATH_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
-_MAX_INLINE_REMOVALS = 500
-"""Maximum number of directory entries that a zygote removes itself, in about 5 ms. A child process removes more."""
+_MAX_INLINE_S = 0.005
+"""Seconds for which a zygote removes directory entries itself. A child process removes the rest."""
 _CLEANER_TIMEOUT_S = 60
 
 
@@ -43,6 +43,7 @@ class LandlockSlots:
         self._rulesets: dict[int, tuple[tuple[int, int], int]] = {}  # slot -> (device, inode) of its directory, ruleset
         self._zygote_pid = 0
         self._moved_aside = 0
+        self._to_clean: list[tuple[int, str]] = []  # slots and directories that wait for a child that empties them
 
     def become_subreaper(self) -> None:
         """Once in each zygote: become the parent of its calls' orphans, to be notified when they die."""
@@ -96,6 +97,7 @@ class LandlockSlots:
             is_removed = False
         if not is_removed:
             self._move_aside(slot)
+        self._start_cleaners()
         return True
 
     def _remove(self, slot: int) -> bool:
@@ -105,7 +107,7 @@ class LandlockSlots:
         """
         directory = self.home(slot) if self._uid_base is not None else os.path.dirname(self.home(slot))
         with self._as_owner(slot):
-            if not scratch_cleanup.empty(directory, _MAX_INLINE_REMOVALS):
+            if not scratch_cleanup.empty(directory, _MAX_INLINE_S):
                 return False
         return self._uid_base is None or scratch_cleanup.try_rmdir(directory)
 
@@ -173,12 +175,22 @@ class LandlockSlots:
         check(system_calls.prctl(system_calls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
 
     def _move_aside(self, slot: int) -> None:
-        """Rename a slot directory that takes long to empty, and empty it in a child; the slot gets a new directory."""
+        """Rename a slot directory that takes long to empty, for a child to empty it; the slot gets a new directory."""
         self._moved_aside += 1
         aside = f"{self._scratch}/{slot}.{os.getpid()}.{self._moved_aside}"
-        os.rename(f"{self._scratch}/{slot}", aside)
-        if os.fork() == 0:
-            self._run_cleaner(slot, aside)
+        with contextlib.suppress(OSError):  # for example a full disk: the slot's next call tries again
+            os.rename(f"{self._scratch}/{slot}", aside)
+            self._to_clean.append((slot, aside))
+
+    def _start_cleaners(self) -> None:
+        while self._to_clean:
+            try:
+                is_cleaner = os.fork() == 0
+            except OSError:  # out of processes or memory: the end of a later call tries again
+                return
+            slot, slot_dir = self._to_clean.pop()
+            if is_cleaner:
+                self._run_cleaner(slot, slot_dir)
 
     def _run_cleaner(self, slot: int, slot_dir: str) -> None:
         """In a child: empty a directory that no call uses any more, within a time limit, and exit."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def empty(directory: str, max_entries: float = float("inf")) -> bool:
+def empty(directory: str, max_s: float = float("inf")) -> bool:
     """Remove the content of a directory and keep the directory. Raises OSError.
 
-    Return False, with part of the content removed, if there are more than about `max_entries` entries.
+    Return False, with part of the content removed, if that takes longer than `max_s` seconds.
     """
+    deadline = time.monotonic() + max_s
     os.chmod(directory, 0o700)
     fd = os.open(directory, _OPEN_FLAGS)
     path: list = []  # names of the directories that lead from `directory` to `fd`
@@ -26,8 +28,7 @@ def empty(directory: str, max_entries: float = float("inf")) -> bool:
             subdirectory = None
             with os.scandir(fd) as entries:
                 for entry in entries:
-                    max_entries -= 1
-                    if max_entries < 0:
+                    if time.monotonic() > deadline:
                         return False
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.name, dir_fd=fd)

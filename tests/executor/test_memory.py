@@ -48,6 +48,12 @@ input()
 copies the 64 MiB by writing to them; then prints a second line."""
 
 
+def test_the_thread_that_reads_memory_is_started_before_the_first_call() -> None:
+    """Afterwards a fork bomb may have taken all processes of the container."""
+    with executor(isolation="none") as caller:
+        assert len(list(Path(f"/proc/{caller.process.pid}/task").iterdir())) == 2
+
+
 def test_shared_pages_count_once_and_copied_pages_count_for_each_process() -> None:
     argv = [sys.executable, "-c", FORKS_THEN_COPIES]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sandbox.errors import ProtocolError
-from sandbox.executor.result import Report, build_result
+from sandbox.executor import result
+from sandbox.executor.result import MAX_INVALID, Report, build_result, decode_output
 from sandbox.types import EncodedResult, Result, Status
 from tests.executor.test_zygote_frames import JSON
 
@@ -123,3 +124,22 @@ def test_any_header_gives_a_result_or_a_protocol_error(header: dict[str, Any], b
         return
     assert result.status is not Status.UNAVAILABLE
     assert isinstance(result.usage.run_ms, float)
+
+
+@given(
+    st.lists(st.sampled_from([b"x" * 99, "\N{GRINNING FACE}é".encode() * 9, b"\xf0\x9f", b"\xff"])), st.integers(1, 9)
+)
+def test_invalid_bytes_become_replacement_characters(parts: list[bytes], chunk_bytes: int) -> None:
+    data = b"".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(result, "_CHUNK_BYTES", chunk_bytes)
+        assert decode_output(data) == data.decode("utf-8", "replace")
+
+
+def test_output_with_many_invalid_bytes_is_hardly_larger_than_its_bytes() -> None:
+    data = b"a\xff" * (1 << 20) + "é".encode()
+    text = decode_output(data)
+    assert text.startswith("a\N{REPLACEMENT CHARACTER}" * MAX_INVALID)
+    assert text.endswith("a?a?a???")
+    assert len(text) <= len(data)
+    assert len(text.encode()) < 1.05 * len(data)

@@ -227,6 +227,21 @@ async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free() -> Non
     assert slots.release(1)
 
 
+@pytest.mark.trio
+async def test_a_slot_becomes_free_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")  # what Python raises when calls have taken all processes
+
+    held_before = held_mount_namespaces()
+    with process_with_mount_namespace() as pid:
+        slots = Slots(1)
+        slots.hold_mount_namespace(0, pid)
+    slots.free.clear()
+    monkeypatch.setattr(trio.to_thread, "run_sync", refuse)
+    await slots.release_when_empty(0)
+    assert (slots.free, held_mount_namespaces()) == ([0], held_before)
+
+
 @contextlib.contextmanager
 def process_with_mount_namespace() -> Iterator[int]:
     """Start a process in a new mount namespace; yield its pid and kill it afterwards."""

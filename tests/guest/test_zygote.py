@@ -126,3 +126,27 @@ def test_only_an_unexpected_error_ends_the_process_with_a_traceback(error: str, 
 
 def test_a_zygote_has_a_flag_for_each_slot_that_the_executor_may_use() -> None:
     assert int(_run("print(zygote._MAX_SLOTS_PER_POOL)")) == zygote_pool.MAX_SLOTS_PER_POOL
+
+
+def test_a_directory_that_no_child_can_be_forked_for_is_emptied_after_a_later_call() -> None:
+    """The processes of other calls may have taken all that the container may have."""
+    code = """
+import landlock_slots, tempfile
+slots = object.__new__(landlock_slots.LandlockSlots)
+slots._uid_base, slots._scratch, slots._moved_aside, slots._to_clean = None, tempfile.mkdtemp(), 0, []
+landlock_slots._MAX_INLINE_S = 0
+def clean_up(slot):
+    os.makedirs(slots.home(slot))
+    open(slots.home(slot) + "/a", "w").close()
+    return slots.clean_up(slot)
+fork, os.fork = os.fork, fail
+print(clean_up(0), len(slots._to_clean), len(os.listdir(slots._scratch)))
+os.fork = fork
+print(clean_up(1), len(slots._to_clean))
+for _ in range(2): os.wait()
+print(os.listdir(slots._scratch))
+os.rename = fail
+print(clean_up(2), len(slots._to_clean), os.listdir(slots._scratch))
+import shutil; shutil.rmtree(slots._scratch)
+"""
+    assert _run(code) == "True 1 1\nTrue 0\n[]\nTrue 0 ['2']\n"

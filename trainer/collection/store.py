@@ -339,7 +339,8 @@ def remove_episodes(path: Path, stop_reason: StopReason) -> None:
 
 
 def _episode_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return row.get("tail", row)  # a row of the journal is a `Growth`
+    episode: Mapping[str, Any] = row.get("tail", row)  # a row of the journal is a `Growth`
+    return episode
 
 
 def _key_in(episode: Mapping[str, Any]) -> Key:

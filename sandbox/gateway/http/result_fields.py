@@ -20,8 +20,9 @@ USAGE_FIELDS: dict[str, str] = {
 RESULT_FIELDS: dict[str, str] = {
     "id": "the call's id; without one, its index in the batch, from 0",
     "status": "how the call ended",
-    "stdout": "text written to standard output, at most output_kb",
-    "stderr": "text written to standard error, at most output_kb",
+    "stdout": "text written to standard output, at most output_kb; bytes that are not UTF-8 become U+FFFD, from about "
+    "10,000 on '?'",
+    "stderr": "text written to standard error, like stdout",
     "value": "repr() of the last expression if echo is true and the status is ok; else null",
     "error": "the reason why the call did not end as ok; null if it did",
     "exit_code": "exit code of the call's process; null if a signal ended it or nothing ran",
