@@ -120,6 +120,8 @@ class ClusterMembership:
         self._start_ended = asyncio.Event()
         """Set when the start of the server has succeeded or failed."""
         self._start_error: ClusterError | None = None
+        self._has_nodes = True
+        """Whether the last list of nodes has any."""
         self._dispatcher: Dispatcher
 
     def rows(self) -> list[NodeRow]:
@@ -233,6 +235,9 @@ class ClusterMembership:
         node.executors = []
 
     def _log_changes(self) -> None:
+        if self._has_nodes and not any(node.is_listed for node in self._nodes.values()):
+            log.warning("Ray lists no node that can be used; calls wait in the queue")
+        self._has_nodes = any(node.is_listed for node in self._nodes.values())
         for node in self._nodes.values():
             row = node.row()
             if row.state != node.logged_state:

@@ -157,6 +157,18 @@ async def test_the_server_waits_for_a_first_node() -> None:
         await started
 
 
+async def test_calls_wait_while_no_node_can_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeCluster().running() as cluster:
+        cluster.list_nodes()
+        batch = await submit(cluster, "1")
+        await until(lambda: bool(caplog.messages) and cluster._events.empty())
+        assert not cluster.dispatcher.is_ready and batch.unfinished == 1
+        cluster.nodes.append(FakeNode("late"))
+        cluster.list_nodes()
+        assert await done(batch) == [("1", "ok", 1)]
+    assert caplog.messages == ["Ray lists no node that can be used; calls wait in the queue"]
+
+
 async def test_a_node_added_later_gets_calls() -> None:
     async with FakeCluster(FakeNode("a", slots=1)).running() as cluster:
         await cluster.dispatcher.started()
