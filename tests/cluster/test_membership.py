@@ -310,6 +310,50 @@ async def test_an_executor_that_does_not_start_on_a_later_node_is_tried_again() 
         await until(lambda: cluster.rows()["bad"] == ("ready", ""))
 
 
+async def test_only_the_executor_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+    monkeypatch.setattr(membership, "backoff_s", lambda count, *_: failures.append(count) or 0.0)
+    node = FakeNode("a")
+    node.reactions[1] = "failed"
+    async with FakeCluster(node).running(executors=2) as cluster:
+        await cluster.dispatcher.started()
+        batch = await submit(cluster, "hang")
+        running = node.executors[node.starts.index(0)]
+        await until(lambda: bool(running.calls) and failures == [1])
+        for count in (2, 3):
+            cluster.list_nodes()
+            await until(lambda count=count: len(failures) == count)
+        state, reason = cluster.rows()["a"]
+        assert state == "ready" and reason.endswith("did not start: no isolation here")
+        node.reactions.clear()
+        cluster.list_nodes()
+        await until(lambda: ready(cluster) == 2)
+        running.finish(*running.calls)
+        assert await done(batch) == [("hang", "ok", 1)]
+        assert sorted(node.starts) == [0, 1, 1, 1, 1] and cluster.rows() == {"a": ("ready", "")}
+        node.reactions[1] = "failed"
+        node.restart()
+        cluster.list_nodes()
+        await until(lambda: len(failures) == 4)
+    assert failures == [1, 2, 3, 1], "all executors were ready once"
+
+
+async def test_a_node_may_start_with_some_of_its_executors() -> None:
+    node = FakeNode("a", reaction="silent")
+    node.reactions[1] = "failed"
+    async with FakeCluster(node).running(executors=2) as cluster:
+        await until(lambda: "no isolation here" in cluster.rows().get("a", ("", ""))[1])
+        assert cluster.rows()["a"][0] == "starting"
+        first = node.executors[node.starts.index(0)]
+        first.become_ready()
+        await cluster.dispatcher.started()
+        node.state, node.reason, node.reaction = "lost", "its actor has not answered for 11 s", "exit"
+        first.exit()
+        await until(lambda: ready(cluster) == 0)
+        cluster.list_nodes()
+        await until(lambda: cluster.rows() == {"a": ("lost", node.reason)})
+
+
 async def test_restarts_of_removed_executors_are_counted() -> None:
     """A counter of Prometheus never falls."""
     node = FakeNode("a")
