@@ -206,7 +206,6 @@ class ClusterMembership:
             node.refusal = str(error)
             return
         self._runtime_identity = self._runtime_identity or report.runtime
-        self._dispatcher.limit_memory(report.memory_mb)  # for good, since any node may run a call
         node.executor_count = len(shares)
         for index, share in enumerate(shares):
             if index not in node.executors:
@@ -214,6 +213,7 @@ class ClusterMembership:
                 executor = self._dispatcher.add_executor(launch, share.encode(), SILENCE_TIMEOUT_S)
                 node.executors[index] = executor
                 executor.started.add_done_callback(functools.partial(self._on_start_ended, node, index, executor))
+        self._limit_memory()
 
     async def _launch(self, report: NodeReport, index: int) -> RemoteExecutor:
         start = ExecutorStart(index, next(self._generations))
@@ -249,6 +249,14 @@ class ClusterMembership:
         executor = node.executors.pop(index)
         node.past_restarts += executor.restarts
         self._dispatcher.remove_executor(executor)
+        self._limit_memory()
+
+    def _limit_memory(self) -> None:
+        """Limit further calls to the memory of each node that has executors, since any of them may run a call. Without
+        such a node the limit stays."""
+        memory_mb = [node.report.memory_mb for node in self._nodes.values() if node.executors and node.report]
+        if memory_mb:
+            self._dispatcher.limit_memory(min(memory_mb))
 
     def _log_changes(self) -> None:
         if self._has_nodes and not any(node.is_listed for node in self._nodes.values()):

@@ -13,6 +13,7 @@ from sandbox.errors import ClusterError, NodeError
 from sandbox.gateway.calls import executor_handle
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.validation import parse_batch
+from sandbox.types import Limits
 from tests.cluster.fake_nodes import FakeCluster, FakeNode
 from tests.gateway.serving import until
 
@@ -72,9 +73,21 @@ async def test_each_node_gets_the_settings_for_its_cores() -> None:
 
 
 async def test_the_memory_of_the_smallest_node_limits_calls() -> None:
-    async with FakeCluster(FakeNode("a", memory_mb=8000), FakeNode("b", memory_mb=3000)).running() as cluster:
+    large, small = FakeNode("large", memory_mb=8000), FakeNode("small", memory_mb=3000)
+    async with FakeCluster(large, small).running(max_limits=Limits(memory_mb=5000)) as cluster:
         await until(lambda: ready(cluster) == 2)
         assert cluster.dispatcher.config.max_limits.memory_mb == 3000
+        for leaves, remaining, memory_mb in ((small, [0], 5000), (large, [], 5000)):
+            cluster.nodes.remove(leaves)
+            leaves.close()
+            await until(lambda remaining=remaining: ready(cluster) == len(remaining))
+            cluster.list_nodes()
+            await until(lambda remaining=remaining: numbers(cluster) == remaining)
+            assert cluster.dispatcher.config.max_limits.memory_mb == memory_mb
+        cluster.nodes.append(FakeNode("new", memory_mb=4000))
+        cluster.list_nodes()
+        await until(lambda: ready(cluster) == 1)
+        assert cluster.dispatcher.config.max_limits.memory_mb == 4000
 
 
 async def test_the_weakest_level_in_use_is_reported() -> None:
