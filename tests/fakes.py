@@ -76,6 +76,12 @@ class FakeExecutor(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(wire.pack(list(message)))
 
+    def become_ready(self) -> None:
+        long_slots = self.settings["long_slots"]
+        self.send("ready", {"slots": self.slots, "long_slots": long_slots, "isolation": "none", "python": "3.11.0"})
+        if self.window is not None:
+            self.send("window", self.window)
+
     def finish(self, *seqs: int) -> None:
         """Send the results of calls that hang."""
         self.send("results", [[seq, ok_result(self.calls[seq])] for seq in seqs])
@@ -96,11 +102,7 @@ class FakeExecutor(asyncio.Protocol):
         self.settings = settings
         self.is_replacement = is_replacement
         if self.reaction == "ready":
-            long_slots = settings["long_slots"]
-            report = {"slots": self.slots, "long_slots": long_slots, "isolation": "none", "python": "3.11.0"}
-            self.send("ready", report)
-            if self.window is not None:
-                self.send("window", self.window)
+            self.become_ready()
         elif self.reaction == "failed":
             self.send("failed", "no isolation here")
         elif self.reaction == "exit":

@@ -10,6 +10,7 @@ Invariants:
   executors of a node only if none of them answers. If the node's agent (`node_agent.py`) has been started
   again, they are replaced.
 - A node that comes back has new executors with new numbers.
+- An executor that does not start is tried again after a back-off. The others of its node go on.
 - An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. The start of
   the server fails if the cluster is unusable before any node has been ready.
 """
@@ -64,15 +65,18 @@ class _Node:
     name: str
     address: str
     report: NodeReport | None = None
-    executors: list[ExecutorHandle] = field(default_factory=list)
+    executors: dict[int, ExecutorHandle] = field(default_factory=dict)
+    """By number on the node, without those whose start has failed."""
+    executor_count: int = 1
+    """Executors that the node should have."""
     is_listed: bool = True
     was_ready: bool = False
     refusal: str = ""
-    """The reason why the node is not accepted."""
+    """The reason why the node is not accepted, or why one of its executors did not start."""
     loss: str = ""
     """The reason, according to Ray, why the node may not answer. Empty if Ray knows none."""
     failed_starts: int = 0
-    """Starts in a row that failed."""
+    """Rounds of starts in which an executor failed, since all executors were ready."""
     retry_at: float = 0.0
     past_restarts: int = 0
     """Restarts of executors that have been removed, and of agents."""
@@ -81,15 +85,15 @@ class _Node:
 
     @property
     def is_answering(self) -> bool:
-        return any(executor.is_ready for executor in self.executors)
+        return any(executor.is_ready for executor in self.executors.values())
 
     @property
     def state(self) -> str:
         """One of `NODE_STATES`."""
-        if self.refusal:
-            return "refused"
         if self.is_answering:
             return "ready"
+        if self.refusal and not self.executors:
+            return "refused"
         return "lost" if self.was_ready or not self.is_listed else "starting"
 
     def row(self) -> NodeRow:
@@ -99,8 +103,8 @@ class _Node:
             state=self.state,
             reason=self.refusal or ("" if self.is_answering else self.loss),
             isolation=self.report.isolation if self.report else "",
-            executors=tuple(self.executors),
-            restarts=self.past_restarts + sum(executor.restarts for executor in self.executors),
+            executors=tuple(self.executors.values()),
+            restarts=self.past_restarts + sum(executor.restarts for executor in self.executors.values()),
         )
 
 
@@ -120,6 +124,8 @@ class ClusterMembership:
         self._start_ended = asyncio.Event()
         """Set when the start of the server has succeeded or failed."""
         self._start_error: ClusterError | None = None
+        self._has_nodes = True
+        """Whether the last list of nodes has any."""
         self._dispatcher: Dispatcher
 
     def rows(self) -> list[NodeRow]:
@@ -167,11 +173,11 @@ class ClusterMembership:
         self._check_start()
 
     def _update_node(self, node: _Node, raw: dict[str, Any]) -> None:
-        if raw["state"] == "refused":
-            node.refusal = raw["reason"]
         if raw["state"] != "ready":
             if not node.is_answering:
                 self._remove_executors(node)
+            if raw["state"] == "refused":
+                node.refusal = raw["reason"]
             return
         try:
             report = NodeReport.decode(raw["report"])
@@ -185,11 +191,11 @@ class ClusterMembership:
             self._remove_executors(node)
             node.report, node.retry_at = report, 0.0
             self._add_executors(node, report)
-        elif not node.executors and monotonic() >= node.retry_at:
+        elif len(node.executors) < node.executor_count and monotonic() >= node.retry_at:
             self._add_executors(node, report)
 
     def _add_executors(self, node: _Node, report: NodeReport) -> None:
-        """Start the executors of a node, unless it is refused."""
+        """Start the missing executors of a node, unless it is refused."""
         node.refusal = refusal(report, self._config, self._runtime_identity)
         if node.refusal:
             return
@@ -200,43 +206,66 @@ class ClusterMembership:
             node.refusal = str(error)
             return
         self._runtime_identity = self._runtime_identity or report.runtime
-        self._dispatcher.limit_memory(report.memory_mb)  # for good, since any node may run a call
+        node.executor_count = len(shares)
         for index, share in enumerate(shares):
-            launch = functools.partial(self._launch, report, index)
-            executor = self._dispatcher.add_executor(launch, share.encode(), SILENCE_TIMEOUT_S)
-            node.executors.append(executor)
-            executor.started.add_done_callback(functools.partial(self._on_start_ended, node, executor))
+            if index not in node.executors:
+                launch = functools.partial(self._launch, report, index)
+                executor = self._dispatcher.add_executor(launch, share.encode(), SILENCE_TIMEOUT_S)
+                node.executors[index] = executor
+                executor.started.add_done_callback(functools.partial(self._on_start_ended, node, index, executor))
+        self._limit_memory()
 
     async def _launch(self, report: NodeReport, index: int) -> RemoteExecutor:
         start = ExecutorStart(index, next(self._generations))
         return await RemoteExecutor.launch(report.host, report.port, self._secret, start)
 
-    def _on_start_ended(self, node: _Node, executor: ExecutorHandle, started: asyncio.Future[None]) -> None:
-        if started.cancelled() or executor not in node.executors:
+    def _on_start_ended(self, node: _Node, index: int, executor: ExecutorHandle, started: asyncio.Future[None]) -> None:
+        if started.cancelled() or node.executors.get(index) is not executor:
             return
         error = started.exception()
         if error is None:
-            node.was_ready, node.failed_starts, node.lost_at = True, 0, None
+            node.was_ready, node.lost_at = True, None
+            if sum(executor.is_ready for executor in node.executors.values()) == node.executor_count:
+                node.failed_starts = 0
             self._start_ended.set()
         else:
-            node.failed_starts += 1
-            node.retry_at = monotonic() + backoff_s(node.failed_starts, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S)
+            if (now := monotonic()) >= node.retry_at:  # otherwise it counts with the failure before it
+                node.failed_starts += 1
+                node.retry_at = now + backoff_s(node.failed_starts, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S)
             node.refusal = str(error)
-            self._remove_executors(node)
+            self._remove_executor(node, index)
+            if node.executors:  # otherwise `_log_changes` logs it
+                log.warning("node %s: %s", node.name, error)
         self._log_changes()
         self._check_start()
 
     def _remove_executors(self, node: _Node) -> None:
-        for executor in node.executors:
-            node.past_restarts += executor.restarts
-            self._dispatcher.remove_executor(executor)
-        node.executors = []
+        if node.executors:
+            node.refusal = ""  # the reason why another executor did not start
+        for index in list(node.executors):
+            self._remove_executor(node, index)
+
+    def _remove_executor(self, node: _Node, index: int) -> None:
+        executor = node.executors.pop(index)
+        node.past_restarts += executor.restarts
+        self._dispatcher.remove_executor(executor)
+        self._limit_memory()
+
+    def _limit_memory(self) -> None:
+        """Limit further calls to the memory of each node that has executors, since any of them may run a call. Without
+        such a node the limit stays."""
+        memory_mb = [node.report.memory_mb for node in self._nodes.values() if node.executors and node.report]
+        if memory_mb:
+            self._dispatcher.limit_memory(min(memory_mb))
 
     def _log_changes(self) -> None:
+        if self._has_nodes and not any(node.is_listed for node in self._nodes.values()):
+            log.warning("Ray lists no node that can be used; calls wait in the queue")
+        self._has_nodes = any(node.is_listed for node in self._nodes.values())
         for node in self._nodes.values():
             row = node.row()
             if row.state != node.logged_state:
-                numbers = ", ".join(str(executor.number) for executor in node.executors)
+                numbers = ", ".join(str(executor.number) for executor in node.executors.values())
                 detail = row.reason or (f"isolation {row.isolation}, executors {numbers}" if numbers else "")
                 level = logging.INFO if row.state == "ready" else logging.WARNING
                 log.log(level, "node %s is %s: %s", node.name, row.state, detail or "no reason given")
@@ -245,7 +274,7 @@ class ClusterMembership:
     def _check_start(self) -> None:
         """Fail the start of the server if Ray lists only nodes that are refused."""
         listed = [node for node in self._nodes.values() if node.is_listed]
-        if listed and not self._start_ended.is_set() and all(node.refusal for node in listed):
+        if listed and not self._start_ended.is_set() and all(node.state == "refused" for node in listed):
             reasons = "; ".join(f"node {node.name}: {node.refusal}" for node in listed)
             self._fail_start(f"no node of the cluster can run calls: {reasons}")
 

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from time import monotonic
+from typing import Any
 from weakref import WeakValueDictionary
 
 from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
@@ -56,8 +57,10 @@ ADMISSION_RETRY_S = 0.05
 """Seconds between two attempts to admit a wave."""
 RESULTS_PER_YIELD = 32
 """Results judged before the task yields to the event loop."""
-THREADED_DECODE_CHARS = 256 << 10
-"""Length from which a returned value is decoded in a thread, because decoding would block the event loop."""
+MAX_UNEXPECTED_VALUES = 50_000
+"""JSON values, counted as `[`, `{` and `,`, above which a returned value is not decoded if the expected value has far
+fewer. Hostile code can return millions, and decoding them would block the event loop for a second, even in a thread,
+since `json.loads` keeps Python's lock."""
 
 
 class Judge:
@@ -267,11 +270,26 @@ async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Compar
         return await _finish(compare_texts(test.expected, result["stdout"], comparison))
     text = result["value"] or ""
     try:
-        is_long = len(text) > THREADED_DECODE_CHARS
-        value = await asyncio.to_thread(json.loads, text) if is_long else json.loads(text)
+        if _has_too_many_values(text, test.expected):
+            return False
+        value = json.loads(text)
     except (ValueError, RecursionError):  # the program has forged its report
         return False
     return await _finish(compare_json(test.expected, value, comparison))
+
+
+def _has_too_many_values(text: str, expected: Any) -> bool:
+    """Return whether JSON text has far more values than the expected value, so that it cannot equal it.
+
+    No JSON text of a value has more of the counted characters than that of `json.dumps`, which escapes none of them.
+    Only text that repeats keys of an object (1 and "1") may have more; the factor 2 leaves room for it.
+    """
+    values = _count_values(text)
+    return values > MAX_UNEXPECTED_VALUES and values > 2 * _count_values(json.dumps(expected))
+
+
+def _count_values(text: str) -> int:
+    return sum(map(text.count, "[{,"))
 
 
 async def _finish(steps: Steps) -> bool:

@@ -31,6 +31,10 @@ class FakeNode:
         self.generations: list[int] = []
         self.state, self.reason, self.cpus = "ready", "", 1.0
         self.reaction = reaction
+        self.reactions: dict[int, str] = {}
+        """Reactions of single executors, by their number on the node."""
+        self.starts: list[int] = []
+        """The number of each executor that was started."""
         self._slots = slots
         self._changes = report
         self._secret = b""
@@ -72,12 +76,14 @@ class FakeNode:
             try:
                 await loop.sock_sendall(sock, hello)
                 request = await loop.sock_recv(sock, handshake.REQUEST_BYTES)
-                self.generations.append(handshake.decode_request(secret, hello, request).generation)
+                start = handshake.decode_request(secret, hello, request)
+                self.generations.append(start.generation)
                 await loop.sock_sendall(sock, handshake.encode_reply(secret, hello, request))
             except (OSError, ProtocolError):  # the gateway no longer wants the executor
                 sock.close()
                 continue
-            executor = FakeExecutor(self._slots, self.reaction)
+            self.starts.append(start.executor)
+            executor = FakeExecutor(self._slots, self.reactions.get(start.executor, self.reaction))
             await executor.connect(sock)
             self.executors.append(executor)
 

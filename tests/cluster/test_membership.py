@@ -13,6 +13,7 @@ from sandbox.errors import ClusterError, NodeError
 from sandbox.gateway.calls import executor_handle
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.validation import parse_batch
+from sandbox.types import Limits
 from tests.cluster.fake_nodes import FakeCluster, FakeNode
 from tests.gateway.serving import until
 
@@ -72,9 +73,21 @@ async def test_each_node_gets_the_settings_for_its_cores() -> None:
 
 
 async def test_the_memory_of_the_smallest_node_limits_calls() -> None:
-    async with FakeCluster(FakeNode("a", memory_mb=8000), FakeNode("b", memory_mb=3000)).running() as cluster:
+    large, small = FakeNode("large", memory_mb=8000), FakeNode("small", memory_mb=3000)
+    async with FakeCluster(large, small).running(max_limits=Limits(memory_mb=5000)) as cluster:
         await until(lambda: ready(cluster) == 2)
         assert cluster.dispatcher.config.max_limits.memory_mb == 3000
+        for leaves, remaining, memory_mb in ((small, [0], 5000), (large, [], 5000)):
+            cluster.nodes.remove(leaves)
+            leaves.close()
+            await until(lambda remaining=remaining: ready(cluster) == len(remaining))
+            cluster.list_nodes()
+            await until(lambda remaining=remaining: numbers(cluster) == remaining)
+            assert cluster.dispatcher.config.max_limits.memory_mb == memory_mb
+        cluster.nodes.append(FakeNode("new", memory_mb=4000))
+        cluster.list_nodes()
+        await until(lambda: ready(cluster) == 1)
+        assert cluster.dispatcher.config.max_limits.memory_mb == 4000
 
 
 async def test_the_weakest_level_in_use_is_reported() -> None:
@@ -155,6 +168,18 @@ async def test_the_server_waits_for_a_first_node() -> None:
         cluster.nodes.append(FakeNode("late"))
         cluster.list_nodes()
         await started
+
+
+async def test_calls_wait_while_no_node_can_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeCluster().running() as cluster:
+        cluster.list_nodes()
+        batch = await submit(cluster, "1")
+        await until(lambda: bool(caplog.messages) and cluster._events.empty())
+        assert not cluster.dispatcher.is_ready and batch.unfinished == 1
+        cluster.nodes.append(FakeNode("late"))
+        cluster.list_nodes()
+        assert await done(batch) == [("1", "ok", 1)]
+    assert caplog.messages == ["Ray lists no node that can be used; calls wait in the queue"]
 
 
 async def test_a_node_added_later_gets_calls() -> None:
@@ -296,6 +321,50 @@ async def test_an_executor_that_does_not_start_on_a_later_node_is_tried_again() 
         bad.reaction = "ready"
         cluster.list_nodes()
         await until(lambda: cluster.rows()["bad"] == ("ready", ""))
+
+
+async def test_only_the_executor_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+    monkeypatch.setattr(membership, "backoff_s", lambda count, *_: failures.append(count) or 0.0)
+    node = FakeNode("a")
+    node.reactions[1] = "failed"
+    async with FakeCluster(node).running(executors=2) as cluster:
+        await cluster.dispatcher.started()
+        batch = await submit(cluster, "hang")
+        running = node.executors[node.starts.index(0)]
+        await until(lambda: bool(running.calls) and failures == [1])
+        for count in (2, 3):
+            cluster.list_nodes()
+            await until(lambda count=count: len(failures) == count)
+        state, reason = cluster.rows()["a"]
+        assert state == "ready" and reason.endswith("did not start: no isolation here")
+        node.reactions.clear()
+        cluster.list_nodes()
+        await until(lambda: ready(cluster) == 2)
+        running.finish(*running.calls)
+        assert await done(batch) == [("hang", "ok", 1)]
+        assert sorted(node.starts) == [0, 1, 1, 1, 1] and cluster.rows() == {"a": ("ready", "")}
+        node.reactions[1] = "failed"
+        node.restart()
+        cluster.list_nodes()
+        await until(lambda: len(failures) == 4)
+    assert failures == [1, 2, 3, 1], "all executors were ready once"
+
+
+async def test_a_node_may_start_with_some_of_its_executors() -> None:
+    node = FakeNode("a", reaction="silent")
+    node.reactions[1] = "failed"
+    async with FakeCluster(node).running(executors=2) as cluster:
+        await until(lambda: "no isolation here" in cluster.rows().get("a", ("", ""))[1])
+        assert cluster.rows()["a"][0] == "starting"
+        first = node.executors[node.starts.index(0)]
+        first.become_ready()
+        await cluster.dispatcher.started()
+        node.state, node.reason, node.reaction = "lost", "its actor has not answered for 11 s", "exit"
+        first.exit()
+        await until(lambda: ready(cluster) == 0)
+        cluster.list_nodes()
+        await until(lambda: cluster.rows() == {"a": ("lost", node.reason)})
 
 
 async def test_restarts_of_removed_executors_are_counted() -> None:

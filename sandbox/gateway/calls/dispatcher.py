@@ -99,6 +99,7 @@ class Dispatcher:
         self, config: ServeConfig, launch: Launch = ExecutorProcess.launch, membership: Membership | None = None
     ) -> None:
         self.config = config
+        self._max_limits = config.max_limits
         if membership is None:
             self.config = config.resolved(machine.granted_cores(), machine.memory_limit() >> 20)
         self.membership = membership
@@ -175,8 +176,9 @@ class Dispatcher:
         self.executors.remove(executor)
 
     def limit_memory(self, memory_mb: int) -> None:
-        """Lower the memory limit of further calls to the memory of a machine that runs them."""
-        self.config = replace(self.config, max_limits=within_memory(self.config.max_limits, memory_mb))
+        """Set the memory limit of further calls to that of the smallest machine that may run them, or to the
+        operator's maximum if that is lower. Calls in the queue keep their limits."""
+        self.config = replace(self.config, max_limits=within_memory(self._max_limits, memory_mb))
 
     def reload_tenants(self) -> None:
         """Read the tenants file again. It applies to new requests at once; unfinished calls keep their bounds, except

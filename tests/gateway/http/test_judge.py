@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 
-from sandbox.comparison import Steps
+from sandbox.comparison import Steps, Tolerance
 from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
+from sandbox.judge import ProgramTest
 from sandbox.own_profiles import OwnProfile
 from sandbox.types import CallError, Result, Status
 from tests import fakes
@@ -163,6 +165,37 @@ async def test_a_forged_value_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch)
     tests = [{"call": "f", "expected": 1}] * 4
     async with serving() as served:
         assert initials(await judge(served, {"code": "code", "tests": tests})) == "wwww"
+
+
+async def test_a_value_with_far_more_values_than_expected_is_wrong_without_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    test = ProgramTest(function_call="f", expected=[])
+    for text in ("[" + "[]," * 50_000 + "0]", "[" + "{}," * 50_000 + "0]", "[" + "0," * 50_001 + "0]"):
+        result = Result("", Status.OK, value=text).encode(binary=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(json, "loads", lambda text: pytest.fail("decoded"))
+            assert not await judging._is_right(test, result, Tolerance())
+
+
+@pytest.mark.parametrize(
+    "expected", [[], {"[,{": ["[{,\n", {}, [[], 1.5, None]]}, ["," * 9, '\\",'], [[0, {"": 1}]] * 9]
+)
+@pytest.mark.parametrize(
+    "spell",
+    [
+        json.dumps,
+        lambda value: json.dumps(value, indent=1),
+        lambda value: json.dumps(value, separators=(" ,\n", " : ")),
+        lambda value: json.dumps(value).replace("[{,", r"\u005b\u007B\u002c"),
+    ],
+)
+async def test_a_right_value_is_right_in_any_spelling(
+    expected: Any, spell: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "MAX_UNEXPECTED_VALUES", 0)
+    result = Result("", Status.OK, value=spell(expected)).encode(binary=True)
+    assert await judging._is_right(ProgramTest(function_call="f", expected=expected), result, Tolerance())
 
 
 # Many programs
