@@ -7,19 +7,22 @@
   init run only the code of this file.
 - When the guest or the launcher ends, init kills the guest's process group, all processes with a uid of a slot and its
   own children. It repeats that until it has no child: every process of the jail whose parent died is init's child. Then
-  init removes `scratch_root`.
-- The process that holds the lock on `scratch_root` owns the slots' uids. If launcher and init are killed together, the
-  next launcher with this path first removes what they left.
+  init renames `scratch_root` and removes it, which may take minutes.
+- The process that holds the lock on `scratch_root` owns the slots' uids. It is free for the next launcher once the
+  directory is renamed. What jails with this path have left, since launcher and init were killed together, is removed by
+  a child of init while the guest runs.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
@@ -32,8 +35,7 @@ from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec
 from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
 
 CLEANUP_TIMEOUT_S = 60.0
-"""Maximum number of seconds for the removal of one slot's files. A call's time limit is too short to create so many
-files that their removal takes longer."""
+"""Maximum number of seconds for the removal of one slot's files."""
 
 
 def main() -> NoReturn:
@@ -68,6 +70,8 @@ def _run_init(spec: JailSpec, scratch: _ScratchRoot, socket_fd: int, launcher_al
         os.setpgid(guest, guest)
     launcher.close_fds_except(launcher_alive_r, scratch.lock)
     kernel.set_not_dumpable()
+    if (old := scratch.old_dirs()) and os.fork() == 0:
+        scratch.remove_old_and_exit(old)
     launcher.wait_for_first(launcher_alive_r, os.pidfd_open(guest))
     status = _kill_all(spec, guest)
     scratch.remove()
@@ -145,7 +149,8 @@ def _kill_slots(spec: JailSpec) -> None:
 
 
 class _ScratchRoot:
-    """The directory `scratch_root`: `guest`, a copy of the guest's source, and `calls`, with a directory per slot."""
+    """The directory `scratch_root`: `guest`, a copy of the guest's source, and `calls`, with a directory per slot. It
+    gets another name, `scratch_root`.N, before it is removed."""
 
     def __init__(self, spec: JailSpec) -> None:
         assert spec.scratch_root is not None
@@ -154,11 +159,13 @@ class _ScratchRoot:
         self.lock = -1
 
     def create(self) -> None:
-        """Lock the directory, remove what it contains, and fill it anew. Raises `IsolationError`."""
+        """Lock the directory and fill it. Raises `IsolationError`."""
         try:
             self._acquire_lock()
             _kill_slots(self.spec)
-            self._clear()
+            if os.listdir(self.path):
+                self._rename()
+                self._acquire_lock()
             shutil.copytree(self.spec.guest_dir, f"{self.path}/guest", ignore=_all_but_sources)
             os.mkdir(f"{self.path}/calls")
             for path, mode in ((self.path, 0o711), (f"{self.path}/guest", 0o755), (f"{self.path}/calls", 0o711)):
@@ -167,14 +174,25 @@ class _ScratchRoot:
             raise IsolationError(f"scratch directories: {error}; choose another directory with TMPDIR") from None
 
     def remove(self) -> None:
-        """Remove the directory and all files of calls in it. Idempotent."""
+        """Remove the directory and all files of calls in it, also of earlier jails. Idempotent."""
+        with suppress(FileNotFoundError):
+            self._rename()
+        for path in self.old_dirs():
+            self._remove(path)
+
+    def old_dirs(self) -> list[str]:
+        """Return the renamed directories of earlier jails."""
+        return glob.glob(f"{glob.escape(self.path)}.*")
+
+    def remove_old_and_exit(self, old_dirs: list[str]) -> NoReturn:
+        """In a child of init: remove the directories that no other process removes."""
         try:
-            self._clear()
-            os.rmdir(self.path)
-        except FileNotFoundError:
-            pass
-        except (OSError, subprocess.SubprocessError) as error:
-            launcher.print_error(f"cannot remove {self.path}: {error}")
+            os.close(self.lock)  # if init is killed, the next launcher must not wait for this process
+            kernel.set_parent_death_signal()
+            for path in old_dirs:
+                self._remove(path)
+        finally:
+            os._exit(0)
 
     def _acquire_lock(self) -> None:
         while True:
@@ -190,39 +208,58 @@ class _ScratchRoot:
                     return
             os.close(self.lock)  # the last owner removed the directory while this process waited for the lock
 
-    def _clear(self) -> None:
-        calls = f"{self.path}/calls"
-        for name in os.listdir(calls) if os.path.isdir(calls) else ():
-            self._remove_slot_dir(f"{calls}/{name}", int(name.partition(".")[0]))  # SLOT, or SLOT.PID.N if moved aside
-        for name in os.listdir(self.path):
-            shutil.rmtree(f"{self.path}/{name}")
+    def _rename(self) -> None:
+        """Give the directory another name, and unlock it. Raises FileNotFoundError if it has been renamed."""
+        os.rename(self.path, f"{self.path}.{time.time_ns()}")
+        fcntl.flock(self.lock, fcntl.LOCK_UN)  # other processes of this jail have the same descriptor
 
-    def _remove_slot_dir(self, slot_dir: str, slot: int) -> None:
-        """Remove the directory of a slot.
+    def _remove(self, path: str) -> None:
+        """Remove a renamed directory, unless another process does so."""
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            calls = f"{path}/calls"
+            for name in os.listdir(calls) if os.path.isdir(calls) else ():  # SLOT, or SLOT.PID.N if moved aside
+                self._remove_slot_dir(path, name)
+            if _remove_if_empty(calls):
+                shutil.rmtree(f"{path}/guest", ignore_errors=True)
+                os.rmdir(path)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            launcher.print_error(f"cannot remove {path}: {error}")
+
+    def _remove_slot_dir(self, root: str, name: str) -> None:
+        """Remove the directory of a slot; print why if that fails.
 
         A child process with the slot's uid empties it, because no process with more rights may enter directories of
         hostile code.
         """
+        slot_dir = f"{root}/calls/{name}"
         if _remove_if_empty(f"{slot_dir}/tmp") and _remove_if_empty(slot_dir):
             return
         has_uids = self.spec.uid_base is not None
         hostile_dir = f"{slot_dir}/tmp" if has_uids else slot_dir
-        program = f"{self.spec.guest_dir_in_jail}/scratch_cleanup.py"
-        argv = [self.spec.guest_python, "-I", "-S", "-B", program, hostile_dir]
-        become = partial(self._become_slot_user, slot) if has_uids else None
+        argv = [self.spec.guest_python, "-I", "-S", "-B", f"{root}/guest/scratch_cleanup.py", hostile_dir]
+        become = partial(self._become_slot_user, int(name.partition(".")[0])) if has_uids else None
         null = subprocess.DEVNULL
-        subprocess.run(argv, env={}, stdin=null, timeout=CLEANUP_TIMEOUT_S, check=True, preexec_fn=become)
-        _remove_if_empty(f"{slot_dir}/tmp")
-        os.rmdir(slot_dir)
+        try:
+            subprocess.run(argv, env={}, stdin=null, timeout=CLEANUP_TIMEOUT_S, check=True, preexec_fn=become)
+            _remove_if_empty(f"{slot_dir}/tmp")
+            os.rmdir(slot_dir)
+        except (OSError, subprocess.SubprocessError) as error:  # the files of the other slots are removed nevertheless
+            launcher.print_error(f"cannot remove {slot_dir}: {error}")
 
     def _become_slot_user(self, slot: int) -> None:
-        """Take the uid of a slot's calls, in a child process that can still reach the guest's Python."""
+        """Take the effective uid of a slot's calls, in a child process that can still reach the guest's Python. The
+        other uids are the slot's third, so that neither a call nor the clean-up after a call kills the process."""
         assert self.spec.uid_base is not None
         uid = self.spec.uid_base + FIRST_SLOT_UID + slot
+        cleaner_uid = uid + 2 * self.spec.landlock_slots
         python_access.make_reachable(self.spec.python)
         os.setgroups([])
         os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
+        os.setresuid(cleaner_uid, uid, cleaner_uid)
 
 
 def _remove_if_empty(path: str) -> bool:

@@ -140,4 +140,6 @@ def close_fds_except(*kept: int) -> None:
 
 def print_error(message: object) -> None:
     """Write a message to stderr, which the executor reads when the launcher ends."""
-    print(f"jail: {message}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    with suppress(BrokenPipeError):  # the executor has ended
+        print(f"jail: {message}", file=sys.stderr, flush=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import os
 import secrets
 import select
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,11 +108,15 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
     scratch_root = f"/tmp/rstar-test-{secrets.token_hex(8)}"
     spec = JailSpec(Level.LANDLOCK, python, str(guest_dir), jails.ENV, (), *uids, scratch_root)
     yield spec
-    for _ in range(3000):  # poll for 30 s: init, which removes the directory, is not a child of this process
-        if not os.path.exists(scratch_root):
-            return
+    wait_until(lambda: not glob.glob(f"{scratch_root}*"))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for init, which is not a child of this process."""
+    deadline = time.monotonic() + jails.DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    pytest.fail(f"{scratch_root} is left")
 
 
 def test_environment_is_clean(spec: JailSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +158,27 @@ def test_zygote_keeps_only_the_capabilities_it_needs(spec: JailSpec) -> None:
 def test_exit_status_is_forwarded(spec: JailSpec) -> None:
     with jails.running(spec) as jail:
         assert jail.process.wait(jails.DEADLINE_S) == GUEST_EXIT_STATUS
+
+
+def test_a_jail_starts_before_what_earlier_jails_left_is_removed(spec: JailSpec) -> None:
+    """A call can create files whose removal takes minutes."""
+    root = Path(str(spec.scratch_root))
+    files = root / "calls" / "0" / "tmp"
+    being_removed, removable = (root.with_name(f"{root.name}.{number}") for number in (1, 2))
+    for directory in (files, being_removed, removable / "calls" / "1"):
+        directory.mkdir(parents=True)
+    (files / "a").touch()  # its removal fails, because the jail has left no program for it
+    lock = os.open(being_removed, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with jails.running(spec, "send('started'); wait()") as jail:
+        assert jail.receive() == "started"
+        wait_until(lambda: not removable.exists())
+    wait_until(lambda: len(glob.glob(f"{root}*")) == 2)
+    os.close(lock)
+    being_removed.rmdir()
+    (unremovable,) = root.parent.glob(f"{root.name}.*")
+    assert [path.name for path in unremovable.glob("calls/0/tmp/*")] == ["a"]
+    shutil.rmtree(unremovable)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
