@@ -10,8 +10,8 @@ SandboxError
 ├── NodeError              an executor or zygote failed: its calls are retried elsewhere
 └── ServiceError           a client got no result; `retry_after_s` is the Retry-After of the response, if any
     ├── Overloaded         HTTP 429 or 503: retry later
-    ├── RequestRefused     another HTTP 4xx: the request is wrong, do not retry
-    └── Unreachable        no endpoint responded within the retries
+    ├── RequestRefused     another HTTP 4xx, except 408 and 425: the request is wrong, do not retry
+    └── Unreachable        no endpoint gave a complete response within the retries
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RequestRefused(ServiceError):
 
 
 class Unreachable(ServiceError):
-    """No endpoint responded within the retries."""
+    """No endpoint gave a complete response within the retries."""
 
 
 def first_error(errors: BaseException) -> BaseException:

@@ -15,7 +15,7 @@ async def failure_of(url: str, response: aiohttp.ClientResponse) -> ServiceError
     message = f"{url} answered {response.status}: {text}"
     if response.status in (429, 503):
         return Overloaded(message, retry_after_s=_seconds(response.headers.get("Retry-After")))
-    if 400 <= response.status < 500:
+    if 400 <= response.status < 500 and response.status not in (408, 425):  # these two mean: send it again
         return RequestRefused(message)
     return Unreachable(message)
 

@@ -44,7 +44,7 @@ async def test_after_a_broken_stream_only_unfinished_calls_are_sent_again() -> N
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "failure", [refuse_with(429, Retry_After="0"), refuse_with(503), refuse_with(500), respond_garbage]
+    "failure", [refuse_with(429, Retry_After="0"), *map(refuse_with, (408, 425, 500, 503)), respond_garbage]
 )
 async def test_temporary_failures_are_retried(failure: Responder) -> None:
     async with scripted_server(failure, failure, respond_ok) as server, AsyncClient(server.url) as client:
