@@ -61,7 +61,7 @@ class AsyncClient:
     """A client for one event loop, used as `async with AsyncClient(...) as client` or between `open` and `close`.
 
     - `endpoints`: one URL or several. A call goes to the endpoint with the fewest calls; after a failure an endpoint
-      gets no calls for a while.
+      gets no calls for a while, longer after each failure in a row.
     - `token`: the server's token, if it has one.
     - `timeout_s`: maximum seconds without any data from the server, which sends a heartbeat every 15 s. Calls may take
       longer.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from sandbox.errors import RequestRefused, ServiceError, Unreachable
@@ -65,26 +66,32 @@ async def _judge_group(
     while waiting:
         indexes = list(waiting)
         error: ServiceError | None = None
+        endpoint, sent_at = transport.next_endpoint(), asyncio.get_running_loop().time()
         body = {"programs": list(waiting.values()), "defaults": defaults, **transport.batch_fields}
         try:
-            async for line in transport.stream_lines("/v1/judge", json.dumps(body, default=_as_json).encode()):
-                judged, index = _decode_line(line, indexes)
-                if failures < transport.retries and _is_retryable(judged):
-                    continue
-                del waiting[index]
-                if "id" not in group[index]:
-                    judged = judged.with_id(str(index))
-                yield index, judged
-                failures = 0
+            encoded = json.dumps(body, default=_as_json).encode()
+            async with aclosing(transport.stream_lines(endpoint, "/v1/judge", encoded)) as lines:
+                async for line in lines:
+                    judged, index = _decode_line(line, indexes)
+                    if _is_retryable(judged) and failures < transport.retries:
+                        continue
+                    del waiting[index]
+                    if "id" not in group[index]:
+                        judged = judged.with_id(str(index))
+                    yield index, judged
+                    failures = endpoint.failures = 0
         except RequestRefused:
             raise
         except ServiceError as raised:
             error = raised
         if waiting:
             failures += 1
+            retry_after_s = error.retry_after_s if error is not None else None
+            transport.count_failure(endpoint, sent_at, retry_after_s)
             if failures > transport.retries:
                 raise error or Unreachable(f"the server ended its response with {len(waiting)} results missing")
-            await transport.pause(failures, error)
+            reason = str(error or f"{endpoint.url} returned unavailable tests")
+            await asyncio.sleep(transport.retry_in_s(failures, f"{len(waiting)} programs", reason, retry_after_s))
 
 
 def _groups(programs: Sequence[RawProgram], sizes: Sequence[tuple[int, int]]) -> list[dict[int, RawProgram]]:

@@ -8,6 +8,8 @@
   result.
 - A failed request is sent again with its unfinished calls, to another endpoint if one is not backing off, else after a
   pause.
+- The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
+  if another endpoint has not failed.
 - Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
 - Calls have no effects outside their sandbox, so sending a call twice is safe.
 - An idle transport sends a call at once. A busy transport sends it when a connection is free. With `gather_s`, a call
@@ -56,7 +58,7 @@ zygote failed."""
 _CLOSED = "the client was closed before the result was there"
 
 
-class _Endpoint:
+class Endpoint:
     """One URL, its current load, and the time until which no request is sent to it."""
 
     def __init__(self, url: str) -> None:
@@ -65,10 +67,11 @@ class _Endpoint:
         """Number of calls in requests that are not finished."""
         self.num_requests = 0
         """Number of requests so far. Of endpoints with equally many calls, the one with the fewest requests is next."""
+        self.failures = 0
+        """Number of failures since the last result. Requests that failed together count once."""
+        self.failed_at = 0.0
+        """Time at which the last failure was counted."""
         self.backoff_until = 0.0
-
-    def is_backing_off(self, now: float) -> bool:
-        return now < self.backoff_until
 
 
 class Transport:
@@ -86,7 +89,7 @@ class Transport:
         max_connections: int,
         gather_s: float,
     ) -> None:
-        self._endpoints = [_Endpoint(url) for url in urls]
+        self._endpoints = [Endpoint(url) for url in urls]
         self._headers = headers
         self._timeout_s = timeout_s
         self.batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
@@ -148,11 +151,9 @@ class Transport:
                 continue
         return False
 
-    async def stream_lines(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream_lines(self, endpoint: Endpoint, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         """Send one request with a JSON body and yield the items of the streamed response. Raises `ServiceError`."""
-        endpoint = self._next_endpoint()
         endpoint.num_calls += 1
-        is_complete = False
         try:
             async with self._streamed(endpoint, path, body, "application/json") as (response, unpacker):
                 async for chunk in response.content.iter_any():
@@ -160,15 +161,12 @@ class Transport:
                     for item in unpacker:
                         if item is not None:  # None is a heartbeat
                             yield item
-            is_complete = True
         finally:
             endpoint.num_calls -= 1
-            if not is_complete:
-                endpoint.backoff_until = _now() + MIN_RETRY_DELAY_S
 
     @asynccontextmanager
     async def _streamed(
-        self, endpoint: _Endpoint, path: str, body: bytes, content_type: str
+        self, endpoint: Endpoint, path: str, body: bytes, content_type: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, msgpack.Unpacker]]:
         """Send a request, and yield its streamed response and an unpacker for the results. Raises `ServiceError` if the
         request fails, and in place of what the block raises for a malformed result."""
@@ -183,13 +181,6 @@ class Transport:
             raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
-
-    async def pause(self, failures: int, error: ServiceError | None) -> None:
-        """Wait before the next attempt after `failures` in a row, unless another endpoint is not backing off."""
-        delay_s = retry_delay_s(failures, error.retry_after_s if error is not None else None, self._rng)
-        log.info("%.300s; retry %d of %d, in %.1f s", error or "unavailable tests", failures, self.retries, delay_s)
-        if all(endpoint.is_backing_off(_now()) for endpoint in self._endpoints) or error is None:
-            await asyncio.sleep(delay_s)
 
     def submit(self, call: Call, default_id: str = "") -> PendingResult:
         """Send a call with the next request. `default_id` is the id of its result if the call has none."""
@@ -233,7 +224,7 @@ class Transport:
             await asyncio.wait(unfinished, timeout=backoff_s(attempt, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
         return cancelled
 
-    async def _send_cancel(self, endpoint: _Endpoint, call_id: str) -> int:
+    async def _send_cancel(self, endpoint: Endpoint, call_id: str) -> int:
         """Return how many calls an endpoint has cancelled. Raises `ServiceError`."""
         name = quote(call_id, safe="").replace(".", "%2E")  # "." and ".." would change the path
         url = URL(f"{endpoint.url}/v1/calls/{name}", encoded=True)
@@ -305,24 +296,34 @@ class Transport:
     async def _send_with_retries(self, request: BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
-            endpoint = self._next_endpoint()
+            endpoint = self.next_endpoint()
             previous_results, sent_at = request.num_results, _now()
             try:
                 await self._send(endpoint, request)
             except RequestRefused:
                 raise
             except ServiceError as error:
+                self.count_failure(endpoint, sent_at, error.retry_after_s)
                 for pending in request.unfinished():
                     pending.count_failure(sent_at, is_first=request.num_results > previous_results)
                     if pending.failures > self.retries:
                         pending.set_error(self._final_error(error, pending))
                 if retried := request.unfinished():
-                    await asyncio.sleep(self._back_off(endpoint, retried, str(error), error.retry_after_s))
+                    failures = max(pending.failures for pending in retried)
+                    what = f"{len(retried)} calls"
+                    await asyncio.sleep(self.retry_in_s(failures, what, str(error), error.retry_after_s))
 
-    def _next_endpoint(self) -> _Endpoint:
-        return min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
+    def next_endpoint(self) -> Endpoint:
+        """Return the endpoint for the next request. If all are backing off, it is the first that will be free."""
+        now = _now()
 
-    async def _send(self, endpoint: _Endpoint, request: BatchRequest) -> None:
+        def order(endpoint: Endpoint) -> tuple[float, bool, int, int]:
+            is_on_trial = endpoint.failures > 0 and endpoint.num_calls > 0
+            return (max(now, endpoint.backoff_until), is_on_trial, endpoint.num_calls, endpoint.num_requests)
+
+        return min(self._endpoints, key=order)
+
+    async def _send(self, endpoint: Endpoint, request: BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
         calls, sent_at = request.unfinished(), _now()
         batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
@@ -344,7 +345,7 @@ class Transport:
 
     def _set_results(
         self,
-        endpoint: _Endpoint,
+        endpoint: Endpoint,
         request: BatchRequest,
         calls: list[PendingResult],
         unpacker: msgpack.Unpacker,
@@ -359,11 +360,13 @@ class Transport:
                 retryable[pending] = encoded
             else:
                 pending.set_result(encoded)
+                endpoint.failures = 0
         if retryable:
             self._retry(endpoint, retryable, sent_at)
 
-    def _retry(self, endpoint: _Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
+    def _retry(self, endpoint: Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
         """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
+        self.count_failure(endpoint, sent_at)
         retried: list[PendingResult] = []
         types: Counter[str] = Counter()
         for pending, encoded in results.items():
@@ -376,7 +379,8 @@ class Transport:
                 types[encoded["error"]["type"]] += 1
         if retried:
             counts = ", ".join(f"{error_type} for {count} calls" for error_type, count in types.items())
-            delay_s = self._back_off(endpoint, retried, f"{endpoint.url} returned {counts}")
+            failures = max(pending.failures for pending in retried)
+            delay_s = self.retry_in_s(failures, f"{len(retried)} calls", f"{endpoint.url} returned {counts}")
             group = tuple(retried)
             self._pausing.add(group)
             asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
@@ -388,17 +392,23 @@ class Transport:
             self._waiting.extendleft(reversed(calls))
             self._schedule_send()
 
-    def _back_off(
-        self, endpoint: _Endpoint, calls: list[PendingResult], reason: str, retry_after_s: float | None = None
-    ) -> float:
-        """Send nothing to a failed endpoint for a while, and log that. Returns the seconds until `calls` are sent
-        again, which is 0 if another endpoint is not backing off."""
-        failures = max(pending.failures for pending in calls)
+    def count_failure(self, endpoint: Endpoint, sent_at: float, retry_after_s: float | None = None) -> None:
+        """Count the failure of a request that was sent at `sent_at`, and avoid its endpoint for a while. Requests that
+        were in flight when the last failure was counted probably failed for the same reason, so they do not count."""
+        if sent_at >= endpoint.failed_at or not endpoint.failures:
+            endpoint.failures += 1
+            endpoint.failed_at = _now()
+        pause_s = retry_delay_s(endpoint.failures, retry_after_s, self._rng)
+        endpoint.backoff_until = max(endpoint.backoff_until, _now() + pause_s)
+
+    def retry_in_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
+        """Return the seconds until calls with this number of failures in a row are sent again, and log it: 0 if an
+        endpoint is not backing off. Retry-After counts until another endpoint is free."""
         pause_s = retry_delay_s(failures, retry_after_s, self._rng)
-        endpoint.backoff_until = _now() + pause_s
-        delay_s = pause_s if all(other.is_backing_off(_now()) for other in self._endpoints) else 0.0
-        retry = f"retry {failures} of {self.retries}"
-        log.info("%.300s; %s, with %d calls, in %.1f s", reason, retry, len(calls), delay_s)
+        shortest_s = backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S)
+        first_free_s = min(endpoint.backoff_until for endpoint in self._endpoints) - _now()
+        delay_s = min(pause_s, max(shortest_s, first_free_s)) if first_free_s > 0 else 0.0
+        log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self.retries, what, delay_s)
         return delay_s
 
     def _final_error(self, error: ServiceError, pending: PendingResult) -> ServiceError:

@@ -73,8 +73,8 @@ class ParsedPrograms(NamedTuple):
 
 
 async def parse_programs(raw: Json, config: ServeConfig, owner: Tenant | None) -> ParsedPrograms:
-    """Parse a body with `programs`. A program that names another tenant than `owner`, the tenant of the request's token,
-    is malformed. Raises `InvalidCall` or `RequestRefused`."""
+    """Parse a body with `programs`. A program that names another tenant than `owner`, the tenant of the request's
+    token, is malformed. Raises `InvalidCall` or `RequestRefused`."""
     check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
     items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
     _check_count(_num_tests(raw.get("defaults")), config)
