@@ -36,7 +36,7 @@ TIMEOUT_S = 120.0
 """Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and
 on an overloaded machine some may be late."""
 RETRIES = 8
-"""Further attempts of a call in a row. Their back-off takes at least 16 s, enough for a restart of the server."""
+"""Further attempts of a call in a row. With one endpoint their back-off takes at least 16 s, enough for a restart."""
 BATCH_CALLS = 64
 """Calls per request."""
 MAX_CONNECTIONS = 256

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from sandbox.errors import RequestRefused, ServiceError, Unreachable
 from sandbox.judge import JudgedProgram, JudgeOutcome, Program
-from sandbox.transport import MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
+from sandbox.transport import CLOSED, MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
 from sandbox.types import Limits
 
 MAX_TESTS = 4096
@@ -26,6 +27,7 @@ MAX_REQUESTS = 16
 
 RawProgram = Mapping[str, Any]
 """A program as in `programs` of POST /v1/judge."""
+_JudgedQueue = asyncio.Queue[tuple[int, JudgedProgram] | Exception]
 
 
 async def judge_programs(
@@ -33,18 +35,16 @@ async def judge_programs(
 ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
     """Have programs judged, and yield the index and result of each. `sizes` is the result of `decode_all`. Raises
     `ServiceError`."""
-    judged: asyncio.Queue[tuple[int, JudgedProgram] | Exception] = asyncio.Queue()
-    groups = iter(_groups(programs, sizes))
+    judged: _JudgedQueue = asyncio.Queue()
 
-    async def judge_groups() -> None:
-        try:
-            for group in groups:
-                async for item in _judge_group(transport, group, defaults):
-                    judged.put_nowait(item)
-        except Exception as error:  # raised by the task that reads the queue
-            judged.put_nowait(error)
+    def on_end(task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            judged.put_nowait(ServiceError(CLOSED))
 
-    tasks = [asyncio.create_task(judge_groups()) for _ in range(min(MAX_REQUESTS, len(programs)))]
+    judge_groups = partial(_judge_groups, transport, iter(_groups(programs, sizes)), defaults, judged)
+    tasks = [transport.start(judge_groups) for _ in range(min(MAX_REQUESTS, len(programs)))]
+    for task in tasks:
+        task.add_done_callback(on_end)
     try:
         for _ in programs:
             item = await judged.get()
@@ -55,6 +55,18 @@ async def judge_programs(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _judge_groups(
+    transport: Transport, groups: Iterator[Mapping[int, RawProgram]], defaults: Mapping[str, Any], judged: _JudgedQueue
+) -> None:
+    """Have groups of programs judged one after another, and put the results into a queue."""
+    try:
+        for group in groups:
+            async for item in _judge_group(transport, group, defaults):
+                judged.put_nowait(item)
+    except Exception as error:  # raised by the task that reads the queue
+        judged.put_nowait(error)
 
 
 async def _judge_group(

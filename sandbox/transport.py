@@ -24,8 +24,9 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain, count
 from typing import Any
 from urllib.parse import quote
@@ -55,7 +56,7 @@ RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
 """Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, or an executor or
 zygote failed."""
 
-_CLOSED = "the client was closed before the result was there"
+CLOSED = "the client was closed before the result was there"
 
 
 class Endpoint:
@@ -103,6 +104,8 @@ class Transport:
         self._rng = random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup
+        self._running: set[asyncio.Task[None]] = set()
+        """The unfinished tasks of `_tasks`."""
         self._requests: set[BatchRequest] = set()
         self._pausing: set[tuple[PendingResult, ...]] = set()
         """Calls that are sent again after a pause."""
@@ -125,18 +128,26 @@ class Transport:
         session, self._session = self._session, None
         if session is None:
             return
-        for request in self._requests:
-            request.task.cancel()
+        for task in self._running:
+            task.cancel()
         for pending in chain(self._waiting, *self._pausing):
-            pending.set_error(ServiceError(_CLOSED))
+            pending.set_error(ServiceError(CLOSED))
         self._waiting.clear()
         self._pausing.clear()
         try:
             await self._tasks.__aexit__(None, None, None)  # `None`: an exception would be wrapped
         finally:
             for request in list(self._requests):  # tasks that were cancelled before their first step, so never ran
-                self._finish(request, ServiceError(_CLOSED))
+                self._finish(request, ServiceError(CLOSED))
             await session.close()
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Start a task, which is cancelled if the transport is closed. Raises `ServiceError` if it is closed."""
+        self._opened()
+        task = self._tasks.create_task(work())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     async def is_ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
@@ -239,7 +250,8 @@ class Transport:
             raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
 
     def _opened(self) -> aiohttp.ClientSession:
-        assert self._session is not None
+        if self._session is None:
+            raise ServiceError(CLOSED)
         return self._session
 
     def _schedule_send(self, delay_s: float = 0.0) -> None:
@@ -262,7 +274,7 @@ class Transport:
                 self._free_connections -= 1
                 request = BatchRequest(calls)
                 self._requests.add(request)
-                request.task = self._tasks.create_task(self._run(request))
+                request.task = self.start(partial(self._run, request))
 
     def _next_batch(self, max_calls: int) -> list[PendingResult]:
         calls: list[PendingResult] = []
@@ -278,7 +290,7 @@ class Transport:
 
     async def _run(self, request: BatchRequest) -> None:
         """Give every call of `request` its result or its error."""
-        final_error = ServiceError(_CLOSED)
+        final_error = ServiceError(CLOSED)
         try:
             await self._send_with_retries(request)
         except ServiceError as error:
