@@ -69,8 +69,8 @@ class AsyncClient:
       is the server's `--queue-timeout-s`.
     - `retries`: how many times in a row a call is sent again after a failure. If the failed request has returned
       results of other calls, the count starts again.
-    - `batch_size`: calls per request. Requests are larger only if more than `max_connections` of this size would be
-      needed.
+    - `batch_size`: calls per request. Requests are larger, up to 1,024 calls, only if more than `max_connections` of
+      this size would be needed.
     - `gather_s`: seconds that a call waits for other calls to share its request, if another request is running when it
       is submitted. Larger requests save CPU time, because a request costs as much as several calls.
     """

@@ -11,6 +11,7 @@ SandboxError
 └── ServiceError           a client got no result; `retry_after_s` is the Retry-After of the response, if any
     ├── Overloaded         HTTP 429 or 503: retry later
     ├── RequestRefused     another HTTP 4xx, except 408 and 425: the request is wrong, do not retry
+    │   └── TooLarge       HTTP 413: a client sends the calls of the request in smaller ones
     └── Unreachable        no endpoint gave a complete response within the retries
 """
 
@@ -59,6 +60,10 @@ class Overloaded(ServiceError):
 
 class RequestRefused(ServiceError):
     """The request is malformed or not allowed (4xx)."""
+
+
+class TooLarge(RequestRefused):
+    """The request has more calls or bytes than the server accepts (413)."""
 
 
 class Unreachable(ServiceError):

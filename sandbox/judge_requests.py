@@ -1,7 +1,8 @@
 """The client's requests to `/v1/judge`. Programs are sent in groups, each group as one request.
 
 - A program gets a `JudgedProgram` of the server, or a `ServiceError` is raised.
-- A failed request is sent again with the programs that have no result yet.
+- A failed request is sent again with the programs that have no result yet. A request that is refused as too large (HTTP
+  413) is split in two.
 - A program with a test that is `unavailable` for a reason in `RETRYABLE_ERRORS` is sent again too. After `retries`
   failures of its group in a row, the program gets this result.
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from sandbox.errors import RequestRefused, ServiceError, Unreachable
+from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.judge import JudgedProgram, JudgeOutcome, Program
 from sandbox.transport import CLOSED, MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
 from sandbox.types import Limits
@@ -41,7 +43,7 @@ async def judge_programs(
         if task.cancelled():
             judged.put_nowait(ServiceError(CLOSED))
 
-    judge_groups = partial(_judge_groups, transport, iter(_groups(programs, sizes)), defaults, judged)
+    judge_groups = partial(_judge_groups, transport, deque(_groups(programs, sizes)), defaults, judged)
     tasks = [transport.start(judge_groups) for _ in range(min(MAX_REQUESTS, len(programs)))]
     for task in tasks:
         task.add_done_callback(on_end)
@@ -58,22 +60,29 @@ async def judge_programs(
 
 
 async def _judge_groups(
-    transport: Transport, groups: Iterator[Mapping[int, RawProgram]], defaults: Mapping[str, Any], judged: _JudgedQueue
+    transport: Transport, groups: deque[dict[int, RawProgram]], defaults: Mapping[str, Any], judged: _JudgedQueue
 ) -> None:
     """Have groups of programs judged one after another, and put the results into a queue."""
     try:
-        for group in groups:
-            async for item in _judge_group(transport, group, defaults):
-                judged.put_nowait(item)
+        while groups:
+            waiting = groups.popleft()
+            try:
+                async for item in _judge_group(transport, waiting, defaults):
+                    judged.put_nowait(item)
+            except TooLarge:
+                if len(waiting) == 1:
+                    raise
+                programs, half = list(waiting.items()), len(waiting) // 2
+                groups.extendleft([dict(programs[half:]), dict(programs[:half])])
     except Exception as error:  # raised by the task that reads the queue
         judged.put_nowait(error)
 
 
 async def _judge_group(
-    transport: Transport, group: Mapping[int, RawProgram], defaults: Mapping[str, Any]
+    transport: Transport, waiting: dict[int, RawProgram], defaults: Mapping[str, Any]
 ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
-    """Have some programs, given by index, judged by one request at a time."""
-    waiting = dict(group)
+    """Have some programs, given by index, judged by one request at a time. Removes each from `waiting` when it has its
+    result."""
     failures = 0
     while waiting:
         indexes = list(waiting)
@@ -87,8 +96,7 @@ async def _judge_group(
                     judged, index = _decode_line(line, indexes)
                     if _is_retryable(judged) and failures < transport.retries:
                         continue
-                    del waiting[index]
-                    if "id" not in group[index]:
+                    if "id" not in waiting.pop(index):
                         judged = judged.with_id(str(index))
                     yield index, judged
                     failures = endpoint.failures = 0

@@ -10,6 +10,8 @@
   pause.
 - The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
   if another endpoint has not failed.
+- The calls of a request that is refused as too large (HTTP 413) are sent in requests of half as many calls. Only a call
+  that is refused alone gets the error.
 - Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
 - Calls have no effects outside their sandbox, so sending a call twice is safe.
 - An idle transport sends a call at once. A busy transport sends it when a connection is free. With `gather_s`, a call
@@ -36,7 +38,7 @@ import msgpack
 from yarl import URL
 
 from sandbox.backoff import backoff_s
-from sandbox.errors import RequestRefused, ServiceError, Unreachable
+from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.http_failures import failure_of, short_reason
 from sandbox.pending_results import BatchRequest, PendingResult
 from sandbox.types import Call, Status
@@ -45,6 +47,9 @@ log = logging.getLogger("sandbox.client")  # the name in the documentation of th
 
 MAX_BATCH_BYTES = 32 << 20
 """Bytes of calls in one request. A larger call is sent alone."""
+MAX_BATCH_CALLS = 1024
+"""Calls in one request, unless `batch_size` is larger. A request keeps its connection until its slowest call ends, and
+a server refuses one with more calls than its queue takes."""
 CONNECT_TIMEOUT_S = 10.0
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
@@ -270,7 +275,7 @@ class Transport:
         self._send_handle = None
         while self._waiting and self._free_connections and self.is_open:
             share = math.ceil(len(self._waiting) / self._free_connections)
-            if calls := self._next_batch(max(self._batch_size, share)):
+            if calls := self._next_batch(max(self._batch_size, min(share, MAX_BATCH_CALLS))):
                 self._free_connections -= 1
                 request = BatchRequest(calls)
                 self._requests.add(request)
@@ -279,7 +284,7 @@ class Transport:
     def _next_batch(self, max_calls: int) -> list[PendingResult]:
         calls: list[PendingResult] = []
         size = 0
-        while self._waiting and len(calls) < max_calls:
+        while self._waiting and len(calls) < (max_calls := min(max_calls, self._waiting[0].max_calls)):
             if calls and size + self._waiting[0].call.size > MAX_BATCH_BYTES:
                 break
             pending = self._waiting.popleft()
@@ -312,6 +317,11 @@ class Transport:
             previous_results, sent_at = request.num_results, _now()
             try:
                 await self._send(endpoint, request)
+            except TooLarge as error:
+                if len(unfinished := request.unfinished()) == 1:
+                    raise
+                log.info("%.300s; its %d calls are sent in smaller requests", error, len(unfinished))
+                self._split(unfinished)
             except RequestRefused:
                 raise
             except ServiceError as error:
@@ -324,6 +334,13 @@ class Transport:
                     failures = max(pending.failures for pending in retried)
                     what = f"{len(retried)} calls"
                     await asyncio.sleep(self.retry_in_s(failures, what, str(error), error.retry_after_s))
+
+    def _split(self, calls: list[PendingResult]) -> None:
+        """Put the calls of a request in front of the waiting calls, for requests of at most half as many calls."""
+        for pending in calls:
+            pending.detach()
+            pending.max_calls = math.ceil(len(calls) / 2)
+        self._waiting.extendleft(reversed(calls))
 
     def next_endpoint(self) -> Endpoint:
         """Return the endpoint for the next request. If all are backing off, it is the first that will be free."""

@@ -152,6 +152,17 @@ async def test_a_failure_that_persists_raises(answered: int | None, error: type[
 
 
 @pytest.mark.asyncio
+async def test_programs_of_a_request_that_is_too_large_are_sent_in_smaller_requests() -> None:
+    def answer(number: int, program: dict[str, Any]) -> dict[str, Any] | int:
+        return 413 if len(requests[number - 1]) > 2 else result(JudgeOutcome.PASSED)
+
+    async with scripted(answer) as (url, requests), AsyncClient(url) as client:
+        judged = await client.judge([{**PASSING, "code": code} for code in "abcde"])
+    assert requests == [list("abcde"), list("ab"), list("cde"), ["c"], list("de")]
+    assert [program.outcome for program in judged] == [JudgeOutcome.PASSED] * 5
+
+
+@pytest.mark.asyncio
 async def test_every_endpoint_that_is_overloaded_gets_its_retry_after() -> None:
     started_at, sent_at = asyncio.get_running_loop().time(), list[float]()
 
