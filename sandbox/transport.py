@@ -325,9 +325,12 @@ class Transport:
             except RequestRefused:
                 raise
             except ServiceError as error:
-                self.count_failure(endpoint, sent_at, error.retry_after_s)
+                has_results = request.num_results > previous_results
+                # A request that fails after seconds delays its calls, so its endpoint is avoided for as long.
+                waited_s = 0.0 if has_results else min(MAX_RETRY_DELAY_S, _now() - sent_at)
+                self.count_failure(endpoint, sent_at, max(waited_s, error.retry_after_s or 0.0))
                 for pending in request.unfinished():
-                    pending.count_failure(sent_at, is_first=request.num_results > previous_results)
+                    pending.count_failure(sent_at, is_first=has_results)
                     if pending.failures > self.retries:
                         pending.set_error(self._final_error(error, pending))
                 if retried := request.unfinished():

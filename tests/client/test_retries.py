@@ -141,6 +141,28 @@ async def test_an_endpoint_that_failed_gets_one_request_at_a_time_until_it_retur
 
 
 @pytest.mark.asyncio
+async def test_an_endpoint_is_avoided_for_as_long_as_its_failed_request_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("sandbox.transport._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 5.0)
+
+    async def fail_after_two_seconds(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        nonlocal now_s
+        now_s += 2
+        return await refuse_with(503)(request, calls)
+
+    async with (
+        scripted_server(fail_after_two_seconds) as slow,
+        scripted_server(respond_ok) as healthy,
+        AsyncClient([slow.url, healthy.url]) as client,
+    ):
+        for call_at_s, num_requests in ((0, 1), (3.9, 1), (5.1, 2)):  # the pause is 2 to 3 s, from 2 s on
+            now_s = call_at_s
+            await client.execute("1")
+            assert len(slow.requests) == num_requests
+
+
+@pytest.mark.asyncio
 async def test_requests_that_fail_together_count_as_one_failure_of_their_endpoint() -> None:
     release = asyncio.Event()
     async with (
