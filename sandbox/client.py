@@ -36,7 +36,7 @@ TIMEOUT_S = 120.0
 """Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and
 on an overloaded machine some may be late."""
 RETRIES = 8
-"""Further attempts of a call in a row. Their back-off takes at least 16 s, enough for a restart of the server."""
+"""Further attempts of a call in a row. With one endpoint their back-off takes at least 16 s, enough for a restart."""
 BATCH_CALLS = 64
 """Calls per request."""
 MAX_CONNECTIONS = 256
@@ -61,7 +61,7 @@ class AsyncClient:
     """A client for one event loop, used as `async with AsyncClient(...) as client` or between `open` and `close`.
 
     - `endpoints`: one URL or several. A call goes to the endpoint with the fewest calls; after a failure an endpoint
-      gets no calls for a while.
+      gets no calls for a while, longer after each failure in a row.
     - `token`: the server's token, if it has one.
     - `timeout_s`: maximum seconds without any data from the server, which sends a heartbeat every 15 s. Calls may take
       longer.
@@ -69,8 +69,8 @@ class AsyncClient:
       is the server's `--queue-timeout-s`.
     - `retries`: how many times in a row a call is sent again after a failure. If the failed request has returned
       results of other calls, the count starts again.
-    - `batch_size`: calls per request. Requests are larger only if more than `max_connections` of this size would be
-      needed.
+    - `batch_size`: calls per request. Requests are larger, up to 1,024 calls, only if more than `max_connections` of
+      this size would be needed.
     - `gather_s`: seconds that a call waits for other calls to share its request, if another request is running when it
       is submitted. Larger requests save CPU time, because a request costs as much as several calls.
     """

@@ -10,8 +10,9 @@ SandboxError
 ├── NodeError              an executor or zygote failed: its calls are retried elsewhere
 └── ServiceError           a client got no result; `retry_after_s` is the Retry-After of the response, if any
     ├── Overloaded         HTTP 429 or 503: retry later
-    ├── RequestRefused     another HTTP 4xx: the request is wrong, do not retry
-    └── Unreachable        no endpoint responded within the retries
+    ├── RequestRefused     another HTTP 4xx, except 408 and 425: the request is wrong, do not retry
+    │   └── TooLarge       HTTP 413: a client sends the calls of the request in smaller ones
+    └── Unreachable        no endpoint gave a complete response within the retries
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ class RequestRefused(ServiceError):
     """The request is malformed or not allowed (4xx)."""
 
 
+class TooLarge(RequestRefused):
+    """The request has more calls or bytes than the server accepts (413)."""
+
+
 class Unreachable(ServiceError):
-    """No endpoint responded within the retries."""
+    """No endpoint gave a complete response within the retries."""
 
 
 def first_error(errors: BaseException) -> BaseException:

@@ -6,7 +6,7 @@ import math
 
 import aiohttp
 
-from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.errors import Overloaded, RequestRefused, ServiceError, TooLarge, Unreachable
 
 
 async def failure_of(url: str, response: aiohttp.ClientResponse) -> ServiceError:
@@ -15,7 +15,9 @@ async def failure_of(url: str, response: aiohttp.ClientResponse) -> ServiceError
     message = f"{url} answered {response.status}: {text}"
     if response.status in (429, 503):
         return Overloaded(message, retry_after_s=_seconds(response.headers.get("Retry-After")))
-    if 400 <= response.status < 500:
+    if response.status == 413:
+        return TooLarge(message)
+    if 400 <= response.status < 500 and response.status not in (408, 425):  # these two mean: send it again
         return RequestRefused(message)
     return Unreachable(message)
 

@@ -1,7 +1,8 @@
 """The client's requests to `/v1/judge`. Programs are sent in groups, each group as one request.
 
 - A program gets a `JudgedProgram` of the server, or a `ServiceError` is raised.
-- A failed request is sent again with the programs that have no result yet.
+- A failed request is sent again with the programs that have no result yet. A request that is refused as too large (HTTP
+  413) is split in two.
 - A program with a test that is `unavailable` for a reason in `RETRYABLE_ERRORS` is sent again too. After `retries`
   failures of its group in a row, the program gets this result.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-from sandbox.errors import RequestRefused, ServiceError, Unreachable
+from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.judge import JudgedProgram, JudgeOutcome, Program
-from sandbox.transport import MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
+from sandbox.transport import CLOSED, MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
 from sandbox.types import Limits
 
 MAX_TESTS = 4096
@@ -25,6 +29,7 @@ MAX_REQUESTS = 16
 
 RawProgram = Mapping[str, Any]
 """A program as in `programs` of POST /v1/judge."""
+_JudgedQueue = asyncio.Queue[tuple[int, JudgedProgram] | Exception]
 
 
 async def judge_programs(
@@ -32,18 +37,16 @@ async def judge_programs(
 ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
     """Have programs judged, and yield the index and result of each. `sizes` is the result of `decode_all`. Raises
     `ServiceError`."""
-    judged: asyncio.Queue[tuple[int, JudgedProgram] | Exception] = asyncio.Queue()
-    groups = iter(_groups(programs, sizes))
+    judged: _JudgedQueue = asyncio.Queue()
 
-    async def judge_groups() -> None:
-        try:
-            for group in groups:
-                async for item in _judge_group(transport, group, defaults):
-                    judged.put_nowait(item)
-        except Exception as error:  # raised by the task that reads the queue
-            judged.put_nowait(error)
+    def on_end(task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            judged.put_nowait(ServiceError(CLOSED))
 
-    tasks = [asyncio.create_task(judge_groups()) for _ in range(min(MAX_REQUESTS, len(programs)))]
+    judge_groups = partial(_judge_groups, transport, deque(_groups(programs, sizes)), defaults, judged)
+    tasks = [transport.start(judge_groups) for _ in range(min(MAX_REQUESTS, len(programs)))]
+    for task in tasks:
+        task.add_done_callback(on_end)
     try:
         for _ in programs:
             item = await judged.get()
@@ -56,35 +59,59 @@ async def judge_programs(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _judge_groups(
+    transport: Transport, groups: deque[dict[int, RawProgram]], defaults: Mapping[str, Any], judged: _JudgedQueue
+) -> None:
+    """Have groups of programs judged one after another, and put the results into a queue."""
+    try:
+        while groups:
+            waiting = groups.popleft()
+            try:
+                async for item in _judge_group(transport, waiting, defaults):
+                    judged.put_nowait(item)
+            except TooLarge:
+                if len(waiting) == 1:
+                    raise
+                programs, half = list(waiting.items()), len(waiting) // 2
+                groups.extendleft([dict(programs[half:]), dict(programs[:half])])
+    except Exception as error:  # raised by the task that reads the queue
+        judged.put_nowait(error)
+
+
 async def _judge_group(
-    transport: Transport, group: Mapping[int, RawProgram], defaults: Mapping[str, Any]
+    transport: Transport, waiting: dict[int, RawProgram], defaults: Mapping[str, Any]
 ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
-    """Have some programs, given by index, judged by one request at a time."""
-    waiting = dict(group)
+    """Have some programs, given by index, judged by one request at a time. Removes each from `waiting` when it has its
+    result."""
     failures = 0
     while waiting:
         indexes = list(waiting)
         error: ServiceError | None = None
+        endpoint, sent_at = transport.next_endpoint(), asyncio.get_running_loop().time()
         body = {"programs": list(waiting.values()), "defaults": defaults, **transport.batch_fields}
         try:
-            async for line in transport.stream_lines("/v1/judge", json.dumps(body, default=_as_json).encode()):
-                judged, index = _decode_line(line, indexes)
-                if failures < transport.retries and _is_retryable(judged):
-                    continue
-                del waiting[index]
-                if "id" not in group[index]:
-                    judged = judged.with_id(str(index))
-                yield index, judged
-                failures = 0
+            encoded = json.dumps(body, default=_as_json).encode()
+            async with aclosing(transport.stream_lines(endpoint, "/v1/judge", encoded)) as lines:
+                async for line in lines:
+                    judged, index = _decode_line(line, indexes)
+                    if _is_retryable(judged) and failures < transport.retries:
+                        continue
+                    if "id" not in waiting.pop(index):
+                        judged = judged.with_id(str(index))
+                    yield index, judged
+                    failures = endpoint.failures = 0
         except RequestRefused:
             raise
         except ServiceError as raised:
             error = raised
         if waiting:
             failures += 1
+            retry_after_s = error.retry_after_s if error is not None else None
+            transport.count_failure(endpoint, sent_at, retry_after_s)
             if failures > transport.retries:
                 raise error or Unreachable(f"the server ended its response with {len(waiting)} results missing")
-            await transport.pause(failures, error)
+            reason = str(error or f"{endpoint.url} returned unavailable tests")
+            await asyncio.sleep(transport.retry_in_s(failures, f"{len(waiting)} programs", reason, retry_after_s))
 
 
 def _groups(programs: Sequence[RawProgram], sizes: Sequence[tuple[int, int]]) -> list[dict[int, RawProgram]]:

@@ -6,6 +6,7 @@ A call is abandoned if its caller has cancelled the future. Its result is then n
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from sandbox.errors import ServiceError
@@ -15,7 +16,7 @@ from sandbox.types import Call, Result, unavailable_result
 class PendingResult:
     """A submitted call and the future of its result."""
 
-    __slots__ = ("call", "failing_since", "failures", "future", "id", "request")
+    __slots__ = ("call", "failing_since", "failures", "future", "id", "max_calls", "request")
 
     def __init__(self, call: Call, call_id: str, future: asyncio.Future[Result]) -> None:
         self.call = call
@@ -25,6 +26,8 @@ class PendingResult:
         """Number of failed attempts in a row."""
         self.failing_since = 0.0
         """Time at which the first of these attempts was sent."""
+        self.max_calls = sys.maxsize
+        """Number of calls that a request with this call may have."""
         self.request: BatchRequest | None = None
         """The request that contains the call; None while the call waits."""
 

@@ -8,6 +8,10 @@
   result.
 - A failed request is sent again with its unfinished calls, to another endpoint if one is not backing off, else after a
   pause.
+- The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
+  if another endpoint has not failed.
+- The calls of a request that is refused as too large (HTTP 413) are sent in requests of half as many calls. Only a call
+  that is refused alone gets the error.
 - Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
 - Calls have no effects outside their sandbox, so sending a call twice is safe.
 - An idle transport sends a call at once. A busy transport sends it when a connection is free. With `gather_s`, a call
@@ -22,8 +26,9 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain, count
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +38,7 @@ import msgpack
 from yarl import URL
 
 from sandbox.backoff import backoff_s
-from sandbox.errors import RequestRefused, ServiceError, Unreachable
+from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.http_failures import failure_of, short_reason
 from sandbox.pending_results import BatchRequest, PendingResult
 from sandbox.types import Call, Status
@@ -42,6 +47,9 @@ log = logging.getLogger("sandbox.client")  # the name in the documentation of th
 
 MAX_BATCH_BYTES = 32 << 20
 """Bytes of calls in one request. A larger call is sent alone."""
+MAX_BATCH_CALLS = 1024
+"""Calls in one request, unless `batch_size` is larger. A request keeps its connection until its slowest call ends, and
+a server refuses one with more calls than its queue takes."""
 CONNECT_TIMEOUT_S = 10.0
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
@@ -53,10 +61,10 @@ RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
 """Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, or an executor or
 zygote failed."""
 
-_CLOSED = "the client was closed before the result was there"
+CLOSED = "the client was closed before the result was there"
 
 
-class _Endpoint:
+class Endpoint:
     """One URL, its current load, and the time until which no request is sent to it."""
 
     def __init__(self, url: str) -> None:
@@ -65,10 +73,11 @@ class _Endpoint:
         """Number of calls in requests that are not finished."""
         self.num_requests = 0
         """Number of requests so far. Of endpoints with equally many calls, the one with the fewest requests is next."""
+        self.failures = 0
+        """Number of failures since the last result. Requests that failed together count once."""
+        self.failed_at = 0.0
+        """Time at which the last failure was counted."""
         self.backoff_until = 0.0
-
-    def is_backing_off(self, now: float) -> bool:
-        return now < self.backoff_until
 
 
 class Transport:
@@ -86,7 +95,7 @@ class Transport:
         max_connections: int,
         gather_s: float,
     ) -> None:
-        self._endpoints = [_Endpoint(url) for url in urls]
+        self._endpoints = [Endpoint(url) for url in urls]
         self._headers = headers
         self._timeout_s = timeout_s
         self.batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
@@ -100,6 +109,8 @@ class Transport:
         self._rng = random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup
+        self._running: set[asyncio.Task[None]] = set()
+        """The unfinished tasks of `_tasks`."""
         self._requests: set[BatchRequest] = set()
         self._pausing: set[tuple[PendingResult, ...]] = set()
         """Calls that are sent again after a pause."""
@@ -122,18 +133,26 @@ class Transport:
         session, self._session = self._session, None
         if session is None:
             return
-        for request in self._requests:
-            request.task.cancel()
+        for task in self._running:
+            task.cancel()
         for pending in chain(self._waiting, *self._pausing):
-            pending.set_error(ServiceError(_CLOSED))
+            pending.set_error(ServiceError(CLOSED))
         self._waiting.clear()
         self._pausing.clear()
         try:
             await self._tasks.__aexit__(None, None, None)  # `None`: an exception would be wrapped
         finally:
             for request in list(self._requests):  # tasks that were cancelled before their first step, so never ran
-                self._finish(request, ServiceError(_CLOSED))
+                self._finish(request, ServiceError(CLOSED))
             await session.close()
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Start a task, which is cancelled if the transport is closed. Raises `ServiceError` if it is closed."""
+        self._opened()
+        task = self._tasks.create_task(work())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     async def is_ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
@@ -148,11 +167,9 @@ class Transport:
                 continue
         return False
 
-    async def stream_lines(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream_lines(self, endpoint: Endpoint, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
         """Send one request with a JSON body and yield the items of the streamed response. Raises `ServiceError`."""
-        endpoint = self._next_endpoint()
         endpoint.num_calls += 1
-        is_complete = False
         try:
             async with self._streamed(endpoint, path, body, "application/json") as (response, unpacker):
                 async for chunk in response.content.iter_any():
@@ -160,15 +177,12 @@ class Transport:
                     for item in unpacker:
                         if item is not None:  # None is a heartbeat
                             yield item
-            is_complete = True
         finally:
             endpoint.num_calls -= 1
-            if not is_complete:
-                endpoint.backoff_until = _now() + MIN_RETRY_DELAY_S
 
     @asynccontextmanager
     async def _streamed(
-        self, endpoint: _Endpoint, path: str, body: bytes, content_type: str
+        self, endpoint: Endpoint, path: str, body: bytes, content_type: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, msgpack.Unpacker]]:
         """Send a request, and yield its streamed response and an unpacker for the results. Raises `ServiceError` if the
         request fails, and in place of what the block raises for a malformed result."""
@@ -183,13 +197,6 @@ class Transport:
             raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
-
-    async def pause(self, failures: int, error: ServiceError | None) -> None:
-        """Wait before the next attempt after `failures` in a row, unless another endpoint is not backing off."""
-        delay_s = retry_delay_s(failures, error.retry_after_s if error is not None else None, self._rng)
-        log.info("%.300s; retry %d of %d, in %.1f s", error or "unavailable tests", failures, self.retries, delay_s)
-        if all(endpoint.is_backing_off(_now()) for endpoint in self._endpoints) or error is None:
-            await asyncio.sleep(delay_s)
 
     def submit(self, call: Call, default_id: str = "") -> PendingResult:
         """Send a call with the next request. `default_id` is the id of its result if the call has none."""
@@ -233,7 +240,7 @@ class Transport:
             await asyncio.wait(unfinished, timeout=backoff_s(attempt, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
         return cancelled
 
-    async def _send_cancel(self, endpoint: _Endpoint, call_id: str) -> int:
+    async def _send_cancel(self, endpoint: Endpoint, call_id: str) -> int:
         """Return how many calls an endpoint has cancelled. Raises `ServiceError`."""
         name = quote(call_id, safe="").replace(".", "%2E")  # "." and ".." would change the path
         url = URL(f"{endpoint.url}/v1/calls/{name}", encoded=True)
@@ -248,7 +255,8 @@ class Transport:
             raise Unreachable(f"{endpoint.url}: {short_reason(error)}") from None
 
     def _opened(self) -> aiohttp.ClientSession:
-        assert self._session is not None
+        if self._session is None:
+            raise ServiceError(CLOSED)
         return self._session
 
     def _schedule_send(self, delay_s: float = 0.0) -> None:
@@ -267,16 +275,16 @@ class Transport:
         self._send_handle = None
         while self._waiting and self._free_connections and self.is_open:
             share = math.ceil(len(self._waiting) / self._free_connections)
-            if calls := self._next_batch(max(self._batch_size, share)):
+            if calls := self._next_batch(max(self._batch_size, min(share, MAX_BATCH_CALLS))):
                 self._free_connections -= 1
                 request = BatchRequest(calls)
                 self._requests.add(request)
-                request.task = self._tasks.create_task(self._run(request))
+                request.task = self.start(partial(self._run, request))
 
     def _next_batch(self, max_calls: int) -> list[PendingResult]:
         calls: list[PendingResult] = []
         size = 0
-        while self._waiting and len(calls) < max_calls:
+        while self._waiting and len(calls) < (max_calls := min(max_calls, self._waiting[0].max_calls)):
             if calls and size + self._waiting[0].call.size > MAX_BATCH_BYTES:
                 break
             pending = self._waiting.popleft()
@@ -287,7 +295,7 @@ class Transport:
 
     async def _run(self, request: BatchRequest) -> None:
         """Give every call of `request` its result or its error."""
-        final_error = ServiceError(_CLOSED)
+        final_error = ServiceError(CLOSED)
         try:
             await self._send_with_retries(request)
         except ServiceError as error:
@@ -305,24 +313,49 @@ class Transport:
     async def _send_with_retries(self, request: BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
-            endpoint = self._next_endpoint()
+            endpoint = self.next_endpoint()
             previous_results, sent_at = request.num_results, _now()
             try:
                 await self._send(endpoint, request)
+            except TooLarge as error:
+                if len(unfinished := request.unfinished()) == 1:
+                    raise
+                log.info("%.300s; its %d calls are sent in smaller requests", error, len(unfinished))
+                self._split(unfinished)
             except RequestRefused:
                 raise
             except ServiceError as error:
+                has_results = request.num_results > previous_results
+                # A request that fails after seconds delays its calls, so its endpoint is avoided for as long.
+                waited_s = 0.0 if has_results else min(MAX_RETRY_DELAY_S, _now() - sent_at)
+                self.count_failure(endpoint, sent_at, max(waited_s, error.retry_after_s or 0.0))
                 for pending in request.unfinished():
-                    pending.count_failure(sent_at, is_first=request.num_results > previous_results)
+                    pending.count_failure(sent_at, is_first=has_results)
                     if pending.failures > self.retries:
                         pending.set_error(self._final_error(error, pending))
                 if retried := request.unfinished():
-                    await asyncio.sleep(self._back_off(endpoint, retried, str(error), error.retry_after_s))
+                    failures = max(pending.failures for pending in retried)
+                    what = f"{len(retried)} calls"
+                    await asyncio.sleep(self.retry_in_s(failures, what, str(error), error.retry_after_s))
 
-    def _next_endpoint(self) -> _Endpoint:
-        return min(self._endpoints, key=lambda e: (e.is_backing_off(_now()), e.num_calls, e.num_requests))
+    def _split(self, calls: list[PendingResult]) -> None:
+        """Put the calls of a request in front of the waiting calls, for requests of at most half as many calls."""
+        for pending in calls:
+            pending.detach()
+            pending.max_calls = math.ceil(len(calls) / 2)
+        self._waiting.extendleft(reversed(calls))
 
-    async def _send(self, endpoint: _Endpoint, request: BatchRequest) -> None:
+    def next_endpoint(self) -> Endpoint:
+        """Return the endpoint for the next request. If all are backing off, it is the first that will be free."""
+        now = _now()
+
+        def order(endpoint: Endpoint) -> tuple[float, bool, int, int]:
+            is_on_trial = endpoint.failures > 0 and endpoint.num_calls > 0
+            return (max(now, endpoint.backoff_until), is_on_trial, endpoint.num_calls, endpoint.num_requests)
+
+        return min(self._endpoints, key=order)
+
+    async def _send(self, endpoint: Endpoint, request: BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
         calls, sent_at = request.unfinished(), _now()
         batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
@@ -344,7 +377,7 @@ class Transport:
 
     def _set_results(
         self,
-        endpoint: _Endpoint,
+        endpoint: Endpoint,
         request: BatchRequest,
         calls: list[PendingResult],
         unpacker: msgpack.Unpacker,
@@ -359,11 +392,13 @@ class Transport:
                 retryable[pending] = encoded
             else:
                 pending.set_result(encoded)
+                endpoint.failures = 0
         if retryable:
             self._retry(endpoint, retryable, sent_at)
 
-    def _retry(self, endpoint: _Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
+    def _retry(self, endpoint: Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
         """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
+        self.count_failure(endpoint, sent_at)
         retried: list[PendingResult] = []
         types: Counter[str] = Counter()
         for pending, encoded in results.items():
@@ -376,7 +411,8 @@ class Transport:
                 types[encoded["error"]["type"]] += 1
         if retried:
             counts = ", ".join(f"{error_type} for {count} calls" for error_type, count in types.items())
-            delay_s = self._back_off(endpoint, retried, f"{endpoint.url} returned {counts}")
+            failures = max(pending.failures for pending in retried)
+            delay_s = self.retry_in_s(failures, f"{len(retried)} calls", f"{endpoint.url} returned {counts}")
             group = tuple(retried)
             self._pausing.add(group)
             asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
@@ -388,17 +424,23 @@ class Transport:
             self._waiting.extendleft(reversed(calls))
             self._schedule_send()
 
-    def _back_off(
-        self, endpoint: _Endpoint, calls: list[PendingResult], reason: str, retry_after_s: float | None = None
-    ) -> float:
-        """Send nothing to a failed endpoint for a while, and log that. Returns the seconds until `calls` are sent
-        again, which is 0 if another endpoint is not backing off."""
-        failures = max(pending.failures for pending in calls)
+    def count_failure(self, endpoint: Endpoint, sent_at: float, retry_after_s: float | None = None) -> None:
+        """Count the failure of a request that was sent at `sent_at`, and avoid its endpoint for a while. Requests that
+        were in flight when the last failure was counted probably failed for the same reason, so they do not count."""
+        if sent_at >= endpoint.failed_at or not endpoint.failures:
+            endpoint.failures += 1
+            endpoint.failed_at = _now()
+        pause_s = retry_delay_s(endpoint.failures, retry_after_s, self._rng)
+        endpoint.backoff_until = max(endpoint.backoff_until, _now() + pause_s)
+
+    def retry_in_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
+        """Return the seconds until calls with this number of failures in a row are sent again, and log it: 0 if an
+        endpoint is not backing off. Retry-After counts until another endpoint is free."""
         pause_s = retry_delay_s(failures, retry_after_s, self._rng)
-        endpoint.backoff_until = _now() + pause_s
-        delay_s = pause_s if all(other.is_backing_off(_now()) for other in self._endpoints) else 0.0
-        retry = f"retry {failures} of {self.retries}"
-        log.info("%.300s; %s, with %d calls, in %.1f s", reason, retry, len(calls), delay_s)
+        shortest_s = backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S)
+        first_free_s = min(endpoint.backoff_until for endpoint in self._endpoints) - _now()
+        delay_s = min(pause_s, max(shortest_s, first_free_s)) if first_free_s > 0 else 0.0
+        log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self.retries, what, delay_s)
         return delay_s
 
     def _final_error(self, error: ServiceError, pending: PendingResult) -> ServiceError:

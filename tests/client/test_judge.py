@@ -33,8 +33,8 @@ def result(outcome: JudgeOutcome, message: str = "") -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def scripted(answer: Answer) -> AsyncIterator[tuple[str, list[list[str]]]]:
-    """A server of `/v1/judge`. Yields its URL, and the codes of each request."""
+async def scripted(answer: Answer, retry_after: str = "") -> AsyncIterator[tuple[str, list[list[str]]]]:
+    """A server of `/v1/judge`. Yields its URL, and the codes of each request. Its errors have this Retry-After."""
     requests: list[list[str]] = []
 
     async def respond(request: web.Request) -> web.StreamResponse:
@@ -44,7 +44,8 @@ async def scripted(answer: Answer) -> AsyncIterator[tuple[str, list[list[str]]]]
         for index, program in enumerate(programs):
             answered = answer(len(requests), program)
             if isinstance(answered, int):
-                return web.json_response({"error": {"type": "No", "message": "no"}}, status=answered)
+                error = {"error": {"type": "No", "message": "no"}}
+                return web.json_response(error, status=answered, headers={"Retry-After": retry_after})
             if not response.prepared:
                 await response.prepare(request)
                 await response.write(b"\xc0")  # a heartbeat
@@ -148,6 +149,36 @@ async def test_a_failure_that_persists_raises(answered: int | None, error: type[
         with pytest.raises(error):
             await client.judge([PASSING])
     assert len(requests) == attempts
+
+
+@pytest.mark.asyncio
+async def test_programs_of_a_request_that_is_too_large_are_sent_in_smaller_requests() -> None:
+    def answer(number: int, program: dict[str, Any]) -> dict[str, Any] | int:
+        return 413 if len(requests[number - 1]) > 2 else result(JudgeOutcome.PASSED)
+
+    async with scripted(answer) as (url, requests), AsyncClient(url) as client:
+        judged = await client.judge([{**PASSING, "code": code} for code in "abcde"])
+    assert requests == [list("abcde"), list("ab"), list("cde"), ["c"], list("de")]
+    assert [program.outcome for program in judged] == [JudgeOutcome.PASSED] * 5
+
+
+@pytest.mark.asyncio
+async def test_every_endpoint_that_is_overloaded_gets_its_retry_after() -> None:
+    started_at, sent_at = asyncio.get_running_loop().time(), list[float]()
+
+    def refuse(number: int, program: dict[str, Any]) -> int:
+        sent_at.append(asyncio.get_running_loop().time() - started_at)
+        return 503
+
+    async with (
+        scripted(refuse, "0.2") as (first, to_first),
+        scripted(refuse, "0.2") as (second, to_second),
+        AsyncClient([first, second], retries=4) as client,
+    ):
+        with pytest.raises(Overloaded):
+            await client.judge([PASSING])
+    assert (len(to_first) + len(to_second), abs(len(to_first) - len(to_second))) == (5, 1)
+    assert sent_at[2] >= 0.2 and sent_at[4] >= 0.4
 
 
 @pytest.mark.asyncio

@@ -7,6 +7,7 @@ import errno
 import threading
 
 import pytest
+from aiohttp.test_utils import unused_port
 
 from sandbox.client import AsyncClient, Client
 from sandbox.errors import ServiceError
@@ -45,6 +46,60 @@ async def test_closing_ends_calls_that_wait_for_their_request_or_retry(
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await running
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_programs_that_are_judged_or_wait_for_their_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = {"code": "hang", "tests": [{"stdin": "", "expected": ""}]}
+    async with serving() as served:
+        client = await AsyncClient(served.url).open()
+        running = asyncio.create_task(client.judge([program]))
+        await until(lambda: bool(served.dispatcher.call_table.outstanding.calls))
+        await client.close()
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await asyncio.wait_for(running, 10)
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 3600)
+    client = await AsyncClient(f"http://127.0.0.1:{unused_port()}").open()
+    running = asyncio.create_task(client.judge([program]))
+    await until(lambda: client._transport._endpoints[0].failures > 0)
+    await client.close()
+    with pytest.raises(ServiceError, match="the client was closed"):
+        await asyncio.wait_for(running, 10)
+
+
+@pytest.mark.asyncio
+async def test_cancelling_by_id_and_judging_raise_if_the_client_is_closed_meanwhile() -> None:
+    async with serving() as served:
+        client = await AsyncClient(served.url).open()
+        programs = client.stream_judged([{"code": "1", "tests": [{"stdin": "", "expected": ""}]}])
+        running = asyncio.create_task(client.execute("hang", id="mine"))
+        await until(lambda: bool(served.fleet.last_executor.calls))
+        await client.close()
+        for unfinished in (anext(programs), client._transport.cancel("mine")):
+            with pytest.raises(ServiceError, match="the client was closed"):
+                await unfinished
+        with pytest.raises(ServiceError, match="the client was closed"):
+            await running
+
+
+def test_closing_the_synchronous_client_ends_programs_that_another_thread_waits_for() -> None:
+    errors: list[BaseException] = []
+
+    def judge() -> None:
+        try:
+            client.judge([{"code": "hang", "tests": [{"stdin": "", "expected": ""}]}])
+        except BaseException as error:
+            errors.append(error)
+
+    with gateway_in_a_thread() as url, Client(url) as client:
+        thread = threading.Thread(target=judge)
+        thread.start()
+        while not client._client._transport._running and thread.is_alive():
+            client.ready()
+        client.close()
+        thread.join(10)
+        assert [type(error) for error in errors] == [ServiceError]
 
 
 @pytest.mark.asyncio

@@ -16,6 +16,7 @@ from sandbox.types import Call, Limits, Status
 from tests.client.servers import (
     EncodedCall,
     encode_results,
+    refuse_with,
     respond_after,
     respond_all_invalid,
     respond_ok,
@@ -102,6 +103,55 @@ async def test_calls_that_exceed_the_batches_of_all_connections_are_sent_in_larg
     async with scripted_server(respond_ok) as server, AsyncClient(server.url, max_connections=2) as client:
         await client.run_batch(["1"] * 1000)
     assert server.batch_sizes == [500, 500]
+
+
+@pytest.mark.asyncio
+async def test_larger_batches_have_at_most_max_batch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.transport.MAX_BATCH_CALLS", 300)
+    async with scripted_server(respond_ok) as server, AsyncClient(server.url, max_connections=2) as client:
+        await client.run_batch(["1"] * 1000)
+        assert server.batch_sizes == [300, 300, 200, 200]
+    async with (
+        scripted_server(respond_ok) as server,
+        AsyncClient(server.url, batch_size=400, max_connections=1) as client,
+    ):
+        await client.run_batch(["1"] * 1000)
+    assert server.batch_sizes == [400, 400, 200]
+
+
+@pytest.mark.asyncio
+async def test_calls_of_a_request_that_is_too_large_are_sent_in_smaller_requests() -> None:
+    async def refuse_more_than_three(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        return await (refuse_with(413) if len(calls) > 3 else respond_ok)(request, calls)
+
+    async with scripted_server(refuse_more_than_three) as server, AsyncClient(server.url) as client:
+        results = await client.run_batch([f"{n}" for n in range(50)])
+    assert [result.stdout for result in results] == [f"{n}" for n in range(50)]
+    assert sorted(code for codes in server.codes if len(codes) <= 3 for code in codes) == sorted(map(str, range(50)))
+    assert len(server.requests) < 50
+
+
+@pytest.mark.asyncio
+async def test_only_the_call_that_is_too_large_alone_is_refused() -> None:
+    async def refuse_large(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        is_large = any(call["code"] == "large" for call in calls)
+        return await (refuse_with(413) if is_large else respond_ok)(request, calls)
+
+    codes = ["a", "large", "b", "c"]
+    async with scripted_server(refuse_large) as server, AsyncClient(server.url) as client:
+        ended = await asyncio.gather(*map(client.execute, codes), return_exceptions=True)
+    assert [isinstance(end, RequestRefused) or end.stdout for end in ended] == ["a", True, "b", "c"]  # type: ignore[union-attr]
+    assert server.codes[0] == codes
+
+
+@pytest.mark.asyncio
+async def test_a_server_whose_queue_takes_fewer_calls_than_a_request_runs_all() -> None:
+    async with (
+        serving(FakeFleet(slots=8), queue_calls=20) as served,
+        AsyncClient(served.url, max_connections=1) as client,
+    ):
+        results = await client.run_batch([f"{n}" for n in range(64)])
+    assert [result.stdout for result in results] == [f"{n}" for n in range(64)]
 
 
 @pytest.mark.asyncio

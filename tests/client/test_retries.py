@@ -44,7 +44,7 @@ async def test_after_a_broken_stream_only_unfinished_calls_are_sent_again() -> N
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "failure", [refuse_with(429, Retry_After="0"), refuse_with(503), refuse_with(500), respond_garbage]
+    "failure", [refuse_with(429, Retry_After="0"), *map(refuse_with, (408, 425, 500, 503)), respond_garbage]
 )
 async def test_temporary_failures_are_retried(failure: Responder) -> None:
     async with scripted_server(failure, failure, respond_ok) as server, AsyncClient(server.url) as client:
@@ -94,6 +94,98 @@ async def test_an_unavailable_call_is_retried_at_another_endpoint() -> None:
     ):
         assert (await client.execute("1")).stdout == "1"
     assert (len(stopping.requests), len(healthy.requests)) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_the_back_off_of_an_endpoint_grows_with_its_failures_and_a_result_resets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("sandbox.transport._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 0.1)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 5.0)
+    async with (
+        scripted_server(refuse_with(503)) as dead,
+        scripted_server(respond_ok) as healthy,
+        AsyncClient([dead.url, healthy.url]) as client,
+    ):
+        for _ in range(50):  # one call per second
+            now_s += 1
+            assert (await client.execute("1")).stdout == "1"
+        assert len(dead.requests) <= 15  # at 1 to 7 s, then every 5 s
+        dead.responders = [respond_ok, refuse_with(503)]
+        for _ in range(2):
+            now_s += 10
+            await client.execute("1")
+        num_requests, now_s = len(dead.requests), now_s + 0.2
+        await client.execute("1")
+    assert len(dead.requests) == num_requests + 1, "one failure after a result: at most 0.15 s"
+
+
+@pytest.mark.asyncio
+async def test_an_endpoint_that_failed_gets_one_request_at_a_time_until_it_returns_a_result() -> None:
+    release = asyncio.Event()
+    async with (
+        scripted_server(refuse_with(503), respond_after(release, respond_ok)) as failed,
+        scripted_server(respond_ok, respond_after(release, respond_ok)) as healthy,
+        AsyncClient([failed.url, healthy.url], batch_size=1) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await client.execute("1")
+        await asyncio.sleep(0.003)  # longer than the back-off
+        for _ in range(6):
+            tasks.create_task(client.execute("2"))
+        await until(lambda: len(failed.requests) + len(healthy.requests) == 2 + 6)
+        assert (len(failed.requests), len(healthy.requests)) == (2, 6)
+        release.set()
+
+
+@pytest.mark.asyncio
+async def test_an_endpoint_is_avoided_for_as_long_as_its_failed_request_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("sandbox.transport._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 5.0)
+
+    async def fail_after_two_seconds(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
+        nonlocal now_s
+        now_s += 2
+        return await refuse_with(503)(request, calls)
+
+    async with (
+        scripted_server(fail_after_two_seconds) as slow,
+        scripted_server(respond_ok) as healthy,
+        AsyncClient([slow.url, healthy.url]) as client,
+    ):
+        for call_at_s, num_requests in ((0, 1), (3.9, 1), (5.1, 2)):  # the pause is 2 to 3 s, from 2 s on
+            now_s = call_at_s
+            await client.execute("1")
+            assert len(slow.requests) == num_requests
+
+
+@pytest.mark.asyncio
+async def test_requests_that_fail_together_count_as_one_failure_of_their_endpoint() -> None:
+    release = asyncio.Event()
+    async with (
+        scripted_server(respond_after(release, refuse_with(503))) as server,
+        AsyncClient(server.url, batch_size=1, retries=0) as client,
+    ):
+        calls = asyncio.gather(*(client.execute("1") for _ in range(10)), return_exceptions=True)
+        await until(lambda: len(server.requests) == 10)
+        release.set()
+        assert {type(error) for error in await calls} == {Overloaded}
+        assert [endpoint.failures for endpoint in client._transport._endpoints] == [1]
+
+
+@pytest.mark.asyncio
+async def test_the_retry_after_of_one_endpoint_delays_no_call_that_another_can_take() -> None:
+    async with (
+        scripted_server(refuse_with(503, Retry_After="0.01"), respond_ok) as first,
+        scripted_server(refuse_with(503, Retry_After="3600")) as second,
+        AsyncClient([first.url, second.url]) as client,
+        asyncio.timeout(10),
+    ):
+        assert (await client.execute("1")).stdout == "1"
+    assert (len(first.requests), len(second.requests)) == (2, 1)
 
 
 @pytest.mark.asyncio

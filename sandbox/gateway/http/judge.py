@@ -72,8 +72,9 @@ class ParsedPrograms(NamedTuple):
         return self._replace(programs=[(index, program.with_tenant(tenant.name)) for index, program in self.programs])
 
 
-async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
-    """Parse a body with `programs`. Raises `InvalidCall` or `RequestRefused`."""
+async def parse_programs(raw: Json, config: ServeConfig, owner: Tenant | None) -> ParsedPrograms:
+    """Parse a body with `programs`. A program that names another tenant than `owner`, the tenant of the request's
+    token, is malformed. Raises `InvalidCall` or `RequestRefused`."""
     check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
     items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
     _check_count(_num_tests(raw.get("defaults")), config)
@@ -91,6 +92,8 @@ async def parse_programs(raw: Json, config: ServeConfig) -> ParsedPrograms:
         try:
             program = Program.decode(item, defaults, f"programs[{index}]")
             check_profile(program.call.profile, config.own_profiles, f"programs[{index}]")
+            if owner is not None:
+                owner.check_owner(program.call.tenant, f"programs[{index}]")
         except InvalidCall as error:
             _set_result(parsed.results, index, JudgedProgram(program_id, JudgeOutcome.INVALID, message=str(error)))
             continue
@@ -166,7 +169,10 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
         raw = await bodies.decode(body, content_type, MAX_DECODED_CALLS)
         del body  # frees the memory before the programs are validated
         is_single = not (isinstance(raw, dict) and "programs" in raw)
-        parsed = parse_program(raw, dispatcher.config) if is_single else await parse_programs(raw, dispatcher.config)
+        if is_single:
+            parsed = parse_program(raw, dispatcher.config)
+        else:
+            parsed = await parse_programs(raw, dispatcher.config, owner)
         del raw
         if owner is not None:
             parsed = parsed.of_tenant(owner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -12,7 +13,7 @@ from aiohttp import web
 from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import cancel, code_judge, codec, exchange, judge, mcp, sandbox_fusion, validation
-from sandbox.gateway.http.auth import DOCS_ASSETS, auth_middleware
+from sandbox.gateway.http.auth import DOCS_ASSETS, TENANT, auth_middleware
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
@@ -81,7 +82,8 @@ async def run_call(request: web.Request) -> web.StreamResponse:
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    async with exchange.admitted_batch(request, validation.parse_batch) as (batch, sent, status):
+    parse = partial(validation.parse_batch, owner=request.get(TENANT))
+    async with exchange.admitted_batch(request, parse) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)

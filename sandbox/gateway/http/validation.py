@@ -62,8 +62,9 @@ def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None 
     return ParsedBatch(batch, 0)
 
 
-async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
-    """Parse the body of /v1/batch. Raises `InvalidCall` or `RequestRefused`."""
+async def parse_batch(raw: Json, config: ServeConfig, owner: Tenant | None = None) -> ParsedBatch:
+    """Parse the body of /v1/batch. A call that names another tenant than `owner`, the tenant of the request's token, is
+    malformed. Raises `InvalidCall` or `RequestRefused`."""
     check_fields(raw, BATCH_FIELDS, "batch", "calls")
     calls = check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
     defaults = Call.decode_defaults(raw.get("defaults"))
@@ -71,7 +72,7 @@ async def parse_batch(raw: Json, config: ServeConfig) -> ParsedBatch:
     deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
     return await _parse_all(
         calls,
-        lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config),
+        lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config, owner),
         timeout_s,
         config,
         deadline_s,
@@ -124,10 +125,14 @@ async def _parse_all(
     return ParsedBatch(batch, malformed)
 
 
-def _decode_call(raw: Json, defaults: Call | None, where: str, config: ServeConfig) -> Call:
+def _decode_call(
+    raw: Json, defaults: Call | None, where: str, config: ServeConfig, owner: Tenant | None = None
+) -> Call:
     call = Call.decode(raw, defaults, where)
     if call.profile.__class__ is not Profile:
         check_profile(call.profile, config.own_profiles, where)
+    if owner is not None:
+        owner.check_owner(call.tenant, where)
     return call
 
 

@@ -45,15 +45,33 @@ async def test_a_request_needs_the_token_of_a_tenant_or_of_the_server(tmp_path: 
         assert (await served.post("/v1/execute", {"code": "1"}))[0] == 401
 
 
-async def test_a_call_of_another_tenant_is_refused(tmp_path: Path) -> None:
+async def test_a_call_of_another_tenant_is_invalid_and_the_others_of_its_batch_run(tmp_path: Path) -> None:
     async with serving_tenants(tmp_path) as served:
-        for tenant, status in (("a", 200), ("", 200), ("b", 400), ("c", 400)):
+        for tenant, status in (("a", "ok"), ("", "ok"), ("b", "invalid"), ("c", "invalid")):
             batch = {"calls": [{"code": "1"}, {"code": "1", "tenant": tenant}]}
             received, body = await served.post("/v1/batch", batch, Authorization=A)
-            assert received == status
-            if status == 400:
-                assert "the token is that of tenant 'a'" in body["error"]["message"]
+            assert (received, [result["status"] for result in body["results"]]) == (200, ["ok", status])
+            if status == "invalid":
+                message = body["results"][1]["error"]["message"]
+                assert message.startswith("calls[1].tenant: the token is that of tenant 'a'")
         assert not served.dispatcher.call_table.outstanding.calls
+        only_another = {"calls": [{"code": "1"}], "defaults": {"tenant": "b"}}
+        assert (await served.post("/v1/batch", only_another, Authorization=A))[0] == 400
+        for path, body in (
+            ("/v1/execute", {"code": "1", "tenant": "b"}),
+            ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}], "tenant": "b"}),
+        ):
+            received, refusal = await served.post(path, body, Authorization=A)
+            assert (received, "the token is that of tenant 'a'" in refusal["error"]["message"]) == (400, True)
+
+
+async def test_a_program_of_another_tenant_is_invalid_and_the_others_of_its_request_are_judged(tmp_path: Path) -> None:
+    program = {"code": "1", "tests": [{"stdin": "", "expected": "1"}]}
+    async with serving_tenants(tmp_path) as served:
+        programs = {"programs": [program, {**program, "tenant": "b"}]}
+        status, body = await served.post("/v1/judge", programs, Authorization=A)
+    assert (status, [result["outcome"] for result in body["results"]]) == (200, ["passed", "invalid"])
+    assert body["results"][1]["message"].startswith("programs[1].tenant: the token is that of tenant 'a'")
 
 
 @pytest.mark.parametrize("path", ["/v1/execute", "/v1/batch", "/v1/verify"])
