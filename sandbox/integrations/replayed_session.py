@@ -4,12 +4,12 @@ The server keeps no state between calls, so each call builds the state again. Th
 must know:
 - The time limit of a call covers the earlier code too, and the cost of a session grows with the square of its length.
 - Code that depends on the clock or on unseeded random numbers can give another state.
-- Code that does not end as ok leaves no variables and no files behind. `sys.exit()` ends the step only, and is ok.
-- A step during which the process ends in any other way, such as `os._exit(0)`, is the error `ProcessExit` and never ok,
-  also if earlier code ends the process.
-- Output of the earlier code is dropped. A thread of the earlier code that prints after the earlier code has ended adds
-  to the output of the new code.
-- The code can change the interpreter that runs it and the later steps, as in a Jupyter kernel.
+- Code that does not end as ok leaves no variables and no files behind. `sys.exit()` ends its own step, which is ok.
+- If the process ends before the new code has ended, such as by `os._exit(0)`, the step is the error `ProcessExit`, also
+  if earlier code ended the process.
+- Output of the earlier code is dropped. Its threads and exit handlers that print after it has ended add to the output
+  of the new code.
+- As in a Jupyter kernel, a step can change the interpreter that runs the later steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from sandbox.types import Call, CallError, Result, Status
 _SESSION_FILE = ".session.json"
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t][\w., \t]+", re.MULTILINE)
 _REPLAY_CODE = f"""
-import _ast, base64, contextlib, json, linecache, os, pathlib, sys
+import _ast, base64, contextlib, json, linecache, os, sys
 
 def replay(step):
     if "path" in step:
-        path = pathlib.Path(home, step["path"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(step["data"]))
+        path = os.path.join(home, step["path"])
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(step["data"]))
         return
     with contextlib.suppress(SystemExit):
         exec(compile(step["code"], "<earlier code>", "exec"), session)
@@ -67,7 +68,8 @@ def value_of(code, scope):
     return eval(compile(last, "main.py", "eval"), scope) if last else None
 
 home = os.getcwd()
-content = json.loads(pathlib.Path({_SESSION_FILE!r}).read_text())
+with open({_SESSION_FILE!r}) as file:
+    content = json.load(file)
 os.unlink({_SESSION_FILE!r})
 replay_without_output(content["steps"])
 code = content["code"]
