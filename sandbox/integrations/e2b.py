@@ -8,8 +8,10 @@ module needs no part of E2B. A failure of the service raises `ServiceError` and 
 
 from __future__ import annotations
 
-import ast
 import asyncio
+import glob
+import json
+import posixpath
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,14 +21,21 @@ from typing import Any, Self, TypeVar
 from sandbox.integrations.connection import checked, shared_client
 from sandbox.integrations.e2b_results import Execution, ExecutionError, Logs, Result
 from sandbox.integrations.replayed_session import ReplayedSession
-from sandbox.types import DEFAULT_LIMITS, Limits
+from sandbox.types import DEFAULT_LIMITS, Limits, Status
 from sandbox.types import Result as CallResult
 
 __all__ = ["AsyncSandbox", "Execution", "ExecutionError", "Logs", "Result", "Sandbox"]
 
 T = TypeVar("T")
 
-_LIST_CODE = "import os\n[(entry.name, entry.is_dir(), entry.stat().st_size) for entry in os.scandir({path!r})]"
+_LISTING = ".listing.json"
+_LIST_CODE = f"""
+import json, os
+with os.scandir({{path!r}}) as entries:
+    listing = [(entry.name, os.path.isdir(entry), entry.stat(follow_symlinks=False).st_size) for entry in entries]
+with open({_LISTING!r}, "w") as file:
+    json.dump(listing, file)
+"""
 
 
 class AsyncSandbox:
@@ -75,24 +84,47 @@ class AsyncSandbox:
 
     async def _write(self, path: str, data: str | bytes) -> None:
         """Write a file at a relative path. Raises `InvalidCall` for another path."""
-        self._opened().write_file(path, data.encode() if isinstance(data, str) else data)
+        self._opened().write_file(posixpath.normpath(path), data.encode() if isinstance(data, str) else data)
 
     async def _read(self, path: str, format: str = "text") -> str | bytes:
-        """Return a file as text, or with `format="bytes"` as bytes. Raises `FileNotFoundError`."""
-        result = await self._run("", return_files=[path])
-        if path not in result.files:
-            raise FileNotFoundError(f"{path}: the session has no such file")
-        return result.files[path] if format == "bytes" else result.files[path].decode()
+        """Return a file as text in UTF-8, or with `format="bytes"` as bytes. Raises `InvalidCall` for a path that is
+        not relative, `FileNotFoundError`, and `OSError` if the session cannot run again or the file is too large."""
+        name = posixpath.normpath(path)
+        data = await self._returned_file(path, "", name)
+        return data if format == "bytes" else data.decode(errors="replace")
 
     async def _list(self, path: str = ".") -> list[Any]:
-        """Return `name`, `path`, `type` ("file" or "dir") and `size` of each entry. Raises `FileNotFoundError`."""
-        result = await self._run(_LIST_CODE.format(path=path))
-        if result.value is None:
-            raise FileNotFoundError(f"{path}: {result.error.message if result.error else 'it cannot be listed'}")
+        """Return `name`, `path`, `type` ("file" or "dir") and `size` of each entry. Raises `FileNotFoundError`, and
+        `OSError` if the session cannot run again or the path cannot be listed."""
+        directory = posixpath.normpath(path)
+        data = await self._returned_file(path, _LIST_CODE.format(path=directory), _LISTING)
+        try:
+            entries = sorted((str(name), bool(is_dir), int(size)) for name, is_dir, size in json.loads(data))
+        except (ValueError, TypeError, OverflowError, RecursionError):  # the code of the session can write anything
+            raise OSError(f"{path}: the session returned no list of files") from None
         return [
-            SimpleNamespace(name=name, path=f"{path}/{name}", type="dir" if is_dir else "file", size=size)
-            for name, is_dir, size in sorted(ast.literal_eval(result.value))
+            SimpleNamespace(
+                name=name,
+                path=posixpath.normpath(f"{directory}/{name}"),
+                type="dir" if is_dir else "file",
+                size=size,
+            )
+            for name, is_dir, size in entries
         ]
+
+    async def _returned_file(self, path: str, code: str, name: str) -> bytes:
+        """Return the file `name` as it is after `code`, which does not become part of the session. Errors name
+        `path`."""
+        result = await self._run(code, in_session=False, return_files=[glob.escape(name)])
+        result = self._opened().result_of(code, result)
+        if result.status is not Status.OK:
+            is_absent = result.error is not None and result.error.type == "FileNotFoundError"
+            raise (FileNotFoundError if is_absent else OSError)(f"{path}: {result.error or result.status.description}")
+        if name in result.files:
+            return result.files[name]
+        if "files" in result.truncated:
+            raise OSError(f"{path}: it is too large to be returned")
+        raise FileNotFoundError(f"{path}: the session has no such file")
 
     def _opened(self) -> ReplayedSession:
         if self._session is None:

@@ -55,8 +55,10 @@ class Execution:
             for path, data in sorted(result.files.items())
             if path.startswith("figure-")
         ]
-        logs = Logs([result.stdout] if result.stdout else [], [result.stderr] if result.stderr else [])
-        return cls(results, logs, _error(result), execution_count)
+        error = _error(result)
+        stderr = result.stderr.removesuffix(error.traceback) if error else result.stderr
+        logs = Logs([result.stdout] if result.stdout else [], [stderr] if stderr else [])
+        return cls(results, logs, error, execution_count)
 
 
 def _error(result: CallResult) -> ExecutionError | None:

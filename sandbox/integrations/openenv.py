@@ -78,7 +78,7 @@ class CodeEnvironment(Environment[CodeAction, CodeObservation, CodeState]):  # t
         self._state.step_count += 1
         self._state.last_exit_code = exit_code
         stdout, stderr = result.stdout or result.value or "", result.stderr
-        if error := result.error:
+        if (error := result.error) and (not error.traceback or error.traceback not in stderr):
             stderr += error.traceback or str(error)
         return CodeObservation(stdout=stdout, stderr=stderr, exit_code=exit_code)
 

@@ -1,10 +1,15 @@
 """Variables and files that last from call to call: a session runs its earlier code again before each new code.
 
-The server keeps no state between calls, so each call builds the state again. This has three effects, which users of a
-session must know:
+The server keeps no state between calls, so each call builds the state again. This has effects that users of a session
+must know:
 - The time limit of a call covers the earlier code too, and the cost of a session grows with the square of its length.
 - Code that depends on the clock or on unseeded random numbers can give another state.
-- Code that does not end as ok leaves no variables and no files behind.
+- Code that does not end as ok leaves no variables and no files behind. `sys.exit()` ends its own step, which is ok.
+- If the process ends before the new code has ended, such as by `os._exit(0)`, the step is the error `ProcessExit`, also
+  if earlier code ended the process.
+- Output of the earlier code is dropped. Its threads and exit handlers that print after it has ended add to the output
+  of the new code.
+- As in a Jupyter kernel, a step can change the interpreter that runs the later steps.
 """
 
 from __future__ import annotations
@@ -12,31 +17,80 @@ from __future__ import annotations
 import base64
 import json
 import re
+import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sandbox.types import Call, CallError, Result, Status
 
-_STEPS, _REPLAY = ".earlier_steps.json", ".replay.py"
-_FIRST_LINE = f"exec(open({_REPLAY!r}).read(), {{'session': globals()}})\n"
+_SESSION_FILE = ".session.json"
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t][\w., \t]+", re.MULTILINE)
 _REPLAY_CODE = f"""
-import base64, contextlib, io, json, os, pathlib, sys
-steps = json.loads(pathlib.Path({_STEPS!r}).read_text())
-for name in ({_STEPS!r}, {_REPLAY!r}):
-    os.unlink(name)
-real_stdin, sys.stdin = sys.stdin, io.StringIO()
-for step in steps:
+import _ast, base64, contextlib, json, linecache, os, sys
+
+def replay(step):
     if "path" in step:
-        path = pathlib.Path(step["path"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(step["data"]))
-        continue
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        path = os.path.join(home, step["path"])
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(step["data"]))
+        return
+    with contextlib.suppress(SystemExit):
         exec(compile(step["code"], "<earlier code>", "exec"), session)
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
-sys.stdin = real_stdin
+
+def replay_without_output(steps):
+    copies = os.dup(1), os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        for step in steps:
+            replay(step)
+    finally:
+        for fd, copy, stream in zip((1, 2), copies, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(Exception):
+                stream.flush()
+            os.dup2(copy, fd)
+            os.close(copy)
+
+def value_of(code, scope):
+    tree = compile(code, "main.py", "exec", _ast.PyCF_ONLY_AST)
+    last = None
+    if tree.body and isinstance(tree.body[-1], _ast.Expr):
+        lines = code.encode().split(b"\\n")[tree.body[-1].end_lineno - 1 :]
+        lines[0] = lines[0][tree.body[-1].end_col_offset :]
+        if not b"\\n".join(lines).lstrip(b" \\t\\f\\\\\\n").startswith(b";"):
+            last = _ast.Expression(tree.body.pop().value)
+    exec(compile(tree, "main.py", "exec"), scope)
+    return eval(compile(last, "main.py", "eval"), scope) if last else None
+
+home = os.getcwd()
+with open({_SESSION_FILE!r}) as file:
+    content = json.load(file)
+os.unlink({_SESSION_FILE!r})
+replay_without_output(content["steps"])
+code = content["code"]
+linecache.cache["main.py"] = len(code), None, [line + "\\n" for line in code.split("\\n")], "main.py"
+if not content["in_session"]:
+    os.chdir(home)
+text = content["token"]
+try:
+    value = value_of(code, session if content["in_session"] else {{}})
+    if value is not None:
+        text += ":" + repr(value)
+except SystemExit as error:
+    if error.code is not None and error.code != 0:
+        raise
+value = type("Value", (str,), {{"__repr__": str.__str__}})(text)
 """
+_RUN = (
+    f"(lambda scope: (exec(compile({_REPLAY_CODE!r}, '<frozen replay>', 'exec'), scope), scope['value'])[1])"
+    "({'session': globals()})"
+)
+"""An expression that runs the replay. The runner shows no frames of files whose names start with "<frozen "."""
 
 
 @dataclass
@@ -45,24 +99,41 @@ class ReplayedSession:
 
     fields: dict[str, Any] = field(default_factory=dict)
     _steps: list[dict[str, str]] = field(default_factory=list)
+    _token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The start of the value of a call whose code has ended in the regular way."""
 
-    def call(self, code: str, **changed: Any) -> Call:
-        """Return the call that runs the earlier steps and then `code`; `changed` replaces fields. Raises
-        `InvalidCall`."""
-        fields = {**self.fields, **changed}
-        if not self._steps:
-            return Call(code, **fields)
-        files = {_REPLAY: _REPLAY_CODE.encode(), _STEPS: json.dumps(self._steps).encode()}
-        return Call(_FIRST_LINE + code, files=files, **fields)
+    def call(self, code: str, *, in_session: bool = True, **changed: Any) -> Call:
+        """Return the call that runs the earlier steps and then `code`; `changed` replaces fields. Code that is not
+        `in_session` has no variables of the session, and runs in the directory of its files. Raises `InvalidCall`."""
+        call = Call(code, **{**self.fields, **changed})
+        code = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+        content = {"steps": self._steps, "code": code, "token": self._token, "in_session": in_session}
+        imports = "\n".join(_IMPORT.findall("\n".join([*(step.get("code", "") for step in self._steps), code])))
+        text = "\n" * (_run_line(code) - 1) + f"({_RUN}, '''\n{imports}\n''')[0]"  # the server reads the imports
+        return replace(call, code=text, files={_SESSION_FILE: json.dumps(content).encode()})
 
     def record(self, code: str, result: Result) -> Result:
-        """Add `code` to the earlier steps if its result is ok. Returns the result, with line numbers that count from
-        the start of `code`."""
-        if self._steps:
-            result = _with_lines_of_code(result)
+        """Add `code` to the earlier steps if its result is ok. Returns the result as `result_of` does."""
+        result = self.result_of(code, result)
         if result.status is Status.OK:
-            self._steps.append({"code": code})
+            self._steps.append({"code": code.removeprefix("\ufeff")})
         return result
+
+    def result_of(self, code: str, result: Result) -> Result:
+        """Return the result of a call as that of `code` alone, or the error `ProcessExit` if the process ended before
+        the end of `code`."""
+        if result.status is Status.OK:
+            token, has_value, value = (result.value or "").partition(":")
+            if token == self._token:
+                return replace(result, value=value if has_value else None)
+            message = "the code, or earlier code of the session, ended the process; the session does not keep the code"
+            end = CallError("ProcessExit", message)
+            return replace(result, status=Status.ERROR, value=None, exit_code=None, error=end)
+        error = result.error
+        if error is not None:
+            line = None if error.line == _run_line(code) else error.line
+            error = replace(error, traceback=_without_run_line(error.traceback, code), line=line)
+        return replace(result, stderr=_without_run_line(result.stderr, code), error=error)
 
     def write_file(self, path: str, data: bytes) -> None:
         """Write a file after the earlier steps. Raises `InvalidCall` for a path that no call can have."""
@@ -70,15 +141,13 @@ class ReplayedSession:
         self._steps.append({"path": path, "data": base64.b64encode(data).decode("ascii")})
 
 
-def _with_lines_of_code(result: Result) -> Result:
-    """Return the result with line numbers that do not count the first line, which runs the earlier steps."""
-    error = result.error
-    if error is None:
-        return result
-    traceback = re.sub(r'(File "main\.py", line )(\d+)', _previous_line, error.traceback)
-    line = None if error.line is None else max(error.line - 1, 1)
-    return replace(result, error=CallError(error.type, error.message, traceback, line))
+def _run_line(code: str) -> int:
+    """Return the line number of `_RUN` in a call, which no line of `code` has."""
+    return len(code.splitlines()) + 2
 
 
-def _previous_line(match: re.Match[str]) -> str:
-    return f"{match[1]}{max(int(match[2]) - 1, 1)}"
+def _without_run_line(text: str, code: str) -> str:
+    """Remove the frames of `_RUN` from tracebacks, and the head of a traceback that has no other frames."""
+    head = r"(Traceback \(most recent call last\):\n)?"
+    frames = rf'(?:[ |]*File "main\.py", line {_run_line(code)}, in <.*\n)+'
+    return re.sub(rf"{head}{frames}(?=([ |]*File .*, in )?)", lambda match: (match[2] and match[1]) or "", text)

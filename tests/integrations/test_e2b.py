@@ -10,7 +10,7 @@ import pytest
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.integrations import e2b
 from sandbox.integrations.e2b import AsyncSandbox, Sandbox
-from sandbox.types import Result, Status
+from sandbox.types import Limits, Result, Status
 from tests.integrations.examples import load_example
 
 
@@ -58,6 +58,58 @@ def test_files_written_later_replace_those_of_earlier_code(server_url: str) -> N
             sandbox.files.list("absent")
         with pytest.raises(InvalidCall, match="passwd"):
             sandbox.files.write("/etc/passwd", "")
+
+
+@pytest.mark.runtime
+def test_a_traceback_is_in_the_error_only(server_url: str) -> None:
+    execution = Sandbox.create().run_code("import sys\nsys.stderr.write('warned\\n')\n1/0")
+    assert execution.logs.stderr == ["warned\n"]
+    assert execution.error is not None
+    assert execution.error.traceback.startswith("Traceback")
+
+
+@pytest.mark.runtime
+def test_paths_that_are_listed_can_be_read(server_url: str) -> None:
+    with Sandbox.create() as sandbox:
+        for path in ("a[1].txt", "./b.txt", "data//*?.txt"):
+            sandbox.files.write(path, path)
+        assert [entry.path for entry in sandbox.files.list()] == ["a[1].txt", "b.txt", "data"]
+        assert [entry.path for entry in sandbox.files.list("./data/")] == ["data/*?.txt"]
+        paths = ["a[1].txt", "./b.txt", "data/*?.txt"]
+        assert [sandbox.files.read(path) for path in paths] == ["a[1].txt", "./b.txt", "data//*?.txt"]
+
+
+@pytest.mark.runtime
+def test_a_listing_can_be_long_and_does_not_depend_on_the_session(server_url: str) -> None:
+    with Sandbox.create() as sandbox:
+        sandbox.run_code("for number in range(3000):\n    open(f'{number:0100}', 'w').close()")
+        sandbox.run_code("import os\nos.symlink('absent', 'link')\nos.mkdir('d')\nos.chdir('d')\nopen = os = None")
+        entries = sandbox.files.list()
+        assert len(entries) == 3002
+        assert [(entry.name, entry.type) for entry in entries[-2:]] == [("d", "dir"), ("link", "file")]
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("text", ["[" * 100_000, "[[1]]", "[[1, 2, Infinity]]", "\xff", "{", "3"])
+def test_a_forged_listing_is_an_error(server_url: str, text: str) -> None:
+    with Sandbox.create() as sandbox:
+        sandbox.run_code(f"import json\njson.dump = lambda value, file: file.buffer.write({text!r}.encode('latin-1'))")
+        with pytest.raises(OSError, match="no list of files"):
+            sandbox.files.list()
+
+
+@pytest.mark.runtime
+def test_a_file_that_cannot_be_returned_is_not_reported_as_absent(server_url: str) -> None:
+    with Sandbox.create(limits=Limits(timeout_s=0.5)) as sandbox:
+        sandbox.run_code("open('binary', 'wb').write(b'a\\xff')\nopen('large', 'wb').write(bytes(17 << 20))")
+        assert sandbox.files.read("binary") == "a\ufffd"
+        with pytest.raises(OSError, match="too large"):
+            sandbox.files.read("large")
+        sandbox.run_code("import os\nwhile os.path.exists('block'): pass")
+        sandbox._sandbox._session._steps.insert(0, {"path": "block", "data": ""})
+        for use in (sandbox.files.read, sandbox.files.list):
+            with pytest.raises(OSError, match="Timeout"):
+                use("binary")
 
 
 @pytest.mark.runtime

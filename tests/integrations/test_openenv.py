@@ -74,3 +74,14 @@ async def test_an_outage_is_an_error_of_the_step(outage_url: str) -> None:
     async with serve(app) as url, GenericEnvClient(url) as session:
         with pytest.raises(RuntimeError, match="QueueTimeout: no slot was free"):
             await session.step({"code": "1"})
+
+
+@pytest.mark.runtime
+async def test_stderr_has_the_traceback_once_with_the_lines_of_the_code(server_url: str) -> None:
+    environment = CodeEnvironment()
+    await environment.step_async(CodeAction(code="x = 1"))
+    failed = await environment.step_async(CodeAction(code="x = 2\nx / 0"))
+    assert failed.stderr.count("Traceback") == 1
+    assert 'File "main.py", line 2' in failed.stderr
+    ended = await environment.step_async(CodeAction(code="import os\nos._exit(0)"))
+    assert (ended.exit_code, ended.stderr.partition(":")[0]) == (1, "ProcessExit")
