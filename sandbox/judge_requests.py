@@ -87,7 +87,7 @@ async def _judge_group(
     while waiting:
         indexes = list(waiting)
         error: ServiceError | None = None
-        endpoint, sent_at = transport.next_endpoint(), asyncio.get_running_loop().time()
+        endpoint, sent_at = transport.endpoints.next(), asyncio.get_running_loop().time()
         body = {"programs": list(waiting.values()), "defaults": defaults, **transport.batch_fields}
         try:
             encoded = json.dumps(body, default=_as_json).encode()
@@ -107,7 +107,7 @@ async def _judge_group(
         if waiting:
             failures += 1
             retry_after_s = error.retry_after_s if error is not None else None
-            transport.count_failure(endpoint, sent_at, retry_after_s)
+            transport.endpoints.count_failure(endpoint, sent_at, retry_after_s)
             if failures > transport.retries:
                 raise error or Unreachable(f"the server ended its response with {len(waiting)} results missing")
             reason = str(error or f"{endpoint.url} returned unavailable tests")

@@ -8,8 +8,6 @@
   result.
 - A failed request is sent again with its unfinished calls, to another endpoint if one is not backing off, else after a
   pause.
-- The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
-  if another endpoint has not failed.
 - The calls of a request that is refused as too large (HTTP 413) are sent in requests of half as many calls. Only a call
   that is refused alone gets the error.
 - Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
@@ -24,7 +22,6 @@ import asyncio
 import io
 import logging
 import math
-import random
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -37,7 +34,7 @@ import aiohttp
 import msgpack
 from yarl import URL
 
-from sandbox.backoff import backoff_s
+from sandbox.endpoints import Endpoint, Endpoints
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.http_failures import failure_of, short_reason
 from sandbox.pending_results import BatchRequest, PendingResult
@@ -51,8 +48,6 @@ MAX_BATCH_CALLS = 1024
 """Calls in one request, unless `batch_size` is larger. A request keeps its connection until its slowest call ends, and
 a server refuses one with more calls than its queue takes."""
 CONNECT_TIMEOUT_S = 10.0
-MIN_RETRY_DELAY_S = 0.1
-MAX_RETRY_DELAY_S = 5.0
 MAX_RESULT_BYTES = 1 << 30
 """Bytes of one encoded result. A longer result is treated as a malformed response."""
 STREAM = "application/x-msgpack-stream"
@@ -62,22 +57,6 @@ RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
 zygote failed."""
 
 CLOSED = "the client was closed before the result was there"
-
-
-class Endpoint:
-    """One URL, its current load, and the time until which no request is sent to it."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.num_calls = 0
-        """Number of calls in requests that are not finished."""
-        self.num_requests = 0
-        """Number of requests so far. Of endpoints with equally many calls, the one with the fewest requests is next."""
-        self.failures = 0
-        """Number of failures since the last result. Requests that failed together count once."""
-        self.failed_at = 0.0
-        """Time at which the last failure was counted."""
-        self.backoff_until = 0.0
 
 
 class Transport:
@@ -95,7 +74,7 @@ class Transport:
         max_connections: int,
         gather_s: float,
     ) -> None:
-        self._endpoints = [Endpoint(url) for url in urls]
+        self.endpoints = Endpoints(urls)
         self._headers = headers
         self._timeout_s = timeout_s
         self.batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
@@ -106,7 +85,6 @@ class Transport:
         self._waiting: deque[PendingResult] = deque()
         self._send_handle: asyncio.Handle | None = None
         self._send_delay_s = 0.0
-        self._rng = random.Random()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[None]] = set()
@@ -158,7 +136,7 @@ class Transport:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
         session = self._opened()
         timeout = aiohttp.ClientTimeout(CONNECT_TIMEOUT_S)
-        for endpoint in self._endpoints:
+        for endpoint in self.endpoints.all:
             try:
                 async with session.get(f"{endpoint.url}/ready", timeout=timeout) as response:
                     if response.status == 200:
@@ -228,7 +206,7 @@ class Transport:
                 if not pending.future.done() and not (pending.request is not None and pending.request.is_sent):
                     pending.set_cancelled()
                     cancelled += 1
-            answers = [self._send_cancel(endpoint, call_id) for endpoint in self._endpoints]
+            answers = [self._send_cancel(endpoint, call_id) for endpoint in self.endpoints.all]
             counts = await asyncio.gather(*answers, return_exceptions=True)
             cancelled += sum(number for number in counts if isinstance(number, int))
             errors = [error for error in counts if isinstance(error, BaseException)]
@@ -237,7 +215,7 @@ class Transport:
             unfinished = [pending.future for pending in own if not pending.future.done()]
             if not unfinished:
                 break
-            await asyncio.wait(unfinished, timeout=backoff_s(attempt, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
+            await asyncio.wait(unfinished, timeout=self.endpoints.pause_s(attempt))
         return cancelled
 
     async def _send_cancel(self, endpoint: Endpoint, call_id: str) -> int:
@@ -313,7 +291,7 @@ class Transport:
     async def _send_with_retries(self, request: BatchRequest) -> None:
         """Send `request` until each call has its result or the error of its last attempt."""
         while request.unfinished():
-            endpoint = self.next_endpoint()
+            endpoint = self.endpoints.next()
             previous_results, sent_at = request.num_results, _now()
             try:
                 await self._send(endpoint, request)
@@ -327,8 +305,8 @@ class Transport:
             except ServiceError as error:
                 has_results = request.num_results > previous_results
                 # A request that fails after seconds delays its calls, so its endpoint is avoided for as long.
-                waited_s = 0.0 if has_results else min(MAX_RETRY_DELAY_S, _now() - sent_at)
-                self.count_failure(endpoint, sent_at, max(waited_s, error.retry_after_s or 0.0))
+                waited_s = 0.0 if has_results else _now() - sent_at
+                self.endpoints.count_failure(endpoint, sent_at, error.retry_after_s, waited_s)
                 for pending in request.unfinished():
                     pending.count_failure(sent_at, is_first=has_results)
                     if pending.failures > self.retries:
@@ -344,16 +322,6 @@ class Transport:
             pending.detach()
             pending.max_calls = math.ceil(len(calls) / 2)
         self._waiting.extendleft(reversed(calls))
-
-    def next_endpoint(self) -> Endpoint:
-        """Return the endpoint for the next request. If all are backing off, it is the first that will be free."""
-        now = _now()
-
-        def order(endpoint: Endpoint) -> tuple[float, bool, int, int]:
-            is_on_trial = endpoint.failures > 0 and endpoint.num_calls > 0
-            return (max(now, endpoint.backoff_until), is_on_trial, endpoint.num_calls, endpoint.num_requests)
-
-        return min(self._endpoints, key=order)
 
     async def _send(self, endpoint: Endpoint, request: BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
@@ -398,7 +366,7 @@ class Transport:
 
     def _retry(self, endpoint: Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
         """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
-        self.count_failure(endpoint, sent_at)
+        self.endpoints.count_failure(endpoint, sent_at)
         retried: list[PendingResult] = []
         types: Counter[str] = Counter()
         for pending, encoded in results.items():
@@ -424,38 +392,19 @@ class Transport:
             self._waiting.extendleft(reversed(calls))
             self._schedule_send()
 
-    def count_failure(self, endpoint: Endpoint, sent_at: float, retry_after_s: float | None = None) -> None:
-        """Count the failure of a request that was sent at `sent_at`, and avoid its endpoint for a while. Requests that
-        were in flight when the last failure was counted probably failed for the same reason, so they do not count."""
-        if sent_at >= endpoint.failed_at or not endpoint.failures:
-            endpoint.failures += 1
-            endpoint.failed_at = _now()
-        pause_s = retry_delay_s(endpoint.failures, retry_after_s, self._rng)
-        endpoint.backoff_until = max(endpoint.backoff_until, _now() + pause_s)
-
     def retry_in_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
-        """Return the seconds until calls with this number of failures in a row are sent again, and log it: 0 if an
-        endpoint is not backing off. Retry-After counts until another endpoint is free."""
-        pause_s = retry_delay_s(failures, retry_after_s, self._rng)
-        shortest_s = backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S)
-        first_free_s = min(endpoint.backoff_until for endpoint in self._endpoints) - _now()
-        delay_s = min(pause_s, max(shortest_s, first_free_s)) if first_free_s > 0 else 0.0
+        """Return the seconds until calls with this number of failures in a row are sent again, and log it."""
+        delay_s = self.endpoints.retry_in_s(failures, retry_after_s)
         log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self.retries, what, delay_s)
         return delay_s
 
     def _final_error(self, error: ServiceError, pending: PendingResult) -> ServiceError:
         """Return the error of a call whose last attempt failed with `error`."""
-        urls = ", ".join(endpoint.url for endpoint in self._endpoints)
+        urls = ", ".join(endpoint.url for endpoint in self.endpoints.all)
         seconds = _now() - pending.failing_since
         tries = f"{pending.failures} tries in {seconds:.1f} s" if pending.failures > 1 else "1 try"
         question = f"; is `rstar-sandbox serve` running at {urls}?" if isinstance(error, Unreachable) else ""
         return type(error)(f"{error} ({tries}){question}", retry_after_s=error.retry_after_s)
-
-
-def retry_delay_s(failures: int, retry_after_s: float | None, rng: random.Random) -> float:
-    """Return the pause after `failures` in a row: an exponential back-off, or the server's Retry-After if that is
-    longer, plus up to 50 % of it at random."""
-    return max(backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S), retry_after_s or 0.0) * rng.uniform(1.0, 1.5)
 
 
 def _is_stream_of_invalid(response: aiohttp.ClientResponse) -> bool:

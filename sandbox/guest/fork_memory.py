@@ -10,6 +10,7 @@ each 4 KiB page that the parent has written. With a heap of 50 MB these entries 
     colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
     remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
     compact_heap                       the heap has no free blocks, is in huge pages   after that; Linux 6.1
+    inherited_kb                       measures the memory that a fork shares          last
 """
 
 from __future__ import annotations
@@ -336,3 +337,11 @@ def _replace_by_huge_page(address: int) -> bool:
     _libc.munmap(spare, copy - spare)
     _libc.munmap(copy + moved, spare + 2 * _HUGE_BYTES - copy - moved)
     return bool(done)
+
+
+def inherited_kb() -> int:
+    """Return the peak memory of a child that exits at once: the memory that it shares with this process, in KiB."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    return int(os.wait4(pid, 0)[2].ru_maxrss)

@@ -95,7 +95,9 @@ class RunningCall:
             os.close(fd)
         self.fds = []
         if self.temp_dir is not None:
-            _remove_temp_dir(self.temp_dir)
+            import shutil  # only at level `none`, since it adds mappings, which every fork copies
+
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
 class Zygote:
@@ -191,7 +193,9 @@ class Zygote:
         if self.confinement.landlock is not None:
             self.confinement.landlock.make_dir(running.slot)
         elif self.confinement.scratch_mount is None:
-            running.temp_dir = _make_temp_dir()
+            import tempfile  # only at level `none`, since it adds mappings, which every fork copies
+
+            running.temp_dir = tempfile.mkdtemp(prefix="rstar-call-")
         self.confined_flags[running.slot] = 0
         return fds
 
@@ -385,7 +389,7 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     # splits it, and then each fork copies 512 page table entries instead of one.
     zygote = Zygote(frames.FrameReader(sock), confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
-    zygote.inherited_kb = _inherited_kb()
+    zygote.inherited_kb = fork_memory.inherited_kb()
     _send_ready(zygote.writer, missing, problems, {})
     try:
         zygote.serve()
@@ -407,14 +411,6 @@ def _warm_up(sock: socket.socket, confinement: confine.Confinement) -> None:
     os.close(zygote.child_signal_fd)
 
 
-def _inherited_kb() -> int:
-    """Return the peak memory of a child that exits at once: the memory that it shares with this process, in KiB."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    return int(os.wait4(pid, 0)[2].ru_maxrss)
-
-
 @contextlib.contextmanager
 def _exits_process() -> Iterator[None]:
     """Exit this process after the block: with 0 if the executor has closed the socket, else with 1 and a traceback."""
@@ -425,21 +421,6 @@ def _exits_process() -> Iterator[None]:
     except BaseException:  # the outermost frame of a process
         traceback.print_exc()
     os._exit(1)
-
-
-# Level `none` imports these modules only when it needs them, because they add 30 mappings, which every fork copies.
-
-
-def _make_temp_dir() -> str:
-    import tempfile
-
-    return tempfile.mkdtemp(prefix="rstar-call-")
-
-
-def _remove_temp_dir(directory: str) -> None:
-    import shutil
-
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 
 import pytest
@@ -13,8 +12,9 @@ from aiohttp.test_utils import unused_port
 
 from sandbox import verify
 from sandbox.client import AsyncClient
+from sandbox.endpoints import Endpoints
 from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
-from sandbox.transport import RETRYABLE_ERRORS, retry_delay_s
+from sandbox.transport import RETRYABLE_ERRORS
 from sandbox.types import Call, Status
 from tests.client.servers import (
     EncodedCall,
@@ -101,9 +101,10 @@ async def test_the_back_off_of_an_endpoint_grows_with_its_failures_and_a_result_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("sandbox.transport._now", lambda: now_s)
-    monkeypatch.setattr("sandbox.transport.MIN_RETRY_DELAY_S", 0.1)
-    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 5.0)
+    for module in ("transport", "endpoints"):
+        monkeypatch.setattr(f"sandbox.{module}._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.endpoints.MIN_RETRY_DELAY_S", 0.1)
+    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 5.0)
     async with (
         scripted_server(refuse_with(503)) as dead,
         scripted_server(respond_ok) as healthy,
@@ -143,8 +144,9 @@ async def test_an_endpoint_that_failed_gets_one_request_at_a_time_until_it_retur
 @pytest.mark.asyncio
 async def test_an_endpoint_is_avoided_for_as_long_as_its_failed_request_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("sandbox.transport._now", lambda: now_s)
-    monkeypatch.setattr("sandbox.transport.MAX_RETRY_DELAY_S", 5.0)
+    for module in ("transport", "endpoints"):
+        monkeypatch.setattr(f"sandbox.{module}._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 5.0)
 
     async def fail_after_two_seconds(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
         nonlocal now_s
@@ -173,7 +175,7 @@ async def test_requests_that_fail_together_count_as_one_failure_of_their_endpoin
         await until(lambda: len(server.requests) == 10)
         release.set()
         assert {type(error) for error in await calls} == {Overloaded}
-        assert [endpoint.failures for endpoint in client._transport._endpoints] == [1]
+        assert [endpoint.failures for endpoint in client._transport.endpoints.all] == [1]
 
 
 @pytest.mark.asyncio
@@ -304,7 +306,7 @@ async def test_checks_are_sent_and_retried_as_calls() -> None:
 
 def test_the_retry_delay_grows_and_is_at_least_retry_after() -> None:
     """The shortest and the longest delay without Retry-After are 1 and 2 ms here; random jitter adds up to a half."""
-    rng = random.Random(0)
-    assert 30 <= retry_delay_s(1, 30.0, rng) <= 45
-    assert retry_delay_s(1, None, rng) <= retry_delay_s(2, None, rng) * 1.5
-    assert retry_delay_s(100, None, rng) <= 0.003
+    pause_s = Endpoints([]).pause_s
+    assert 30 <= pause_s(1, 30.0) <= 45
+    assert pause_s(1) <= pause_s(2) * 1.5
+    assert pause_s(100) <= 0.003

@@ -1,0 +1,83 @@
+"""The URLs of a client: which of them gets the next request, and how long one that failed is avoided.
+
+- A request goes to the endpoint with the fewest calls that is not backing off.
+- The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
+  if another endpoint has not failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from sandbox.backoff import backoff_s
+
+MIN_RETRY_DELAY_S = 0.1
+MAX_RETRY_DELAY_S = 5.0
+
+
+class Endpoint:
+    """One URL, its current load, and the time until which no request is sent to it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.num_calls = 0
+        """Number of calls in requests that are not finished."""
+        self.num_requests = 0
+        """Number of requests so far. Of endpoints with equally many calls, the one with the fewest requests is next."""
+        self.failures = 0
+        """Number of failures since the last result. Requests that failed together count once."""
+        self.failed_at = 0.0
+        """Time at which the last failure was counted."""
+        self.backoff_until = 0.0
+
+
+class Endpoints:
+    """All endpoints of a client. Belongs to one event loop, whose clock it uses."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.all = [Endpoint(url) for url in urls]
+        self._rng = random.Random()
+
+    def pause_s(self, failures: int, at_least_s: float = 0.0) -> float:
+        """Return the pause after `failures` in a row: an exponential back-off, or `at_least_s` if that is longer, plus
+        up to 50 % of it at random."""
+        return max(_backoff_s(failures), at_least_s) * self._rng.uniform(1.0, 1.5)
+
+    def next(self) -> Endpoint:
+        """Return the endpoint for the next request. If all are backing off, it is the first that will be free."""
+        now = _now()
+
+        def order(endpoint: Endpoint) -> tuple[float, bool, int, int]:
+            is_on_trial = endpoint.failures > 0 and endpoint.num_calls > 0
+            return (max(now, endpoint.backoff_until), is_on_trial, endpoint.num_calls, endpoint.num_requests)
+
+        return min(self.all, key=order)
+
+    def count_failure(
+        self, endpoint: Endpoint, sent_at: float, retry_after_s: float | None = None, waited_s: float = 0.0
+    ) -> None:
+        """Count the failure of a request that was sent at `sent_at`, and avoid its endpoint for a while, at least for
+        `waited_s` or, if that is less, `MAX_RETRY_DELAY_S`. Requests that were in flight when the last failure was
+        counted probably failed for the same reason, so they do not count."""
+        if sent_at >= endpoint.failed_at or not endpoint.failures:
+            endpoint.failures += 1
+            endpoint.failed_at = _now()
+        pause_s = self.pause_s(endpoint.failures, max(retry_after_s or 0.0, min(MAX_RETRY_DELAY_S, waited_s)))
+        endpoint.backoff_until = max(endpoint.backoff_until, _now() + pause_s)
+
+    def retry_in_s(self, failures: int, retry_after_s: float | None = None) -> float:
+        """Return the seconds until calls with this number of failures in a row are sent again: 0 if an endpoint is not
+        backing off. Retry-After counts until another endpoint is free."""
+        first_free_s = min(endpoint.backoff_until for endpoint in self.all) - _now()
+        pause_s = self.pause_s(failures, retry_after_s or 0.0)
+        return min(pause_s, max(_backoff_s(failures), first_free_s)) if first_free_s > 0 else 0.0
+
+
+def _backoff_s(failures: int) -> float:
+    return backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
