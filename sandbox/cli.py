@@ -190,8 +190,16 @@ def mcp(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("mcp: needs the MCP SDK: pip install 'rstar-sandbox[mcp]'")
+    from sandbox.client import check_url
     from sandbox.mcp_stdio import serve_stdio
 
+    if args.url is not None:
+        try:
+            check_url(args.url, "--url")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    # The SDK's thread that reads standard input cannot be cancelled. A server of this process ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(serve_stdio(args.url, os.environ.get(f"{ENV_PREFIX}TOKEN")))
     return 0
 

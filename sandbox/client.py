@@ -372,11 +372,14 @@ class Client:
 def _urls(endpoints: str | Sequence[str]) -> list[str]:
     """Return the URLs without a slash at the end. Raises `TypeError` or `ValueError`."""
     if isinstance(endpoints, str):
-        return [_url(endpoints, "endpoints")]
-    return [_url(url, f"endpoints[{index}]") for index, url in enumerate(_as_list(endpoints, "endpoints", "a URL"))]
+        return [check_url(endpoints, "endpoints")]
+    return [
+        check_url(url, f"endpoints[{index}]") for index, url in enumerate(_as_list(endpoints, "endpoints", "a URL"))
+    ]
 
 
-def _url(url: Any, where: str) -> str:
+def check_url(url: Any, where: str) -> str:
+    """Return a URL without slashes at its end. Raises `TypeError` or `ValueError`."""
     if not isinstance(url, str):
         raise TypeError(f"{where}: expected a URL as text, got {type(url).__name__}")
     try:

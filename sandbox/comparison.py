@@ -137,6 +137,8 @@ def _is_number_within(tolerance: Tolerance, expected: str, actual: str) -> bool:
 def _number(token: str) -> float | None:
     if len(token) > MAX_NUMBER_CHARS or not token.isascii() or "_" in token:
         return None
+    if token.lstrip("+-").isdigit() and len(token.lstrip("+-")) >= len(token) - 1:
+        return int(token)  # as in JSON: a float would make large neighbours equal
     try:
         number = float(token)
     except ValueError:

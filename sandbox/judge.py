@@ -170,6 +170,9 @@ class Program:
             checker = check_text(mapping["checker"], f"{where}.checker", MAX_CODE_CHARS)
             if not checker:
                 raise InvalidCall(f"{where}.checker: expected Python source, got an empty text")
+        max_chars = MAX_CODE_CHARS - len(_FUNCTION_CALL)
+        if len(call.code) > max_chars and any(test.function_call for test in tests):
+            raise InvalidCall(f"{where}.code: expected at most {max_chars} characters, since a test calls a function")
         stop = mapping.get("stop_at_first_failure", base.stop_at_first_failure)
         check_flag(stop, f"{where}.stop_at_first_failure")
         return cls(call, tests, comparison, checker, stop)

@@ -103,6 +103,8 @@ def _read_code(path: Path, where: str) -> str:
         raise ConfigError(f"{where}: {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: {path} is not UTF-8 ({error})") from None
+    except ValueError as error:  # a NUL in the path
+        raise ConfigError(f"{where}: {str(path)!r} cannot be read ({error})") from None
     if len(code) > MAX_WARM_BYTES:
         raise ConfigError(f"{where}: expected at most {MAX_WARM_BYTES} bytes, but {path} has {len(code)}")
     return text

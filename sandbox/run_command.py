@@ -117,7 +117,7 @@ def _write_file(target: Path, data: bytes) -> None:
 
 def _status_lines(result: Result) -> list[str]:
     """Return the facts about a result that Python itself does not print."""
-    detail = f": {result.error.message}" if result.error else ""
+    detail = f": {result.error.message}" if result.error and result.error.message else ""
     texts = {
         Status.TIMEOUT: f"timed out after {result.usage.run_ms / 1000:.1f} s{detail}",
         Status.MEMORY_LIMIT: f"ran out of memory{detail}; --memory-mb gives more",

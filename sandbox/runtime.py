@@ -105,7 +105,7 @@ def log_to_stderr(line: str) -> None:
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the directory of the runtime that all commands use: the complete one with the newest Python, if any."""
     directory = default_dir(sys.version_info[:2], environ)
-    if "RSTAR_RUNTIME" in environ:
+    if environ.get("RSTAR_RUNTIME"):
         candidates = [directory]
     else:
         names = glob.glob(f"runtime-*-{_pins_hash()}", root_dir=directory.parent)
@@ -134,8 +134,8 @@ def ensure_python(log: Log = log_to_stderr, environ: Mapping[str, str] = os.envi
 def default_dir(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of the runtime for a Python version. Raises `ConfigError` if the user has no home
     directory."""
-    if "RSTAR_RUNTIME" in environ:
-        return Path(environ["RSTAR_RUNTIME"]).absolute()
+    if named := environ.get("RSTAR_RUNTIME"):
+        return Path(named).absolute()
     data = environ.get("XDG_DATA_HOME") or _home(environ) / ".local" / "share"
     return Path(data) / "rstar-sandbox" / f"runtime-{version[0]}.{version[1]}-{_pins_hash()}"
 

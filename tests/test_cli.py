@@ -168,6 +168,7 @@ def test_run_prints_the_last_value_only_with_echo(
     [
         (Result("", Status.TIMEOUT, usage=Usage(run_ms=2000.0)), "timed out after 2.0 s"),
         (Result("", Status.MEMORY_LIMIT), "ran out of memory; --memory-mb gives more"),
+        (Result("", Status.MEMORY_LIMIT, error=CallError("MemoryError", "")), "ran out of memory; --memory-mb gives"),
         (Result("", Status.OUTPUT_LIMIT, truncated=("stdout",)), "truncated: stdout"),
         (Result("", Status.KILLED, signal=11), "killed by signal 11"),
         (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "could not be run: all died"),

@@ -106,6 +106,14 @@ def test_a_tolerance_applies_to_tokens_that_are_numbers(expected: str, actual: s
     assert is_same(expected, actual, NEAR) is same
 
 
+def test_whole_numbers_are_compared_as_such() -> None:
+    assert not is_same(str(2**53), str(2**53 + 1), Tolerance(abs=0))
+    assert not is_same(str(10**18), str(10**18 + 5), Tolerance(abs=1e-6))
+    assert is_same(str(10**18), f"+{10**18 + 5}", Tolerance(abs=5))
+    assert is_same(str(10**18), "1e18", Tolerance(abs=0))
+    assert not is_same("1", "+-1", Tolerance(abs=2))
+
+
 def test_relative_tolerance_refers_to_the_expected_number() -> None:
     assert is_same("100", "110", Tolerance(rel=0.1))
     assert not is_same("110", "99", Tolerance(rel=0.09))

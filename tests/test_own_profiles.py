@@ -59,6 +59,7 @@ def test_a_profile_is_read_with_the_code_of_its_file_and_reaches_the_executors(t
         ('[profiles.a]\nimports = ["os; 1"]', "profiles.a.imports: expected a list of names of modules"),
         ("[profiles.a]\nwarm = 1", "profiles.a.warm: expected the path of a Python file, got 1"),
         ('[profiles.a]\nwarm = "no.py"', r"profiles.a.warm: \S+/no.py cannot be read \(No such file"),
+        ('[profiles.a]\nwarm = "a\\u0000b"', r"profiles.a.warm: '\S+/a\\x00b' cannot be read \(embedded null byte"),
         ('[profiles.a]\nwarm = "latin"', r"profiles.a.warm: \S+/latin is not UTF-8"),
         ('[profiles.a]\nwarm = "large"', f"profiles.a.warm: expected at most {MAX_WARM_BYTES} bytes"),
     ],

@@ -159,6 +159,7 @@ def test_the_directory_follows_the_environment() -> None:
     assert runtime.default_dir((3, 12), {"HOME": "/h"}).parent == Path("/h/.local/share/rstar-sandbox")
     assert runtime.default_dir((3, 12), {"HOME": "/h", "XDG_DATA_HOME": "/d"}) == Path("/d/rstar-sandbox", name)
     assert runtime.default_dir((3, 12), {"RSTAR_RUNTIME": "/r", "XDG_DATA_HOME": "/d"}) == Path("/r")
+    assert runtime.default_dir((3, 12), {"RSTAR_RUNTIME": "", "XDG_DATA_HOME": "/d"}) == Path("/d/rstar-sandbox", name)
 
 
 def test_the_runtime_of_the_newest_python_is_used(tmp_path: Path, builds: list[Path]) -> None:

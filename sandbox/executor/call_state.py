@@ -32,8 +32,9 @@ RETURNED_HEADER_BYTES = 4096
 space from the contents."""
 MAX_TIMEOUT_S = 1e6
 """Largest time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
-MAX_OPEN_FILES = 256
-"""RLIMIT_NOFILE of a call. A tool call needs fewer; a call that uses them all still costs little."""
+MAX_OPEN_FILES = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+"""RLIMIT_NOFILE of a call: 256, or this process's hard limit if that is lower. A tool call needs fewer; a call that
+uses them all still costs little."""
 MAX_TASKS = resource.getrlimit(resource.RLIMIT_NPROC)[1]
 """Hard limit of this process on processes and threads; -1 if there is no limit. A call cannot have a higher one."""
 HANG_GRACE_S = 10.0

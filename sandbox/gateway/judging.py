@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -32,6 +33,7 @@ from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import (
+    ABSENT,
     FAILURES,
     JudgedProgram,
     JudgedTest,
@@ -47,6 +49,8 @@ from sandbox.judge import (
 from sandbox.tenants import Tenant
 from sandbox.types import Call, EncodedResult, unavailable_result
 
+log = logging.getLogger(__name__)
+
 MIN_CALLS_TO_COMPILE = 3
 """Calls with the same code for which a call that only compiles is worth its own cost."""
 MAX_WAVE_BYTES = 32 << 20
@@ -61,6 +65,11 @@ MAX_UNEXPECTED_VALUES = 50_000
 """JSON values, counted as `[`, `{` and `,`, above which a returned value is not decoded if the expected value has far
 fewer. Hostile code can return millions, and decoding them would block the event loop for a second, even in a thread,
 since `json.loads` keeps Python's lock."""
+
+MAX_UNKNOWN_VALUES = 1_000_000
+"""The same for a test without an expected value, whose answer a checker judges."""
+CHECKER_DEPTH = 100
+"""Levels of nesting that a returned value must leave to what reads it."""
 
 
 class Judge:
@@ -92,7 +101,13 @@ class Judge:
 
         async def judge_next() -> None:
             for index, program in waiting:
-                on_judged(index, await self.judge(program, queue_timeout_s, owner))
+                try:
+                    judged = await self.judge(program, queue_timeout_s, owner)
+                except Exception:  # of one program; the others are judged nevertheless
+                    log.exception("judging a program failed")
+                    message = "internal error of the server; its log has the details"
+                    judged = JudgedProgram(program.call.id, JudgeOutcome.UNAVAILABLE, message=message)
+                on_judged(index, judged)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(len(programs), MAX_PROGRAMS_AT_ONCE)):
@@ -207,11 +222,13 @@ class _ProgramRun:
             async for index, result in results:
                 if (unanswered := unanswered_test(tests[index], result)) is not None:
                     judged[index] = unanswered
-                elif self._program.checker:
+                elif self._program.checker and _is_readable(tests[index], result):
                     to_check[index] = result
                     continue
                 else:
-                    is_right = await _is_right(tests[index], result, self._program.comparison)
+                    is_right = not self._program.checker and await _is_right(
+                        tests[index], result, self._program.comparison
+                    )
                     outcome = JudgeOutcome.PASSED if is_right else JudgeOutcome.WRONG_ANSWER
                     judged[index] = JudgedTest.of(outcome, result)
                 results.release(result)
@@ -268,14 +285,34 @@ async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Compar
     """Return whether the answer of a program equals the expected one."""
     if not test.function_call:
         return await _finish(compare_texts(test.expected, result["stdout"], comparison))
-    text = result["value"] or ""
     try:
-        if _has_too_many_values(text, test.expected):
-            return False
-        value = json.loads(text)
+        value = _returned_value(test, result)
     except (ValueError, RecursionError):  # the program has forged its report
         return False
     return await _finish(compare_json(test.expected, value, comparison))
+
+
+def _is_readable(test: ProgramTest, result: EncodedResult) -> bool:
+    """Return whether a checker can read the answer. A forged one is wrong, since the checker could fail because of it:
+    the test would be unjudged, and the program would have no score."""
+    if test.function_call:
+        try:
+            _returned_value(test, result)
+        except (ValueError, RecursionError):
+            return False
+    return True
+
+
+def _returned_value(test: ProgramTest, result: EncodedResult) -> Any:
+    """Return what a function has returned. Raises ValueError or RecursionError if the program has forged its report."""
+    text = result["value"] or ""
+    if _has_too_many_values(text, test.expected):
+        raise ValueError("far more values than expected")
+    # The brackets leave a checker some levels of nesting, since it has more frames on its stack.
+    value = json.loads("[" * CHECKER_DEPTH + text + "]" * CHECKER_DEPTH)
+    for _ in range(CHECKER_DEPTH):
+        (value,) = value  # raises ValueError if the text was no JSON by itself
+    return value
 
 
 def _has_too_many_values(text: str, expected: Any) -> bool:
@@ -285,6 +322,8 @@ def _has_too_many_values(text: str, expected: Any) -> bool:
     Only text that repeats keys of an object (1 and "1") may have more; the factor 2 leaves room for it.
     """
     values = _count_values(text)
+    if expected is ABSENT:
+        return values > MAX_UNKNOWN_VALUES
     return values > MAX_UNEXPECTED_VALUES and values > 2 * _count_values(json.dumps(expected))
 
 

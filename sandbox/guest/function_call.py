@@ -12,6 +12,10 @@ import sys
 from typing import Any
 
 FILE = "function_call.json"
+LINE = "\n__import__('rstar_function_call').run()\n"
+"""The end of a judged program; `sandbox/judge.py` appends the same."""
+MODULE = "solution"
+"""`__name__` of such a program, so that what it has behind `if __name__ == "__main__":` does not run."""
 
 
 class _JsonText(str):

@@ -50,6 +50,7 @@ from _frozen_importlib_external import MAGIC_NUMBER
 from _random import Random as _Random
 from typing import Any
 
+import function_call
 import output_files
 import returned_files
 
@@ -235,6 +236,9 @@ def _run_script(call: dict, source: bytes, compiled: bytes | memoryview, files: 
         if "compile_only" in call:
             _write_files([(COMPILED, MAGIC_NUMBER + marshal.dumps((body, last)))])
             return 0
+        if text.endswith(function_call.LINE):
+            scope["__name__"] = function_call.MODULE
+            sys.modules[function_call.MODULE] = main_module
         exec(body, scope)
         value = eval(last, scope) if last else None
         if value is not None:

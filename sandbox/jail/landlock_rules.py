@@ -97,9 +97,14 @@ def scratch_parent_dir(*, has_uids: bool) -> str:
     """Return the directory in which to create `JailSpec.scratch_root`: the usual one for temporary files.
 
     If calls have their own uids, which cannot enter the usual directory (as with pam_tmpdir), return the first of
-    `TEMPORARY_DIRS` that they can enter.
+    `TEMPORARY_DIRS` that they can enter. Raises `IsolationError`.
     """
-    usual = tempfile.gettempdir()
+    try:
+        usual = tempfile.gettempdir()
+    except FileNotFoundError:
+        raise IsolationError(
+            "found no writable directory for temporary files; set TMPDIR, or mount a tmpfs on /tmp"
+        ) from None
     if has_uids:
         for parent in (usual, *TEMPORARY_DIRS):
             if os.path.isdir(parent) and not closed_dirs([f"{parent}/file"]):  # checks the directories above the file

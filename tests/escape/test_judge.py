@@ -153,6 +153,26 @@ def test_a_program_cannot_tamper_with_its_checker(url: str, attack: str) -> None
     assert [test["message"] for test in judged["tests"]] == ["compared"] * 3
 
 
+FORGED_VALUES = {
+    "no JSON": "json.dumps = lambda *a, **k: '?'",
+    "nothing": "json.dumps = lambda *a, **k: ''",
+    "two values": "json.dumps = lambda *a, **k: '1], [1'",
+    "nesting": "json.dumps = lambda *a, **k: '[' * 950 + ']' * 950",
+    "more digits than int takes": "json.dumps = lambda *a, **k: '1' * 5000",
+}
+
+
+@pytest.mark.parametrize("forged", FORGED_VALUES)
+def test_a_value_that_its_checker_cannot_read_is_wrong(url: str, forged: str) -> None:
+    """Otherwise the test would be unjudged, and a wrong program would have no score instead of 0."""
+    checker = "import json, sys\nsys.exit(0 if json.load(open('actual')) == [7, 8] else 1)"
+    code = f"import json\n{FORGED_VALUES[forged]}\ndef solve(): return [7]"
+    judged = judge(url, code=code, tests=[{"call": "solve"}], checker=checker)
+    assert (judged["outcome"], judged["is_scorable"]) == ("wrong_answer", True)
+    right = judge(url, code="def solve(): return [7, 8]", tests=[{"call": "solve"}], checker=checker)
+    assert right["outcome"] == "passed"
+
+
 @pytest.mark.parametrize(
     "checker",
     [
@@ -184,3 +204,16 @@ def test_code_that_crashes_the_compiler_only_fails_itself(url: str) -> None:
     judged = judge(url, code="x = " + "-" * 200_000 + "1", tests=[{"expected": "1"}] * 4)
     assert judged["outcome"] == "failed"
     assert judge(url, code="print(1)", tests=[{"expected": "1"}] * 4)["outcome"] == "passed"
+
+
+@pytest.mark.parametrize(
+    "guarded", ["print(f(input()))", "import sys; sys.exit(0)", "import unittest; unittest.main()"]
+)
+def test_a_function_is_called_whatever_its_program_would_do_as_a_script(url: str, guarded: str) -> None:
+    code = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+        f"def f(x): return A(x).x\nif __name__ == '__main__':\n    {guarded}"
+    )
+    assert judge(url, code=code, tests=[{"call": "f", "args": [1], "expected": 1}])["outcome"] == "passed"
+    script = judge(url, code="print(__name__)", tests=[{"expected": "__main__"}])
+    assert script["outcome"] == "passed"

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.data.rows import DataError, file_rows
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.episodes.exact_match import plain_answer
+from trainer.episodes.exact_match import has_answers, plain_answer
 from trainer.json_files import write_rows
 
 SPLITS = ("validation", "test")
@@ -107,6 +107,8 @@ def _problem(row: Mapping[str, Any], folder: Path) -> Problem:
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{name}: expected text, got {text!r:.80}")
+    if texts["Final answer"] != HIDDEN_ANSWER and not has_answers(str(texts["Final answer"])):
+        raise DataError(f"Final answer: every text would equal {texts['Final answer']!r:.80} by GAIA's rule, or none")
     level = row.get("Level")
     if str(level) not in ("1", "2", "3"):
         raise DataError(f"Level: expected 1, 2 or 3, got {level!r:.80}")

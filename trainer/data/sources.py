@@ -252,6 +252,6 @@ def _answer_from_solution(solution: object) -> str | None:
     if it is a single word (DAPO-Math-17k-Processed)."""
     if not isinstance(solution, str):
         return None
-    if "\\boxed{" in solution:
+    if "\\boxed" in solution or "\\fbox" in solution:
         return boxed_answer(solution)
     return None if len(solution.split()) > 1 else solution

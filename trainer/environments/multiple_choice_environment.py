@@ -1,6 +1,6 @@
 r"""The environment `multiple_choice`: the Python tool, and an answer that is the letter of a choice.
 
-The letter is the whole content of the last `\boxed{}`: B, b, B) or (B).
+The letter is the whole content of the last `\boxed{}`: B, b, B., B), (B), {B} or $B$.
 """
 
 from __future__ import annotations
@@ -14,4 +14,9 @@ class MultipleChoiceEnvironment(PythonEnvironment):
     instructions = r"The answer is the letter of the right choice, without its text, inside \boxed{}."
 
     async def score(self, episode: Episode) -> float | None:
-        return compared_reward(episode, lambda answer, letter: answer.upper() in (letter, f"{letter})", f"({letter})"))
+        return compared_reward(episode, _is_letter)
+
+
+def _is_letter(answer: str, letter: str) -> bool:
+    forms = (f"{letter}", f"{letter}.", f"{letter})", f"({letter})", f"{{{letter}}}", f"${letter}$")
+    return answer.upper() in forms

@@ -14,14 +14,20 @@ So the right answer "1,000" is a list of two numbers, and "inf" equals every tex
 
 from __future__ import annotations
 
+import math
 import re
 import string
 
 _SEPARATOR = re.compile("[,;]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER_SIGNS = str.maketrans("", "", "$%,")
-_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
+_LATEX_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}"
+)
+MAX_LATEX_DEPTH = 4
+"""Levels of such marks, one in the other, that are removed."""
 _LATEX_ESCAPE = re.compile(r"\\([$%&#_])")
+_LATEX_SPACE = re.compile(r"\\[ ,;:]")
 
 
 def is_exact_match(answer: str | None, truth: str) -> bool:
@@ -35,10 +41,20 @@ def is_exact_match(answer: str | None, truth: str) -> bool:
     return _text(answer).translate(_PUNCTUATION) == _text(truth).translate(_PUNCTUATION)
 
 
+def has_answers(truth: str) -> bool:
+    """Return whether some texts equal `truth` and others do not. "inf" equals every text that is no number, "nan" none,
+    and punctuation every other punctuation."""
+    if _is_number(truth):
+        return math.isfinite(float(truth))
+    return bool(_text(truth).translate(_PUNCTUATION))
+
+
 def plain_answer(boxed: str) -> str:
-    r"""Return the content of a box without the LaTeX that only marks it as text: `\text{Paris}` as Paris, `5\%` as
-    5%."""
-    return _LATEX_ESCAPE.sub(r"\1", _LATEX_TEXT.sub(r"\1", boxed)).strip()
+    r"""Return the content of a box without the LaTeX that only marks it as text: `\textbf{\text{Paris}}` as Paris,
+    `5\%` as 5%, `17{,}000` as 17,000."""
+    for _ in range(MAX_LATEX_DEPTH):
+        boxed = _LATEX_TEXT.sub(r"\1", boxed)
+    return _LATEX_ESCAPE.sub(r"\1", _LATEX_SPACE.sub(" ", boxed.replace("{,}", ","))).strip()
 
 
 def _elements_match(element: str, truth: str) -> bool:

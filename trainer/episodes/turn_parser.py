@@ -20,6 +20,7 @@ TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 RECORD_DEPTH = 20
 """A file with episodes nests a tool call in at most this number of lists and objects."""
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
 _EXAMPLE = f'{TOOL_CALL_OPEN}{{"name": "{PYTHON_TOOL_NAME}", "arguments": {{"code": "print(1)"}}}}{TOOL_CALL_CLOSE}'
 
@@ -69,14 +70,14 @@ def parse_turn(text: str) -> ParsedTurn:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}`; None if there is none, or it is empty or not closed.
+    r"""Return the content of the last `\boxed{}` or `\fbox{}`; None if there is none, or it is empty or not closed.
 
     Braces inside it must be paired. `\{` and `\}` are ordinary characters.
     """
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
         return None
-    depth, content_start = 0, start + len("\\boxed{")
+    depth, content_start = 0, boxes[-1].end()
     for match in _BRACES.finditer(text, content_start - 1):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if not depth:

@@ -27,7 +27,10 @@ async def test_the_model_reads_the_choices_and_how_to_answer_and_has_the_python_
         assert (await environment.step(action(TOOL_NAMES[0], code="7"))).response == "7"
 
 
-@pytest.mark.parametrize("answer", ["B", "b", "(B)", "(b)", "B)", r"\text{B}", r"\textbf{(B)}", r"\mathrm{b}"])
+@pytest.mark.parametrize(
+    "answer",
+    ["B", "b", "(B)", "(b)", "B)", "B.", "{B}", "$B$", r"\text{B}", r"\textbf{(\text{B})}", r"\mathrm{b}", r"B\ "],
+)
 @pytest.mark.asyncio
 async def test_a_letter_with_or_without_parentheses_is_right(answer: str) -> None:
     async with opened(QUESTION, SERVICES) as (environment, _):
@@ -35,7 +38,9 @@ async def test_a_letter_with_or_without_parentheses_is_right(answer: str) -> Non
     assert not VERIFIER.requests, "math-verify would accept other texts"
 
 
-@pytest.mark.parametrize("answer", ["A", "(C)", "E", "", "BB", "AB", "(B", "B.", "that", "B) that", "2", "1", "В", "ᴮ"])
+@pytest.mark.parametrize(
+    "answer", ["A", "(C)", "E", "", "BB", "AB", "(B", "B. that", "that", "B) that", "2", "1", "В", "ᴮ"]
+)
 @pytest.mark.asyncio
 async def test_any_other_answer_is_wrong(answer: str) -> None:
     async with opened(QUESTION, SERVICES) as (environment, _):

@@ -85,6 +85,8 @@ def test_json_that_exceeds_the_limits_of_python_is_malformed():
         ("<answer>\\boxed{42}</answer>", 1, "42"),
         ("<answer>\n\\boxed{\\frac{1}{2}}.\n</answer>", 1, "\\frac{1}{2}"),
         ("<answer>\\boxed{1}, no, \\boxed{2}</answer>", 1, "2"),
+        ("<answer>\\boxed {1}, no, \\fbox{2}</answer>", 1, "2"),
+        ("<answer>\\boxed{1}, no, \\boxes{2}</answer>", 1, "1"),
         ("<answer>\\boxed{1}</answer> or <answer>\\boxed{2}</answer>", 2, "2"),
         ("<answer>\\boxed{1}</answer> <answer>none</answer>", 2, None),
         ("<answer>\\boxed{\\{1, 2\\}}</answer>", 1, "\\{1, 2\\}"),
