@@ -11,7 +11,18 @@ from sandbox import judge
 from sandbox.comparison import TextComparison, Tolerance
 from sandbox.errors import InvalidCall
 from sandbox.judge import JudgedProgram, JudgedTest, JudgeOutcome, Program, ProgramTest
-from sandbox.types import Call, CallError, EncodedResult, Limits, Profile, Result, Status, Usage, unavailable_result
+from sandbox.types import (
+    MAX_CODE_CHARS,
+    Call,
+    CallError,
+    EncodedResult,
+    Limits,
+    Profile,
+    Result,
+    Status,
+    Usage,
+    unavailable_result,
+)
 
 STDIN_TEST = {"stdin": "1 2", "expected": "3"}
 FUNCTION_TEST = {"call": "solve", "args": [1, 2], "expected": 3}
@@ -244,3 +255,12 @@ def test_a_result_has_excerpts_of_bounded_length() -> None:
     assert judged.stderr.endswith("tail")
     assert judged.value is not None
     assert max(map(len, (judged.stdout, judged.stderr, judged.value, judged.message))) == judge.EXCERPT_CHARS
+
+
+def test_code_that_is_too_long_with_its_function_call_is_malformed() -> None:
+    code = "#" * (MAX_CODE_CHARS - 10)
+    with pytest.raises(
+        InvalidCall, match=r"program\.code: expected at most \d+ characters, since a test calls a function"
+    ):
+        Program.decode({"code": code, "tests": [{"call": "f", "expected": 1}]})
+    assert len(Program.decode({"code": code, "tests": [{"expected": "1"}]}).calls()) == 1

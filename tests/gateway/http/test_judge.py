@@ -19,7 +19,7 @@ from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
 from sandbox.judge import JudgedProgram, Program, ProgramTest
 from sandbox.own_profiles import OwnProfile
-from sandbox.types import MAX_CODE_CHARS, CallError, Result, Status
+from sandbox.types import CallError, Result, Status
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
@@ -207,14 +207,6 @@ async def test_results_are_in_the_order_of_the_programs() -> None:
         body = await judge(served, {"programs": programs})
     assert [judged["id"] for judged in body["results"]] == [str(number) for number in range(100)]
     assert [judged["passed"] for judged in body["results"]] == [int(bool(number % 3)) for number in range(100)]
-
-
-async def test_code_that_is_too_long_with_its_function_call_is_malformed() -> None:
-    too_long = {"code": "#" * (MAX_CODE_CHARS - 10), "tests": [{"call": "f", "expected": 1}]}
-    async with serving() as served:
-        _, body = await served.post("/v1/judge", {"programs": [too_long, {"code": "x", "tests": make_tests("p")}]})
-    assert [judged["outcome"] for judged in body["results"]] == ["invalid", "passed"]
-    assert "characters, since a test calls a function" in body["results"][0]["message"]
 
 
 async def test_an_internal_error_with_one_program_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
