@@ -192,7 +192,9 @@ class Program:
 
     def calls(self) -> list[Call]:
         """Return the calls that run the tests. Calls with the same code share the text."""
-        with_function_call = replace(self.call, code=self.call.code + _FUNCTION_CALL, echo=True)
+        with_function_call = self.call
+        if any(test.function_call for test in self.tests):
+            with_function_call = replace(self.call, code=self.call.code + _FUNCTION_CALL, echo=True)
         return [
             replace(with_function_call, files={FUNCTION_CALL_FILE: test.function_call.encode()})
             if test.function_call
