@@ -198,7 +198,7 @@ def mcp(args: argparse.Namespace) -> int:
             check_url(args.url, "--url")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    # The SDK's thread that reads standard input cannot be cancelled. A server of this process ends with it.
+    # The SDK's thread that reads standard input cannot be cancelled. The server that this process starts ends with it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(serve_stdio(args.url, os.environ.get(f"{ENV_PREFIX}TOKEN")))
     return 0

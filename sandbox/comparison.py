@@ -35,6 +35,7 @@ PIECES_PER_STEP = 4096
 MAX_NUMBER_CHARS = 400
 """Longest token that is read as a number. A longer token is compared as text."""
 _TOKEN = re.compile(r"\S+")
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 class TextComparison(DocumentedEnum):
@@ -137,7 +138,7 @@ def _is_number_within(tolerance: Tolerance, expected: str, actual: str) -> bool:
 def _number(token: str) -> float | None:
     if len(token) > MAX_NUMBER_CHARS or not token.isascii() or "_" in token:
         return None
-    if token.lstrip("+-").isdigit() and len(token.lstrip("+-")) >= len(token) - 1:
+    if _WHOLE.fullmatch(token):
         return int(token)  # as in JSON: a float would make large neighbours equal
     try:
         number = float(token)

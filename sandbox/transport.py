@@ -304,7 +304,7 @@ class Transport:
                 raise
             except ServiceError as error:
                 has_results = request.num_results > previous_results
-                # A request that fails after seconds delays its calls, so its endpoint is avoided for as long.
+                # Its calls have lost the time until the request failed, so the endpoint is avoided for as long.
                 waited_s = 0.0 if has_results else _now() - sent_at
                 self.endpoints.count_failure(endpoint, sent_at, error.retry_after_s, waited_s)
                 for pending in request.unfinished():

@@ -76,7 +76,7 @@ class _Node:
     loss: str = ""
     """The reason, according to Ray, why the node may not answer. Empty if Ray knows none."""
     failed_starts: int = 0
-    """Rounds of starts in which an executor failed, since all executors were ready."""
+    """Failed starts since all executors of the node were last ready. Those within one back-off count once."""
     retry_at: float = 0.0
     past_restarts: int = 0
     """Restarts of executors that have been removed, and of agents."""
@@ -259,9 +259,9 @@ class ClusterMembership:
             self._dispatcher.limit_memory(min(memory_mb))
 
     def _log_changes(self) -> None:
-        if self._has_nodes and not any(node.is_listed for node in self._nodes.values()):
+        had_nodes, self._has_nodes = self._has_nodes, any(node.is_listed for node in self._nodes.values())
+        if had_nodes and not self._has_nodes:
             log.warning("Ray lists no node that can be used; calls wait in the queue")
-        self._has_nodes = any(node.is_listed for node in self._nodes.values())
         for node in self._nodes.values():
             row = node.row()
             if row.state != node.logged_state:

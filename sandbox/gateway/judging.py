@@ -65,11 +65,11 @@ MAX_UNEXPECTED_VALUES = 50_000
 """JSON values, counted as `[`, `{` and `,`, above which a returned value is not decoded if the expected value has far
 fewer. Hostile code can return millions, and decoding them would block the event loop for a second, even in a thread,
 since `json.loads` keeps Python's lock."""
-
 MAX_UNKNOWN_VALUES = 1_000_000
 """The same for a test without an expected value, whose answer a checker judges."""
 CHECKER_DEPTH = 100
-"""Levels of nesting that a returned value must leave to what reads it."""
+"""A returned value must be readable inside this many more lists, since a checker that decodes it may have so many more
+frames on its stack."""
 
 
 class Judge:
@@ -222,15 +222,15 @@ class _ProgramRun:
             async for index, result in results:
                 if (unanswered := unanswered_test(tests[index], result)) is not None:
                     judged[index] = unanswered
-                elif self._program.checker and _is_readable(tests[index], result):
+                elif not self._program.checker:
+                    is_right = await _is_right(tests[index], result, self._program.comparison)
+                    outcome = JudgeOutcome.PASSED if is_right else JudgeOutcome.WRONG_ANSWER
+                    judged[index] = JudgedTest.of(outcome, result)
+                elif _is_readable(tests[index], result):
                     to_check[index] = result
                     continue
                 else:
-                    is_right = not self._program.checker and await _is_right(
-                        tests[index], result, self._program.comparison
-                    )
-                    outcome = JudgeOutcome.PASSED if is_right else JudgeOutcome.WRONG_ANSWER
-                    judged[index] = JudgedTest.of(outcome, result)
+                    judged[index] = JudgedTest.of(JudgeOutcome.WRONG_ANSWER, result)
                 results.release(result)
             if to_check:
                 checks = {index: self._program.checker_call(tests[index], result) for index, result in to_check.items()}

@@ -25,7 +25,7 @@ from system_calls import check
 
 _PATH_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _MAX_INLINE_S = 0.005
-"""Seconds for which a zygote removes directory entries itself. A child process removes the rest."""
+"""Seconds that a zygote spends at most on the removal of one call's files. A child process removes the rest."""
 _CLEANER_TIMEOUT_S = 60
 
 

@@ -174,7 +174,7 @@ class _ScratchRoot:
             raise IsolationError(f"scratch directories: {error}; choose another directory with TMPDIR") from None
 
     def remove(self) -> None:
-        """Remove the directory and all files of calls in it, also of earlier jails. Idempotent."""
+        """Remove the directory, those that earlier jails have left, and all files of calls in them. Idempotent."""
         with suppress(FileNotFoundError):
             self._rename()
         for path in self.old_dirs():
@@ -185,7 +185,7 @@ class _ScratchRoot:
         return glob.glob(f"{glob.escape(self.path)}.*")
 
     def remove_old_and_exit(self, old_dirs: list[str]) -> NoReturn:
-        """In a child of init: remove the directories that no other process removes."""
+        """Remove the directories that no other process removes, and exit. Runs in a child of init."""
         try:
             os.close(self.lock)  # if init is killed, the next launcher must not wait for this process
             kernel.set_parent_death_signal()
@@ -206,12 +206,13 @@ class _ScratchRoot:
             with suppress(FileNotFoundError):
                 if os.stat(self.path).st_ino == locked.st_ino:
                     return
-            os.close(self.lock)  # the last owner removed the directory while this process waited for the lock
+            os.close(self.lock)  # the last owner renamed the directory while this process waited for the lock
 
     def _rename(self) -> None:
         """Give the directory another name, and unlock it. Raises FileNotFoundError if it has been renamed."""
         os.rename(self.path, f"{self.path}.{time.time_ns()}")
-        fcntl.flock(self.lock, fcntl.LOCK_UN)  # other processes of this jail have the same descriptor
+        fcntl.flock(self.lock, fcntl.LOCK_UN)  # closing would not do, since other processes of this jail have it open
+        os.close(self.lock)
 
     def _remove(self, path: str) -> None:
         """Remove a renamed directory, unless another process does so."""
@@ -252,7 +253,8 @@ class _ScratchRoot:
 
     def _become_slot_user(self, slot: int) -> None:
         """Take the effective uid of a slot's calls, in a child process that can still reach the guest's Python. The
-        other uids are the slot's third, so that neither a call nor the clean-up after a call kills the process."""
+        real and the saved uid are the slot's third uid, so that neither a call nor the clean-up after a call can kill
+        this process."""
         assert self.spec.uid_base is not None
         uid = self.spec.uid_base + FIRST_SLOT_UID + slot
         cleaner_uid = uid + 2 * self.spec.landlock_slots

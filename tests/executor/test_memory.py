@@ -49,7 +49,7 @@ copies the 64 MiB by writing to them; then prints a second line."""
 
 
 def test_the_thread_that_reads_memory_is_started_before_the_first_call() -> None:
-    """Afterwards a fork bomb may have taken all processes of the container."""
+    """A thread that is started later could fail, because a fork bomb has taken all processes of the container."""
     with executor(isolation="none") as caller:
         assert len(list(Path(f"/proc/{caller.process.pid}/task").iterdir())) == 2
 

@@ -28,7 +28,7 @@ WEIGHTS_POLL_S = 1.0
 
 
 async def require_weights(engines: EnginePool, max_down_s: float) -> None:
-    """Wait until all engines have the weights of the last sync. Workers would use an engine without them, too.
+    """Wait until all engines have the weights of the last sync. Workers do not check them.
 
     Raises `CollectionError` after `max_down_s`.
     """
@@ -90,7 +90,7 @@ class ClusterCollector:
         path = self._dir / f"weights-{self._weight_version:06}"
         for other in set(self._dir.glob("weights-*")) - {path}:
             shutil.rmtree(other)
-        # An earlier process may have ended because of these.
+        # An earlier try of this step may have failed because of these episodes.
         remove_episodes(path, StopReason.DEADLINE)
         limits = replace(self._limits, samples_per_problem=samples_per_problem)
         identity = {"weight_version": self._weight_version, "problems": [problem.id for problem in problems]}

@@ -56,11 +56,11 @@ class EpisodeHost:
             environment = self.open_environment(episode.problem)
         except Exception as error:
             raise _environment_failed(error) from error
-        lacks_score_only = episode.stop_reason is not None
+        is_finished = episode.stop_reason is not None
         try:
-            if not lacks_score_only:
+            if not is_finished:
                 await self._run_turns(episode, environment, on_growth)
-            return await self._score(episode, environment, begin=lacks_score_only)
+            return await self._score(episode, environment, begin=is_finished)
         finally:
             await close_environment(environment)
 
@@ -107,7 +107,8 @@ class EpisodeHost:
         journal.write(episode)
 
     async def _score(self, episode: Episode, environment: Environment, *, begin: bool) -> float | None:
-        """Return the reward of a finished episode. With `begin`, an earlier try has run its turns."""
+        """Return the reward of a finished episode. `begin`: reset the environment first, since an earlier try has run
+        the turns."""
         if episode.stop_reason in INFRASTRUCTURE_STOPS:
             return None
         try:

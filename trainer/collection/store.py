@@ -76,6 +76,7 @@ class Key(NamedTuple):
 
 
 BEFORE_ALL = Key("", -1)
+"""Comes before all keys."""
 
 
 class FailureKind(StrEnum):
@@ -333,7 +334,9 @@ def remove_episodes(path: Path, stop_reason: StopReason) -> None:
     files = (*path.glob("episodes/*.jsonl"), *path.glob("turns/*.jsonl"))
     rows = (_episode_in(row) for file in files for row in read_rows(file))
     removed = {_key_in(episode) for episode in rows if episode["stop_reason"] == stop_reason}
-    for file in files if removed else ():
+    if not removed:
+        return
+    for file in files:
         write_rows(file, (row for row in read_rows(file) if _key_in(_episode_in(row)) not in removed))
     (path / "index.sqlite3").unlink(missing_ok=True)
 

@@ -18,5 +18,5 @@ class MultipleChoiceEnvironment(PythonEnvironment):
 
 
 def _is_letter(answer: str, letter: str) -> bool:
-    forms = (f"{letter}", f"{letter}.", f"{letter})", f"({letter})", f"{{{letter}}}", f"${letter}$")
+    forms = (letter, f"{letter}.", f"{letter})", f"({letter})", f"{{{letter}}}", f"${letter}$")
     return answer.upper() in forms

@@ -146,7 +146,7 @@ def truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
     a traceback names the error. Unpaired surrogates, which no file of episodes can hold, become "?"."""
     text, tail = call.response.encode("utf-8", "replace").decode(), max_chars // 2
     if len(text) <= max_chars:
-        return replace(call, response=text)
+        return call if text == call.response else replace(call, response=text)
     shortened = (
         f"{text[: max_chars - tail]}\n... {len(text) - max_chars} characters cut ...\n{text[len(text) - tail :]}"
     )
