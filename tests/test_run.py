@@ -199,7 +199,7 @@ def test_a_failed_start_raises_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_call_on_a_machine_without_cgroups_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a log, warnings go to stderr, where `run` prints what the code writes. An ordinary user has no cgroups."""
+    """Without a log, warnings go to stderr, where `run` prints what the code writes. Most users have no cgroups."""
     monkeypatch.setattr("sandbox.jail.CgroupTree", _refuse_cgroups)
     assert run_once(Call("print(1)"), config()).stdout == "1\n"
     assert caplog.messages == []

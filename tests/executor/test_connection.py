@@ -52,7 +52,7 @@ def jail_of(caller: Caller) -> tuple[int, int, int]:
 
 
 def call_pids_of(zygote: int) -> list[int]:
-    """Pids of a zygote's calls. Each call leads a process group of its own, and a zygote is in the group of its jail."""
+    """Pids of a zygote's calls. Each call leads a process group, and a zygote is in the group of its jail."""
     return [child for child in children(zygote) if os.getpgid(child) == child]
 
 
