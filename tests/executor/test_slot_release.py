@@ -29,10 +29,14 @@ time.sleep(1000)
 """
 
 
-def python_for(level: str) -> str:
-    """Return a Python that calls can use at this level, or skip the test."""
+@pytest.fixture
+def python(level: str, has_cgroups: bool) -> str:
+    """A Python that calls can use at this level. This skips the test, because a skip inside of a Trio test loses its
+    reason."""
     try:
         choose_level(level)
+        if has_cgroups:
+            CgroupTree().close()
     except IsolationError as error:
         pytest.skip(str(error))
     if level == "landlock" and os.geteuid() != 0:
@@ -54,15 +58,9 @@ def no_cgroups() -> CgroupTree:
 @pytest.mark.parametrize("has_cgroups", [True, False])
 @pytest.mark.parametrize("level", ["namespaces", "landlock"])
 async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
-    level: str, has_cgroups: bool, victim: str, monkeypatch: pytest.MonkeyPatch
+    level: str, has_cgroups: bool, victim: str, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = python_for(level)
-    if has_cgroups:
-        try:
-            CgroupTree().close()
-        except IsolationError as error:
-            pytest.skip(str(error))
-    else:
+    if not has_cgroups:
         monkeypatch.setattr(executor_module.jail, "CgroupTree", no_cgroups)
     call_pids: list[int] = []
     alive_when_freed: list[list[int]] = []

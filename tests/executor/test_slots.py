@@ -209,12 +209,15 @@ async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
 
 
 @pytest.mark.trio
-async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free() -> None:
+async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free(
+    process_with_mount_namespace: subprocess.Popen[bytes],
+) -> None:
     held_before = held_mount_namespaces()  # by what earlier tests have not closed
-    with process_with_mount_namespace() as pid:
-        slots = Slots(2)
-        for _ in range(2):  # the second time, the slot already holds the namespace
-            slots.hold_mount_namespace(1, pid)
+    slots, pid = Slots(2), process_with_mount_namespace.pid
+    for _ in range(2):  # the second time, the slot already holds the namespace
+        slots.hold_mount_namespace(1, pid)
+    process_with_mount_namespace.kill()
+    process_with_mount_namespace.wait()
     slots.hold_mount_namespace(0, pid)  # has ended
     slots.hold_mount_namespace(0, os.getpid())  # has the mount namespace of this process
     assert held_mount_namespaces() == held_before + 1
@@ -228,32 +231,38 @@ async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free() -> Non
 
 
 @pytest.mark.trio
-async def test_a_slot_becomes_free_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slot_becomes_free_although_no_thread_can_be_started(
+    process_with_mount_namespace: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")  # what Python raises when calls have taken all processes
 
     held_before = held_mount_namespaces()
-    with process_with_mount_namespace() as pid:
-        slots = Slots(1)
-        slots.hold_mount_namespace(0, pid)
+    slots = Slots(1)
+    slots.hold_mount_namespace(0, process_with_mount_namespace.pid)
+    process_with_mount_namespace.kill()
+    process_with_mount_namespace.wait()
     slots.free.clear()
     monkeypatch.setattr(trio.to_thread, "run_sync", refuse)
     await slots.release_when_empty(0)
     assert (slots.free, held_mount_namespaces()) == ([0], held_before)
 
 
-@contextlib.contextmanager
-def process_with_mount_namespace() -> Iterator[int]:
-    """Start a process in a new mount namespace; yield its pid and kill it afterwards."""
+@pytest.fixture
+def process_with_mount_namespace() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a new mount namespace."""
+    new_namespaces = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
     try:
-        child = subprocess.Popen(["unshare", "--mount", "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
+        child = subprocess.Popen(
+            ["unshare", *new_namespaces, "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE
+        )
     except FileNotFoundError:
         pytest.skip("needs unshare(1)")
     with child:
         assert child.stdout is not None
         if not child.stdout.readline():
             pytest.skip("this machine grants no mount namespace")
-        yield child.pid
+        yield child
         child.kill()
 
 
