@@ -53,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Count the skipped tests by reason, so that missing capabilities of the machine are visible."""
     skipped = terminalreporter.stats.get("skipped", [])
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    texts = (str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    reasons = Counter(re.sub(r"/rstar-sandbox-[\w-]+", "/CGROUP", text) for text in texts)
     if reasons:
         terminalreporter.section("skipped tests by reason")
     for reason, count in reasons.most_common():

@@ -251,11 +251,10 @@ async def test_a_slot_becomes_free_although_no_thread_can_be_started(
 @pytest.fixture
 def process_with_mount_namespace() -> Iterator[subprocess.Popen[bytes]]:
     """A process in a new mount namespace."""
-    new_namespaces = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
+    user_namespace = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    argv = ["unshare", *user_namespace, "--mount", "sh", "-c", "echo; exec sleep 1000"]
     try:
-        child = subprocess.Popen(
-            ["unshare", *new_namespaces, "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE
-        )
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE)
     except FileNotFoundError:
         pytest.skip("needs unshare(1)")
     with child:
