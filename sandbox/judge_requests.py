@@ -19,8 +19,8 @@ from typing import Any
 
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.judge import JudgedProgram, JudgeOutcome, Program
-from sandbox.transport import CLOSED, MAX_BATCH_BYTES, RETRYABLE_ERRORS, Transport
-from sandbox.types import Limits
+from sandbox.transport import CLOSED, MAX_BATCH_BYTES, Transport
+from sandbox.types import RETRYABLE_ERRORS, Limits
 
 MAX_TESTS = 4096
 """Tests in one request, except for a program that has more. `MAX_BATCH_BYTES` bounds a request as well."""

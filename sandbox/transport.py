@@ -38,7 +38,7 @@ from sandbox.endpoints import Endpoint, Endpoints
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.http_failures import failure_of, short_reason
 from sandbox.pending_results import BatchRequest, PendingResult
-from sandbox.types import Call, Status
+from sandbox.types import RETRYABLE_ERRORS, Call, Status
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
@@ -52,10 +52,6 @@ MAX_RESULT_BYTES = 1 << 30
 """Bytes of one encoded result. A longer result is treated as a malformed response."""
 STREAM = "application/x-msgpack-stream"
 """Content type of a streamed response."""
-RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
-"""Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, or an executor or
-zygote failed."""
-
 CLOSED = "the client was closed before the result was there"
 
 

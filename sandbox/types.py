@@ -420,9 +420,25 @@ def signal_name(number: int | None) -> str:
         return f"SIG{number}"
 
 
+POISON = "Poison"
+"""`CallError.type` of a call that was started as often as `attempts` allows and never got a result. Whoever sends it
+again may lose more zygotes, with the calls that run in them."""
+RETRYABLE_ERRORS = frozenset({"Stopped", "NodeError"})
+"""Values of `CallError.type` for which a client sends an `unavailable` call again: the server stopped, or no executor
+could start the call."""
+
+
 def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:
     """Return the result of a call that the service failed to run."""
     return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(error_type, message), attempts=attempts)
+
+
+def used_up_result(call_id: str, attempts: int, reason: str, *, has_started: bool) -> Result:
+    """Return the result of a call whose attempts are all used up; the last one ended for this reason. If its code may
+    have started in one of them (`has_started`), it may be what ends its zygotes: the error is then `POISON`, and the
+    call must not be sent again. Otherwise the error is `NodeError`."""
+    message = f"each of its {attempts} attempts ended without a result, the last for this reason: {reason}"
+    return unavailable_result(call_id, POISON if has_started else "NodeError", message, attempts)
 
 
 def invalid_result(call_id: str, message: str) -> Result:

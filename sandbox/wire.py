@@ -4,11 +4,15 @@
     ["configure", settings, is_replacement] first  ["ready", {slots, long_slots, isolation, cgroups, python, ...}]
     ["calls", [[seq, call], ...]]  64 at most      ["results", [[seq, result], ...]]
     ["cancel", [seq, ...]]                         ["stats", {...}]     once per second
-    ["drain"]                                      ["window", n]        max calls at the executor from now on
+    ["drain"]                                      ["lost", [[seq, reason, has_started], ...]]
+                                                   ["window", n]        max calls at the executor from now on
                                                    ["failed", message]  the executor cannot start
 
-- `seq` is the gateway's number of a call, never reused on one connection. Results come in any order. Each call gets
-  exactly one result; a cancelled call gets at most one.
+- `seq` is the gateway's number of an attempt, never reused on one connection. Each attempt ends with a result or as
+  lost, exactly once and in any order; a cancelled one at most once.
+- An executor starts the code of an attempt at most once. The attempt is lost if the code ended without a result
+  (`has_started`), because its zygote exited or an outer memory limit killed it, or if it could not be started. The
+  gateway decides whether the call gets another attempt.
 - `call` is `Call.encode(binary=True)`, validated and clamped; `result` is `Result.encode(binary=True)`. A call of
   `sandbox.judge` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set.
 - An executor with `is_replacement` is ready with its first zygote; others are ready when every zygote has been ready.

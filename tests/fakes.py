@@ -3,6 +3,7 @@
     "hang"      no result                 "die"       the executor exits
     "garbage"   a malformed frame         "nonsense"  a malformed result
     "forget"    a result for an unknown seq
+    "lose"      the attempt is lost after the code has started; "refuse": before
     "slow"      ok, after `SLOW_S`
     otherwise   ok, with the code as stdout
 
@@ -122,6 +123,8 @@ class FakeExecutor(asyncio.Protocol):
                 results.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
                 results.append([seq + 1_000_000, ok_result(call)])  # no test sends so many calls
+            elif call["code"] in ("lose", "refuse"):
+                self.send("lost", [[seq, "its zygote exited", call["code"] == "lose"]])
             elif call["code"] == "slow":
                 asyncio.get_running_loop().call_later(SLOW_S, self.finish, seq)
             elif call["code"] != "hang":

@@ -2,7 +2,7 @@
 
     part           contents                                              owner        lifetime
     CallRequest    the decoded call; immutable                           -            until the result
-    CallState      the request, attempts, failed starts                  Executor     until the result
+    CallState      the request, failed starts                            Executor     until the result or loss
     Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
     CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the `still_running` frame
                                                                                       to the end of the attempt
@@ -193,10 +193,10 @@ class Attempt:
 
 @dataclass(eq=False, slots=True)
 class CallState:
-    """An unanswered call. It is queued, or waits for the `verify` zygote or for a retry, or has an `attempt`."""
+    """An unanswered call. It is queued, or waits for the `verify` zygote or after a loss or a failed start, or has an
+    `attempt`."""
 
     request: CallRequest
-    attempts: int = 1
     start_failures: int = 0
     attempt: Attempt | None = None
     is_cancelled: bool = False
@@ -209,7 +209,7 @@ class CallState:
 
     def unavailable_result(self, error_type: str, message: str) -> EncodedResult:
         """Build the result for the case that the service could not run the call."""
-        return unavailable_result(self.request.id, error_type, message, self.attempts).encode(binary=True)
+        return unavailable_result(self.request.id, error_type, message, attempts=1).encode(binary=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
-"""The executor: calls in, results out; each call gets exactly one result unless it is cancelled.
+"""The executor: calls in, results out; each call ends with a result or as lost, exactly once unless it is cancelled.
 
     submit -> queue -> zygote (pool.start_call) -> on_call_ended -> on_result(seq, result)
-                ^          |  failed to start, or zygote lost
-                +-- delay -+
+                ^          |           |
+                +-- delay -+           +-- zygote lost --> delay --> on_lost(seq, reason, has_started)
+               failed to start
 
 Invariants:
-- An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or for a retry.
+- The code of a call is started at most once. Who sends the call decides about further attempts.
+- An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
+  or a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).
 - Calls start in the order of their arrival, on the pool with most free short slots, in the smallest zygote that has the
   modules which they import.
@@ -69,24 +72,29 @@ STALL_S = 0.08
 (`Executor.demote_after_s`). Less than the default of `demote_after_ms`, so that it has an effect on the first
 sample."""
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
-"""Seconds until a call is retried. The delay doubles with each attempt and each failed start."""
-MAX_FREE_START_FAILURES = 8
-"""Number of failed starts of a call (no process, no descriptor) that do not count as attempts. With back-off they take
-about 20 s."""
+"""Seconds until a call that failed to start is started again. The delay doubles with each failed start. A lost call is
+reported after the shortest delay."""
+MAX_START_FAILURES = 8
+"""Failed starts (no process, no descriptor) of a call after which one more makes it lost. With back-off they take about
+20 s."""
 MAX_MISSED_IMPORTS = 1000
 """Maximum number of module names in `missed_imports`. The names come from the code of calls."""
 
 OnResult = Callable[[int, EncodedResult], None]
+OnLost = Callable[[int, str, bool], None]
 
 
 class Executor:
     """Runs calls on its zygote pools. `submit`, `cancel` and `start_queued_calls` have to be called from one task.
 
-    `on_result(seq, result)` is called once for each call. `is_replacement`: the executor replaces one that has died, so
-    it is ready with its first zygote. Raises `IsolationError` if the machine lacks the isolation level.
+    `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call. `is_replacement`: the
+    executor replaces one that has died, so it is ready with its first zygote. Raises `IsolationError` if the machine
+    lacks the isolation level.
     """
 
-    def __init__(self, config: ExecutorConfig, on_result: OnResult, *, is_replacement: bool = False) -> None:
+    def __init__(
+        self, config: ExecutorConfig, on_result: OnResult, on_lost: OnLost, *, is_replacement: bool = False
+    ) -> None:
         self.granted_cores = machine.granted_cores()
         """Cores that the machine grants to this process and its calls."""
         capacity = resolve_capacity(config, self.granted_cores)
@@ -109,8 +117,8 @@ class Executor:
         """By module: how often calls have imported it in a zygote that had not loaded it."""
         self._planned_cores = capacity["cores"]
         """This executor's share of the setting `cores`."""
-        self._max_attempts = config.attempts
         self._on_result = on_result
+        self._on_lost = on_lost
         self._is_replacement = is_replacement
         self._demote_after_s = config.demote_after_ms / 1e3
         self._progress_at = -math.inf
@@ -318,7 +326,7 @@ class Executor:
         try:
             pool.start_call(call, zygote, next(self._run_ids), time.monotonic())
         except OSError as error:
-            self._retry(call, f"the cgroup of its slot cannot be used: {error}", has_started=False)
+            self._start_later(call, f"the cgroup of its slot cannot be used: {error}")
             return
         if not call.request.modules <= zygote.modules:
             self._count_missed_imports(call.request.modules - zygote.modules)
@@ -342,7 +350,7 @@ class Executor:
         was_killed = ended.get("signal") == signal.SIGKILL
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
         if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
-            self._retry(call, "killed because the machine or a parent cgroup ran out of memory", has_started=True)
+            self._report_lost(call, "killed because the machine or a parent cgroup ran out of memory")
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
@@ -353,7 +361,6 @@ class Executor:
                 ended,
                 blobs,
                 call_id=request.id,
-                attempts=call.attempts,
                 return_files=request.return_files,
                 figures=request.figures,
                 timeout_s=request.timeout_s,
@@ -362,7 +369,7 @@ class Executor:
                 usage=usage,
             )
         except ProtocolError as error:
-            self._retry(call, str(error), has_started=True)
+            self._report_lost(call, str(error))
             raise
         if kill_reason is KillReason.STARVED:
             cap_s = wall_cap_s(request.timeout_s)
@@ -373,13 +380,13 @@ class Executor:
 
     def on_start_failed(self, call: CallState, reason: str) -> None:
         log.warning("call could not be started: %s", reason)
-        self._retry(call, reason, has_started=False)
+        self._start_later(call, reason)
         self.start_queued_calls()
 
     def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None:
         for attempt in attempts:
             self._stop_monitoring(attempt)
-            self._retry(attempt.call, reason, has_started=True)
+            self._report_lost(attempt.call, reason)
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
@@ -406,34 +413,39 @@ class Executor:
     def count(self, event: str) -> None:
         self.counts[event] += 1
 
-    def _retry(self, call: CallState, reason: str, *, has_started: bool) -> None:
-        """Requeue a call after a delay, or answer `unavailable` after the last attempt.
-
-            cause                                                      counts as an attempt
-            its zygote exited, or sent an invalid end of the call      yes
-            the kernel killed it because of an outer memory limit      yes
-            it could not be started: no process, descriptor, cgroup    after `MAX_FREE_START_FAILURES`
-
-        During the delay, a missing resource may become available again, and the executor notices which other zygotes of
-        a dying jail have exited.
-        """
-        call.start_failures += not has_started
-        is_counted = has_started or call.start_failures > MAX_FREE_START_FAILURES
+    def _report_lost(self, call: CallState, reason: str) -> None:
+        """Report a call whose code has started and ended without a result: its zygote exited or sent an invalid end of
+        the call, or the kernel killed the call because of an outer memory limit."""
         assert self._nursery is not None
-        self._nursery.start_soon(self._requeue_later, call, reason, is_counted)
+        self._nursery.start_soon(self._report_lost_later, call, reason)
 
-    async def _requeue_later(self, call: CallState, reason: str, is_counted: bool) -> None:
-        await trio.sleep(backoff_s(call.attempts + call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
-        if call.is_cancelled:
-            return
-        if is_counted and call.attempts >= self._max_attempts:
-            message = f"failed {call.attempts} times, last: {reason}"
-            self._deliver(call, call.unavailable_result("NodeError", message))
-        else:
+    async def _report_lost_later(self, call: CallState, reason: str) -> None:
+        """Report a loss after a delay, in which the executor notices which other zygotes of a dying jail have exited.
+        Otherwise the call could come back at once and be lost with one of these."""
+        await trio.sleep(MIN_RETRY_DELAY_S)
+        self._forget_lost(call, reason, has_started=True)
+
+    def _start_later(self, call: CallState, reason: str) -> None:
+        """Requeue a call that could not be started: there was no process, descriptor or cgroup. After
+        `MAX_START_FAILURES` it is lost."""
+        call.start_failures += 1
+        assert self._nursery is not None
+        self._nursery.start_soon(self._requeue_later, call, reason)
+
+    async def _requeue_later(self, call: CallState, reason: str) -> None:
+        await trio.sleep(backoff_s(call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
+        if call.start_failures > MAX_START_FAILURES:
+            self._forget_lost(call, reason, has_started=False)
+        elif not call.is_cancelled:
             self.count("retried")
-            call.attempts += is_counted
             self._queue.appendleft(call)
         self.start_queued_calls()
+
+    def _forget_lost(self, call: CallState, reason: str, *, has_started: bool) -> None:
+        if not call.is_cancelled:
+            seq = call.request.seq
+            del self._calls[seq]
+            self._on_lost(seq, reason, has_started)
 
     def _deliver(self, call: CallState, result: EncodedResult) -> None:
         if not call.is_cancelled:

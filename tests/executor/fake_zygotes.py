@@ -32,7 +32,7 @@ from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
 from sandbox.types import Call, EncodedResult, Result
-from tests.executor.calling import OWN_PYTHON
+from tests.executor.calling import OWN_PYTHON, Attempts
 
 _find = cache(Interpreter.find)
 
@@ -286,15 +286,24 @@ class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
-        self.executor = Executor(config, self._on_result, is_replacement=is_replacement)
+        self.executor = Executor(config, self._on_result, self._on_lost, is_replacement=is_replacement)
+        self.attempts = Attempts(config.attempts, self.executor.submit)
         self.results: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
         self._seqs = itertools.count(1000)  # tests that choose seqs themselves use smaller ones
 
     def _on_result(self, seq: int, result: EncodedResult) -> None:
+        self._add_result(seq, self.attempts.decode(seq, result))
+
+    def _on_lost(self, seq: int, reason: str, has_started: bool) -> None:
+        if (unavailable := self.attempts.lost(seq, reason, has_started)) is not None:
+            self._add_result(seq, unavailable)
+        self.executor.start_queued_calls()
+
+    def _add_result(self, seq: int, result: Result) -> None:
         assert seq not in self.results, "a call got two results"
-        self.results[seq] = Result.decode(result)
+        self.results[seq] = result
         self._changed.set()
         self._changed = trio.Event()
 
@@ -302,7 +311,7 @@ class ExecutorDriver:
         """Submit a call per code; return their seqs."""
         seqs = list(itertools.islice(self._seqs, len(codes)))
         for seq, code in zip(seqs, codes, strict=True):
-            self.executor.submit(seq, Call(code, **fields).encode(binary=True))
+            self.attempts.start(seq, Call(code, **fields).encode(binary=True))
         self.executor.start_queued_calls()
         return seqs
 

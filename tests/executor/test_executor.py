@@ -21,7 +21,7 @@ from sandbox.executor import profile_choice, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
-from sandbox.types import Profile, Status
+from sandbox.types import POISON, Profile, Status
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until
 
@@ -60,7 +60,7 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
         if behaviour != "twice":  # which sends a valid result first
             assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
             assert result.error is not None
-            assert result.error.type == "NodeError"
+            assert result.error.type == POISON
             assert len(result.error.message) < 1000
             assert result.error.message.isprintable()
         assert (await driver.run("ok"))[0].status is Status.OK
@@ -74,8 +74,8 @@ async def test_a_call_that_cannot_be_started_is_retried_with_bounded_delay(
     async with driven_executor(monkeypatch, attempts=100) as driver:
         before = trio.current_time()
         (result,) = await driver.run("start_failed 50")
-        # The call was started 51 times.
-        assert (result.status, result.attempts) == (Status.OK, 51 - executor_module.MAX_FREE_START_FAILURES)
+        # The start failed 50 times, and each attempt but the last had one failure more than the maximum.
+        assert (result.status, result.attempts) == (Status.OK, 50 // (executor_module.MAX_START_FAILURES + 1) + 1)
         assert trio.current_time() - before < 51 * executor_module.MAX_RETRY_DELAY_S
         driver.check_idle()
 
@@ -86,11 +86,12 @@ async def test_only_failed_starts_for_more_than_some_seconds_cost_attempts(
 ) -> None:
     async with driven_executor(monkeypatch) as driver:
         before = trio.current_time()
-        (result,) = await driver.run(f"start_failed {executor_module.MAX_FREE_START_FAILURES}")
+        (result,) = await driver.run(f"start_failed {executor_module.MAX_START_FAILURES}")
         assert (result.status, result.attempts) == (Status.OK, 1)
         assert 10 < trio.current_time() - before < 60, "about 20 s of back-off"
         (result,) = await driver.run("start_failed 50")
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
+        assert result.error is not None and result.error.type == "NodeError", "its code has never started"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_slots_are_limited_by_the_descriptor_limit(
 ) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: max_slots)
     config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
-    executor = executor_module.Executor(config, lambda *_: None)
+    executor = executor_module.Executor(config, lambda *_: None, lambda *_: None)
     assert (executor.slots, executor.long_slots) == (slots, long_slots)
     assert executor.wanted_fds == 8 * (32 + 512) + 256, "8 per slot and 256 for the rest, whatever the limit"
 
@@ -252,7 +253,7 @@ def test_slots_are_limited_by_the_descriptor_limit(
 def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: sys.maxsize)
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
-    pools = Executor(config, lambda *_: None).pools
+    pools = Executor(config, lambda *_: None, lambda *_: None).pools
     assert len(pools) == 3, "a pool has at most 4096 slots"
     assert max(max(pool.slots.free) for pool in pools) < zygote_pool.MAX_SLOTS_PER_POOL
 
@@ -278,7 +279,7 @@ async def _check_results(driver: ExecutorDriver, calls: list[Any]) -> None:
     awaited = []
     for seq, (behaviour, times, profile, is_cancelled) in enumerate(calls):
         code = f"{behaviour} {times} {seq}"
-        driver.executor.submit(seq, {"code": code, "profile": profile.value})
+        driver.attempts.start(seq, {"code": code, "profile": profile.value})
         if seq % 3 == 0:  # so that some calls are submitted while others run
             driver.executor.start_queued_calls()
         if is_cancelled:

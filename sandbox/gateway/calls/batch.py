@@ -23,8 +23,8 @@ class PendingCall:
     """One call of a batch, from its admission to its result."""
 
     __slots__ = (
-        "attempts", "batch", "call", "clamped", "executor", "id", "index", "priority", "queue_ms", "seq", "size_bytes",
-        "tenant", "waiting_since",
+        "attempts", "batch", "call", "clamped", "executor", "has_started", "id", "index", "priority", "queue_ms", "seq",
+        "size_bytes", "tenant", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
@@ -39,6 +39,9 @@ class PendingCall:
         self.tenant = call.tenant
         self.size_bytes = call.size
         self.attempts = 0
+        """Number of times that the call was sent to an executor. No other place counts attempts."""
+        self.has_started = False
+        """Whether the code may have started in an attempt that was lost."""
         self.executor: ExecutorId | None = None
         """The executor that has the call; None while the call waits."""
         self.seq = 0

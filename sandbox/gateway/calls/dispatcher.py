@@ -31,7 +31,7 @@ from sandbox import machine, wire
 from sandbox.config import ServeConfig, weakness, within_memory
 from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
 from sandbox.gateway.calls.batch import Batch, PendingCall
-from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended
+from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended, LostAttempt
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import Counters, MetricSample
@@ -335,7 +335,15 @@ class Dispatcher:
 
     def on_executor_lost(self, executor: ExecutorHandle) -> None:
         self._last_ready_at = monotonic()
-        requeued, failed = self.call_table.executor_lost(executor.number, monotonic())
+        self._requeue(*self.call_table.executor_lost(executor.number, monotonic()))
+
+    def on_calls_lost(self, executor: ExecutorHandle, lost: list[LostAttempt]) -> None:
+        for seq, reason, _ in lost:
+            log.info("executor %d lost call %d: %s", executor.number, seq, reason)
+        self._requeue(*self.call_table.calls_lost(executor.number, lost, monotonic()))
+
+    def _requeue(self, requeued: list[PendingCall], failed: list[PendingCall]) -> None:
+        """Dispatch the lost calls that the call table has requeued, and count those that have failed."""
         self.counters.retried += len(requeued)
         self._count_unavailable(failed)
         for batch in {call.batch for call in requeued}:

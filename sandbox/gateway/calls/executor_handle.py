@@ -31,6 +31,7 @@ from sandbox import wire
 from sandbox.backoff import backoff_s
 from sandbox.errors import NodeError, ProtocolError
 from sandbox.gateway.calls.batch import result_bytes
+from sandbox.gateway.calls.call_table import LostAttempt
 from sandbox.gateway.calls.executor_report import MAX_WINDOW, ExecutorStats, ReadyReport
 from sandbox.types import EncodedResult, Status
 
@@ -53,6 +54,8 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 HIGH_WATER_BYTES = 1 << 20
 """Unsent bytes to an executor above which it gets no more calls."""
+MAX_REASON_CHARS = 500
+"""Characters of the reason for which an attempt was lost."""
 _STATUSES = frozenset(status.value for status in Status)
 
 
@@ -82,6 +85,7 @@ class HandleOwner(Protocol):
 
     def on_executor_ready(self, executor: ExecutorHandle) -> None: ...
     def on_results(self, executor: ExecutorHandle, results: list[SizedResult]) -> None: ...
+    def on_calls_lost(self, executor: ExecutorHandle, lost: list[LostAttempt]) -> None: ...
     def on_window_grown(self, executor: ExecutorHandle) -> None: ...
     def on_executor_lost(self, executor: ExecutorHandle) -> None: ...
 
@@ -300,6 +304,8 @@ class _ExecutorProtocol(asyncio.Protocol):
         match message:
             case ["results", list(pairs)] if self.ready.done():
                 self._owner.on_results(self._executor, [_check_result(pair) for pair in pairs])
+            case ["lost", list(attempts)] if self.ready.done():
+                self._owner.on_calls_lost(self._executor, list(map(_check_lost, attempts)))
             case ["window", int(window)] if self.ready.done():
                 self._executor.on_window(window)
             case ["stats", dict(stats)]:
@@ -325,6 +331,14 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
     except (TypeError, ValueError, KeyError):
         pass
     raise ProtocolError(f"expected a result as [seq, result], got {pair!r:.120}")
+
+
+def _check_lost(attempt: object) -> LostAttempt:
+    """Check an item of a "lost" frame. Raises `ProtocolError`."""
+    match attempt:
+        case [int(seq), str(reason), bool(has_started)]:
+            return seq, reason[:MAX_REASON_CHARS], has_started
+    raise ProtocolError(f"expected a lost attempt as [seq, reason, has_started], got {attempt!r:.120}")
 
 
 async def _wait_for_exit(process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:

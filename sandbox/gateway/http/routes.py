@@ -23,7 +23,7 @@ from sandbox.gateway.http.request_record import add_request_id, record_requests,
 from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.stats import Stats
 from sandbox.gateway.traces import Traces
-from sandbox.types import Result, Status
+from sandbox.types import POISON, Result, Status
 
 STATS = web.AppKey("stats", Stats)
 PROMETHEUS = web.AppKey("prometheus", PrometheusText)
@@ -77,8 +77,10 @@ async def run_call(request: web.Request) -> web.StreamResponse:
         body = codec.encode_result(result, content_type)
         if result["status"] != Status.UNAVAILABLE:
             return await exchange.respond(request, 200, body, content_type, begun)
-        retry_after = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
-        return await exchange.respond(request, 503, body, content_type, begun, retry_after)
+        headers = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
+        if result["error"] is not None and result["error"]["type"] == POISON:
+            headers = {}  # no client may send this call again
+        return await exchange.respond(request, 503, body, content_type, begun, headers)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:

@@ -50,7 +50,7 @@ NOTEBOOK_OUTPUT_KB = 8192
 MAX_CELL_VALUES = 50_000
 """Maximum of JSON values in the results of all cells, counted as `[`, `{` and `,`. Hostile code can write millions,
 which would take a second to decode."""
-ERRORS_WITH_504 = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
+ERRORS_WITH_504 = frozenset({"Stopped", "NodeError", "QueueTimeout"})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
 _LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})

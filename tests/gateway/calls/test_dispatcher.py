@@ -67,8 +67,29 @@ async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_n
         third.finish(*third.calls)
         _, body = await response
         assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 3), ("unavailable", 3)]
-        assert body["results"][1]["error"]["type"] == "ExecutorLost"
+        assert body["results"][1]["error"]["type"] == "Poison"
         assert all(executor.exit_code.done() for executor in served.fleet.executors[:3])
+
+
+@pytest.mark.parametrize(("code", "error_type"), [("lose", "Poison"), ("refuse", "NodeError")])
+async def test_a_call_that_an_executor_loses_each_time_is_started_as_often_as_it_has_attempts(
+    code: str, error_type: str
+) -> None:
+    """The executor goes on. It reports that the code has started ("lose"), or that it could not be started."""
+    async with serving(attempts=2) as served:
+        _, body = await served.post("/v1/batch", make_batch(code, "1"))
+        lost, other = body["results"]
+        assert (lost["status"], lost["error"]["type"], lost["attempts"]) == ("unavailable", error_type, 2)
+        assert (other["status"], other["attempts"]) == ("ok", 1)
+        assert [call["code"] for call in served.fleet.last_executor.calls.values()].count(code) == 2
+        assert "rstar_sandbox_calls_retried_total 1" in (await served.get("/metrics"))[1]
+
+
+@pytest.mark.parametrize("attempt", [[1], [1, "why", 1], ["1", "why", True], 1])
+async def test_an_executor_that_reports_a_malformed_loss_is_replaced(attempt: object) -> None:
+    async with serving() as served:
+        served.fleet.last_executor.send("lost", [attempt])
+        await until(lambda: len(served.fleet.executors) == 2)
 
 
 async def test_calls_of_a_killed_executor_go_to_the_next_one() -> None:

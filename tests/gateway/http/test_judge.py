@@ -415,7 +415,7 @@ async def test_a_lost_executor_makes_tests_unavailable_not_failed() -> None:
     async with serving(attempts=1) as served:
         judged = await judge(served, {"code": "die", "tests": make_tests("p")})
     assert initials(judged) == "u"
-    assert judged["tests"][0]["message"].startswith("ExecutorLost: ")
+    assert judged["tests"][0]["message"].startswith("Poison: ")
     assert not judged["is_scorable"]
 
 
