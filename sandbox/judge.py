@@ -182,10 +182,6 @@ class Program:
         """Approximate memory of the program and its tests in bytes."""
         return self.call.size + len(self.checker) + sum(test.size for test in self.tests)
 
-    def with_id(self, program_id: str) -> Program:
-        """Return this program with an id."""
-        return replace(self, call=replace(self.call, id=program_id))
-
     def with_tenant(self, tenant: str) -> Program:
         """Return this program with this tenant as its owner."""
         return replace(self, call=replace(self.call, tenant=tenant))

@@ -12,6 +12,8 @@
   After `queue_timeout_s` the tests of a waiting wave become `unavailable`, so that an accepted request gets an answer
   for each test.
 - The results of a wave count as unread until their outcomes are known, so their memory is bounded.
+- A run ends early if its program is cancelled by its id, or if a call of it is poisonous (`POISON`). Its unfinished
+  calls are cancelled, and its tests without an outcome become `unavailable` for this reason.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import asyncio
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,7 +33,7 @@ from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
-from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
+from sandbox.gateway.calls.dispatcher import CANCELLED_MESSAGE, STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import (
     ABSENT,
     FAILURES,
@@ -47,7 +49,7 @@ from sandbox.judge import (
     with_compiled,
 )
 from sandbox.tenants import Tenant
-from sandbox.types import Call, EncodedResult, unavailable_result
+from sandbox.types import POISON, Call, EncodedResult, unavailable_result
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,21 @@ CHECKER_DEPTH = 100
 frames on its stack."""
 
 
+_CANCELLED = unavailable_result("", "Cancelled", CANCELLED_MESSAGE).encode(binary=True)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeRequest:
+    """What the programs of one request have in common."""
+
+    queue_timeout_s: float
+    owner: Tenant | None
+    """The tenant of the request's token."""
+    admit: Callable[[Batch], None]
+    """Admits a batch of calls to the call table and records that the request has them. Raises `Overloaded` or
+    `RequestRefused`."""
+
+
 class Judge:
     """Judges programs on one dispatcher."""
 
@@ -79,6 +96,7 @@ class Judge:
         self._dispatcher = dispatcher
         self._admission_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """One lock per tenant, so that only one task of a tenant retries the admission and the others wait in order."""
+        self._unfinished: set[ProgramRun] = set()
 
     def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
         """Check that the queue can take one call for each test now. Raises `Overloaded` or `RequestRefused`. `owner` is
@@ -92,49 +110,45 @@ class Judge:
     async def judge_all(
         self,
         programs: Sequence[tuple[int, Program]],
-        queue_timeout_s: float,
-        owner: Tenant | None,
+        request: JudgeRequest,
         on_judged: Callable[[int, JudgedProgram], None],
     ) -> None:
         """Judge programs, given with their indexes, and report each as it is judged."""
-        waiting = iter(programs)
+        runs = [(index, ProgramRun(self, program, request)) for index, program in programs]
+        waiting = iter(runs)
 
         async def judge_next() -> None:
-            for index, program in waiting:
+            for index, run in waiting:
                 try:
-                    judged = await self.judge(program, queue_timeout_s, owner)
+                    judged = await run.judge()
                 except Exception:  # of one program; the others are judged nevertheless
                     log.exception("judging a program failed")
                     message = "internal error of the server; its log has the details"
-                    judged = JudgedProgram(program.call.id, JudgeOutcome.UNAVAILABLE, message=message)
+                    judged = JudgedProgram(run.program.call.id, JudgeOutcome.UNAVAILABLE, message=message)
+                self._unfinished.discard(run)
                 on_judged(index, judged)
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(len(programs), MAX_PROGRAMS_AT_ONCE)):
-                tasks.create_task(judge_next())
+        self._unfinished.update(run for _, run in runs)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(len(runs), MAX_PROGRAMS_AT_ONCE)):
+                    tasks.create_task(judge_next())
+        finally:
+            self._unfinished.difference_update(run for _, run in runs)
 
-    async def judge(self, program: Program, queue_timeout_s: float, owner: Tenant | None = None) -> JudgedProgram:
-        """Judge one program for the tenant of the request's token."""
-        call, clamped = self.clamped(program.call, owner)
-        program = replace(program, call=call)
-        run = _ProgramRun(self, program, queue_timeout_s, owner)
-        calls, tests = program.calls(), list[JudgedTest]()
-        for start, end in _waves(calls, doubling=program.stop_at_first_failure):
-            tests += await run.judge_wave(program.tests[start:end], calls[start:end])
-            failed = next((index for index, test in enumerate(tests) if test.outcome in FAILURES), None)
-            if program.stop_at_first_failure and failed is not None:
-                skipped = len(calls) - failed - 1
-                tests[failed + 1 :] = [JudgedTest(JudgeOutcome.SKIPPED)] * skipped
-                break
-        return JudgedProgram.of(program.call.id, tuple(tests), clamped)
+    def cancel(self, program_id: str, owner: Tenant | None) -> int:
+        """Cancel all unfinished programs with this id of a tenant, or of all. Returns the number of their tests that
+        have no outcome, which become `unavailable` with `Cancelled`."""
+        found = [run for run in self._unfinished if run.program.call.id == program_id]
+        return sum(run.cancel() for run in found if owner is None or run.belongs_to(owner))
 
     @asynccontextmanager
     async def running(
-        self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None, *, reads_results: bool
+        self, calls: Sequence[Call], request: JudgeRequest, *, reads_results: bool
     ) -> AsyncIterator[_Results]:
         """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled.
         `reads_results`: whether they check results that are unread (`Batch.reads_results`)."""
-        batch = Batch(len(calls), queue_timeout_s)
+        batch, owner = Batch(len(calls), request.queue_timeout_s), request.owner
         batch.tenant, batch.reads_results = owner, reads_results
         results = _Results(batch, self._dispatcher)
         for index, call in enumerate(calls):
@@ -143,7 +157,7 @@ class Judge:
                 batch.calls[-1].set_tenant(owner)
         try:
             try:
-                await self._admit(batch, batch.calls[0].tenant)
+                await self._admit(batch, request.admit)
             except (Overloaded, RequestRefused) as error:
                 stopped = self._dispatcher.is_draining
                 reason = ("Stopped", STOPPED_MESSAGE) if stopped else ("QueueTimeout", str(error))
@@ -162,15 +176,15 @@ class Judge:
             lowered |= lowered_further
         return (call.with_limits(limits) if lowered else call), lowered
 
-    async def _admit(self, batch: Batch, tenant: str) -> None:
+    async def _admit(self, batch: Batch, admit: Callable[[Batch], None]) -> None:
         """Admit a batch, and wait for room in the queue if necessary. Raises `Overloaded` after its `queue_timeout_s`
         or if the server stops, and `RequestRefused` if the queue is too small for it."""
-        lock = self._admission_locks.setdefault(tenant, asyncio.Lock())
+        lock = self._admission_locks.setdefault(batch.calls[0].tenant, asyncio.Lock())
         give_up_at = monotonic() + batch.queue_timeout_s
         async with lock:
             while True:
                 try:
-                    return self._dispatcher.submit(batch)
+                    return admit(batch)
                 except Overloaded:
                     if self._dispatcher.is_draining or monotonic() + ADMISSION_RETRY_S > give_up_at:
                         raise
@@ -202,54 +216,100 @@ class _Results:
             self._dispatcher.call_table.results_read(self._batch, result_bytes(result))
 
 
-class _ProgramRun:
-    """The run of one program: its compiled code, and the outcomes of its waves."""
+class ProgramRun:
+    """The run of one program: its compiled code, and the outcomes of its tests."""
 
-    def __init__(self, judge: Judge, program: Program, queue_timeout_s: float, owner: Tenant | None) -> None:
+    def __init__(self, judge: Judge, program: Program, request: JudgeRequest) -> None:
+        self.program = program
         self._judge = judge
-        self._program = program
-        self._queue_timeout_s = queue_timeout_s
-        self._owner = owner
+        self._request = request
         self._compiled: dict[str, bytes] = {}
         """Compiled code of the program and of the checker, by source."""
+        self._tests: list[JudgedTest | None] = [None] * len(program.tests)
+        self._rest: JudgedTest | None = None
+        """If the run has been ended early: the result of the tests that have no outcome then."""
+        self._scope: asyncio.Timeout | None = None
 
-    async def judge_wave(self, tests: Sequence[ProgramTest], calls: Sequence[Call]) -> list[JudgedTest]:
-        """Run the calls of some tests, and return the results of the tests."""
-        judged: dict[int, JudgedTest] = {}
+    def belongs_to(self, owner: Tenant) -> bool:
+        return self._request.owner is not None and self._request.owner.name == owner.name
+
+    def cancel(self) -> int:
+        """End the run early, with its unfinished calls. Returns the number of tests without an outcome."""
+        if self._rest is not None:
+            return 0
+        self._rest = JudgedTest.of(JudgeOutcome.UNAVAILABLE, _CANCELLED, f"Cancelled: {CANCELLED_MESSAGE}")
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+        return self._tests.count(None)
+
+    async def judge(self) -> JudgedProgram:
+        """Run and judge all tests."""
+        call, clamped = self._judge.clamped(self.program.call, self._request.owner)
+        self.program = replace(self.program, call=call)
+        try:
+            if self._rest is None:
+                async with asyncio.timeout(None) as self._scope:  # `cancel` lets it expire
+                    await self._judge_waves()
+        except TimeoutError:
+            if self._rest is None:
+                raise
+        tests = tuple(test or self._rest for test in self._tests)
+        return JudgedProgram.of(call.id, tuple(test for test in tests if test is not None), clamped)
+
+    async def _judge_waves(self) -> None:
+        calls = self.program.calls()
+        for start, end in _waves(calls, doubling=self.program.stop_at_first_failure):
+            await self._judge_wave(start, calls[start:end])
+            if self._rest is not None:
+                break
+            failed = next((index for index, test in enumerate(self._tests) if test and test.outcome in FAILURES), None)
+            if self.program.stop_at_first_failure and failed is not None:
+                skipped = len(calls) - failed - 1
+                self._tests[failed + 1 :] = [JudgedTest(JudgeOutcome.SKIPPED)] * skipped
+                break
+
+    async def _judge_wave(self, first: int, calls: Sequence[Call]) -> None:
+        """Run the calls of the tests from index `first` on, and set the results of these tests."""
         to_check: dict[int, EncodedResult] = {}
         calls = await self._with_compiled(calls)
         async with self._running(calls) as results:
-            async for index, result in results:
-                if (unanswered := unanswered_test(tests[index], result)) is not None:
-                    judged[index] = unanswered
-                elif not self._program.checker:
-                    is_right = await _is_right(tests[index], result, self._program.comparison)
+            async for number, result in results:
+                index = first + number
+                test = self.program.tests[index]
+                if (unanswered := unanswered_test(test, result)) is not None:
+                    self._tests[index] = unanswered
+                    if _is_poisonous(result):
+                        self._rest = unanswered
+                        return
+                elif not self.program.checker:
+                    is_right = await _is_right(test, result, self.program.comparison)
                     outcome = JudgeOutcome.PASSED if is_right else JudgeOutcome.WRONG_ANSWER
-                    judged[index] = JudgedTest.of(outcome, result)
-                elif _is_readable(tests[index], result):
+                    self._tests[index] = JudgedTest.of(outcome, result)
+                elif _is_readable(test, result):
                     to_check[index] = result
                     continue
                 else:
-                    judged[index] = JudgedTest.of(JudgeOutcome.WRONG_ANSWER, result)
+                    self._tests[index] = JudgedTest.of(JudgeOutcome.WRONG_ANSWER, result)
                 results.release(result)
             if to_check:
-                checks = {index: self._program.checker_call(tests[index], result) for index, result in to_check.items()}
-                for index, (outcome, message) in (await self._run_checkers(checks)).items():
-                    judged[index] = JudgedTest.of(outcome, to_check[index], message)
-        return [judged[index] for index in range(len(calls))]
+                await self._run_checkers(to_check)
 
-    async def _run_checkers(self, checks: dict[int, Call]) -> dict[int, tuple[JudgeOutcome, str]]:
-        """Run the calls of checkers, given by the index of the test. Return outcomes and messages by this index."""
-        indexes = list(checks)
-        clamped = [self._judge.clamped(check, self._owner)[0] for check in checks.values()]
+    async def _run_checkers(self, to_check: Mapping[int, EncodedResult]) -> None:
+        """Run the checker on the results of tests, given by the index of the test, and set the results of the tests."""
+        indexes = list(to_check)
+        checks = [self.program.checker_call(self.program.tests[index], result) for index, result in to_check.items()]
+        clamped = [self._judge.clamped(check, self._request.owner)[0] for check in checks]
         calls = await self._with_compiled(clamped, reads_results=True)
-        outcomes = {}
         for start, end in _waves(calls, doubling=False):
             async with self._running(calls[start:end], reads_results=True) as results:
                 async for number, result in results:
-                    outcomes[indexes[start + number]] = checker_outcome(result)
+                    index = indexes[start + number]
+                    outcome, message = checker_outcome(result)
+                    self._tests[index] = JudgedTest.of(outcome, to_check[index], message)
+                    if _is_poisonous(result):
+                        self._rest = self._tests[index]
+                        return
                     results.release(result)
-        return outcomes
 
     async def _with_compiled(self, calls: Sequence[Call], *, reads_results: bool = False) -> Sequence[Call]:
         """Compile each code that many of the calls share, and return the calls with their compiled code."""
@@ -266,7 +326,7 @@ class _ProgramRun:
         return b""
 
     def _running(self, calls: Sequence[Call], *, reads_results: bool = False) -> AbstractAsyncContextManager[_Results]:
-        return self._judge.running(calls, self._queue_timeout_s, self._owner, reads_results=reads_results)
+        return self._judge.running(calls, self._request, reads_results=reads_results)
 
 
 def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:
@@ -279,6 +339,10 @@ def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]
             end += 1
         yield start, end
         start, max_calls = end, 2 * max_calls
+
+
+def _is_poisonous(result: EncodedResult) -> bool:
+    return result["error"] is not None and result["error"]["type"] == POISON
 
 
 async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Comparison) -> bool:

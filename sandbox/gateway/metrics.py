@@ -30,7 +30,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "results_bytes": ("gauge", "bytes of results that clients have not read"),
     "clients_stalled_total": ("counter", "connections closed because the client did not read"),
     "calls_retried_total": ("counter", "calls requeued because their zygote or executor died"),
-    "calls_cancelled_total": ("counter", "calls cancelled because the client disconnected"),
+    "calls_cancelled_total": ("counter", "calls cancelled because the client disconnected or cancelled their program"),
     "requests_refused_total": ("counter", "requests answered with an error, by HTTP status"),
     "queue_seconds": ("histogram", "seconds that a call waited for a slot"),
     "run_seconds": ("histogram", "seconds that a call ran"),

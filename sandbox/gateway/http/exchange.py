@@ -78,11 +78,17 @@ async def read_body(request: web.Request) -> tuple[bytes, str]:
 
 
 async def submit(request: web.Request, batch: Batch) -> None:
-    """Admit a parsed batch for the tenant of the request's token. Every batch of a request passes through here. Raises
-    `InvalidCall` if a call names another tenant, `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
+    """Admit a parsed batch for the tenant of the request's token. Raises `InvalidCall` if a call names another tenant,
+    `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
     tenant = request.get(TENANT)
     if tenant is not None:
         await validation.set_tenant(batch, tenant)
+    admit(request, batch)
+
+
+def admit(request: web.Request, batch: Batch) -> None:
+    """Admit a batch whose calls have their tenant, and record that the request has them. Every batch of a request
+    passes through here. Raises `Overloaded` or `RequestRefused`."""
     request.app[DISPATCHER].submit(batch)
     request[RECORD].add_batch(batch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import NamedTuple, cast
 
 from aiohttp import web
@@ -31,7 +32,7 @@ from sandbox.gateway.http.openapi import (
     schema_of_enum,
 )
 from sandbox.gateway.http.validation import BATCH_FIELDS, check_fields, check_items, check_queue_timeout, id_of
-from sandbox.gateway.judging import Judge
+from sandbox.gateway.judging import Judge, JudgeRequest
 from sandbox.judge import (
     PROGRAM_FIELDS,
     TEST_FIELDS,
@@ -100,7 +101,7 @@ async def parse_programs(raw: Json, config: ServeConfig, owner: Tenant | None) -
         if not own_tests:
             tests += len(program.tests)
             _check_count(tests, config)
-        parsed.programs.append((index, program.with_id(program_id)))
+        parsed.programs.append((index, program))
     return parsed
 
 
@@ -139,7 +140,7 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
         status = 200 if parsed.programs else 400
         with _first_error_of_group():
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_judge(request, parsed))
+                tasks.create_task(_judge(request, parsed, is_single))
                 if content_type in (NDJSON, MSGPACK_STREAM):
                     return await exchange.stream(request, status, parsed.results, content_type)
                 begun = await exchange.wait_with_heartbeats(request, parsed.results, status, content_type)
@@ -150,12 +151,14 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
         return await exchange.respond(request, status, body, content_type, begun)
 
 
-async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
+async def _judge(request: web.Request, parsed: ParsedPrograms, is_single: bool) -> None:
     def on_judged(index: int, judged: JudgedProgram) -> None:
+        if not judged.id and not is_single:
+            judged = judged.with_id(str(index))
         _set_result(parsed.results, index, judged)
 
-    owner = request.get(TENANT)
-    await request.app[JUDGE].judge_all(parsed.programs, parsed.queue_timeout_s, owner, on_judged)
+    context = JudgeRequest(parsed.queue_timeout_s, request.get(TENANT), partial(exchange.admit, request))
+    await request.app[JUDGE].judge_all(parsed.programs, context, on_judged)
 
 
 @asynccontextmanager

@@ -17,9 +17,9 @@ import pytest
 from sandbox.comparison import Steps, Tolerance
 from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
-from sandbox.judge import JudgedProgram, Program, ProgramTest
+from sandbox.judge import JudgedProgram, ProgramTest
 from sandbox.own_profiles import OwnProfile
-from sandbox.types import CallError, Result, Status
+from sandbox.types import CallError, Result, Status, unavailable_result
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
@@ -210,14 +210,14 @@ async def test_results_are_in_the_order_of_the_programs() -> None:
 
 
 async def test_an_internal_error_with_one_program_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge_one = judging.Judge.judge
+    judge_one = judging.ProgramRun.judge
 
-    async def fail_for_a(judge: judging.Judge, program: Program, *options: Any) -> JudgedProgram:
-        if program.call.id == "a":
+    async def fail_for_a(run: judging.ProgramRun) -> JudgedProgram:
+        if run.program.call.id == "a":
             raise ValueError("unexpected")
-        return await judge_one(judge, program, *options)
+        return await judge_one(run)
 
-    monkeypatch.setattr(judging.Judge, "judge", fail_for_a)
+    monkeypatch.setattr(judging.ProgramRun, "judge", fail_for_a)
     programs = [{"id": name, "code": "x", "tests": make_tests("p")} for name in "ab"]
     async with serving() as served:
         _, body = await served.post("/v1/judge", {"programs": programs})
@@ -409,6 +409,30 @@ async def test_a_disconnect_cancels_the_calls() -> None:
         await until(lambda: len(executor.cancelled) == 2)
         assert served.dispatcher.call_table.outstanding.calls == 0
         await until(lambda: served.app[BODIES].buffered_bytes == 0)
+
+
+@pytest.mark.parametrize("what", ["program", "checker"])
+async def test_a_poisonous_test_or_check_ends_its_program_and_no_other(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four tests in waves of 1, 2 and 1, the second or its check is poisonous."""
+    poison = unavailable_result("", "Poison", "the reason").encode(binary=True)
+
+    def answer(call: dict[str, Any]) -> dict[str, Any]:
+        is_poisonous = call["code"] == "check" if what == "checker" else call.get("stdin") == "second"
+        return poison if is_poisonous and call.get("files", {}).get("input", b"second") == b"second" else _answer(call)
+
+    monkeypatch.setattr(fakes, "ok_result", answer)
+    monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 99)
+    tests = [{"stdin": stdin, "expected": stdin} for stdin in ("0", "second", "0", "0")]
+    checker = {"checker": "check"} if what == "checker" else {}
+    async with serving(FakeFleet(slots=8)) as served:
+        first = {"code": "code", "tests": tests, "stop_at_first_failure": True, **checker}
+        _, body = await served.post("/v1/judge", {"programs": [first, {"code": "code", "tests": make_tests("p")}]})
+    poisonous, other = body["results"]
+    messages = [test["message"] for test in poisonous["tests"]]
+    assert messages[1] == messages[3] == "Poison: the reason", "the last wave does not run"
+    assert (initials(other), poisonous["outcome"], poisonous["total"]) == ("p", "unavailable", 4)
 
 
 async def test_a_lost_executor_makes_tests_unavailable_not_failed() -> None:
