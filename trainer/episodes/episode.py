@@ -84,7 +84,8 @@ class ToolCall:
     error: str = ""
     """The infrastructure failure behind `UNAVAILABLE`."""
     ends_episode: bool = False
-    """Whether the environment accepts no further action."""
+    """Whether the environment accepts no further action. With `UNAVAILABLE`: whether no further try of the episode may
+    run this call."""
 
     @property
     def has_failed(self) -> bool:

@@ -128,6 +128,20 @@ async def test_an_unavailable_tool_engine_or_score_is_an_infrastructure_failure(
         assert (error.value.kind, str(error.value)) == (FailureKind.INFRASTRUCTURE, message)
 
 
+async def test_an_episode_with_a_poisonous_call_ends_without_a_reward_and_is_not_tried_again() -> None:
+    async def poisonous(action) -> ToolCall:
+        error = "Poison: killed its zygote"
+        return ToolCall(action.name, action.arguments, ToolCallStatus.UNAVAILABLE, "", error=error, ends_episode=True)
+
+    environment = CountingEnvironment()
+    environment.step = poisonous  # type: ignore[method-assign]
+    episode = Episode(PROBLEM, 0)
+    reward, growth = await run(make_host(lambda _: environment), episode)
+    assert (reward, episode.stop_reason) == (None, StopReason.UNAVAILABLE)
+    assert merged(growth).stop_reason is StopReason.UNAVAILABLE
+    assert "Poison" in episode.error
+
+
 async def test_an_episode_that_exceeds_its_deadline_ends_without_a_reward() -> None:
     environment = CountingEnvironment(before_step=lambda count: asyncio.sleep(3600) if count == 1 else None)
     episode = Episode(PROBLEM, 0)

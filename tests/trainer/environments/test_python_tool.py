@@ -135,6 +135,13 @@ def test_an_infrastructure_failure_is_unavailable_without_a_response(outcome: Re
     assert outcomes == [VerifyOutcome.UNAVAILABLE] * 2
 
 
+@pytest.mark.parametrize(("error_type", "ends_episode"), [("Poison", True), ("NodeError", False)])
+def test_a_poisonous_call_ends_its_episode(error_type: str, ends_episode: bool) -> None:
+    client = FakeClient(Result("", Status.UNAVAILABLE, error=CallError(error_type, "tried 3 times")))
+    reply = asyncio.run(PythonTool(client, Limits()).call(*python_call("1")))
+    assert (reply.status, reply.ends_episode) == (ToolCallStatus.UNAVAILABLE, ends_episode)
+
+
 def test_a_call_that_the_sandbox_rejects_is_logged_and_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     client = FakeClient(invalid_result("", "call.limits: expected an object"))
     reply = asyncio.run(PythonTool(client, Limits()).call(*python_call("1")))
