@@ -196,7 +196,7 @@ class ExecutorConfig:
         NameListRule(ZYGOTE_PROFILES),
         "built-in profiles that each zygote pool keeps a zygote for",
     )
-    attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
+    attempts: int = _count("tuning", 3, 1, 100, "times that a call is started in all, if its zygote or executor dies")
     log_format: str = _text("logs", "text", "format of log lines; json: one JSON object per line", *LOG_FORMATS)
     own_profiles: tuple[OwnProfile, ...] = ()
     """Profiles of the TOML file, each after the one that it extends. Each pool keeps a zygote for each."""
