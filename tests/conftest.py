@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hypothesis uses the same examples on every machine and in every run, and has no deadline.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+AS_ROOT_TOO = re.compile(
+    r"chaos/test_exhaustion|docker/test_profiles|escape/|jail/|test_mounts|test_token|bench/test_cluster\.|guest/test_desc|"
+    r"executor/test_(cgroups|connection|cpu_prio|landlock|long_calls|memory|process_tree|shared_uid|slot|zygote_pool)"
+)
+"""The tests with the marker `root`. Root has uids for the calls, cgroups, CPU priorities and mounts that other users do
+not have, so that these tests show something else when root runs them."""
+NEEDS_ROOT = re.compile(r"needs (root|CAP_)")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if AS_ROOT_TOO.match(item.path.relative_to(Path(__file__).parent).as_posix()):
+        item.add_marker(pytest.mark.root)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that only root could run and that `.ci/run` does not run as root."""
+    report = yield
+    if report.skipped and NEEDS_ROOT.search(str(report.longrepr)) and "root" not in item.keywords:
+        report.outcome, report.longrepr = "failed", f"add this test to AS_ROOT_TOO: {report.longrepr}"
+    return report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

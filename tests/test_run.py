@@ -9,11 +9,12 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from sandbox.config import ExecutorConfig
-from sandbox.errors import ConfigError, NodeError, SandboxError
+from sandbox.errors import ConfigError, IsolationError, NodeError, SandboxError
 from sandbox.executor import run_once
 from sandbox.executor.zygote_pool import ZygotePool
 from sandbox.types import Call, Limits, Profile, Result, Status
@@ -193,6 +194,19 @@ def test_a_failed_start_raises_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(ZygotePool, "_start_jail", _start_nothing)
     with pytest.raises(NodeError, match="failed to start 3 times"):
         run_once(Call("1"), config())
+
+
+def test_a_call_on_a_machine_without_cgroups_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a log, warnings go to stderr, where `run` prints what the code writes. Most users have no cgroups."""
+    monkeypatch.setattr("sandbox.jail.CgroupTree", _refuse_cgroups)
+    assert run_once(Call("print(1)"), config()).stdout == "1\n"
+    assert caplog.messages == []
+
+
+def _refuse_cgroups() -> NoReturn:
+    raise IsolationError("cgroups: permission denied")
 
 
 def _start_nothing(_pool: ZygotePool, _sock: object) -> subprocess.Popen[bytes]:

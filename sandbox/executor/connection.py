@@ -105,6 +105,7 @@ class GatewayConnection:
             "missing_modules": sorted({module for zygote in zygotes for module in zygote.missing_modules}),
             "isolation": executor.level.value,
             "cgroups": executor.cgroups,
+            "warnings": executor.warnings,
             "python": next((zygote.python for zygote in zygotes), ""),
         }
         self._stream.write(wire.pack(["ready", ready]))

@@ -108,6 +108,8 @@ class Executor:
         self.long_slots = max(0, min(capacity["long_slots"], jail.max_slots_for_fds() - self.slots))
         self.cgroups = ""
         """Version and directories of the cgroups of the calls; empty if there are none."""
+        self.warnings: list[str] = []
+        """What this machine lacks, one sentence each. A server logs them once; `run` leaves them to `doctor`."""
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
         self.cpu_priority = CpuPriority()
         self.on_window_changed: Callable[[int], None] = lambda _window: None
@@ -181,7 +183,7 @@ class Executor:
         """Whether the kernel can limit the processes of each call although all calls share one uid."""
         probed = jail.probe_process_limits()
         if not probed.ok:
-            log.warning("the number of processes per call is limited only by cgroups: %s", probed.found)
+            self.warnings.append(f"the number of processes per call is limited only by cgroups: {probed.found}")
         return probed.ok
 
     async def run(self) -> None:
@@ -205,7 +207,7 @@ class Executor:
             trees = [stack.enter_context(closing(jail.CgroupTree())) for _ in self.pools]
         except IsolationError as error:
             stack.close()
-            log.warning("no cgroups, the memory of a call is summed over its processes by sampling: %s", error)
+            self.warnings.append(f"no cgroups, the memory of a call is summed over its processes by sampling: {error}")
             return
         self.cgroups = "; ".join(map(str, trees))
         for pool, tree in zip(self.pools, trees, strict=True):

@@ -137,7 +137,8 @@ async def _start_failure(dispatcher: Dispatcher) -> ConfigError | None:
 
 
 def _log_machine_limits(dispatcher: Dispatcher, connections: int) -> None:
-    """Log the cgroups of the calls, the settings that had to be lowered, and the modules that calls cannot import."""
+    """Log the cgroups of the calls, the settings that had to be lowered, the modules that calls cannot import, and what
+    else the machines lack."""
     config = dispatcher.config
     reports = [executor.ready_report for executor in dispatcher.executors if executor.ready_report]
     lowered = []
@@ -154,6 +155,8 @@ def _log_machine_limits(dispatcher: Dispatcher, connections: int) -> None:
         log.warning("%s: not enough file descriptors (`ulimit -Hn %d` is enough)", ", ".join(lowered), enough)
     if cgroups := [report.cgroups for report in reports if report.cgroups]:
         log.info("cgroups: %s", "; ".join(cgroups))
+    for warning in sorted({warning for report in reports for warning in report.warnings}):
+        log.warning("%s", warning)
     missing = sorted({name for report in reports for name in report.missing_modules})
     if missing:
         log.warning(

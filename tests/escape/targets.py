@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +189,14 @@ def skip_under_seccomp() -> None:
     """Skip a control if this process has a seccomp filter (of a container, for example), which may stop the attack."""
     if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
         pytest.skip("the control needs a process without a seccomp filter, so it does not run in a container")
+
+
+def with_controls_of_root(attacks: Iterable[str], *of_root: str) -> list[Any]:
+    """Return the parameters of a test of controls. The kernel itself stops the attacks in `of_root` by any user but root,
+    so that only root can show that they work."""
+    needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the kernel stops the attack of other users")
+    assert {*of_root} <= {*attacks}
+    return [pytest.param(attack, marks=needs_root if attack in of_root else ()) for attack in attacks]
 
 
 def succeeds_without_jail(host: Host, code: str, directory: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.escape.targets import Host, Target, succeeds_without_jail
+from tests.escape.targets import Host, Target, succeeds_without_jail, with_controls_of_root
 from tests.executor.calling import executor
 
 FACTS = {
@@ -39,9 +39,10 @@ def test_a_call_cannot_learn(attack: str, target: Target) -> None:
     target.resists(FACTS[attack])
 
 
-@pytest.mark.parametrize(
-    "attack", [attack for attack in FACTS if attack not in ("groups of the server", "user accounts")]
-)
+CONTROLS = [attack for attack in FACTS if attack not in ("groups of the server", "user accounts")]
+
+
+@pytest.mark.parametrize("attack", with_controls_of_root(CONTROLS, "the kernel log"))
 def test_learning_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
     succeeds_without_jail(host, FACTS[attack], tmp_path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.types import Call
-from tests.escape.targets import Host, Target, canary, check_resisted, succeeds_without_jail
+from tests.escape.targets import Host, Target, canary, check_resisted, succeeds_without_jail, with_controls_of_root
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, call
 
 READING = {
@@ -100,7 +100,7 @@ def test_a_call_cannot_read(attack: str, target: Target) -> None:
     target.resists(READING[attack])
 
 
-@pytest.mark.parametrize("attack", READING)
+@pytest.mark.parametrize("attack", with_controls_of_root(READING, "a disk by its device"))
 def test_reading_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
     succeeds_without_jail(host, READING[attack], tmp_path)
 

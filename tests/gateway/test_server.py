@@ -231,6 +231,14 @@ def test_the_cgroups_of_all_executors_are_logged(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == ["cgroups: v2, /a; v2, /b"]
 
 
+def test_what_a_machine_lacks_is_logged_once_for_all_executors(caplog: pytest.LogCaptureFixture) -> None:
+    report = ReadyReport.decode({"slots": 4, "warnings": ["no cgroups: permission denied"]})
+    executors = [types.SimpleNamespace(ready_report=report)] * 2
+    dispatcher: Any = types.SimpleNamespace(config=ServeConfig(connections=100), executors=executors)
+    _log_machine_limits(dispatcher, connections=100)
+    assert caplog.messages == ["no cgroups: permission denied"]
+
+
 def test_lowered_slots_and_missing_modules_are_logged_once_for_all_executors(caplog: pytest.LogCaptureFixture) -> None:
     report = ReadyReport(slots=12, long_slots=0, wanted_fds=5000, missing_modules=("numpy", "sympy"))
     config = ServeConfig(python="/their/python", connections=100, slots=32, long_slots=512)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,17 +169,26 @@ def test_a_jail_starts_before_what_earlier_jails_left_is_removed(spec: JailSpec)
     for directory in (files, being_removed, removable / "calls" / "1"):
         directory.mkdir(parents=True)
     (files / "a").touch()  # its removal fails, because the jail has left no program for it
-    lock = os.open(being_removed, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with jails.running(spec, "send('started'); wait()") as jail:
-        assert jail.receive() == "started"
-        wait_until(lambda: not removable.exists())
-    wait_until(lambda: len(glob.glob(f"{root}*")) == 2)
-    os.close(lock)
-    being_removed.rmdir()
+    with owned(being_removed):
+        with jails.running(spec, "send('started'); wait()") as jail:
+            assert jail.receive() == "started"
+            wait_until(lambda: not removable.exists())
+        wait_until(lambda: len(glob.glob(f"{root}*")) == 2)
+        being_removed.rmdir()
     (unremovable,) = root.parent.glob(f"{root.name}.*")
-    assert [path.name for path in unremovable.glob("calls/0/tmp/*")] == ["a"]
-    shutil.rmtree(unremovable)
+    with owned(unremovable):
+        assert [path.name for path in unremovable.glob("calls/0/tmp/*")] == ["a"]
+        shutil.rmtree(unremovable)
+
+
+@contextmanager
+def owned(directory: Path) -> Iterator[None]:
+    """Wait until no launcher removes this directory, and keep all launchers from it: only the owner of the lock removes
+    it."""
+    lock = os.open(directory, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+    os.close(lock)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])

@@ -17,6 +17,7 @@ EXECUTOR_GAUGES = ("queued", "running", "running_long", "slots", "long_slots")
 """Names of the numbers in a "stats" frame that can rise and fall."""
 MAX_NAME_CHARS = 60
 MAX_CGROUPS_CHARS = 2000
+"""Also the maximum of a warning."""
 MAX_WINDOW = 1_000_000
 """Calls that an executor may accept at once."""
 
@@ -35,11 +36,13 @@ class ReadyReport:
     """File descriptors that the executor needs for the slots it was configured with."""
     missing_modules: tuple[str, ...] = ()
     """Modules of the profiles that the Python for calls does not have."""
+    warnings: tuple[str, ...] = ()
+    """What the machine of the executor lacks, one sentence each."""
 
     @classmethod
     def decode(cls, raw: Mapping[object, object]) -> ReadyReport:
         """Decode a "ready" frame. Raises `ProtocolError` if the number of slots is out of range."""
-        slots, modules = raw.get("slots"), raw.get("missing_modules")
+        slots, modules, warnings = raw.get("slots"), raw.get("missing_modules"), raw.get("warnings")
         if not isinstance(slots, int) or not 1 <= slots <= MAX_WINDOW // 2:
             raise ProtocolError(f"expected 'ready' with slots from 1 to {MAX_WINDOW // 2}, got {slots!r:.40}")
         return cls(
@@ -50,6 +53,7 @@ class ReadyReport:
             python=_name(raw.get("python")),
             wanted_fds=_number(raw.get("wanted_fds")),
             missing_modules=tuple(map(_name, modules)) if isinstance(modules, list) else (),
+            warnings=tuple(_name(text, MAX_CGROUPS_CHARS) for text in warnings) if isinstance(warnings, list) else (),
         )
 
 

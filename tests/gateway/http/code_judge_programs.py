@@ -53,7 +53,7 @@ SUBMISSIONS: dict[str, Json] = {
     "sample_echo": _python("print(input())", input="a", expected_output="a"),
     "sample_wrong_output": _python("print(input())", input="a", expected_output="b"),
     "sample_no_input": _python("print(input())", input="", expected_output="a"),
-    "sample_sleep": _python("from time import sleep\nsleep(10)", input="a", expected_output="a"),
+    "sample_sleep": _python("from time import sleep\nsleep(20)", input="a", expected_output="a"),
     "sample_file": _python("with open('test.txt', 'w') as f:\n    f.write('Hello')", expected_output=""),
     "nothing": _python(""),
     "comment": _python("# nothing to do"),
@@ -194,10 +194,7 @@ DIFFERENT: dict[str, tuple[Json, Json]] = {
         {"run_success": False, "stderr": "OutputLimit: wrote more than output_kb; the result contains the beginning"},
     ),
     "surrogate_in_code": (_python("print('\ud800')"), {"run_success": False, "reason": ""}),
-    "nul_in_code": (
-        _python("print('a\0b')"),
-        {"run_success": False, "stderr": "SyntaxError: source code string cannot contain null bytes"},
-    ),
+    "nul_in_code": (_python("print('a\0b')"), {"run_success": False, "reason": ""}),
     "ten_processes_of_100_mb": (
         _python(
             "import os\nfor _ in range(10):\n    if not os.fork():\n        data = b'x' * (100 << 20)\n"

@@ -158,25 +158,31 @@ _TEMPORARY_SCRIPT = re.compile(r"/tmp/tmp\w+/tmp\w+\.py")
 _PACKAGES = re.compile(r"/[\w/.-]+/site-packages/")
 _MAX_CHARS = 2000
 """Characters up to which a text is compared whole."""
+_OF_SOME_PYTHONS = re.compile(r"^ +[~^]+\n|^  File .*, in <listcomp>\n.*\n", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def comparable(answer: Json) -> Json:
-    """Return an answer without what differs from run to run (times, names of temporary files), and without the texts
-    that SandboxFusion's own driver of a notebook writes. Of a traceback in a notebook only its last line remains."""
+    """Return an answer without what differs from run to run (times, names of temporary files) or between versions of
+    Python (marks below the lines of a traceback, frames of comprehensions), and without the texts that SandboxFusion's
+    own driver of a notebook writes. Of a traceback in a notebook only its last line remains."""
     answer = {name: value for name, value in answer.items() if name != "executor_pod_name"}
     if (run := answer.get("run_result")) is not None:
         answer["run_result"] = {
             **run,
             "execution_time": isinstance(run["execution_time"], float),
             "stdout": _shortened(run["stdout"]),
-            "stderr": _PACKAGES.sub("site-packages/", _TEMPORARY_SCRIPT.sub("main.py", run["stderr"])),
+            "stderr": _comparable_stderr(run["stderr"]),
         }
     if (driver := answer.get("driver")) is not None:
         answer["driver"] = {"status": driver["status"], "return_code": driver["return_code"]}
     if "cells" in answer:
         answer["cells"] = [_comparable_cell(cell) for cell in answer["cells"]]
     return answer
+
+
+def _comparable_stderr(text: str) -> str:
+    return _OF_SOME_PYTHONS.sub("", _PACKAGES.sub("site-packages/", _TEMPORARY_SCRIPT.sub("main.py", text)))
 
 
 def _shortened(text: str) -> str:
