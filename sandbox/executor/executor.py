@@ -101,7 +101,7 @@ class Executor:
         self.cgroups = ""
         """Version and directories of the cgroups of the calls; empty if there are none."""
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
-        self.cpu_priority = CpuPriority()
+        self.cpu_priority = CpuPriority(capacity["cores"])
         self.on_window_changed: Callable[[int], None] = lambda _window: None
         """Called with `window` whenever that has changed."""
         self.counts: Counter[str] = Counter()
@@ -343,6 +343,12 @@ class Executor:
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
         if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
             self._retry(call, "killed because the machine or a parent cgroup ran out of memory", has_started=True)
+            self.start_queued_calls()
+            return
+        if kill_reason is KillReason.RESTARTED:
+            call.keeps_priority = True
+            self.count("promoted")
+            self._queue.appendleft(call)
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
