@@ -43,7 +43,14 @@ MAX_NICE = 19
 _UNKNOWN_POLICY = -1
 _UNKNOWN_NICE = -21
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STAT_STATE, _STAT_PPID, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = 0, 1, 6, slice(11, 13), slice(13, 15)
+_STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = (
+    0,
+    1,
+    3,
+    6,
+    slice(11, 13),
+    slice(13, 15),
+)
 _STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
 """Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
 _PF_EXITING = 0x4
@@ -119,6 +126,10 @@ class ProcessTree:
         """Scheduling policy of each thread in the last sample."""
         self._nice_by_thread: dict[int, int] = {}
         """Nice value of each thread in the last sample."""
+        self._pid_by_session: dict[int, int] = {}
+        """A process of each session in the last sample."""
+        self._nice_by_session: dict[int, int] = {}
+        """Nice values of the call's own sessions."""
         self.runnable_threads = 0
         """Number of runnable threads in the last sample; of all threads if there are too many to sample."""
         self._should_be_idle: bool | None = None
@@ -140,7 +151,8 @@ class ProcessTree:
             self._list_threads()
             return None
         sample: dict[int, ProcessSample] = {}
-        self._policy_by_thread, self._nice_by_thread, self.runnable_threads = {}, {}, 0
+        self._policy_by_thread, self._nice_by_thread, self._pid_by_session = {}, {}, {}
+        self.runnable_threads = 0
         self._switches_before, self._switches = self._switches, {}
         if self._run_delays is not None:
             self._run_delays.start_sample()
@@ -178,6 +190,19 @@ class ProcessTree:
                     if error.errno != errno.EACCES:  # EACCES: the nice value, which was unknown, is higher already
                         raise
                 self._nice_by_thread[tid] = nice
+        self._raise_nice_of_sessions(nice)
+
+    def _raise_nice_of_sessions(self, nice: int) -> None:
+        """Raise the nice values of the sessions that the call does not share with its zygote. The kernel may divide the
+        cores between sessions first (sched_autogroup_enabled); then nice values of threads count only within one."""
+        for session, pid in self._pid_by_session.items():
+            if self._nice_by_session.get(session, 0) >= nice:
+                continue
+            with suppress(*_GONE_ERRORS):
+                zygote = int(_read_stat(f"/proc/{self.root}/stat")[_STAT_PPID])
+                if session != int(_read_stat(f"/proc/{zygote}/stat")[_STAT_SESSION]) and not _set_autogroup(pid, nice):
+                    continue
+            self._nice_by_session[session] = nice
 
     def move_to_idle_cgroup(self, idle_cgroup: IdleCgroup, *, inside: bool) -> None:
         """Move the threads of the last sample into the idle cgroup or back, at most `MAX_SAMPLED_THREADS` at once.
@@ -243,6 +268,7 @@ class ProcessTree:
         # A zombie with further threads is a process whose main thread alone has ended.
         if stat[_STAT_STATE] in (b"Z", b"X") and int(stat[_STAT_THREADS]) <= 1:
             return None
+        self._pid_by_session[int(stat[_STAT_SESSION])] = pid
         cpu_s = _process_cpu_s(pid, stat)
         threads = {}
         if stat[_STAT_THREADS] == b"1":
@@ -413,6 +439,17 @@ def nice_of_long_calls(threads_per_core: float, own_nice: int = 0) -> int:
     `own_nice` is that of short calls."""
     weight = LONG_THREADS_WEIGHT / max(1.0, threads_per_core)
     return min(MAX_NICE, own_nice + math.ceil(-math.log(weight, WEIGHT_PER_NICE)))
+
+
+def _set_autogroup(pid: int, nice: int) -> bool:
+    """Set the nice value of a process's session. Return False if the kernel asks to try again later: for an ordinary
+    user it accepts one value in 0.1 s on the whole machine."""
+    try:
+        with open(f"/proc/{pid}/autogroup", "w") as file:
+            file.write(str(nice))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _thread_ids(pid: int) -> list[int]:

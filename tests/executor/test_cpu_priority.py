@@ -118,6 +118,31 @@ def test_without_cap_sys_nice_all_threads_get_a_higher_nice_value_and_keep_it(
     assert priority.can_demote
 
 
+def test_sessions_that_a_call_has_started_get_a_higher_nice_value_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel divides the cores between sessions, other nice values count only within a session."""
+    if not os.path.exists("/proc/self/autogroup"):
+        pytest.skip("the kernel has no CONFIG_SCHED_AUTOGROUP")
+    monkeypatch.setattr(process_tree, "can_restore_priority", lambda: False)
+    priority, nice = CpuPriority(), nice_of_long_calls(0, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def autogroup(pid: int) -> str:
+        with open(f"/proc/{pid}/autogroup") as file:
+            return file.read()  # /autogroup-123 nice 0
+
+    own = autogroup(os.getpid())
+    with running("import os\nos.setsid()\n" + THREADS, "0") as session, running(THREADS, "0") as without_session:
+        for pid in (session, without_session):
+            tree = ProcessTree(pid)
+            tries = 0
+            while not tries or (pid == session and not autogroup(pid).endswith(f" nice {nice}\n")):
+                tree.sample()
+                priority.apply(tree, is_demoted=True)
+                tries += 1
+                assert tries < 1_000_000, "the session of the call keeps its nice value"
+        assert nice_values([session, without_session]) == {nice}
+    assert autogroup(os.getpid()) == own, "the session of the zygote is changed"
+
+
 def test_the_long_threads_of_a_core_together_have_a_quarter_of_the_weight_of_one_short_call() -> None:
     for threads_per_core in (1, 2, 5, 12):
         weight = threads_per_core * process_tree.WEIGHT_PER_NICE ** -nice_of_long_calls(threads_per_core)
