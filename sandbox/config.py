@@ -188,7 +188,7 @@ class ExecutorConfig:
         1,
         1e9,
         "milliseconds of virtual time (waiting for a core does not count) after which a call is long: it then runs at "
-        "idle priority",
+        "a lower CPU priority",
     )
     profiles: tuple[str, ...] = _setting(
         "tuning",

@@ -200,6 +200,9 @@ class CallState:
     start_failures: int = 0
     attempt: Attempt | None = None
     is_cancelled: bool = False
+    keeps_priority: bool = False
+    """Whether the call got too little of a core when it was demoted and could not be promoted. It runs a second time,
+    at normal priority."""
 
     def mark_cancelled(self) -> None:
         """Mark that no result is to be sent, and free the code and the input. The limits are kept, since they are used

@@ -6,7 +6,8 @@
                failed to start
 
 Invariants:
-- The code of a call is started at most once. Who sends the call decides about further attempts.
+- The code of a call is started once, and once more if the call starved at a lower CPU priority. Who sends the call
+  decides about further attempts.
 - An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
   or a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).
@@ -111,7 +112,7 @@ class Executor:
         self.warnings: list[str] = []
         """What this machine lacks, one sentence each. A server logs them once; `run` leaves them to `doctor`."""
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
-        self.cpu_priority = CpuPriority()
+        self.cpu_priority = CpuPriority(capacity["cores"])
         self.on_window_changed: Callable[[int], None] = lambda _window: None
         """Called with `window` whenever that has changed."""
         self.counts: Counter[str] = Counter()
@@ -353,6 +354,12 @@ class Executor:
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
         if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
             self._report_lost(call, "killed because the machine or a parent cgroup ran out of memory")
+            self.start_queued_calls()
+            return
+        if kill_reason is KillReason.RESTARTED:
+            call.keeps_priority = True
+            self.count("promoted")
+            self._queue.appendleft(call)
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
