@@ -187,10 +187,10 @@ class ZygotePool:
         if self._jail_process is not None:
             self._jail_process.kill()
 
-    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float) -> None:
-        """Start a call in a free slot. Raises `OSError` if the slot's cgroup cannot be used; then the call has not
+    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False) -> None:
+        """Start a call in a free short or reserved slot. Raises `OSError` if the slot's cgroup cannot be used; then the call has not
         started and the slot is parked."""
-        request, slot = call.request, self.slots.acquire()
+        request, slot = call.request, self.slots.acquire(reserved=reserved)
         zygote_bytes = self.max_zygote_bytes
         memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
         try:

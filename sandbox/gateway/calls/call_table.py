@@ -17,6 +17,8 @@ Invariants:
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
 - A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
   `max_attempts`.
+- An executor has two numbers of places: its window, and the reserved places. A reserved place is only for a call whose
+  request has no running call, and calls in reserved places do not count against the window.
 - Each executor runs at most one call on its last attempt, so a call that kills executors cannot use up the last attempt
   of another call.
 - The cost of a step does not depend on how many calls wait or run. Only `admit` and `cancel` visit each call of their
@@ -28,7 +30,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -116,6 +118,8 @@ class CallTable:
         """Waiting calls with one attempt left. They are not in the queue."""
         self._running: dict[ExecutorId, dict[int, PendingCall]] = {}
         """Running calls by executor and `seq`."""
+        self._reserved: Counter[ExecutorId] = Counter()
+        """Number of running calls in reserved places, by executor."""
         self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
         """The running call on its last attempt, by executor. The queue counts all others as running."""
         self._seq = 0
@@ -132,6 +136,10 @@ class CallTable:
     def running(self, executor: ExecutorId) -> int:
         """Return how many calls an executor has."""
         return len(self._running.get(executor, ()))
+
+    def running_reserved(self, executor: ExecutorId) -> int:
+        """Return how many of its calls an executor has in reserved places."""
+        return self._reserved[executor]
 
     def admit(self, batch: Batch, now: float) -> None:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
@@ -153,20 +161,31 @@ class CallTable:
         return now < self._shared_until
 
     def assign(
-        self, executor: ExecutorId, max_calls: int, target_bytes: int, now: float, max_per_tenant: float = math.inf
+        self,
+        executor: ExecutorId,
+        max_calls: int,
+        target_bytes: int,
+        now: float,
+        max_per_tenant: float = math.inf,
+        *,
+        reserved: bool = False,
     ) -> list[PendingCall]:
         """Assign the next calls to an executor and return them: at most `max_calls`, and none after the one that
         reaches `target_bytes`. Tenants with `max_per_tenant` running calls, on all executors together, get no more.
-        Calls on their last attempt, of which an executor has at most one, do not count as running for this."""
+        Calls on their last attempt, of which an executor has at most one, do not count as running for this. `reserved`:
+        the calls get reserved places."""
         assigned: list[PendingCall] = []
         running = self._running.setdefault(executor, {})
         size_bytes = 0
         while len(assigned) < max_calls and size_bytes < target_bytes:
             call: PendingCall | None
-            if self._waiting_last_attempts and executor not in self._running_last_attempt:
+            has_last_attempt = executor in self._running_last_attempt
+            if self._waiting_last_attempts and not has_last_attempt and not reserved:
                 call = self._running_last_attempt[executor] = self._waiting_last_attempts.popitem(last=False)[0]
-            elif (call := self._queue.pop(max_per_tenant)) is None:
+            elif (call := self._queue.pop(max_per_tenant, reserved=reserved)) is None:
                 break
+            call.has_reserved_place = reserved
+            self._reserved[executor] += reserved
             self._seq += 1
             call.seq, call.executor = self._seq, executor
             call.attempts += 1
@@ -206,6 +225,7 @@ class CallTable:
         requeued: list[PendingCall] = []
         failed: list[PendingCall] = []
         last_attempt = self._running_last_attempt.pop(executor, None)
+        self._reserved.pop(executor, None)
         for call in self._running.pop(executor, {}).values():
             call.executor, call.waiting_since = None, now
             attempts_left = self.limits.max_attempts - call.attempts
@@ -316,6 +336,7 @@ class CallTable:
         waiting = self.fail_waiting(error_type, message, self.waiting)
         running = [call for calls in self._running.values() for call in calls.values()]
         self._running.clear()
+        self._reserved.clear()
         self._running_last_attempt.clear()
         self._queue = FairQueue()
         for call in running:
@@ -425,6 +446,7 @@ class CallTable:
             self._queue.remove(call)
 
     def _stop_running(self, executor: ExecutorId, call: PendingCall) -> None:
+        self._reserved[executor] -= call.has_reserved_place
         if self._running_last_attempt.get(executor) is call:
             del self._running_last_attempt[executor]
         else:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Protocol
 
 from sandbox import machine, wire
-from sandbox.config import ServeConfig, weakness, within_memory
+from sandbox.config import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
 from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended
@@ -47,8 +47,6 @@ STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
 CANCELLED_MESSAGE = "its caller cancelled it by its id"
 MAX_STOPPED_AT_ONCE = 512
 """Calls that get `Stopped` or `Cancelled` in one iteration of the event loop, which takes some milliseconds."""
-RESERVED_SLOTS = 1 / 8
-"""Part of the short slots that a tenant leaves free while other tenants use the executors too."""
 MAX_CALL_BYTES = MAX_FRAME_BYTES - 4 * TARGET_FRAME_BYTES
 """Largest encoded call. Other calls of up to `TARGET_FRAME_BYTES` characters may share its frame."""
 UNHEALTHY_AFTER_S = 150.0
@@ -389,22 +387,33 @@ class Dispatcher:
         if not self.call_table.is_shared(monotonic()):
             return math.inf
         ready = [(e.window, e.ready_report.slots) for e in self.executors if e.is_ready and e.ready_report]
-        return max(1, sum(window - slots - math.ceil(slots * RESERVED_SLOTS) for window, slots in ready))
+        return max(1, sum(window - slots - math.ceil(slots * RESERVED_PART) for window, slots in ready))
 
     def _send_frame(self, max_per_tenant: float, executor: ExecutorHandle) -> bool:
-        """Send an executor one frame of calls. Returns False if its window is full, or if it may run none of the
-        waiting calls: they are on their last attempt and the executor already runs such a call, or their tenants have
-        reached their bounds."""
-        if (free_window := self._free_window(executor)) <= 0:
-            return False
-        max_calls = min(free_window, MAX_FRAME_CALLS)
-        calls = self.call_table.assign(executor.number, max_calls, TARGET_FRAME_BYTES, monotonic(), max_per_tenant)
-        if calls:
-            executor.send(["calls", [[call.seq, _encode_call(call)] for call in calls]])
-        return bool(calls)
+        """Send an executor one frame of calls, for places of its window or else for reserved places. Returns False if
+        it may run none of the waiting calls: it has no place for them, they are on their last attempt and the executor
+        already runs such a call, or their tenants have reached their bounds."""
+        for reserved, free in ((False, self._free_window(executor)), (True, self._free_reserved(executor))):
+            max_calls = min(free, MAX_FRAME_CALLS)
+            now = monotonic()
+            calls = self.call_table.assign(
+                executor.number, max_calls, TARGET_FRAME_BYTES, now, max_per_tenant, reserved=reserved
+            )
+            if calls:
+                pairs = [[call.seq, {**_encode_call(call), "request": call.request_number}] for call in calls]
+                executor.send(["calls", pairs])
+                return True
+        return False
 
     def _free_window(self, executor: ExecutorHandle) -> int:
-        return executor.window - self.call_table.running(executor.number) if executor.takes_calls else 0
+        table, number = self.call_table, executor.number
+        used = table.running(number) - table.running_reserved(number)
+        return executor.window - used if executor.takes_calls else 0
+
+    def _free_reserved(self, executor: ExecutorHandle) -> int:
+        if not executor.takes_calls or executor.ready_report is None:
+            return 0
+        return reserved_slots(executor.ready_report.slots) - self.call_table.running_reserved(executor.number)
 
     def _arm_expiry_timer(self, batch: Batch) -> None:
         """Start the timer of a batch for its waiting calls and its deadlines, unless it fires early enough already."""
