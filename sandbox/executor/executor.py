@@ -317,7 +317,7 @@ class Executor:
         for pool in sorted(self.pools, key=free.__getitem__, reverse=True):
             if free[pool] <= 0 or not pool.slots.free:
                 return None
-            if (zygote := pool.best_zygote(profile)) is not None:
+            if (zygote := pool.best_zygote(profile)) is not None and zygote.takes_calls:
                 return pool, zygote
         return None
 
