@@ -43,6 +43,8 @@ START_TRIES = 3
 """Number of failed starts in a row after which the executor gives up if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
 """Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
+KILL_TIMEOUT_S = 2.0
+"""Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
 MAX_UNFORKED = 8
 """Calls that a zygote may have received and not forked. A zygote forks in the order of the frames, and it competes with
 its calls for the cores. So the call of a small request waits for at most this many forks of a large one. If it were
@@ -423,10 +425,13 @@ class ZygotePool:
 
     def _kill_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
         """Kill a jail and forget its zygotes. Idempotent. The launcher dies of SIGKILL and all processes in the jail
-        die with it, so waiting for it takes milliseconds."""
+        die with it, so waiting for it usually takes milliseconds. All calls wait meanwhile, so the wait is bounded."""
         if jail_process is not None:
             jail_process.kill()
-            jail_process.wait()
+            try:
+                jail_process.wait(KILL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # the kernel holds it, for example in a read of a broken disk
+                log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
             self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
 
     def _watch_jail_init(self, zygote_pid: int) -> trio.Event:

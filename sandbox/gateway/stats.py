@@ -7,6 +7,7 @@ old, since they come with their "stats" frames.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from sandbox.gateway.calls.executor_handle import ExecutorHandle
 from sandbox.gateway.calls.executor_report import EXECUTOR_GAUGES
 from sandbox.gateway.history import History, Snapshot
 from sandbox.gateway.metrics import VERSION
+
+log = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 1.0
 MAX_MISSED_MODULES = 20
@@ -75,7 +78,10 @@ class Stats:
         while True:
             due = max(due + TICK_INTERVAL_S, loop.time())
             await asyncio.sleep(due - loop.time())
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # of one step, for example because no descriptor is free; the history continues
+                log.exception("the history of /v1/stats lacks a step")
 
     def _service(self) -> dict[str, object]:
         reports = [executor.ready_report for executor in self._dispatcher.executors if executor.ready_report]

@@ -93,5 +93,22 @@ def test_the_reason_why_a_driver_has_ended_is_one_line(stderr: str, reason: str)
     driver._stderr.close()
 
 
+@pytest.mark.asyncio
+async def test_a_driver_that_closes_its_socket_and_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Running:
+        async def wait(self) -> int:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr(ray_driver, "STOP_TIMEOUT_S", 0.01)
+    driver = RayDriver({})
+    driver._process = Running()  # type: ignore[assignment]
+    driver._reader = asyncio.StreamReader()
+    driver._reader.feed_eof()
+    with pytest.raises(NodeError, match="the Ray driver has closed its socket: it printed nothing"):
+        await anext(driver.snapshots())
+    driver._stderr.close()
+
+
 def test_the_environment_of_calls_has_no_variable_of_ray() -> None:
     assert not [name for name in GUEST_ENV if name.startswith("RAY")]

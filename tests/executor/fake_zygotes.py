@@ -67,14 +67,22 @@ def ended_binary(run_id: int, stdout: bytes = b"", exit_code: int = 0) -> bytes:
 class FakeJail:
     """A fake of the jail's process, with the methods that the pool uses."""
 
+    pid = 1 << 30
+    """A process id that no process has."""
+
     def __init__(self) -> None:
         self.zygotes: list[FakeZygote] = []
+        self.outlives_kill = False
 
     def kill(self) -> None:
         for zygote in self.zygotes:
             zygote.end()
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the exit status, or raise as `Popen.wait` does. Without a limit it would block for ever."""
+        assert timeout_s is not None, "the executor waits for a jail without a limit"
+        if self.outlives_kill:
+            raise subprocess.TimeoutExpired("jail", timeout_s)
         return 0
 
 
