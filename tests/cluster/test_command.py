@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 import subprocess
@@ -12,9 +13,10 @@ import time
 import pytest
 
 from sandbox import cli
+from sandbox.cluster import ray_driver
 from sandbox.cluster.ray_driver import RayDriver
 from sandbox.config import ServeConfig
-from sandbox.errors import ConfigError
+from sandbox.errors import ConfigError, NodeError
 from sandbox.executor.executor import GUEST_ENV
 from tests.cluster.serving import needs_ray
 

@@ -141,6 +141,14 @@ class CallTable:
         """Return how many of its calls an executor has in reserved places."""
         return self._reserved[executor]
 
+    def outstanding_of(self, tenant: str) -> Outstanding:
+        """Return the unfinished calls of a tenant."""
+        return self._tenants.get(tenant) or Outstanding()
+
+    def running_of(self, tenant: str) -> int:
+        """Return how many calls of a tenant executors have, without those on their last attempt."""
+        return self._queue.running(tenant)
+
     def admit(self, batch: Batch, now: float) -> None:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
         groups = _group_by_tenant(batch.calls)

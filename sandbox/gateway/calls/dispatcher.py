@@ -20,6 +20,7 @@ import functools
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
-from sandbox.gateway.metrics import Counters, MetricSample
+from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
 from sandbox.tenants import Tenant, Tenants, load_tenants
 from sandbox.types import EncodedResult, Status
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
@@ -112,6 +113,7 @@ class Dispatcher:
             )
         )
         self.tenants = _load_tenants(config)
+        self.counters.add_tenants(self.tenants.names if self.tenants is not None else ())
         self.is_draining = False
         self.executors: list[ExecutorHandle] = []
         self._launch = launch
@@ -187,6 +189,7 @@ class Dispatcher:
         except ConfigError as error:
             log.error("the tenants are unchanged: %s", error)
         else:
+            self.counters.add_tenants(self.tenants.names if self.tenants is not None else ())
             log.info("%s: %d tenants read", self.config.tenants, len(self.tenants or ()))
 
     async def started(self) -> None:
@@ -300,8 +303,11 @@ class Dispatcher:
             await asyncio.sleep(0)
         return count
 
-    def samples(self) -> list[MetricSample]:
-        """Return all metrics; gauges are read now."""
+    def samples(self, owner: Tenant | None = None) -> list[MetricSample]:
+        """Return all metrics, or those that a tenant may read; gauges are read now."""
+        if owner is not None:
+            own = (sample for sample in self.samples() if sample[0] in TENANT_METRICS)
+            return [*own, *self._tenant_samples([owner.name])]
         return [
             *self.counters.samples(),
             ("calls_waiting", {}, self.call_table.waiting),
@@ -312,7 +318,13 @@ class Dispatcher:
             ("executor_restarts_total", {}, self.executor_restarts),
             *(sample for executor in self.executors for sample in executor.stats.samples(executor.number)),
             *self._node_samples(),
+            *self._tenant_samples(self.used_tenants()),
         ]
+
+    def used_tenants(self) -> list[str]:
+        """Return the tenants of the tenants file that have had calls, in the order of their names."""
+        usage, table = self.counters.by_tenant, self.call_table
+        return sorted(name for name in usage if usage[name].by_status or table.outstanding_of(name).calls)
 
     def on_executor_ready(self, executor: ExecutorHandle) -> None:
         self._schedule_dispatch()
@@ -347,6 +359,18 @@ class Dispatcher:
             yield "nodes", {"state": state}, sum(row.state == state for row in rows)
         for row in rows:
             yield "node_restarts_total", {"node": row.name}, row.restarts
+
+    def _tenant_samples(self, names: Sequence[str]) -> Iterator[MetricSample]:
+        for name in names:
+            usage, outstanding = self.counters.by_tenant[name], self.call_table.outstanding_of(name)
+            labels = {"tenant": name}
+            for status, count in sorted(usage.by_status.items()):
+                yield "tenant_calls_total", {**labels, "status": status}, count
+            yield "tenant_calls_unfinished", labels, outstanding.calls
+            yield "tenant_calls_dispatched", labels, self.call_table.running_of(name)
+            yield "tenant_calls_bytes", labels, outstanding.bytes
+            yield "tenant_run_seconds_total", labels, usage.run_s
+            yield "tenant_cpu_seconds_total", labels, usage.cpu_s
 
     def _is_at_rest(self) -> bool:
         return not self.call_table.outstanding.calls and not self.call_table.unread_result_bytes
@@ -449,14 +473,17 @@ class Dispatcher:
 
     def _count(self, call: PendingCall, result: EncodedResult, now: float) -> None:
         usage = result["usage"]
-        self.counters.by_status[result["status"]] += 1
+        self.counters.count_calls(result["status"], call.tenant)
+        if (tenant := self.counters.by_tenant.get(call.tenant)) is not None:
+            tenant.run_s += usage["run_ms"] / 1000
+            tenant.cpu_s += usage["cpu_ms"] / 1000
         self.counters.queue_s.observe(usage["queue_ms"] / 1000)
         self.counters.run_s.observe(usage["run_ms"] / 1000)
         self.counters.answer_s.observe(now - call.batch.admitted_at)
 
     def _count_unavailable(self, calls: list[PendingCall]) -> None:
-        if calls:
-            self.counters.by_status[Status.UNAVAILABLE.value] += len(calls)
+        for tenant, count in Counter(call.tenant for call in calls).items():
+            self.counters.count_calls(Status.UNAVAILABLE.value, tenant, count)
 
     def _check_idle(self) -> None:
         if self.is_draining and not self.call_table.outstanding.calls:

@@ -132,6 +132,10 @@ class FairQueue(Generic[Item]):
         self._update(tenant, tenant.running - 1, tenant.max_running)
         self._remove_if_unused(tenant, item.priority)
 
+    def running(self, tenant: str) -> int:
+        """Return how many calls of a tenant are running."""
+        return self._tenants[tenant].running if tenant in self._tenants else 0
+
     def lift_bounds(self) -> None:
         """Let `pop` return the calls of all tenants, however many of their calls are running."""
         for tenant in self._tenants.values():
