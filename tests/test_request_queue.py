@@ -59,7 +59,9 @@ class SlowQueue:
     def update(self) -> None:
         running = {item.request_number for item in self.running}
         waiting = {item.request_number for item in self.waiting}
-        self.positions = {n: at for n, at in self.positions.items() if n in waiting and self.groups[n] is (n in running)}
+        self.positions = {
+            n: at for n, at in self.positions.items() if n in waiting and self.groups[n] is (n in running)
+        }
         for number in waiting - set(self.positions):
             self.positions[number] = next(self.next_position)
         self.groups = {number: number in running for number in waiting}

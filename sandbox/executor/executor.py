@@ -391,7 +391,7 @@ class Executor:
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
-        """Put the calls that wait for the `verify` zygote before the others of their requests, and start queued calls."""
+        """Queue the calls that wait for the `verify` zygote before others of their requests, and start queued calls."""
         for call in reversed(self._waiting_for_verifier):
             self._queue.push_first(call)
         self._waiting_for_verifier.clear()

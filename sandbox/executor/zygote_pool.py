@@ -76,7 +76,7 @@ class Zygote:
         self.running: dict[int, Attempt] = {}
         """Attempts whose end the zygote has not reported, by run id."""
         self._unforked: dict[int, None] = {}
-        """Run ids of attempts that were sent and that the zygote has not reported as forked, in the order of sending."""
+        """Run ids of the attempts that the zygote has not reported as forked, in the order in which they were sent."""
         self.modules: frozenset[str] = frozenset()
         self.python = ""
         self.missing_modules: list[str] = []
@@ -210,8 +210,8 @@ class ZygotePool:
             self._jail_process.kill()
 
     def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False) -> None:
-        """Start a call in a free short or reserved slot. Raises `OSError` if the slot's cgroup cannot be used; then the call has not
-        started and the slot is parked."""
+        """Start a call in a free short or reserved slot. Raises `OSError` if the slot's cgroup cannot be used; then the
+        call has not started and the slot is parked."""
         request, slot = call.request, self.slots.acquire(reserved=reserved)
         zygote_bytes = self.max_zygote_bytes
         memory_bytes = request.cgroup_memory_bytes(zygote_bytes)

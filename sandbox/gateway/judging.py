@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 
 from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
 from sandbox.errors import Overloaded, RequestRefused
-from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.batch import Batch, next_request_number, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import (
@@ -96,13 +96,13 @@ class Judge:
         owner: Tenant | None,
         on_judged: Callable[[int, JudgedProgram], None],
     ) -> None:
-        """Judge programs, given with their indexes, and report each as it is judged."""
-        waiting = iter(programs)
+        """Judge programs of one request, given with their indexes, and report each as it is judged."""
+        waiting, request_number = iter(programs), next_request_number()
 
         async def judge_next() -> None:
             for index, program in waiting:
                 try:
-                    judged = await self.judge(program, queue_timeout_s, owner)
+                    judged = await self.judge(program, queue_timeout_s, owner, request_number)
                 except Exception:  # of one program; the others are judged nevertheless
                     log.exception("judging a program failed")
                     message = "internal error of the server; its log has the details"
@@ -113,11 +113,13 @@ class Judge:
             for _ in range(min(len(programs), MAX_PROGRAMS_AT_ONCE)):
                 tasks.create_task(judge_next())
 
-    async def judge(self, program: Program, queue_timeout_s: float, owner: Tenant | None = None) -> JudgedProgram:
+    async def judge(
+        self, program: Program, queue_timeout_s: float, owner: Tenant | None, request_number: int
+    ) -> JudgedProgram:
         """Judge one program for the tenant of the request's token."""
         call, clamped = self.clamped(program.call, owner)
         program = replace(program, call=call)
-        run = _ProgramRun(self, program, queue_timeout_s, owner)
+        run = _ProgramRun(self, program, queue_timeout_s, owner, request_number)
         calls, tests = program.calls(), list[JudgedTest]()
         for start, end in _waves(calls, doubling=program.stop_at_first_failure):
             tests += await run.judge_wave(program.tests[start:end], calls[start:end])
@@ -130,11 +132,17 @@ class Judge:
 
     @asynccontextmanager
     async def running(
-        self, calls: Sequence[Call], queue_timeout_s: float, owner: Tenant | None, *, reads_results: bool
+        self,
+        calls: Sequence[Call],
+        queue_timeout_s: float,
+        owner: Tenant | None,
+        request_number: int,
+        *,
+        reads_results: bool,
     ) -> AsyncIterator[_Results]:
         """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled.
         `reads_results`: whether they check results that are unread (`Batch.reads_results`)."""
-        batch = Batch(len(calls), queue_timeout_s)
+        batch = Batch(len(calls), queue_timeout_s, request_number=request_number)
         batch.tenant, batch.reads_results = owner, reads_results
         results = _Results(batch, self._dispatcher)
         for index, call in enumerate(calls):
@@ -205,11 +213,14 @@ class _Results:
 class _ProgramRun:
     """The run of one program: its compiled code, and the outcomes of its waves."""
 
-    def __init__(self, judge: Judge, program: Program, queue_timeout_s: float, owner: Tenant | None) -> None:
+    def __init__(
+        self, judge: Judge, program: Program, queue_timeout_s: float, owner: Tenant | None, request_number: int
+    ) -> None:
         self._judge = judge
         self._program = program
         self._queue_timeout_s = queue_timeout_s
         self._owner = owner
+        self._request_number = request_number
         self._compiled: dict[str, bytes] = {}
         """Compiled code of the program and of the checker, by source."""
 
@@ -266,7 +277,8 @@ class _ProgramRun:
         return b""
 
     def _running(self, calls: Sequence[Call], *, reads_results: bool = False) -> AbstractAsyncContextManager[_Results]:
-        return self._judge.running(calls, self._queue_timeout_s, self._owner, reads_results=reads_results)
+        number = self._request_number
+        return self._judge.running(calls, self._queue_timeout_s, self._owner, number, reads_results=reads_results)
 
 
 def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:

@@ -260,9 +260,7 @@ async def test_a_small_request_starts_at_once_although_a_large_one_uses_all_shor
 
 
 @pytest.mark.trio
-async def test_requests_take_turns_in_the_executor(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
+async def test_requests_take_turns_in_the_executor(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
     async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         order: list[str] = []
         behave = driver.fleet.behave

@@ -21,6 +21,11 @@ ExecutorId = int
 _request_numbers = itertools.count(1)
 
 
+def next_request_number() -> int:
+    """Return a number that no other request has."""
+    return next(_request_numbers)
+
+
 class PendingCall:
     """One call of a batch, from its admission to its result."""
 
@@ -77,13 +82,15 @@ class Batch:
 
     __slots__ = (
         "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "is_admitted", "on_done", "on_read",
-        "on_result", "queue_timeout_s", "reads_results", "request_number", "requeued", "results", "tenant", "unfinished",
-        "unread_bytes",
+        "on_result", "queue_timeout_s", "reads_results", "request_number", "requeued", "results", "tenant",
+        "unfinished", "unread_bytes",
     )  # fmt: skip
 
-    def __init__(self, size: int, queue_timeout_s: float, deadline_s: float = math.inf) -> None:
-        self.request_number = next(_request_numbers)
-        """Number of the HTTP request, which takes turns with others. Batches of one request may be given one number."""
+    def __init__(
+        self, size: int, queue_timeout_s: float, deadline_s: float = math.inf, request_number: int | None = None
+    ) -> None:
+        self.request_number = next_request_number() if request_number is None else request_number
+        """Number of the HTTP request, which takes turns with others. Several batches of one request have one number."""
         self.queue_timeout_s = queue_timeout_s
         self.deadline_s = deadline_s
         """Seconds after the admission at which unfinished calls are cancelled."""

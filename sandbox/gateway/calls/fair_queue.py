@@ -1,4 +1,4 @@
-"""The order of waiting calls: by priority, then from the tenant with the fewest running calls, whose requests take turns.
+"""The order of waiting calls: by priority, then by tenant (fewest running calls first), then by the turn of the request.
 
 Invariants:
 - A lower priority number always goes first. Calls of a higher number may wait until their `queue_timeout_s`; a running

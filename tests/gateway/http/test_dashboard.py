@@ -82,7 +82,10 @@ async def test_a_tenant_sees_its_own_calls_and_the_operator_those_of_all_tenants
             await _enter(page, "server")
             await page.until(PAGE_IS_SHOWN)
             # calls, ok, waiting, running, CPU time
-            assert await _table(page, "tenants") == {"<b>a": ["2", "1", "0", "0", "0 s"], "b": ["3", "2", "0", "0", "0 s"]}
+            assert await _table(page, "tenants") == {
+                "<b>a": ["2", "1", "0", "0", "0 s"],
+                "b": ["3", "2", "0", "0", "0 s"],
+            }
         async with browser.page(served.url, width) as page:
             await page.until("!document.getElementById('ask').hidden")
             await _enter(page, "token-a")
