@@ -72,6 +72,10 @@ class Tenants:
         """Return the tenant with this token; None for an unknown token."""
         return self._by_digest.get(_digest(token))
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tenant.name for tenant in self._by_digest.values())
+
     def __len__(self) -> int:
         return len(self._by_digest)
 

@@ -14,9 +14,11 @@
   (`has_started`), because its zygote exited or an outer memory limit killed it, or if it could not be started. The
   gateway decides whether the call gets another attempt.
 - `call` is `Call.encode(binary=True)`, validated and clamped; `result` is `Result.encode(binary=True)`. A call of
-  `sandbox.judge` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set.
+  `sandbox.judge` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set. `request` is the
+  number of the HTTP request of a call: requests take turns in the executor too (`sandbox.request_queue`).
 - An executor with `is_replacement` is ready with its first zygote; others are ready when every zygote has been ready.
 - `isolation` in the settings is never "auto": the server chooses the level once, before it starts executors.
+- Beyond the window, an executor accepts `reserved_slots` calls whose requests have no running call.
 - The window is twice the slots until a "window" frame changes it, which may happen at any time after "ready". A smaller
   window does not affect calls that the executor already has.
 """

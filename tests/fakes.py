@@ -46,6 +46,8 @@ class FakeExecutor(asyncio.Protocol):
         self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
         """All calls received, by seq."""
+        self.request_numbers: dict[int, int] = {}
+        """Number of the HTTP request of each call, by seq."""
         self.cancelled: list[int] = []
         self.received_kinds: list[str] = []
         """Kinds of the received frames, in order."""
@@ -113,6 +115,7 @@ class FakeExecutor(asyncio.Protocol):
         self.frame_sizes.append(len(pairs))
         results = []
         for seq, call in pairs:
+            self.request_numbers[seq] = call.pop("request")
             self.calls[seq] = call
             if call["code"] == "die":
                 return self.exit(1)

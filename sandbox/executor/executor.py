@@ -11,8 +11,9 @@ Invariants:
 - An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
   or a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).
-- Calls start in the order of their arrival, on the pool with most free short slots, in the smallest zygote that has the
-  modules which they import.
+- The calls of one request start in the order of their arrival, and requests take turns (`RequestQueue`). A call starts
+  on the pool with most free slots, in the smallest zygote that has the modules which it imports.
+- While all short slots are in use, a call may start in a reserved slot if its request has no running call.
 - The work for one call does not grow with the number of calls.
 """
 
@@ -26,7 +27,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Set
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -48,6 +49,7 @@ from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
+from sandbox.request_queue import RequestQueue
 from sandbox.types import EncodedResult, Profile
 
 log = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ class Executor:
         self._machine_memory = MachineMemory()
         self._calls: dict[int, CallState] = {}
         """All calls without a result, by seq."""
-        self._queue: deque[CallState] = deque()
+        self._queue: RequestQueue[CallState] = RequestQueue()
         self._waiting_for_verifier: list[CallState] = []
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
@@ -225,7 +227,7 @@ class Executor:
         self._calls[seq] = call
         if not self._queue:
             self._progress_at = time.monotonic()
-        self._queue.append(call)
+        self._queue.push(call)
 
     def cancel(self, seq: int) -> None:
         """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""
@@ -237,26 +239,29 @@ class Executor:
             attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
             attempt.kill()
         else:
-            with suppress(ValueError):  # it may wait for the `verify` zygote instead
+            with suppress(KeyError):  # it may wait for the `verify` zygote instead
                 self._queue.remove(call)
 
     def start_queued_calls(self) -> None:
-        """Start calls while there are free slots and zygotes for the first in the queue."""
-        while self._queue:
-            call = self._queue[0]
-            if call.is_cancelled:
-                self._queue.popleft()
-                continue
-            if call.request.profile == Profile.VERIFY:
-                for pool in self.pools:
-                    pool.request_verifier()
-                if all(pool.is_waiting_for_verifier for pool in self.pools):
-                    self._waiting_for_verifier.append(self._queue.popleft())
+        """Start calls while there are free slots and zygotes for the next one, first in short slots, then in reserved
+        ones."""
+        for reserved in (False, True):
+            while (call := self._queue.peek(resting_only=reserved)) is not None:
+                if call.is_cancelled:
+                    self._queue.remove(call)
                     continue
-            picked = self._pick_zygote(call.request.profile)
-            if picked is None:
-                break
-            self._start(self._queue.popleft(), *picked)
+                if call.request.profile == Profile.VERIFY:
+                    for pool in self.pools:
+                        pool.request_verifier()
+                    if all(pool.is_waiting_for_verifier for pool in self.pools):
+                        self._queue.remove(call)
+                        self._waiting_for_verifier.append(call)
+                        continue
+                picked = self._pick_zygote(call.request.profile, reserved)
+                if picked is None:
+                    break
+                self._queue.start(call)
+                self._start(call, *picked, reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
             self.on_window_changed(self._announced_window)
@@ -292,8 +297,8 @@ class Executor:
 
     @property
     def window(self) -> int:
-        """Number of calls that the gateway may have sent and not yet got a result for: as many as there are calls in
-        long slots, and two for each short slot."""
+        """Number of calls, those in reserved slots not counted, that the gateway may have sent and not yet got a result
+        for: as many as there are calls in long slots, and two for each short slot."""
         return 2 * self.slots + self.running_long
 
     @property
@@ -316,18 +321,20 @@ class Executor:
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
-    def _pick_zygote(self, profile: str) -> tuple[ZygotePool, Zygote] | None:
-        """Return a zygote for a call and its pool, which has a free slot; None if there is no such pool."""
-        for pool in sorted(self.pools, key=lambda pool: pool.slots.free_short, reverse=True):
-            if not pool.slots.free_short or not pool.slots.free:
+    def _pick_zygote(self, profile: str, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
+        """Return a zygote for a call and its pool, which has a free short or reserved slot; None if there is no such
+        pool."""
+        free = {pool: pool.slots.free_reserved if reserved else pool.slots.free_short for pool in self.pools}
+        for pool in sorted(self.pools, key=free.__getitem__, reverse=True):
+            if free[pool] <= 0 or not pool.slots.free:
                 return None
-            if (zygote := pool.best_zygote(profile)) is not None:
+            if (zygote := pool.best_zygote(profile)) is not None and zygote.takes_calls:
                 return pool, zygote
         return None
 
-    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote) -> None:
+    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote, reserved: bool) -> None:
         try:
-            pool.start_call(call, zygote, next(self._run_ids), time.monotonic())
+            pool.start_call(call, zygote, next(self._run_ids), time.monotonic(), reserved=reserved)
         except OSError as error:
             self._start_later(call, f"the cgroup of its slot cannot be used: {error}")
             return
@@ -359,7 +366,8 @@ class Executor:
         if kill_reason is KillReason.RESTARTED:
             call.keeps_priority = True
             self.count("promoted")
-            self._queue.appendleft(call)
+            self._queue.finished(call)
+            self._queue.push_first(call)
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
@@ -384,6 +392,7 @@ class Executor:
             cap_s = wall_cap_s(request.timeout_s)
             message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
             result = call.unavailable_result("Starved", message)
+        self._queue.finished(call)
         self._deliver(call, result)
         self.start_queued_calls()
 
@@ -399,8 +408,9 @@ class Executor:
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
-        """Put the calls that wait for the `verify` zygote at the front of the queue, and start queued calls."""
-        self._queue.extendleft(reversed(self._waiting_for_verifier))
+        """Queue the calls that wait for the `verify` zygote before others of their requests, and start queued calls."""
+        for call in reversed(self._waiting_for_verifier):
+            self._queue.push_first(call)
         self._waiting_for_verifier.clear()
         self.start_queued_calls()
 
@@ -425,6 +435,7 @@ class Executor:
     def _report_lost(self, call: CallState, reason: str) -> None:
         """Report a call whose code has started and ended without a result: its zygote exited or sent an invalid end of
         the call, or the kernel killed the call because of an outer memory limit."""
+        self._queue.finished(call)
         assert self._nursery is not None
         self._nursery.start_soon(self._report_lost_later, call, reason)
 
@@ -437,6 +448,7 @@ class Executor:
     def _start_later(self, call: CallState, reason: str) -> None:
         """Requeue a call that could not be started: there was no process, descriptor or cgroup. After
         `MAX_START_FAILURES` it is lost."""
+        self._queue.finished(call)
         call.start_failures += 1
         assert self._nursery is not None
         self._nursery.start_soon(self._requeue_later, call, reason)
@@ -447,7 +459,7 @@ class Executor:
             self._forget_lost(call, reason, has_started=False)
         elif not call.is_cancelled:
             self.count("retried")
-            self._queue.appendleft(call)
+            self._queue.push_first(call)
         self.start_queued_calls()
 
     def _forget_lost(self, call: CallState, reason: str, *, has_started: bool) -> None:

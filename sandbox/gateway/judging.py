@@ -24,14 +24,14 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 from weakref import WeakValueDictionary
 
 from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
 from sandbox.errors import Overloaded, RequestRefused
-from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.batch import Batch, next_request_number, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import CANCELLED_MESSAGE, STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import (
@@ -87,6 +87,8 @@ class JudgeRequest:
     admit: Callable[[Batch], None]
     """Admits a batch of calls to the call table and records that the request has them. Raises `Overloaded` or
     `RequestRefused`."""
+    number: int = field(default_factory=next_request_number)
+    """Number of the request, whose calls take turns with those of other requests."""
 
 
 class Judge:
@@ -148,7 +150,7 @@ class Judge:
     ) -> AsyncIterator[_Results]:
         """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled.
         `reads_results`: whether they check results that are unread (`Batch.reads_results`)."""
-        batch, owner = Batch(len(calls), request.queue_timeout_s), request.owner
+        batch, owner = Batch(len(calls), request.queue_timeout_s, request_number=request.number), request.owner
         batch.tenant, batch.reads_results = owner, reads_results
         results = _Results(batch, self._dispatcher)
         for index, call in enumerate(calls):

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -17,14 +18,20 @@ from sandbox.types import Call, EncodedResult
 
 ExecutorId = int
 """Number of an executor, from 0."""
+_request_numbers = itertools.count(1)
+
+
+def next_request_number() -> int:
+    """Return a number that no other request has."""
+    return next(_request_numbers)
 
 
 class PendingCall:
     """One call of a batch, from its admission to its result."""
 
     __slots__ = (
-        "attempts", "batch", "call", "clamped", "executor", "has_started", "id", "index", "priority", "queue_ms", "seq",
-        "size_bytes", "tenant", "waiting_since",
+        "attempts", "batch", "call", "clamped", "executor", "has_reserved_place", "has_started", "id", "index",
+        "priority", "queue_ms", "seq", "size_bytes", "tenant", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
@@ -44,12 +51,18 @@ class PendingCall:
         """Whether the code may have started in an attempt that was lost."""
         self.executor: ExecutorId | None = None
         """The executor that has the call; None while the call waits."""
+        self.has_reserved_place = False
+        """Whether the executor has the call in addition to its window."""
         self.seq = 0
         """Number of the current attempt, which no other attempt in the call table has."""
         self.waiting_since = 0.0
         """Time at which the call last entered the queue."""
         self.queue_ms = 0.0
         """Milliseconds that the call waited in the gateway, all attempts together."""
+
+    @property
+    def request_number(self) -> int:
+        return self.batch.request_number
 
     def set_tenant(self, tenant: Tenant) -> None:
         """Give the call an owner, whose bounds apply from now on. Raises `InvalidCall` if it names another tenant."""
@@ -72,10 +85,15 @@ class Batch:
 
     __slots__ = (
         "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "is_admitted", "on_done", "on_read",
-        "on_result", "queue_timeout_s", "reads_results", "requeued", "results", "tenant", "unfinished", "unread_bytes",
+        "on_result", "queue_timeout_s", "reads_results", "request_number", "requeued", "results", "tenant",
+        "unfinished", "unread_bytes",
     )  # fmt: skip
 
-    def __init__(self, size: int, queue_timeout_s: float, deadline_s: float = math.inf) -> None:
+    def __init__(
+        self, size: int, queue_timeout_s: float, deadline_s: float = math.inf, request_number: int | None = None
+    ) -> None:
+        self.request_number = next_request_number() if request_number is None else request_number
+        """Number of the HTTP request, which takes turns with others. Several batches of one request have one number."""
         self.queue_timeout_s = queue_timeout_s
         self.deadline_s = deadline_s
         """Seconds after the admission at which unfinished calls are cancelled."""

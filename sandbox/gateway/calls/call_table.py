@@ -20,6 +20,8 @@ Invariants:
   `max_attempts` times is `unavailable`, with `POISON` unless its code has never started.
 - Lost calls go to the head of the queue. Each executor runs at most one call on its last attempt, so a call that kills
   zygotes or executors cannot use up the last attempt of another call that died with it.
+- An executor has two numbers of places: its window, and the reserved places. A reserved place is only for a call whose
+  request has no running call, and calls in reserved places do not count against the window.
 - The cost of a step does not depend on how many calls wait or run. Only `admit` and `cancel` visit each call of their
   batch, `calls_lost` each lost call, and `with_id` every call.
 - A call that is ended early by its deadline or its caller is forgotten at once, so a late result of it is dropped.
@@ -29,7 +31,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -119,6 +121,8 @@ class CallTable:
         """Waiting calls with one attempt left. They are not in the queue."""
         self._running: dict[ExecutorId, dict[int, PendingCall]] = {}
         """Running calls by executor and `seq`."""
+        self._reserved: Counter[ExecutorId] = Counter()
+        """Number of running calls in reserved places, by executor."""
         self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
         """The running call on its last attempt, by executor. The queue counts all others as running."""
         self._seq = 0
@@ -135,6 +139,18 @@ class CallTable:
     def running(self, executor: ExecutorId) -> int:
         """Return how many calls an executor has."""
         return len(self._running.get(executor, ()))
+
+    def running_reserved(self, executor: ExecutorId) -> int:
+        """Return how many of its calls an executor has in reserved places."""
+        return self._reserved[executor]
+
+    def outstanding_of(self, tenant: str) -> Outstanding:
+        """Return the unfinished calls of a tenant."""
+        return self._tenants.get(tenant) or Outstanding()
+
+    def running_of(self, tenant: str) -> int:
+        """Return how many calls of a tenant executors have, without those on their last attempt."""
+        return self._queue.running(tenant)
 
     def admit(self, batch: Batch, now: float) -> None:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
@@ -156,20 +172,31 @@ class CallTable:
         return now < self._shared_until
 
     def assign(
-        self, executor: ExecutorId, max_calls: int, target_bytes: int, now: float, max_per_tenant: float = math.inf
+        self,
+        executor: ExecutorId,
+        max_calls: int,
+        target_bytes: int,
+        now: float,
+        max_per_tenant: float = math.inf,
+        *,
+        reserved: bool = False,
     ) -> list[PendingCall]:
         """Assign the next calls to an executor and return them: at most `max_calls`, and none after the one that
         reaches `target_bytes`. Tenants with `max_per_tenant` running calls, on all executors together, get no more.
-        Calls on their last attempt, of which an executor has at most one, do not count as running for this."""
+        Calls on their last attempt, of which an executor has at most one, do not count as running for this. `reserved`:
+        the calls get reserved places."""
         assigned: list[PendingCall] = []
         running = self._running.setdefault(executor, {})
         size_bytes = 0
         while len(assigned) < max_calls and size_bytes < target_bytes:
             call: PendingCall | None
-            if self._waiting_last_attempts and executor not in self._running_last_attempt:
+            has_last_attempt = executor in self._running_last_attempt
+            if self._waiting_last_attempts and not has_last_attempt and not reserved:
                 call = self._running_last_attempt[executor] = self._waiting_last_attempts.popitem(last=False)[0]
-            elif (call := self._queue.pop(max_per_tenant)) is None:
+            elif (call := self._queue.pop(max_per_tenant, reserved=reserved)) is None:
                 break
+            call.has_reserved_place = reserved
+            self._reserved[executor] += reserved
             self._seq += 1
             call.seq, call.executor = self._seq, executor
             call.attempts += 1
@@ -209,6 +236,7 @@ class CallTable:
         lost = [(seq, "its executor died", True) for seq in self._running.get(executor, ())]
         requeued, failed = self.calls_lost(executor, lost, now)
         self._running.pop(executor, None)
+        self._reserved.pop(executor, None)
         return requeued, failed
 
     def calls_lost(
@@ -224,6 +252,7 @@ class CallTable:
                 continue
             attempts_left = self.limits.max_attempts - call.attempts
             if attempts_left > 1:
+                self._reserved[executor] -= call.has_reserved_place
                 self._queue.requeue(call)
             else:
                 self._stop_running(executor, call)
@@ -332,6 +361,7 @@ class CallTable:
         waiting = self.fail_waiting(error_type, message, self.waiting)
         running = [call for calls in self._running.values() for call in calls.values()]
         self._running.clear()
+        self._reserved.clear()
         self._running_last_attempt.clear()
         self._queue = FairQueue()
         for call in running:
@@ -441,6 +471,7 @@ class CallTable:
             self._queue.remove(call)
 
     def _stop_running(self, executor: ExecutorId, call: PendingCall) -> None:
+        self._reserved[executor] -= call.has_reserved_place
         if self._running_last_attempt.get(executor) is call:
             del self._running_last_attempt[executor]
         else:

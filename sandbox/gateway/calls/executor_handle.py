@@ -325,7 +325,7 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
     try:
         seq, result = pair
         usage = result["usage"]
-        times_ms = usage["queue_ms"] + usage["run_ms"]
+        times_ms = usage["queue_ms"] + usage["run_ms"] + usage["cpu_ms"]
         if isinstance(times_ms, (int, float)) and isinstance(result["files"], dict) and result["status"] in _STATUSES:
             return seq, result, result_bytes(result)
     except (TypeError, ValueError, KeyError):

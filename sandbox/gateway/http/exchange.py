@@ -56,7 +56,8 @@ async def admitted_batch(
         bodies.release(size)
     status = 400 if malformed == len(batch.results) else 200
     if malformed:
-        dispatcher.counters.by_status[Status.INVALID.value] += malformed
+        owner = request.get(TENANT)
+        dispatcher.counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
     if status == 400:
         dispatcher.counters.refused[status] += 1
     try:

@@ -181,7 +181,8 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
             parsed = parsed.of_tenant(owner)
         request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
         if malformed := len(parsed.results.results) - len(parsed.programs):
-            dispatcher.counters.by_status[Status.INVALID.value] += malformed
+            tenant = owner.name if owner is not None else ""
+            dispatcher.counters.count_calls(Status.INVALID.value, tenant, malformed)
         if not parsed.programs:
             dispatcher.counters.refused[400] += 1
         yield parsed, content_type, is_single

@@ -272,15 +272,38 @@ def _stats_schemas() -> dict[str, Schema]:
         "executors": _field("array", "one row for each executor", items={"type": "object"}),
         "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
         "missed_imports": _counts("imports by calls of modules that no zygote had preloaded, by module"),
+        "tenants": _field(
+            "array", "the tenants of the tenants file that have had calls", items=reference("TenantUsage")
+        ),
         "steps": _field("array", "the last ten minutes", items=reference("Step")),
+    }
+    own_stats = {
+        "service": stats["service"],
+        "at_s": _field("number", "seconds since the server started"),
+        "tenants": _field("array", "the tenant of the token", items=reference("TenantUsage")),
+    }
+    usage = {
+        "name": _field("string", "name of the tenant"),
+        "statuses": _counts("finished calls since the server started, by status"),
+        "waiting": _field("integer", "calls that wait for a slot now"),
+        "dispatched": _field("integer", "calls that executors have now"),
+        "bytes": _field("integer", "bytes of code, stdin and files of the unfinished calls"),
+        "run_s": _field("number", "seconds that the finished calls ran"),
+        "cpu_s": _field("number", "CPU seconds that the finished calls used"),
     }
     return {
         "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
         "Span": _object("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
         "Step": _object("An interval of about a second.", step, additionalProperties=gauge),
-        "Stats": {
+        "TenantUsage": _object("The calls of one tenant.", usage),
+        "ServerStats": {
             **_object("The data of the dashboard.", stats),
             "required": [name for name in stats if name != "nodes"],
+        },
+        "OwnStats": _object("What the token of a tenant gets: its own calls.", own_stats),
+        "Stats": {
+            "description": "The data of the dashboard, or for the token of a tenant its own calls.",
+            "anyOf": [reference("ServerStats"), reference("OwnStats")],
         },
     }
 

@@ -123,7 +123,9 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def prometheus(request: web.Request) -> web.Response:
-    text = request.app[PROMETHEUS].render()
+    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    prometheus = request.app[PROMETHEUS] if owner is None else PrometheusText(partial(dispatcher.samples, owner))
+    text = prometheus.render()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -132,7 +134,8 @@ async def stats(request: web.Request) -> web.Response:
     is_number = after.isascii() and after.isdigit() and len(after) <= len(str(MAX_SAFE_INTEGER))
     if not is_number or int(after) > MAX_SAFE_INTEGER:
         raise HttpError(400, f"after: expected the number of a step, or 0 for all steps, got {after!r:.80}")
-    return web.json_response(request.app[STATS].build(int(after)), headers={"Cache-Control": "no-store"})
+    body = request.app[STATS].build(int(after), request.get(TENANT))
+    return web.json_response(body, headers={"Cache-Control": "no-store"})
 
 
 async def openapi(request: web.Request) -> web.Response:

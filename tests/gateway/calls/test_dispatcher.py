@@ -342,3 +342,44 @@ async def test_an_executor_that_sends_a_malformed_window_is_replaced(window: obj
         served.fleet.last_executor.send("window", window)
         await until(lambda: len(served.fleet.executors) == 2)
         assert served.fleet.executors[0].exit_code.done()
+
+
+async def test_a_small_request_is_sent_at_once_although_a_large_one_fills_the_window() -> None:
+    async with serving(FakeFleet(slots=8)) as served:  # of which an eighth, one, is reserved in addition
+        executor = served.fleet.last_executor
+        large = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 40)))
+        await until(lambda: len(executor.calls) == 16)
+        assert (await served.post("/v1/execute", {"code": "1"}))[1]["status"] == "ok"
+        small = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
+        await until(lambda: len(executor.calls) == 18)
+        assert served.dispatcher.call_table.waiting == 25  # 24 of the large request and one of the small one
+        executor.finish(18)
+        await until(lambda: len(executor.calls) == 19)
+        executor.finish(19)
+        assert [result["status"] for result in (await small)[1]["results"]] == ["ok", "ok"]
+        executor.finish(*range(1, 17))
+        await until(lambda: len(executor.calls) == 19 + 16)
+        executor.finish(*range(20, 36))
+        await until(lambda: len(executor.calls) == 19 + 24)
+        executor.finish(*range(36, 44))
+        assert (await large)[0] == 200
+
+
+async def test_calls_in_reserved_places_do_not_take_the_places_of_the_window() -> None:
+    async with serving(FakeFleet(slots=8)) as served:
+        executor = served.fleet.last_executor
+        large = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 20)))
+        await until(lambda: len(executor.calls) == 16)
+        small = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))
+        await until(lambda: len(executor.calls) == 17)
+        executor.finish(1)
+        await until(lambda: len(executor.calls) == 18)
+        assert [*executor.request_numbers.values()].count(executor.request_numbers[1]) == 17
+        executor.exit()
+        await until(lambda: len(served.fleet.executors) == 2 and len(served.fleet.last_executor.calls) == 16)
+        assert served.dispatcher.call_table.running_reserved(0) == 0
+        replacement = served.fleet.last_executor
+        for _ in range(2):
+            replacement.finish(*replacement.calls)
+            await until(lambda: served.dispatcher.call_table.waiting == 0)
+        assert ((await small)[0], (await large)[0]) == (200, 200)

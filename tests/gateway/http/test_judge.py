@@ -495,3 +495,18 @@ async def test_an_expected_number_that_is_too_long_is_refused() -> None:
         status, answer = await served.post("/v1/judge", body, Content_Type="application/json")
     assert status == 400
     assert answer["error"]["message"].startswith("a whole number of 5000 characters, expected at most 4300")
+
+
+async def test_the_programs_of_a_request_are_one_request_so_a_single_call_passes_them() -> None:
+    async with serving(FakeFleet(slots=1)) as served:
+        executor = served.fleet.last_executor
+        body = {"programs": [{"code": "hang", "tests": make_tests("p")}] * 20}
+        judging_all = asyncio.create_task(served.post("/v1/judge", body))
+        await until(lambda: len(executor.calls) == 2 and served.dispatcher.call_table.waiting == 18)
+        single = asyncio.create_task(served.post("/v1/execute", {"code": "single"}))
+        await until(lambda: served.dispatcher.call_table.waiting == 19)
+        executor.finish(1)
+        assert (await single)[0] == 200
+        assert len(set(executor.request_numbers.values())) == 2
+        judging_all.cancel()
+        await asyncio.wait([judging_all])
