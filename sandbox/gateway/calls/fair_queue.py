@@ -1,4 +1,4 @@
-"""The order of waiting calls: by priority, then by tenant (fewest running calls first), then by the turn of the request.
+"""The order of waiting calls: by priority, then by tenant (fewest running calls first), then in turns of requests.
 
 Invariants:
 - A lower priority number always goes first. Calls of a higher number may wait until their `queue_timeout_s`; a running
