@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -34,6 +35,9 @@ def held_signals() -> Iterator[Callable[[], None]]:
     held: list[tuple[int, Handler]] = []
     received: list[tuple[int, Handler]] = []
 
+    def hold(handler: Handler, number: int, _: FrameType | None) -> None:
+        received.append((number, handler))
+
     def release() -> None:
         while held:
             signal.signal(*held[-1])
@@ -47,7 +51,7 @@ def held_signals() -> Iterator[Callable[[], None]]:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if callable(handler := signal.getsignal(number)):
                     held.append((number, handler))
-                    signal.signal(number, lambda number, _, handler=handler: received.append((number, handler)))
+                    signal.signal(number, partial(hold, handler))
         yield release
     finally:
         release()

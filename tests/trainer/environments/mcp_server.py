@@ -67,8 +67,8 @@ def long_line() -> str:
 
 @server.tool()
 def flood_stdout() -> str:
-    """Write lines that are no messages, and answer."""
-    for _ in range(1000):
+    """Write lines that are no messages, three times as much as a pipe holds, and answer."""
+    for _ in range(200):
         os.write(STDOUT, b"hello\n[1]\n" * 100)
     return "flooded"
 
