@@ -76,7 +76,7 @@ def flood_stdout() -> str:
 @server.tool()
 def flood_stdout_forever() -> str:
     while True:
-        os.write(STDOUT, b'{"jsonrpc": "2.0"' + b" " * 60_000 + b"}\n")
+        os.write(STDOUT, b"x" * 60_000 + b"\n")  # the client rejects a line at its first byte
 
 
 @server.tool()
