@@ -39,7 +39,8 @@ def needs_index(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def only_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the default runtime have numpy alone, so that pip installs 20 MB and not 450."""
-    monkeypatch.setattr(runtime, "REQUIREMENTS", tuple(pin for pin in runtime.REQUIREMENTS if pin.startswith("numpy==")))
+    pins = tuple(pin for pin in runtime.REQUIREMENTS if pin.startswith("numpy=="))
+    monkeypatch.setattr(runtime, "REQUIREMENTS", pins)
     monkeypatch.setattr(runtime, "_SMOKE_TEST", "import numpy")
     no_fonts = tmp_path / "no_fonts.py"
     no_fonts.touch()
