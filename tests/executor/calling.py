@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -139,6 +140,12 @@ def call(code: str, **more: Any) -> Call:
     return Call(code, limits=limits, **more)
 
 
+@cache
+def _strongest_level() -> str:
+    """The strongest level of this machine. Each choice starts an interpreter that tries all layers."""
+    return choose_level("auto").level.value
+
+
 @contextmanager
 def executor(
     python: str | Path = OWN_PYTHON,
@@ -155,7 +162,7 @@ def executor(
     settings = {"isolation": "auto", "profiles": ("bare",), "zygote_pools": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
-            settings["isolation"] = choose_level("auto").level.value
+            settings["isolation"] = _strongest_level()
         except IsolationError as error:
             pytest.skip(str(error))
     config = ExecutorConfig(python=str(python), **settings)

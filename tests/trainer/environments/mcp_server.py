@@ -67,8 +67,8 @@ def long_line() -> str:
 
 @server.tool()
 def flood_stdout() -> str:
-    """Write lines that are no messages, and answer."""
-    for _ in range(1000):
+    """Write lines that are no messages, three times as much as a pipe holds, and answer."""
+    for _ in range(200):
         os.write(STDOUT, b"hello\n[1]\n" * 100)
     return "flooded"
 
@@ -76,7 +76,7 @@ def flood_stdout() -> str:
 @server.tool()
 def flood_stdout_forever() -> str:
     while True:
-        os.write(STDOUT, b'{"jsonrpc": "2.0"' + b" " * 60_000 + b"}\n")
+        os.write(STDOUT, b"x" * 60_000 + b"\n")  # the client rejects a line at its first byte
 
 
 @server.tool()
