@@ -3,7 +3,7 @@ it extends (`profile_choice.ProfileTree`). The `verify` zygote is forked from `s
 
     task per profile:  _supervise -> _run_zygote -> _spawn, _serve_zygote (_handshake, then _handle_frame per frame)
                            ^                                   |
-                           +------- back-off <----- _reap -----+    its calls are retried, its slots released
+                           +------- back-off <----- _reap -----+    its calls are lost, its slots released
 
 Invariants:
 - The exit of a zygote ends only its own calls, with two exceptions that end the whole jail. One is the exit of the
@@ -391,7 +391,7 @@ class ZygotePool:
         """Release the slots of a zygote that has ended and return its calls to the owner."""
         self.restarts += 1
         lost = list(zygote.running.values())
-        log.warning("%s zygote exited: %s; requeueing %d calls and restarting it", zygote.profile, reason, len(lost))
+        log.warning("%s zygote exited: %s; %d calls are lost; restarting it", zygote.profile, reason, len(lost))
         if self.zygotes.get(zygote.profile) is zygote:
             del self.zygotes[zygote.profile]
         zygote.running.clear()

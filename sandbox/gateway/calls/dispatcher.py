@@ -348,8 +348,6 @@ class Dispatcher:
         self._requeue(*self.call_table.executor_lost(executor.number, monotonic()))
 
     def on_calls_lost(self, executor: ExecutorHandle, lost: list[LostAttempt]) -> None:
-        for seq, reason, _ in lost:
-            log.info("executor %d lost call %d: %s", executor.number, seq, reason)
         self._requeue(*self.call_table.calls_lost(executor.number, lost, monotonic()))
 
     def _requeue(self, requeued: list[PendingCall], failed: list[PendingCall]) -> None:
