@@ -136,9 +136,9 @@ class Episode:
     """Seconds of waiting and of generation spent on the unfinished turn so far, over all its aborts."""
     stop_reason: StopReason | None = None
     answer: str | None = None
-    """The last boxed answer of the last turn."""
+    """The content of the last closed box in the episode's last `<answer>` block, whichever turn has it."""
     answer_blocks: int = 0
-    """The number of closed `<answer>` blocks in all turns."""
+    """The number of closed `<answer>` blocks in all turns, without those in thoughts."""
     reward: float | None = None
     duration_s: float = 0.0
     error: str = ""
