@@ -134,6 +134,10 @@ METRICS = {
     "zero_variance_groups": Metric(
         "groups left out of the loss, since all their selected rewards are equal", _LEFT_OUT, "zero-variance groups"
     ),
+    "skipped_update": Metric(
+        "1 if no episode is in the loss, so that the step leaves the weights as they are; else 0", _LEFT_OUT,
+        "skipped update",
+    ),
     "unavailable_episodes": Metric(
         "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
         is_unavailable,

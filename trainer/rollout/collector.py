@@ -19,7 +19,13 @@ from typing import Any
 from trainer.config import ConfigError, SamplingConfig
 from trainer.engines.episode_handle import EpisodeHandle
 from trainer.engines.pool import EnginePool
-from trainer.environments.environment import Environment, EnvironmentFailure, InitialState, close_environment
+from trainer.environments.environment import (
+    Environment,
+    EnvironmentFailure,
+    InitialState,
+    check_score,
+    close_environment,
+)
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
@@ -160,16 +166,21 @@ class EpisodeCollector:
     async def _score(self, episodes: Sequence[Episode], environment: Environment) -> list[float | None]:
         """Return the rewards in order; None for an episode that the infrastructure ended."""
         ended = [episode for episode in episodes if episode.stop_reason not in INFRASTRUCTURE_STOPS]
-        rewards: list[float | None] = [None] * len(ended)
+        rewards: dict[Episode, float | None] = {}
         with self._pool.busy_timer:
             try:
-                rewards = await environment.score_group(ended)
+                scores = await environment.score_group(ended)
             except Exception as error:
                 message = _failure(episodes[0].problem, error)
                 for episode in ended:
                     episode.error = message
-        by_episode = dict(zip(ended, rewards, strict=True))
-        return [by_episode.get(episode) for episode in episodes]
+                scores = [None] * len(ended)
+        for episode, score in zip(ended, scores, strict=True):
+            try:
+                rewards[episode] = check_score(episode.problem, score)
+            except EnvironmentFailure as error:
+                episode.error = _failure(episode.problem, error)
+        return [rewards.get(episode) for episode in episodes]
 
     async def _run_episode(self, episode: Episode, runner: EpisodeRunner) -> None:
         max_context_tokens = len(episode.prompt_ids) + runner.limits.max_response_tokens

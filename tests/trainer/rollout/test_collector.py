@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 import time
 
@@ -283,6 +284,32 @@ async def test_an_environment_that_fails_gives_no_reward_of_0(chat_format, metho
     ((episode,),) = await collect(pool, chat_format, ScriptedTools(), [problem_of(Failing, method)], 1)
     assert (episode.stop_reason, episode.error, episode.reward) == (stop_reason, error, reward)
     assert pool.open_groups == []
+
+
+class ScoresNan(Environment):
+    """Its scores are NaN, infinity and 1, by the number of the sample."""
+
+    async def reset(self, problem):
+        return InitialState("Go.")
+
+    async def step(self, action):
+        raise NotImplementedError
+
+    async def score(self, episode):
+        return (math.nan, math.inf, 1.0)[episode.sample]
+
+
+@pytest.mark.parametrize("is_decided", [None, lambda rewards, unfinished: False], ids=["as a group", "one by one"])
+@pytest.mark.asyncio
+async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment_by_name(chat_format, is_decided):
+    pool = ScriptedPool(turns(END, END, END))
+    (episodes,) = await collect(pool, chat_format, ScriptedTools(), [problem_of(ScoresNan)], 3, is_decided=is_decided)
+    assert [episode.reward for episode in episodes] == [None, None, 1.0]
+    name = problem_of(ScoresNan).environment
+    assert [episode.error for episode in episodes] == [
+        f"environment: EnvironmentFailure: {name}: expected a finite score or None, got {score}"
+        for score in ("nan", "inf")
+    ] + [""]
 
 
 @pytest.mark.asyncio

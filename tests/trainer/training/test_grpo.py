@@ -239,12 +239,26 @@ def test_turns_with_invalid_log_probabilities_are_counted(tmp_path: Path, model:
     assert [row["nan_turns"] for row in stage_run.run_folder.read_metrics()] == [3]
 
 
-def test_a_step_with_equal_rewards_has_no_gradient(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
-    stage_run = StageRun(tmp_path, model, loop_thread, steps=1)
-    trained = stage_run.run(Sampler(model, score=lambda *_: 1.0))
-    (row,) = stage_run.run_folder.read_metrics()
+def test_a_step_with_equal_rewards_leaves_weights_and_optimizer_states_as_they_are(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    """The second of three steps has no signal. Momentum and weight decay must not move the weights either."""
+    sampler = Sampler(model)
+    sampler.score = lambda *episode: parity_reward(*episode) if len(sampler.collections) != 2 else 1.0
+    stage_run = StageRun(
+        tmp_path, model, loop_thread, steps=3, save_steps=1, warmup_steps=2, grpo={"weight_decay": 0.1}
+    )
+    trained = stage_run.run(sampler)
+    rows = list(stage_run.run_folder.read_metrics())
+    assert [row["skipped_update"] for row in rows] == [0, 1, 0]
+    row = rows[1]
     assert (row["loss"], row["grad_norm"], row["episodes_in_loss"], row["zero_variance_groups"]) == (0, 0, 0, 2)
-    assert are_equal(load_weights(trained.model), load_weights(model))
+    first, second, third = sampler.syncs
+    assert not are_equal(first, second) and are_equal(second, third)
+    assert not are_equal(third, load_weights(trained.model))
+    states = [torch.load(trained.checkpoint.with_name(f"checkpoint-{step}") / "optimizer.pt") for step in (2, 3)]
+    assert {int(state["step"]) for state in states[0]["state"].values()} == {1}
+    assert {int(state["step"]) for state in states[1]["state"].values()} == {2}
 
 
 def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
