@@ -21,7 +21,6 @@ class StoredCollector:
     """
 
     overhead_cpu_s = overhead_s = 0.0
-    nan_turns = 0
 
     def __init__(self, reader: StoreReader) -> None:
         self._reader = reader

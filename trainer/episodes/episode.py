@@ -4,7 +4,8 @@ Invariants:
 - `response_ids`, `logprobs` and `loss_mask` have the same length and only grow. They hold the tokens as the engine
   returned them; no text is ever tokenised a second time.
 - `loss_mask` is 1 for each sampled token and 0 for each observation token. An observation token has log-probability 0.
-  A sampled token has log-probability None if its engine did not return the one with which it was sampled.
+  A sampled token has log-probability None if its engine did not return the one with which it was sampled, and NaN if
+  the returned one was not finite.
 - Weight versions never decrease along the tokens.
 - `reward` is None if infrastructure failed or the episode was cancelled. Such an episode never counts as a reward of 0.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 WITHOUT_LOGPROBS_ADVICE = (
     "no importance ratio can be computed for them; train on such episodes by SFT (`export --format chat`)"
@@ -119,6 +120,9 @@ class Turn:
 class Episode:
     """One attempt at a problem. It grows until `stop_reason` is set; an unfinished one can be continued later."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"ser_json_inf_nan": "constants"}
+    """A file of episodes holds NaN as it is, since null is another thing."""
+
     problem: Problem
     sample: int
     """The index of this episode among those of its problem."""
@@ -190,7 +194,8 @@ class Episode:
 
     @property
     def known_logprobs(self) -> list[float] | None:
-        """The log-probabilities; None if one is unknown, so that no importance ratio can be computed."""
+        """The log-probabilities; None if one is unknown, so that no importance ratio can be computed. The ratio of a
+        token with NaN counts as 1."""
         known = [logprob for logprob in self.logprobs if logprob is not None]
         return known if len(known) == len(self.logprobs) else None
 

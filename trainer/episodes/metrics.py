@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isfinite, nan
 from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -90,9 +90,10 @@ def is_unavailable(episode: Episode) -> bool:
     return episode.reward is None and episode.stop_reason is not StopReason.CANCELLED
 
 
-def _tokens_with_logprobs(episode: Episode) -> int:
-    """The number of sampled tokens; 0 if log-probabilities are unknown."""
-    return 0 if episode.known_logprobs is None else episode.sampled_tokens
+def _finite_logprobs(episode: Episode) -> list[float]:
+    """The finite log-probabilities of sampled tokens."""
+    pairs = zip(episode.logprobs, episode.loss_mask, strict=True)
+    return [logprob for logprob, is_sampled in pairs if is_sampled and logprob is not None and isfinite(logprob)]
 
 
 # The titles of the charts that show several metrics.
@@ -142,7 +143,11 @@ METRICS = {
         "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
         is_unavailable,
     ),
-    "nan_turns": Metric("turns with a NaN log-probability; each was sampled again or given up"),
+    "nan_logprobs": Metric(
+        "sampled tokens whose log-probability at the engine was not finite; their probability ratio counts as 1",
+        "Log-probabilities of NaN", "tokens", "count",
+        lambda e: sum(logprob is not None and not isfinite(logprob) for logprob in e.logprobs),
+    ),
     "cancelled_share": Metric("share of episodes that were cancelled as stragglers", _STALE, "cancelled", "share"),
     "cancelled_response_length": Metric(
         "mean tokens of cancelled episodes; compared to response_length it shows the bias to short episodes",
@@ -187,7 +192,8 @@ METRICS = {
     "grad_norm": Metric("norm of the gradient before clipping", "Gradient norm", "norm", "positive"),
     "entropy": Metric(
         "mean negative log-probability of a sampled token in nats, an estimate of the policy's entropy",
-        "Entropy of a token, mean", "nats", "count", lambda e: -sum(e.known_logprobs or ()), _tokens_with_logprobs,
+        "Entropy of a token, mean", "nats", "count", lambda e: -sum(_finite_logprobs(e)),
+        lambda e: len(_finite_logprobs(e)),
     ),
     "logprob_diff_mean": Metric(
         "mean absolute difference of a token's log-probability between engine and trainer",

@@ -52,8 +52,6 @@ class EpisodeCollector:
         """CPU seconds of the event loop's thread in the last call."""
         self.overhead_s = 0.0
         """Seconds of the last call in which no engine generated, no tool ran and no answer was checked."""
-        self.nan_turns = 0
-        """Turns of the last call with a log-probability that was not finite."""
 
     async def collect(
         self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
@@ -83,9 +81,8 @@ class EpisodeCollector:
         episodes and is raised here, for example `ValueError` if a prompt and `max_response_tokens` exceed the engines'
         maximum context.
         """
-        pool, busy_timer = self._pool, self._pool.busy_timer
+        busy_timer = self._pool.busy_timer
         cpu_start_s, wall_start_s, busy_start_s = time.thread_time(), time.perf_counter(), busy_timer.seconds
-        nan_turns_before = pool.nan_turns
         min_complete = len(groups) if min_complete is None else min_complete
         complete: list[list[Episode] | None] = [None] * len(groups)
         self._aborted.clear()
@@ -103,7 +100,6 @@ class EpisodeCollector:
             raise _root_cause(group) from None
         self.overhead_cpu_s = time.thread_time() - cpu_start_s
         self.overhead_s = time.perf_counter() - wall_start_s - (busy_timer.seconds - busy_start_s)
-        self.nan_turns = pool.nan_turns - nan_turns_before
         return complete
 
     async def _collect_group(

@@ -435,7 +435,7 @@ class TrlAdapter(MetricsCallback):
                 must_complete=must_complete,
                 is_decided=is_decided if stage.cancel_stragglers else None,
             )
-            measured = {name: getattr(collector, name) for name in ("nan_turns", "overhead_cpu_s", "overhead_s")}
+            measured = {name: getattr(collector, name) for name in ("overhead_cpu_s", "overhead_s")}
             return _Collected(started, results, measured | {"rollout_s": perf_counter() - started_at})
 
         return rollouts.loop_thread.start(collect)

@@ -328,21 +328,6 @@ async def test_the_cpu_time_of_a_call_is_measured(chat_format):
 
 
 @pytest.mark.asyncio
-async def test_nan_turns_are_counted_per_call(chat_format):
-    answer = answer_text("42") + END
-    pool = ScriptedPool(turns(answer, answer), nan_turns=10)
-    collector = make_collector(pool, chat_format, ScriptedTools())
-    for new_nan_turns in (2, 0):
-
-        async def count_nan_turns(new_nan_turns=new_nan_turns):
-            pool.nan_turns += new_nan_turns
-
-        pool.pause = count_nan_turns
-        await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
-        assert collector.nan_turns == new_nan_turns
-
-
-@pytest.mark.asyncio
 async def test_overhead_is_the_time_without_generation_and_tool_calls(chat_format):
     """The scripted engine sleeps outside the busy timer; the tool sleeps inside it."""
 
