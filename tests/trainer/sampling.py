@@ -67,6 +67,8 @@ class Sampler:
     """Called with the index of each collection when it starts."""
     error: str = ""
     """The error of every episode."""
+    stop_reason: StopReason = StopReason.FINISHED
+    """The stop reason of every episode."""
     overhead_cpu_s: float = 0.0
     overhead_s: float = 0.0
     weight_version: int = 0
@@ -133,7 +135,7 @@ class Sampler:
             logprobs=logprobs,
             loss_mask=mask,
             turns=[Turn(0, len(ids), "text", generate_s=0.01)],
-            stop_reason=StopReason.FINISHED,
+            stop_reason=self.stop_reason,
             answer_blocks=1,
             reward=self.score(problem, sample, ids),
             error=self.error,

@@ -218,6 +218,14 @@ class Episode:
         return sum(call.has_failed for turn in self.turns for call in turn.tool_calls)
 
     @property
+    def num_repeated_tool_calls(self) -> int:
+        """The number of failed tool calls that an earlier failed call of the episode equals in name and arguments."""
+        failed = [
+            (call.name, str(call.arguments)) for turn in self.turns for call in turn.tool_calls if call.has_failed
+        ]
+        return len(failed) - len(set(failed))
+
+    @property
     def sampled_tokens(self) -> int:
         return sum(self.loss_mask)
 

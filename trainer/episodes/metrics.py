@@ -10,7 +10,7 @@ Means and ratios are over scored episodes. Episodes without a reward count only 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean
@@ -116,6 +116,14 @@ METRICS = {
         "tool_error_ratio over episodes with reward 1", _FAILED, "correct episodes", "ratio",
         lambda e: e.num_failed_tool_calls * (e.reward > 0), lambda e: e.num_tool_calls * (e.reward > 0),
     ),
+    "repeated_call_share": Metric(
+        "share of tool calls that repeat a failed call of their episode and fail again", _FAILED, "repeated", "ratio",
+        lambda e: e.num_repeated_tool_calls, lambda e: e.num_tool_calls,
+    ),
+    "truncated_share": Metric(
+        "share of episodes that ended at max_response_tokens or max_turns", _SHARES, "truncated", "share",
+        lambda e: e.stop_reason in (StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT), _per_episode,
+    ),
     "one_answer": Metric(
         "share of episodes with exactly one answer block", _SHARES, "exactly one answer", "share",
         lambda e: e.answer_blocks == 1, _per_episode,
@@ -144,7 +152,7 @@ METRICS = {
         is_unavailable,
     ),
     "nan_logprobs": Metric(
-        "sampled tokens whose log-probability at the engine was not finite; their probability ratio counts as 1",
+        "sampled tokens with a log-probability that was not finite; their probability ratio counts as 1",
         "Log-probabilities of NaN", "tokens", "count",
         lambda e: sum(logprob is not None and not isfinite(logprob) for logprob in e.logprobs),
     ),
@@ -212,6 +220,19 @@ METRICS = {
     "weight_version": Metric("version of the weights from which the step starts: the training steps in them"),
 }  # fmt: skip
 """Every metric that a row may have. A metric that does not apply to a step, such as the reward in SFT, is absent."""
+WARNINGS = {
+    "truncated_share": (0.9, "nearly all episodes end at max_response_tokens or max_turns; raise the limits, or train "
+                        "on easier problems"),
+    "repeated_call_share": (0.5, "most tool calls repeat a failed one; `rstar-train show` with --html shows episodes"),
+}  # fmt: skip
+"""By metric: the value above which something is wrong with a step, and what to do."""
+
+
+def warnings(row: Mapping[str, Any]) -> list[str]:
+    """Return a line for each metric in the row of a step that is above its limit."""
+    return [
+        f"{name} is {row[name]:.0%}: {text}" for name, (limit, text) in WARNINGS.items() if (row.get(name) or 0) > limit
+    ]
 
 
 def step_metrics(groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence[int]]) -> dict[str, float]:

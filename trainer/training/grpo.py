@@ -377,6 +377,8 @@ class TrlAdapter(MetricsCallback):
             )
         in_loss = list(map(training_rows.in_loss_indices, groups, selected))
         self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._optional_metrics(groups)
+        for warning in metrics.warnings(self._step_metrics):
+            logger.warning("step %d: %s", step, warning)
         self._trained = [group[index] for group, used in zip(groups, in_loss, strict=True) for index in used]
         placeholder_id = self.trainer.processing_class.eos_token_id
         return [

@@ -217,7 +217,7 @@ async def test_the_error_of_a_turn_counts_its_failures_and_not_engines():
 
     async with make_pool(engines) as pool:
         engine.before_generate = fail
-        with pytest.raises(EngineError, match="^the same turn failed 3 times, the last: gone$"):
+        with pytest.raises(EngineError, match=r"^the same turn failed 3 times, the last: gone$"):
             await run_turn(pool, problem=1)
 
 

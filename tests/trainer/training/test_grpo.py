@@ -256,6 +256,14 @@ def test_a_token_with_a_log_probability_of_nan_has_a_ratio_of_1_and_is_counted(
     assert math.isfinite(row["entropy"]) and math.isfinite(row["loss"])
 
 
+def test_a_step_whose_episodes_are_truncated_is_warned_of_in_the_log(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    StageRun(tmp_path, model, loop_thread, steps=1).run(Sampler(model, stop_reason=StopReason.TOKEN_LIMIT))
+    (record,) = [record for record in caplog.records if record.name == "trainer.training.grpo"]
+    assert record.getMessage().startswith("step 1: truncated_share is 100%: ")
+
+
 def test_a_step_with_equal_rewards_leaves_weights_and_optimizer_states_as_they_are(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
