@@ -132,8 +132,8 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_che
 
 
 def head_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Estimate what the loss takes at the model's head: a tile of logits, and the gradients of the head's weights and of
-    its inputs in float32. TRL computes the logits tile by tile, so they are never in memory as a whole.
+    """Estimate what the loss takes at the head: a tile of logits, and the gradients of the weights and of the inputs of
+    the head in float32. TRL computes the logits tile by tile, so they are never in memory as a whole.
     """
     tile = min(tokens, TILE_TOKENS) * TILE_VOCABULARY * BYTES[dtype]
     return tile + (shape.vocab_size + tokens) * shape.hidden_size * TRAIN_BYTES_PER_VALUE

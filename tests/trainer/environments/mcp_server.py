@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ImageContent, TextContent
 
@@ -26,6 +26,12 @@ def add(name: str, amount: int) -> str:
     """Add an amount to a counter of this server."""
     values[name] = values.get(name, 0) + amount
     return f"{name} is {values[name]}"
+
+
+@server.tool()
+def count(ctx: Context) -> str:
+    """Count the calls of this session, or those without a session."""
+    return add((ctx.headers or {}).get("mcp-session-id", "none"), 1).rpartition(" ")[2]
 
 
 @server.tool()
