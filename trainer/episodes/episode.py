@@ -165,7 +165,8 @@ class Episode:
         self._append(ids, [0.0] * len(ids), 0)
 
     def tail(self, start_token: int, start_turn: int) -> Episode:
-        """Return a copy of this episode that has only the tokens and the turns from these indices on."""
+        """Return a copy of this episode that has only the tokens and the turns from these indices on. Its turns and
+        weight versions keep the indices of the whole episode; only `with_tail` may use them."""
         return replace(
             self,
             response_ids=self.response_ids[start_token:],
