@@ -29,12 +29,6 @@ def add(name: str, amount: int) -> str:
 
 
 @server.tool()
-def count(ctx: Context) -> str:
-    """Count the calls of this session, or those without a session."""
-    return add((ctx.headers or {}).get("mcp-session-id", "none"), 1).rpartition(" ")[2]
-
-
-@server.tool()
 def environment() -> str:
     return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()))
 
@@ -104,6 +98,12 @@ def leak(pid_file: str) -> str:
     while not os.path.exists(pid_file):
         time.sleep(0.01)
     return "leaked"
+
+
+@server.tool()
+def count(ctx: Context) -> str:
+    """Count the calls of this session, or those without a session."""
+    return add((ctx.headers or {}).get("mcp-session-id", "none"), 1).rpartition(" ")[2]
 
 
 def serve(fault: str = "", port: str = "0") -> None:
