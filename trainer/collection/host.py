@@ -24,7 +24,7 @@ from trainer.collection.store import FailureKind, Growth
 from trainer.collection.work import TryError
 from trainer.config import SamplingConfig
 from trainer.engines.pool import EnginePool
-from trainer.environments.environment import Environment, EnvironmentFailure, close_environment
+from trainer.environments.environment import Environment, EnvironmentFailure, check_score, close_environment
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
@@ -117,12 +117,16 @@ class EpisodeHost:
             async with asyncio.timeout(self.deadline_s):
                 if begin:
                     await self._begin(episode, environment)
-                reward = await _act(environment.score(episode))
+                reward = await _act(_checked_score(environment, episode))
         except TimeoutError:
             raise TryError(FailureKind.ENVIRONMENT, f"no score after {self.deadline_s:g} s") from None
         if reward is None:
             raise TryError(FailureKind.INFRASTRUCTURE, "the answer could not be checked")
         return reward
+
+
+async def _checked_score(environment: Environment, episode: Episode) -> float | None:
+    return check_score(episode.problem, await environment.score(episode))
 
 
 async def replay_actions(episode: Episode, environment: Environment, max_response_chars: int) -> None:

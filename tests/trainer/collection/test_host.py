@@ -96,6 +96,13 @@ async def test_an_exception_of_the_environment_is_a_failure_of_the_environment(e
     assert environment.num_closed == 1
 
 
+async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment() -> None:
+    environment = CountingEnvironment(scores=lambda _: float("nan"))
+    with pytest.raises(TryError, match=f"^{PROBLEM.environment}: expected a finite score or None, got nan$") as raised:
+        await run(make_host(lambda _: environment), Episode(PROBLEM, 0))
+    assert raised.value.kind is FailureKind.ENVIRONMENT
+
+
 async def test_calls_of_one_turn_reach_a_stateful_environment_one_after_the_other() -> None:
     async def later(count: int) -> None:
         await asyncio.sleep(0.01 * (3 - count))  # if they ran at once, the first would be answered last

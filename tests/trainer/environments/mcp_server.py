@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ImageContent, TextContent
 
@@ -98,6 +98,12 @@ def leak(pid_file: str) -> str:
     while not os.path.exists(pid_file):
         time.sleep(0.01)
     return "leaked"
+
+
+@server.tool()
+def count(ctx: Context) -> str:
+    """Count the calls of this session, or those without a session."""
+    return add((ctx.headers or {}).get("mcp-session-id", "none"), 1).rpartition(" ")[2]
 
 
 def serve(fault: str = "", port: str = "0") -> None:
