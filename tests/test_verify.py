@@ -20,35 +20,36 @@ from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Sta
 from tests.executor.calling import Caller, executor
 
 MATH_500 = Path(__file__).parents[2] / "shared" / "data" / "math500.jsonl"
-DEFAULT_FIELDS = verify.template_call({})
+DEFAULT_FIELDS = verify.check_template({})
+REPORT = '{"outcome": "equivalent"}'
 EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE = Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE
 
 
 # Results of checks as verdicts
 
 
-@pytest.mark.parametrize(
-    ("value", "outcome"),
-    [("'equivalent'", EQUIVALENT), ("'not_equivalent'", NOT_EQUIVALENT), ("'no gold'", UNPARSABLE)],
-)
-def test_the_value_of_a_finished_check_is_the_outcome(value: str, outcome: Outcome) -> None:
-    verdict = verify.verdict_of(Result("", Status.OK, value=value))
-    assert (verdict.outcome, verdict.status) == (outcome, Status.OK)
+@pytest.mark.parametrize("outcome", [EQUIVALENT, NOT_EQUIVALENT, UNPARSABLE])
+def test_the_value_of_a_finished_check_is_its_report(outcome: Outcome) -> None:
+    report = {"outcome": outcome, "message": "why", "gold": "7", "answer": None}
+    verdict = verify.verdict_of(Result("", Status.OK, value=json.dumps(report)))
+    assert verdict == Verdict(outcome, message="why", extracted={"gold": "7"})
 
 
 @pytest.mark.parametrize("status", [Status.TIMEOUT, Status.MEMORY_LIMIT, Status.KILLED, Status.OUTPUT_LIMIT])
 def test_a_check_that_exceeds_its_limits_is_unparsable(status: Status) -> None:
-    result = Result("", status, value="'equivalent'", error=CallError("Timeout", "used up its 1 s"))
+    result = Result("", status, value=REPORT, error=CallError("Timeout", "used up its 1 s"))
     assert verify.verdict_of(result) == Verdict(UNPARSABLE, status, "Timeout: used up its 1 s")
 
 
 @pytest.mark.parametrize(
     "result",
     [
-        Result("", Status.UNAVAILABLE, value="'equivalent'", error=CallError("NodeError", "tried 3 times")),
-        Result("", Status.ERROR, value="'equivalent'", error=CallError("ModuleNotFoundError", "No module math_verify")),
-        Result("", Status.OK, value="equivalent"),
-        Result("", Status.OK, stdout="'equivalent'"),
+        Result("", Status.UNAVAILABLE, value=REPORT, error=CallError("NodeError", "tried 3 times")),
+        Result("", Status.ERROR, value=REPORT, error=CallError("ModuleNotFoundError", "No module math_verify")),
+        Result("", Status.OK, value="'equivalent'"),
+        Result("", Status.OK, value='{"outcome": "unavailable"}'),
+        Result("", Status.OK, value="[" * 100_000),
+        Result("", Status.OK, stdout=REPORT),
         Result("", Status.OK),
     ],
 )
@@ -64,10 +65,12 @@ def test_a_malformed_pair_is_invalid() -> None:
 
 
 def test_a_check_is_a_call_with_both_answers_as_input() -> None:
-    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
-    call = verify.build_check("1'\n", "\ud800" * 10_000, shared)
+    shared = verify.check_template({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
+    call = verify.build_check("1'\n", "\ud800" * (verify.MAX_TEXT_CHARS + 2), shared)
     assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
-    assert json.loads(call.stdin) == ["1'\n", "\ud800" * (verify.MAX_ANSWER_CHARS + 1)], "longer answers are truncated"
+    header, _, texts = bytes(call.stdin).partition(b"\n")  # type: ignore[arg-type]
+    assert json.loads(header) == {"strictness": "strict", "rounding": False, "gold_bytes": 3}
+    assert texts.decode("utf-8", "surrogatepass") == "1'\n" + "\ud800" * (verify.MAX_TEXT_CHARS + 1), "cut, too long"
     assert Call.decode(call.encode(binary=True)) == call
     assert verify.build_check("7", "8", DEFAULT_FIELDS).code == call.code
 
@@ -89,7 +92,7 @@ def test_the_error_of_a_malformed_pair_names_the_expectation(raw: Any, message: 
 
 def test_a_request_cannot_set_the_code_of_its_checks() -> None:
     with pytest.raises(InvalidCall, match="unknown field 'code'; the fields are limits, priority, tenant"):
-        verify.template_call({"code": "1"})
+        verify.check_template({"code": "1"})
 
 
 # The checker in the sandbox
@@ -102,7 +105,7 @@ def caller(guest_python: Path) -> Iterator[Caller]:
 
 
 def check(caller: Caller, pairs: Sequence[tuple[str, str]], **fields: Any) -> list[Verdict]:
-    shared = verify.template_call(fields)
+    shared = verify.check_template(fields)
     return [
         verify.verdict_of(result) for result in caller.run_all([verify.build_check(*pair, shared) for pair in pairs])
     ]
@@ -119,7 +122,10 @@ def test_the_verify_zygote_is_spawned_on_first_use(guest_python: Path) -> None:
 
 
 def test_math_verify_without_alarms_logs_no_warning(guest_python: Path) -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import checker; print(checker.compare('1', '1'))"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import checker; "
+        "print(checker.compare('1', '1', 'math-verify').outcome)"
+    )
     argv = [guest_python, "-I", "-c", code, str(Path(verify.__file__).parent / "guest")]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("equivalent\n", "")

@@ -108,6 +108,9 @@ compare("(1, 2)", "(1,2)"), compare("[0, 1)", "[0,1)"), compare("1,2", "2,1"), c
 compare("x^2 + 2x + 1", "(x+1)^2"), compare("x = 3", "3"), compare("x < 3", "3 > x"), compare(r"2\pi", r"\pi * 2")
 compare(r"\text{even}", r"\text{odd}"), compare(r"50\%", "0.5"), compare("1,000", "1000"), compare("3 + 4i", "4i + 3")
 compare(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"), compare("1", "")
+compare(r"\sqrt{3} + 1", r"\frac{2}{\sqrt{3} - 1}"), compare("2x - y = 1", "y = 2x - 1")
+compare(r"\sin 2x", r"2\sin x\cos x"), compare("x^2 - 1", "x^2 - 2")
+compare(r"\sqrt{2}", "1.41421356"), compare(r"\sqrt{3 + 2\sqrt{2}}", r"1 + \sqrt{2}")
 """,
 }
 
