@@ -13,8 +13,9 @@ import re
 from fractions import Fraction
 from typing import Any
 
-import answer_reader
-from answer_reader import Items, Quantity, Relation, Text, Unreadable, Value, is_scalar, to_sympy
+from answer_numbers import Unreadable, decimal_of, is_scalar, to_sympy
+from answer_reader import INFINITY, Items, Quantity, Relation, Text, Value, read
+from answer_tokens import normalise, plain
 
 _MAX_PRECISION_BITS = 2000
 """Precision up to which a difference that may be zero is evaluated."""
@@ -33,8 +34,8 @@ _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 def are_equal(gold_text: str, answer_text: str, rounding: bool = False) -> bool:
     """Return whether two extracted answers are equal."""
-    gold_source, answer_source = answer_reader.normalise(gold_text), answer_reader.normalise(answer_text)
-    gold_plain, answer_plain = answer_reader.plain(gold_source), answer_reader.plain(answer_source)
+    gold_source, answer_source = normalise(gold_text), normalise(answer_text)
+    gold_plain, answer_plain = plain(gold_source), plain(answer_source)
     if gold_plain and gold_plain == answer_plain:
         return True
     if _clock_or_date(gold_plain) is not None or _clock_or_date(answer_plain) is not None:
@@ -46,8 +47,8 @@ def are_equal(gold_text: str, answer_text: str, rounding: bool = False) -> bool:
         return True
     is_real = not _COMPLEX.search(gold_source + " " + answer_source)
     try:
-        gold = answer_reader.read(gold_source, is_real)
-        answer = answer_reader.read(answer_source, is_real)
+        gold = read(gold_source, is_real)
+        answer = read(answer_source, is_real)
     except Unreadable:
         return False
     return _Comparison(answer_source if rounding else "").equal(gold, answer)
@@ -112,7 +113,7 @@ def _is_choice_with_text(gold: str, answer: str) -> bool:
 
 class _Comparison:
     def __init__(self, rounded_source: str) -> None:
-        self._rounded = answer_reader.decimal_of(rounded_source) if rounded_source else None
+        self._rounded = decimal_of(rounded_source) if rounded_source else None
 
     def equal(self, gold: Value, answer: Value) -> bool:
         gold, answer = _as_named_list(gold), _as_named_list(answer)
@@ -301,7 +302,7 @@ def _region(value: Value) -> tuple[str, Items] | None:
         return ("", _as_union(value)) if value.kind in ("union", "minus") or _is_interval(value) else None
     if not isinstance(value, Relation) or len(value.parts) > 3:
         return None
-    infinity = importlib.import_module("sympy").Symbol(answer_reader.INFINITY, positive=True)
+    infinity = importlib.import_module("sympy").Symbol(INFINITY, positive=True)
     if value.operators == ("!=",):
         name, number = "".join(value.sources[0].split()), value.parts[1]
         if _NAME.fullmatch(name) and is_scalar(number) and not _letters(number):
@@ -343,7 +344,7 @@ def _as_union(value: Items) -> Items:
     reals, removed = value.items
     if not isinstance(reals, Items) or reals.kind != "()" or not isinstance(removed, Items) or removed.kind != "set":
         return value
-    if [str(item) for item in reals.items] != ["-" + answer_reader.INFINITY, answer_reader.INFINITY]:
+    if [str(item) for item in reals.items] != ["-" + INFINITY, INFINITY]:
         return value
     if not all(is_scalar(item) and not _letters(item) for item in removed.items):
         return value
