@@ -111,6 +111,7 @@ def _parse(text: str) -> list[Any]:
 
 def refuse_code() -> None:
     """Make sympy raise ValueError instead of evaluating text that is more than numbers and their arithmetic."""
+    importlib.import_module("sympy.physics.units")  # `simplify` imports it, and it evaluates names of its own
     parser: Any = importlib.import_module("sympy.parsing.sympy_parser")
     stringify = parser.stringify_expr
 
