@@ -242,7 +242,11 @@ def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schem
     pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
     pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=reference("Pair"))
     options = {
-        "strictness": {**reference("Strictness"), "default": Strictness.STRICT.value},
+        "strictness": {
+            **reference("Strictness"),
+            "description": OPTION_FIELDS["strictness"],
+            "default": Strictness.STRICT.value,
+        },
         "rounding": _field("boolean", OPTION_FIELDS["rounding"], default=False),
     }
     shared = options | {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
