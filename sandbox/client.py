@@ -29,7 +29,7 @@ from sandbox.judge_requests import MAX_TESTS_AT_ONCE, RawProgram, decode_all
 from sandbox.pending_results import Submission
 from sandbox.transport import CALL_ROUTE, Transport
 from sandbox.types import Call, Result, Verdict
-from sandbox.verify import build_check, decode_pair, template_call, verdict_of
+from sandbox.verify import build_check, check_template, decode_pair, verdict_of
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
@@ -157,10 +157,11 @@ class AsyncClient:
     async def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order.
 
-        `fields` may be `limits`, `priority`, `tenant` and `deadline_s` of `Call`. Each pair is a call of its own.
+        Both may be whole completions. `fields` may be `strictness` ("strict" or "math-verify") and `rounding`, and
+        `limits`, `priority`, `tenant` and `deadline_s` of `Call`. Each pair is a call of its own.
         Raises as `run_batch` does.
         """
-        template = template_call(fields)
+        template = check_template(fields)
         decoded = [
             _decode_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_as_list(pairs, "pairs", _EXPECTED_PAIR))
         ]

@@ -99,14 +99,21 @@ _PROFILES: dict[str, Profile] = {profile.value: profile for profile in Profile}
 class Outcome(DocumentedEnum):
     """How an answer compares with the right answer. `unavailable` and `invalid` must not be scored as 0."""
 
-    EQUIVALENT = "equivalent", "math-verify finds both equal."
-    NOT_EQUIVALENT = "not_equivalent", "math-verify can read both and does not find them equal."
+    EQUIVALENT = "equivalent", "Both have an answer, and the answers are equal by the rules of `strictness`."
+    NOT_EQUIVALENT = "not_equivalent", "Both have an answer, and the answers are not shown to be equal."
     UNPARSABLE = (
         "unparsable",
-        "One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`).",
+        "One of the two has no answer, or the comparison exceeded its limits (see `Verdict.status`).",
     )
     UNAVAILABLE = "unavailable", "The service failed to check the pair."
     INVALID = "invalid", "The pair is malformed. `Verdict.message` names the field."
+
+
+class Strictness(DocumentedEnum):
+    """The rules by which two answers are equal."""
+
+    STRICT = "strict", "The rules of docs/verify.md: exact, and in doubt not equivalent."
+    MATH_VERIFY = "math-verify", "The library math-verify as it is, for comparison with published figures."
 
 
 LIMIT_FIELDS: dict[str, NumberRule] = {
@@ -401,6 +408,7 @@ class Verdict:
     status: Status = Status.OK
     message: str = ""
     usage: Usage = Usage()
+    extracted: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """Return a mapping for JSON and msgpack."""
@@ -409,6 +417,7 @@ class Verdict:
             "status": self.status.value,
             "message": self.message,
             "usage": asdict(self.usage),
+            "extracted": self.extracted,
         }
 
 

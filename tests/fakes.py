@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 from typing import Any, cast
 
@@ -31,6 +32,13 @@ def ok_result(call: dict[str, Any]) -> dict[str, Any]:
     value = stdin.decode("utf-8", "replace") if isinstance(stdin, bytes) else stdin
     result = Result("", Status.OK, stdout=call["code"], value=value, exit_code=0, files=files, usage=usage)
     return result.encode(binary=True)
+
+
+def pair_of_check(call: dict[str, Any]) -> tuple[str, str]:
+    """Return gold and answer of an encoded answer check."""
+    options, _, texts = call["stdin"].partition(b"\n")
+    gold_bytes = json.loads(options)["gold_bytes"]
+    return texts[:gold_bytes].decode(), texts[gold_bytes:].decode()
 
 
 class FakeExecutor(asyncio.Protocol):

@@ -301,7 +301,7 @@ async def test_checks_are_sent_and_retried_as_calls() -> None:
         assert await client.verify([]) == []
     assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
     assert server.batch_sizes == [3, 1]
-    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    shared = verify.check_template({"limits": {"timeout_s": 2}, "tenant": "mine"})
     assert Call.decode(server.requests[1][0]) == verify.build_check("3", "3", shared)
 
 

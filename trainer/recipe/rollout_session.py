@@ -80,8 +80,13 @@ def chat_formats(config: RunConfig, model: Path) -> Callable[[Sequence[ToolSchem
 
 def connect_sandbox(config: SandboxConfig) -> AbstractAsyncContextManager[SandboxConnection]:
     """Connect to the sandbox, or start one, until the block ends."""
-    endpoints = expand_urls(config.endpoints) or "local"
-    return open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb)
+    return open_sandbox(
+        expand_urls(config.endpoints) or "local",
+        timeout_s=config.timeout_s,
+        memory_mb=config.memory_mb,
+        answer_check=config.answer_check,
+        answer_rounding=config.answer_rounding,
+    )
 
 
 @contextmanager

@@ -41,4 +41,5 @@ VERDICT_FIELDS: dict[str, str] = {
     "status": "how the check ended, in its own virtual time and limits: ok if the comparison finished",
     "message": "the reason why there is no comparison; else empty",
     "usage": "resources that the check used",
+    "extracted": "the answers that were found in gold and answer, each cut at 200 characters",
 }

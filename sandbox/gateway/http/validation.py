@@ -29,12 +29,13 @@ BATCH_FIELDS: dict[str, str] = {
 }
 VERIFY_FIELDS: dict[str, str] = {
     "pairs": "the pairs of a right answer and an answer to check; verdicts are in the same order",
+    **verify.OPTION_FIELDS,
     **verify.VERIFY_CALL_FIELDS,
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 PAIR_FIELDS: dict[str, str] = {
-    "gold": "the right answer, as LaTeX or plain text",
-    "answer": "the answer to check: the content of the box, or text with a \\boxed{} in it",
+    "gold": "the right answer as LaTeX or plain text, or a solution that ends with it",
+    "answer": "the answer to check, or a whole completion that has it; at most 1048576 characters",
 }
 CALLS_PER_YIELD = 256
 """Calls validated before the task yields to the event loop, about 1 ms."""
@@ -83,7 +84,8 @@ async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
     """Parse the body of /v1/verify as calls that check its pairs. Raises `InvalidCall` or `RequestRefused`."""
     check_fields(raw, VERIFY_FIELDS, "verify", "pairs")
     pairs = check_items(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
-    template = verify.template_call({name: raw[name] for name in verify.VERIFY_CALL_FIELDS if name in raw})
+    shared = {name: value for name, value in raw.items() if name not in ("pairs", "queue_timeout_s")}
+    template = verify.check_template(shared)
     timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
     return await _parse_all(
         pairs,

@@ -17,7 +17,7 @@ from sandbox.client import AsyncClient
 from sandbox.errors import ConfigError, IsolationError, Overloaded
 from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
-from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid_result
+from sandbox.types import CallError, Limits, Outcome, Result, Status, Verdict, invalid_result
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.environments.answer_check import AnswerChecker
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
@@ -149,6 +149,25 @@ def test_a_call_that_the_sandbox_rejects_is_logged_and_unavailable(caplog: pytes
     assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
     assert asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1")])) == [VerifyOutcome.UNAVAILABLE]
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"], "of the tool and of the checker"
+
+
+def test_the_answer_checker_sends_its_rules() -> None:
+    sent: list[dict[str, Any]] = []
+
+    class RecordingClient:
+        async def verify(self, pairs: Any, **fields: Any) -> list[Verdict]:
+            sent.append(fields)
+            return [Verdict(Outcome.EQUIVALENT)] * len(pairs)
+
+    client: Any = RecordingClient()
+    for rules in ((), ("math-verify",), ("strict", True)):
+        outcomes = asyncio.run(AnswerChecker(client, Limits(), *rules).verify([("1", "1")]))
+        assert outcomes == [VerifyOutcome.EQUIVALENT]
+    assert [(fields["strictness"], fields["rounding"]) for fields in sent] == [
+        ("strict", False),
+        ("math-verify", False),
+        ("strict", True),
+    ]
 
 
 def test_the_answer_checker_returns_the_sandboxs_outcomes(address: str) -> None:
