@@ -6,8 +6,9 @@
 
 - The code of a program or a checker is compiled in a call of its own if at least `MIN_CALLS_TO_COMPILE` calls of a wave
   use it. If this call fails, the others bring no compiled code and compile for themselves.
-- Without `stop_at_first_failure` all tests are one wave, unless their calls are too large (`MAX_WAVE_BYTES`). With it
-  the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on the outcomes of the tests before them.
+- Without `stop_at_first_failure` all tests are one wave, unless there are very many (`MAX_WAVE_CALLS`) or their calls
+  are too large (`MAX_WAVE_BYTES`). With it the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on
+  the outcomes of the tests before them.
 - A wave that does not fit into the queue waits for room. The waves of a tenant wait in the order of their arrival.
   After `queue_timeout_s` the tests of a waiting wave become `unavailable`, so that an accepted request gets an answer
   for each test.
@@ -33,7 +34,6 @@ from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import (
-    ABSENT,
     FAILURES,
     JudgedProgram,
     JudgedTest,
@@ -43,6 +43,7 @@ from sandbox.judge import (
     checker_outcome,
     compile_call,
     compiled_code,
+    count_values,
     unanswered_test,
     with_compiled,
 )
@@ -55,10 +56,14 @@ MIN_CALLS_TO_COMPILE = 3
 """Calls with the same code for which a call that only compiles is worth its own cost."""
 MAX_WAVE_BYTES = 32 << 20
 """A wave ends with the call with which its calls have this many bytes. The code counts for each call."""
+MAX_WAVE_CALLS = 2048
+"""Calls of one wave, which are built and admitted in one step of the event loop, 5 us each."""
 MAX_PROGRAMS_AT_ONCE = 1024
 """Programs of a request that are judged at the same time, each by a task."""
 ADMISSION_RETRY_S = 0.05
 """Seconds between two attempts to admit a wave."""
+PROGRAMS_PER_YIELD = 1024
+"""Programs whose size is added up before the task yields to the event loop."""
 RESULTS_PER_YIELD = 32
 """Results judged before the task yields to the event loop."""
 MAX_UNEXPECTED_VALUES = 50_000
@@ -80,12 +85,14 @@ class Judge:
         self._admission_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """One lock per tenant, so that only one task of a tenant retries the admission and the others wait in order."""
 
-    def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
+    async def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
         """Check that the queue can take one call for each test now. Raises `Overloaded` or `RequestRefused`. `owner` is
         the tenant of the request's token."""
         self._dispatcher.check_accepting()
         wanted: defaultdict[str, Outstanding] = defaultdict(Outstanding)
-        for program in programs:
+        for number, program in enumerate(programs):
+            if number % PROGRAMS_PER_YIELD == PROGRAMS_PER_YIELD - 1:
+                await asyncio.sleep(0)
             wanted[program.call.tenant].add(len(program.tests), program.size)
         self._dispatcher.call_table.check_capacity(wanted, owner, monotonic())
 
@@ -118,12 +125,13 @@ class Judge:
         call, clamped = self.clamped(program.call, owner)
         program = replace(program, call=call)
         run = _ProgramRun(self, program, queue_timeout_s, owner)
-        calls, tests = program.calls(), list[JudgedTest]()
-        for start, end in _waves(calls, doubling=program.stop_at_first_failure):
-            tests += await run.judge_wave(program.tests[start:end], calls[start:end])
+        tests: list[JudgedTest] = []
+        sizes = [call.size + test.size for test in program.tests]
+        for start, end in _waves(sizes, doubling=program.stop_at_first_failure):
+            tests += await run.judge_wave(program.tests[start:end], program.calls(start, end))
             failed = next((index for index, test in enumerate(tests) if test.outcome in FAILURES), None)
             if program.stop_at_first_failure and failed is not None:
-                skipped = len(calls) - failed - 1
+                skipped = len(program.tests) - failed - 1
                 tests[failed + 1 :] = [JudgedTest(JudgeOutcome.SKIPPED)] * skipped
                 break
         return JudgedProgram.of(program.call.id, tuple(tests), clamped)
@@ -244,7 +252,7 @@ class _ProgramRun:
         clamped = [self._judge.clamped(check, self._owner)[0] for check in checks.values()]
         calls = await self._with_compiled(clamped, reads_results=True)
         outcomes = {}
-        for start, end in _waves(calls, doubling=False):
+        for start, end in _waves([call.size for call in calls], doubling=False):
             async with self._running(calls[start:end], reads_results=True) as results:
                 async for number, result in results:
                     outcomes[indexes[start + number]] = checker_outcome(result)
@@ -269,27 +277,27 @@ class _ProgramRun:
         return self._judge.running(calls, self._queue_timeout_s, self._owner, reads_results=reads_results)
 
 
-def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each wave."""
-    start, max_calls = 0, 1 if doubling else len(calls)
-    while start < len(calls):
+def _waves(sizes: Sequence[int], *, doubling: bool) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each wave of calls with these sizes in bytes."""
+    start, max_calls = 0, 1 if doubling else MAX_WAVE_CALLS
+    while start < len(sizes):
         end, size_bytes = start, 0
-        while end < len(calls) and end - start < max_calls and size_bytes < MAX_WAVE_BYTES:
-            size_bytes += calls[end].size
+        while end < len(sizes) and end - start < max_calls and size_bytes < MAX_WAVE_BYTES:
+            size_bytes += sizes[end]
             end += 1
         yield start, end
-        start, max_calls = end, 2 * max_calls
+        start, max_calls = end, min(2 * max_calls, MAX_WAVE_CALLS)
 
 
 async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Comparison) -> bool:
     """Return whether the answer of a program equals the expected one."""
     if not test.function_call:
-        return await _finish(compare_texts(test.expected, result["stdout"], comparison))
+        return await _finish(compare_texts(test.expected or "", result["stdout"], comparison))
     try:
         value = _returned_value(test, result)
     except (ValueError, RecursionError):  # the program has forged its report
         return False
-    return await _finish(compare_json(test.expected, value, comparison))
+    return await _finish(compare_json(json.loads(test.expected or ""), value, comparison))
 
 
 def _is_readable(test: ProgramTest, result: EncodedResult) -> bool:
@@ -315,20 +323,16 @@ def _returned_value(test: ProgramTest, result: EncodedResult) -> Any:
     return value
 
 
-def _has_too_many_values(text: str, expected: Any) -> bool:
-    """Return whether JSON text has far more values than the expected value, so that it cannot equal it.
+def _has_too_many_values(text: str, expected: str | None) -> bool:
+    """Return whether JSON text has far more values than the expected JSON text, so that it cannot equal it.
 
     No JSON text of a value has more of the counted characters than that of `json.dumps`, which escapes none of them.
     Only text that repeats keys of an object (1 and "1") may have more; the factor 2 leaves room for it.
     """
-    values = _count_values(text)
-    if expected is ABSENT:
+    values = count_values(text)
+    if expected is None:
         return values > MAX_UNKNOWN_VALUES
-    return values > MAX_UNEXPECTED_VALUES and values > 2 * _count_values(json.dumps(expected))
-
-
-def _count_values(text: str) -> int:
-    return sum(map(text.count, "[{,"))
+    return values > MAX_UNEXPECTED_VALUES and values > 2 * count_values(expected)
 
 
 async def _finish(steps: Steps) -> bool:

@@ -322,7 +322,7 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
         times_ms = usage["queue_ms"] + usage["run_ms"]
         if isinstance(times_ms, (int, float)) and isinstance(result["files"], dict) and result["status"] in _STATUSES:
             return seq, result, result_bytes(result)
-    except (TypeError, ValueError, KeyError):
+    except (AttributeError, TypeError, ValueError, KeyError):
         pass
     raise ProtocolError(f"expected a result as [seq, result], got {pair!r:.120}")
 
