@@ -88,6 +88,22 @@ def encode(value: object, content_type: str) -> bytes:
     return _encode_msgpack(value) if content_type in (MSGPACK, MSGPACK_STREAM) else _encode_json(value)
 
 
+async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
+    """Encode a large value as JSON or msgpack. Returns its parts."""
+    pieces = _msgpack_pieces(value) if content_type in (MSGPACK, MSGPACK_STREAM) else _json_pieces(value)
+    parts: list[bytes] = []
+    step: list[bytes] = []
+    step_bytes = 0
+    for piece in pieces:
+        step.append(piece)
+        step_bytes += len(piece)
+        if step_bytes >= CHUNK_BYTES:
+            parts.append(b"".join(step))
+            step, step_bytes = [], 0
+            await asyncio.sleep(0)
+    return [*parts, b"".join(step)]
+
+
 async def encode_result(result: Encoded, content_type: str) -> list[bytes]:
     """Encode the body of a single result. Returns its parts."""
     return await _encode_alone(result, content_type)
@@ -144,23 +160,12 @@ async def _encode_alone(result: Encoded, content_type: str) -> list[bytes]:
     """Encode one result, a large one in steps."""
     if _encoded_bytes(result) <= CHUNK_BYTES:
         return [encode(result, content_type)]
-    pieces = _msgpack_pieces(result) if content_type in (MSGPACK, MSGPACK_STREAM) else _json_pieces(result)
-    parts: list[bytes] = []
-    step: list[bytes] = []
-    step_bytes = 0
-    for piece in pieces:
-        step.append(piece)
-        step_bytes += len(piece)
-        if step_bytes >= CHUNK_BYTES:
-            parts.append(b"".join(step))
-            step, step_bytes = [], 0
-            await asyncio.sleep(0)
-    return [*parts, *step]
+    return await encode_in_steps(result, content_type)
 
 
 def _encoded_bytes(result: Encoded) -> int:
     """Return the approximate size of an encoded result, verdict or judged program."""
-    if "stdout" in result:
+    if "files" in result:
         return result_bytes(cast(EncodedResult, result))
     tests = result.get("tests", ())
     assert isinstance(tests, Sized)

@@ -10,7 +10,6 @@ tool, and the Python SDK `sandbox-fusion`.
 
 from __future__ import annotations
 
-import base64
 import glob
 import json
 import posixpath
@@ -99,7 +98,7 @@ class RunCodeForm(CallsForm):
             "compile_result": None,
             "run_result": _command(result, result["stdout"], result["stderr"]),
             "executor_pod_name": None,
-            "files": _base64_files(result, self.head.extra),
+            "files": _returned_files(result, self.head.extra),
         }
 
 
@@ -143,7 +142,7 @@ class RunJupyterForm(CallsForm):
             "driver": _command(result, "", ""),
             "cells": cells,
             "executor_pod_name": None,
-            "files": _base64_files(result, fetched),
+            "files": _returned_files(result, fetched),
         }
 
 
@@ -166,7 +165,7 @@ async def _run(request: web.Request, form: RunCodeForm | RunJupyterForm) -> web.
             await exchange.wait_for_results(batch)
             result = batch.pop_result(0)
             response = _unavailable(result) or form.build_response(result)
-            return await exchange.respond(request, 200, [codec.encode(response, JSON)], JSON)
+            return await exchange.respond(request, 200, await codec.encode_in_steps(response, JSON), JSON)
     except UnsupportedLanguage as error:
         return await exchange.respond(request, 200, [codec.encode(_sandbox_error(str(error)), JSON)], JSON)
     except Overloaded as error:
@@ -287,9 +286,9 @@ def _return_code(result: EncodedResult) -> int:
     return result["exit_code"] or (0 if is_ok else 1)
 
 
-def _base64_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str, str]:
+def _returned_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str, bytes]:
     files = result["files"]
-    return {name: base64.b64encode(files[path]).decode() for name, path in fetched.items() if path in files}
+    return {name: files[path] for name, path in fetched.items() if path in files}
 
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
