@@ -95,12 +95,12 @@ async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
     step: list[bytes] = []
     step_bytes = 0
     for piece in pieces:
-        step.append(piece)
-        step_bytes += len(piece)
-        if step_bytes >= CHUNK_BYTES:
+        if step_bytes + len(piece) > CHUNK_BYTES:
             parts.append(b"".join(step))
             step, step_bytes = [], 0
             await asyncio.sleep(0)
+        step.append(piece)
+        step_bytes += len(piece)
     return [*parts, b"".join(step)]
 
 
@@ -220,7 +220,7 @@ def _msgpack_pieces(value: object) -> Iterator[bytes]:
 
 def _groups(items: list[object]) -> Iterator[list[object]]:
     """Yield the items of a list in groups of about `CHUNK_BYTES`. No list of a result has larger items."""
-    step = CHUNK_BYTES // JUDGED_TEST_BYTES
+    step = max(1, CHUNK_BYTES // JUDGED_TEST_BYTES)
     return (items[start : start + step] for start in range(0, len(items), step))
 
 

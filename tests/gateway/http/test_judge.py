@@ -446,6 +446,14 @@ async def test_large_programs_are_split_into_waves(monkeypatch: pytest.MonkeyPat
         assert initials(await judge(served, {"code": "#" * 1000, "tests": make_tests(*"pppppppp")})) == "p" * 8
 
 
+async def test_very_many_tests_are_split_into_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "MAX_WAVE_CALLS", 10)
+    assert list(judging._waves([1] * 25, doubling=False)) == [(0, 10), (10, 20), (20, 25)]
+    assert list(judging._waves([1] * 30, doubling=True)) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 25), (25, 30)]
+    async with serving() as served:
+        assert initials(await judge(served, {"code": "code", "tests": make_tests(*"pw" * 15)})) == "pw" * 15
+
+
 async def test_other_tasks_run_between_the_steps_of_a_comparison() -> None:
     turns: list[str] = []
 
