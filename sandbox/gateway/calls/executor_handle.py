@@ -124,6 +124,11 @@ class ExecutorHandle:
         if self._connection is not None:
             self._connection.send(message)
 
+    def send_calls(self, calls: list[list[object]]) -> None:
+        """Queue a frame with calls, each as its `seq` and its mapping."""
+        if self._connection is not None:
+            self._connection.write(wire.pack_calls(calls))
+
     def kill(self) -> None:
         """Kill the executor without a "drain" frame."""
         if self._process is not None:
@@ -277,8 +282,13 @@ class _ExecutorProtocol(asyncio.Protocol):
         self._owner.on_window_grown(self._executor)
 
     def send(self, message: list[object]) -> None:
+        self.write([wire.pack(message)])
+
+    def write(self, parts: list[bytes]) -> None:
+        """Send the parts of a frame."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.pack(message))
+            for part in parts:
+                self._transport.write(part)
 
     def send_eof(self) -> None:
         """End the stream to the executor after all queued frames are sent."""
