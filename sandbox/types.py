@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import re
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -224,17 +225,30 @@ class Call:
 
     def with_limits(self, limits: Limits) -> Call:
         """Return this call with other limits, which must be valid. The other fields are not checked again."""
+        return self.with_checked(limits=limits)
+
+    def with_checked(self, **changes: Any) -> Call:
+        """Return this call with other values of some fields, which must be valid. No field is checked again."""
         call = object.__new__(Call)
         for name in _DEFAULTS:
-            _set(call, name, limits if name == "limits" else getattr(self, name))
+            _set(call, name, changes[name] if name in changes else getattr(self, name))
         return call
 
     @property
     def size(self) -> int:
         """Approximate memory of this call in bytes, for admission."""
         texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
-        size = 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
-        return size + 64 * len(texts) + sum(map(len, texts))
+        size = 256 + memory_bytes(self.code) + memory_bytes(self.stdin) + sum(map(len, self.files.values()))
+        return size + 64 * len(texts) + sum(map(memory_bytes, texts))
+
+    def encode_changes(self, base: Call) -> dict[str, Any]:
+        """Return the mapping from which `decode` with the defaults `base` builds this call, for msgpack. It has no
+        fields that the call has from `base`."""
+        raw: dict[str, Any] = {"code": self.code}
+        for name in _DEFAULTS:
+            if (value := getattr(self, name)) is not getattr(base, name):
+                raw[name] = asdict(value) if name == "limits" else str(value) if name == "profile" else value
+        return raw
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
@@ -349,7 +363,7 @@ class Result:
 
     def encode(self, *, binary: bool = False) -> EncodedResult | dict[str, Any]:
         """Return a mapping for JSON, or with `binary` for msgpack."""
-        error, usage = self.error, self.usage
+        error = self.error
         encoded: EncodedResult = {
             "id": self.id,
             "status": self.status.value,
@@ -363,12 +377,7 @@ class Result:
             "signal": self.signal,
             "truncated": list(self.truncated),
             "files": dict(self.files),
-            "usage": {
-                "queue_ms": usage.queue_ms,
-                "run_ms": usage.run_ms,
-                "cpu_ms": usage.cpu_ms,
-                "peak_memory_mb": usage.peak_memory_mb,
-            },
+            "usage": encode_usage(self.usage),
             "attempts": self.attempts,
             "clamped": dict(self.clamped),
             "missing_files": list(self.missing_files),
@@ -416,9 +425,24 @@ class Verdict:
             "outcome": self.outcome.value,
             "status": self.status.value,
             "message": self.message,
-            "usage": asdict(self.usage),
+            "usage": encode_usage(self.usage),
             "extracted": self.extracted,
         }
+
+
+def encode_usage(usage: Usage) -> EncodedUsage:
+    """Return a mapping for JSON and msgpack."""
+    return {
+        "queue_ms": usage.queue_ms,
+        "run_ms": usage.run_ms,
+        "cpu_ms": usage.cpu_ms,
+        "peak_memory_mb": usage.peak_memory_mb,
+    }
+
+
+def memory_bytes(text: str | bytes) -> int:
+    """Return the bytes of a text in memory: up to four for each character. Costs the same for any length."""
+    return len(text) if isinstance(text, bytes) or text.isascii() else sys.getsizeof(text)
 
 
 def signal_name(number: int | None) -> str:

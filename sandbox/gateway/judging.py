@@ -6,8 +6,9 @@
 
 - The code of a program or a checker is compiled in a call of its own if at least `MIN_CALLS_TO_COMPILE` calls of a wave
   use it. If this call fails, the others bring no compiled code and compile for themselves.
-- Without `stop_at_first_failure` all tests are one wave, unless their calls are too large (`MAX_WAVE_BYTES`). With it
-  the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on the outcomes of the tests before them.
+- Without `stop_at_first_failure` all tests are one wave, unless there are very many (`MAX_WAVE_CALLS`) or their calls
+  are too large (`MAX_WAVE_BYTES`). With it the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on
+  the outcomes of the tests before them.
 - A wave that does not fit into the queue waits for room. The waves of a tenant wait in the order of their arrival.
   After `queue_timeout_s` the tests of a waiting wave become `unavailable`, so that an accepted request gets an answer
   for each test.
@@ -35,7 +36,6 @@ from sandbox.gateway.calls.batch import Batch, next_request_number, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import CANCELLED_MESSAGE, STOPPED_MESSAGE, Dispatcher
 from sandbox.judge import (
-    ABSENT,
     FAILURES,
     JudgedProgram,
     JudgedTest,
@@ -45,6 +45,7 @@ from sandbox.judge import (
     checker_outcome,
     compile_call,
     compiled_code,
+    count_values,
     unanswered_test,
     with_compiled,
 )
@@ -57,10 +58,14 @@ MIN_CALLS_TO_COMPILE = 3
 """Calls with the same code for which a call that only compiles is worth its own cost."""
 MAX_WAVE_BYTES = 32 << 20
 """A wave ends with the call with which its calls have this many bytes. The code counts for each call."""
+MAX_WAVE_CALLS = 2048
+"""Calls of one wave, which are built and admitted in one step of the event loop, 5 us each."""
 MAX_PROGRAMS_AT_ONCE = 1024
 """Programs of a request that are judged at the same time, each by a task."""
 ADMISSION_RETRY_S = 0.05
 """Seconds between two attempts to admit a wave."""
+PROGRAMS_PER_YIELD = 1024
+"""Programs whose size is added up before the task yields to the event loop."""
 RESULTS_PER_YIELD = 32
 """Results judged before the task yields to the event loop."""
 MAX_UNEXPECTED_VALUES = 50_000
@@ -100,12 +105,14 @@ class Judge:
         """One lock per tenant, so that only one task of a tenant retries the admission and the others wait in order."""
         self._unfinished: set[ProgramRun] = set()
 
-    def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
+    async def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
         """Check that the queue can take one call for each test now. Raises `Overloaded` or `RequestRefused`. `owner` is
         the tenant of the request's token."""
         self._dispatcher.check_accepting()
         wanted: defaultdict[str, Outstanding] = defaultdict(Outstanding)
-        for program in programs:
+        for number, program in enumerate(programs):
+            if number % PROGRAMS_PER_YIELD == PROGRAMS_PER_YIELD - 1:
+                await asyncio.sleep(0)
             wanted[program.call.tenant].add(len(program.tests), program.size)
         self._dispatcher.call_table.check_capacity(wanted, owner, monotonic())
 
@@ -259,14 +266,15 @@ class ProgramRun:
         return JudgedProgram.of(call.id, tuple(test for test in tests if test is not None), clamped)
 
     async def _judge_waves(self) -> None:
-        calls = self.program.calls()
-        for start, end in _waves(calls, doubling=self.program.stop_at_first_failure):
-            await self._judge_wave(start, calls[start:end])
+        program, num_tests = self.program, len(self.program.tests)
+        sizes = [program.call.size + test.size for test in program.tests]
+        for start, end in _waves(sizes, doubling=program.stop_at_first_failure):
+            await self._judge_wave(start, program.calls(start, end))
             if self._rest is not None:
                 break
             failed = next((index for index, test in enumerate(self._tests) if test and test.outcome in FAILURES), None)
-            if self.program.stop_at_first_failure and failed is not None:
-                skipped = len(calls) - failed - 1
+            if program.stop_at_first_failure and failed is not None:
+                skipped = num_tests - failed - 1
                 self._tests[failed + 1 :] = [JudgedTest(JudgeOutcome.SKIPPED)] * skipped
                 break
 
@@ -302,7 +310,7 @@ class ProgramRun:
         checks = [self.program.checker_call(self.program.tests[index], result) for index, result in to_check.items()]
         clamped = [self._judge.clamped(check, self._request.owner)[0] for check in checks]
         calls = await self._with_compiled(clamped, reads_results=True)
-        for start, end in _waves(calls, doubling=False):
+        for start, end in _waves([call.size for call in calls], doubling=False):
             async with self._running(calls[start:end], reads_results=True) as results:
                 async for number, result in results:
                     index = indexes[start + number]
@@ -331,16 +339,16 @@ class ProgramRun:
         return self._judge.running(calls, self._request, reads_results=reads_results)
 
 
-def _waves(calls: Sequence[Call], *, doubling: bool) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each wave."""
-    start, max_calls = 0, 1 if doubling else len(calls)
-    while start < len(calls):
+def _waves(sizes: Sequence[int], *, doubling: bool) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each wave of calls with these sizes in bytes."""
+    start, max_calls = 0, 1 if doubling else MAX_WAVE_CALLS
+    while start < len(sizes):
         end, size_bytes = start, 0
-        while end < len(calls) and end - start < max_calls and size_bytes < MAX_WAVE_BYTES:
-            size_bytes += calls[end].size
+        while end < len(sizes) and end - start < max_calls and size_bytes < MAX_WAVE_BYTES:
+            size_bytes += sizes[end]
             end += 1
         yield start, end
-        start, max_calls = end, 2 * max_calls
+        start, max_calls = end, min(2 * max_calls, MAX_WAVE_CALLS)
 
 
 def _is_poisonous(result: EncodedResult) -> bool:
@@ -350,12 +358,12 @@ def _is_poisonous(result: EncodedResult) -> bool:
 async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Comparison) -> bool:
     """Return whether the answer of a program equals the expected one."""
     if not test.function_call:
-        return await _finish(compare_texts(test.expected, result["stdout"], comparison))
+        return await _finish(compare_texts(test.expected or "", result["stdout"], comparison))
     try:
         value = _returned_value(test, result)
     except (ValueError, RecursionError):  # the program has forged its report
         return False
-    return await _finish(compare_json(test.expected, value, comparison))
+    return await _finish(compare_json(json.loads(test.expected or ""), value, comparison))
 
 
 def _is_readable(test: ProgramTest, result: EncodedResult) -> bool:
@@ -381,20 +389,16 @@ def _returned_value(test: ProgramTest, result: EncodedResult) -> Any:
     return value
 
 
-def _has_too_many_values(text: str, expected: Any) -> bool:
-    """Return whether JSON text has far more values than the expected value, so that it cannot equal it.
+def _has_too_many_values(text: str, expected: str | None) -> bool:
+    """Return whether JSON text has far more values than the expected JSON text, so that it cannot equal it.
 
     No JSON text of a value has more of the counted characters than that of `json.dumps`, which escapes none of them.
     Only text that repeats keys of an object (1 and "1") may have more; the factor 2 leaves room for it.
     """
-    values = _count_values(text)
-    if expected is ABSENT:
+    values = count_values(text)
+    if expected is None:
         return values > MAX_UNKNOWN_VALUES
-    return values > MAX_UNEXPECTED_VALUES and values > 2 * _count_values(json.dumps(expected))
-
-
-def _count_values(text: str) -> int:
-    return sum(map(text.count, "[{,"))
+    return values > MAX_UNEXPECTED_VALUES and values > 2 * count_values(expected)
 
 
 async def _finish(steps: Steps) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from sandbox.tenants import Tenant
-from sandbox.types import Call, EncodedResult
+from sandbox.types import Call, EncodedResult, memory_bytes
 
 ExecutorId = int
 """Number of an executor, from 0."""
@@ -191,12 +191,13 @@ class Batch:
 
 
 def result_bytes(result: EncodedResult) -> int:
-    """Return the approximate memory of a result in bytes. Raises `TypeError` or `KeyError` if it is no result."""
+    """Return the approximate memory of a result in bytes. Raises `TypeError`,
+    `KeyError` or `AttributeError` if it is no result."""
     error, files = result["error"], result["files"]
     # 1024: the mapping without its texts and files
-    size = 1024 + len(result["stdout"]) + len(result["stderr"]) + len(result["value"] or "")
+    size = 1024 + memory_bytes(result["stdout"]) + memory_bytes(result["stderr"]) + memory_bytes(result["value"] or "")
     if error is not None:
-        size += len(error["traceback"]) + len(error["message"])
+        size += memory_bytes(error["traceback"]) + memory_bytes(error["message"])
     if files:
         size += sum(map(len, files.values()))
     return size

@@ -431,7 +431,7 @@ class Dispatcher:
             )
             if calls:
                 pairs = [[call.seq, {**_encode_call(call), "request": call.request_number}] for call in calls]
-                executor.send(["calls", pairs])
+                executor.send_calls(pairs)
                 return True
         return False
 
@@ -502,9 +502,9 @@ def _load_tenants(config: ServeConfig) -> Tenants | None:
 
 def _check_frame_size(call: PendingCall) -> None:
     """Raise `RequestRefused` if a call does not fit into a frame together with small calls."""
-    if 4 * call.size_bytes > MAX_CALL_BYTES:  # `size_bytes` counts a character as one byte, and it has at most four
+    if 2 * call.size_bytes > MAX_CALL_BYTES:  # a text has at most twice as many bytes in UTF-8 as in memory
         try:
-            size_bytes = len(wire.pack([_encode_call(call)]))
+            size_bytes = sum(map(len, wire.pack_calls([[0, _encode_call(call)]])))
         except ProtocolError:
             size_bytes = MAX_FRAME_BYTES
         if size_bytes > MAX_CALL_BYTES:

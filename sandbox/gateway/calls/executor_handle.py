@@ -128,6 +128,11 @@ class ExecutorHandle:
         if self._connection is not None:
             self._connection.send(message)
 
+    def send_calls(self, calls: list[list[object]]) -> None:
+        """Queue a frame with calls, each as its `seq` and its mapping."""
+        if self._connection is not None:
+            self._connection.write(wire.pack_calls(calls))
+
     def kill(self) -> None:
         """Kill the executor without a "drain" frame."""
         if self._process is not None:
@@ -281,8 +286,13 @@ class _ExecutorProtocol(asyncio.Protocol):
         self._owner.on_window_grown(self._executor)
 
     def send(self, message: list[object]) -> None:
+        self.write([wire.pack(message)])
+
+    def write(self, parts: list[bytes]) -> None:
+        """Send the parts of a frame."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.pack(message))
+            for part in parts:
+                self._transport.write(part)
 
     def send_eof(self) -> None:
         """End the stream to the executor after all queued frames are sent."""
@@ -328,7 +338,7 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
         times_ms = usage["queue_ms"] + usage["run_ms"] + usage["cpu_ms"]
         if isinstance(times_ms, (int, float)) and isinstance(result["files"], dict) and result["status"] in _STATUSES:
             return seq, result, result_bytes(result)
-    except (TypeError, ValueError, KeyError):
+    except (AttributeError, TypeError, ValueError, KeyError):
         pass
     raise ProtocolError(f"expected a result as [seq, result], got {pair!r:.120}")
 

@@ -156,8 +156,8 @@ class _AsgiRequest:
 
 async def _read_body(request: web.Request) -> bytes:
     bodies = request.app[BODIES]
-    body = await bodies.read(request, MAX_BODY_BYTES)
-    bodies.release(len(body))
+    with bodies.reservation(request) as reservation:
+        body = await bodies.read(request, reservation, MAX_BODY_BYTES)
     if len(body) > MAX_STRUCTURE_BYTES and not _has_few_values(body):
         raise HttpError(413, f"expected at most {MAX_STRUCTURE_BYTES} bytes outside of texts, got more; send less")
     return body
@@ -175,11 +175,11 @@ async def _run_call(call: Call) -> Result:
     """Run the call of a tool for the current request."""
     request = _request.get()
     dispatcher = request.app[DISPATCHER]
-    batch, _ = await validation.parse_call(call.encode(binary=True), dispatcher.config)
+    batch, _ = await validation.parse(validation.CallForm(dispatcher.config), call.encode(binary=True))
     await exchange.submit(request, batch)
     try:
         await exchange.wait_for_results(batch)
-        return Result.decode(exchange.pop_results(batch)[0])
+        return Result.decode(batch.pop_result(0))
     finally:
         dispatcher.cancel(batch)
 

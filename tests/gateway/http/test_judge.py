@@ -17,6 +17,7 @@ import pytest
 from sandbox.comparison import Steps, Tolerance
 from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
+from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.judge import JudgedProgram, ProgramTest
 from sandbox.own_profiles import OwnProfile
 from sandbox.types import CallError, Result, Status, unavailable_result
@@ -170,7 +171,7 @@ async def test_a_forged_value_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch)
 async def test_a_value_with_far_more_values_than_expected_is_wrong_without_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    test = ProgramTest(function_call="f", expected=[])
+    test = ProgramTest(function_call="f", expected="[]")
     for text in ("[" + "[]," * 50_000 + "0]", "[" + "{}," * 50_000 + "0]", "[" + "0," * 50_001 + "0]"):
         result = Result("", Status.OK, value=text).encode(binary=True)
         with monkeypatch.context() as patch:
@@ -195,7 +196,7 @@ async def test_a_right_value_is_right_in_any_spelling(
 ) -> None:
     monkeypatch.setattr(judging, "MAX_UNEXPECTED_VALUES", 0)
     result = Result("", Status.OK, value=spell(expected)).encode(binary=True)
-    assert await judging._is_right(ProgramTest(function_call="f", expected=expected), result, Tolerance())
+    assert await judging._is_right(ProgramTest(function_call="f", expected=json.dumps(expected)), result, Tolerance())
 
 
 # Many programs
@@ -364,7 +365,7 @@ async def test_a_disconnect_while_a_wave_waits_for_room_is_a_cancellation(caplog
         executor.finish(1)
         await asyncio.sleep(2 * judging.ADMISSION_RETRY_S)  # now the wave waits
         request.cancel()
-        await until(lambda: served.app[BODIES].buffered_bytes == 0)
+        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0)
         assert "failed" not in caplog.text
         other.cancel()
 
@@ -408,7 +409,7 @@ async def test_a_disconnect_cancels_the_calls() -> None:
         request.cancel()
         await until(lambda: len(executor.cancelled) == 2)
         assert served.dispatcher.call_table.outstanding.calls == 0
-        await until(lambda: served.app[BODIES].buffered_bytes == 0)
+        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0)
 
 
 @pytest.mark.parametrize("what", ["program", "checker"])
@@ -458,7 +459,7 @@ async def test_bodies_and_results_are_released() -> None:
     async with serving() as served:
         await judge(served, {"code": "code", "tests": make_tests(*"ppwf")})
         await judge(served, {"code": "code", "tests": [{"stdin": "0"}] * 4, "checker": "check"})
-        assert served.app[BODIES].buffered_bytes == 0
+        assert served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0
         table = served.dispatcher.call_table
         assert (table.unread_result_bytes, table.outstanding.calls, table.outstanding.bytes) == (0, 0, 0)
 
@@ -467,6 +468,14 @@ async def test_large_programs_are_split_into_waves(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(judging, "MAX_WAVE_BYTES", 3000)
     async with serving() as served:
         assert initials(await judge(served, {"code": "#" * 1000, "tests": make_tests(*"pppppppp")})) == "p" * 8
+
+
+async def test_very_many_tests_are_split_into_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "MAX_WAVE_CALLS", 10)
+    assert list(judging._waves([1] * 25, doubling=False)) == [(0, 10), (10, 20), (20, 25)]
+    assert list(judging._waves([1] * 30, doubling=True)) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 25), (25, 30)]
+    async with serving() as served:
+        assert initials(await judge(served, {"code": "code", "tests": make_tests(*"pw" * 15)})) == "pw" * 15
 
 
 async def test_other_tasks_run_between_the_steps_of_a_comparison() -> None:
@@ -494,7 +503,7 @@ async def test_an_expected_number_that_is_too_long_is_refused() -> None:
     async with serving() as served:
         status, answer = await served.post("/v1/judge", body, Content_Type="application/json")
     assert status == 400
-    assert answer["error"]["message"].startswith("a whole number of 5000 characters, expected at most 4300")
+    assert answer["error"]["message"].startswith("a whole number has more than 4300 digits")
 
 
 async def test_the_programs_of_a_request_are_one_request_so_a_single_call_passes_them() -> None:
