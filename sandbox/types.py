@@ -237,9 +237,11 @@ class Call:
     @property
     def size(self) -> int:
         """Approximate memory of this call in bytes, for admission."""
-        texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
-        size = 256 + memory_bytes(self.code) + memory_bytes(self.stdin) + sum(map(len, self.files.values()))
-        return size + 64 * len(texts) + sum(map(memory_bytes, texts))
+        size = 256 + memory_bytes(self.code) + memory_bytes(self.stdin)
+        if self.argv or self.env or self.files or self.return_files:
+            texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
+            size += 64 * len(texts) + sum(map(memory_bytes, texts)) + sum(map(len, self.files.values()))
+        return size
 
     def encode_changes(self, base: Call) -> dict[str, Any]:
         """Return the mapping from which `decode` with the defaults `base` builds this call, for msgpack. It has no

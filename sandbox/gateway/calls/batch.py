@@ -191,13 +191,14 @@ class Batch:
 
 
 def result_bytes(result: EncodedResult) -> int:
-    """Return the approximate memory of a result in bytes. Raises `TypeError`,
-    `KeyError` or `AttributeError` if it is no result."""
-    error, files = result["error"], result["files"]
-    # 1024: the mapping without its texts and files
-    size = 1024 + memory_bytes(result["stdout"]) + memory_bytes(result["stderr"]) + memory_bytes(result["value"] or "")
-    if error is not None:
+    """Return the approximate memory of a result in bytes. Raises `TypeError`, `KeyError` or `AttributeError` if it is
+    no result."""
+    stdout, stderr, value = result["stdout"], result["stderr"], result["value"] or ""
+    size = 1024 + len(stdout) + len(stderr) + len(value)  # 1024: the mapping without its texts and files
+    if not (stdout.isascii() and stderr.isascii() and value.isascii()):
+        size = 1024 + memory_bytes(stdout) + memory_bytes(stderr) + memory_bytes(value)
+    if (error := result["error"]) is not None:
         size += memory_bytes(error["traceback"]) + memory_bytes(error["message"])
-    if files:
+    if files := result["files"]:
         size += sum(map(len, files.values()))
     return size

@@ -95,11 +95,11 @@ class SubmissionForm(CallsForm):
             self.expected_outputs: list[str | None] = []
             item = item._replace(queue_timeout_s=min(item.queue_timeout_s, self.max_wait_s))
         super().add(item)
-        if isinstance(item, CheckedCall):
+        if isinstance(item, CheckedCall) and self.batch is not None:
             sub_id, expected_output = item.extra
             self.sub_ids.append(sub_id or str(uuid.uuid4()))
             self.expected_outputs.append(expected_output)
-            self._batch.calls[-1].size_bytes += memory_bytes(self.sub_ids[-1]) + memory_bytes(expected_output or "")
+            self.batch.calls[-1].size_bytes += memory_bytes(self.sub_ids[-1]) + memory_bytes(expected_output or "")
 
     def _check_submissions(self, items: Iterable[tuple[Json, Location]]) -> Iterator[Item]:
         """Check submissions, given with their location in the body."""

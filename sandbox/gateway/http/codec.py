@@ -88,6 +88,15 @@ def encode(value: object, content_type: str) -> bytes:
     return _encode_msgpack(value) if content_type in (MSGPACK, MSGPACK_STREAM) else _encode_json(value)
 
 
+def encoded_bytes(result: Encoded) -> int:
+    """Return the approximate size of an encoded result, verdict or judged program."""
+    if "files" in result:
+        return result_bytes(cast(EncodedResult, result))
+    tests = result.get("tests", ())
+    assert isinstance(tests, Sized)
+    return JUDGED_TEST_BYTES * (1 + len(tests))
+
+
 async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
     """Encode a large value as JSON or msgpack. Returns its parts."""
     pieces = _msgpack_pieces(value) if content_type in (MSGPACK, MSGPACK_STREAM) else _json_pieces(value)
@@ -105,8 +114,10 @@ async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
 
 
 async def encode_result(result: Encoded, content_type: str) -> list[bytes]:
-    """Encode the body of a single result. Returns its parts."""
-    return await _encode_alone(result, content_type)
+    """Encode one result, a large one in steps. Returns the parts of the body."""
+    if encoded_bytes(result) <= CHUNK_BYTES:
+        return [encode(result, content_type)]
+    return await encode_in_steps(result, content_type)
 
 
 async def encode_results(
@@ -125,7 +136,7 @@ async def encode_results(
     group: list[Encoded] = []
     group_bytes = 0
     for number, result in enumerate(results):
-        size = _encoded_bytes(result)
+        size = encoded_bytes(result)
         if group and (group_bytes + size > CHUNK_BYTES or len(group) == RESULTS_PER_YIELD):
             parts += _encode_group(group, content_type), separator
             group, group_bytes = [], 0
@@ -134,7 +145,7 @@ async def encode_results(
             group.append(result)
             group_bytes += size
         else:
-            parts += await _encode_alone(result, content_type)
+            parts += await encode_result(result, content_type)
             parts.append(separator if number < count - 1 else b"")
     if group:
         parts.append(_encode_group(group, content_type))
@@ -143,10 +154,13 @@ async def encode_results(
     return parts
 
 
-async def encode_line(index: int, result: Encoded, content_type: str) -> list[bytes]:
-    """Encode one result of a stream. Returns the parts of the line."""
-    parts = await _encode_alone({"index": index, **result}, content_type)
-    return [*parts, b"\n"] if content_type == NDJSON else parts
+async def encode_line(index: int, result: Encoded, size: int, content_type: str) -> list[bytes]:
+    """Encode one result of a stream, whose `encoded_bytes` are `size`. Returns the parts of the line."""
+    line = {"index": index, **result}
+    parts = [encode(line, content_type)] if size <= CHUNK_BYTES else await encode_in_steps(line, content_type)
+    if content_type == NDJSON:
+        parts.append(b"\n")
+    return parts
 
 
 def _encode_group(results: list[Encoded], content_type: str) -> bytes:
@@ -154,22 +168,6 @@ def _encode_group(results: list[Encoded], content_type: str) -> bytes:
     if content_type == MSGPACK:
         return b"".join(map(_encode_msgpack, results))
     return _encode_json(results)[1:-1]
-
-
-async def _encode_alone(result: Encoded, content_type: str) -> list[bytes]:
-    """Encode one result, a large one in steps."""
-    if _encoded_bytes(result) <= CHUNK_BYTES:
-        return [encode(result, content_type)]
-    return await encode_in_steps(result, content_type)
-
-
-def _encoded_bytes(result: Encoded) -> int:
-    """Return the approximate size of an encoded result, verdict or judged program."""
-    if "files" in result:
-        return result_bytes(cast(EncodedResult, result))
-    tests = result.get("tests", ())
-    assert isinstance(tests, Sized)
-    return JUDGED_TEST_BYTES * (1 + len(tests))
 
 
 def _json_pieces(value: object) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.auth import TENANT
@@ -30,6 +30,7 @@ PARSER = web.AppKey("parser", BodyParser)
 
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
+CALLS_FREED_PER_STEP = 64
 CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
 """HTTP statuses of errors of a route that runs calls."""
 
@@ -42,20 +43,31 @@ async def admitted_batch(request: web.Request, form: CallsForm) -> AsyncIterator
     The body counts as buffered until the call table counts its calls.
     """
     dispatcher = request.app[DISPATCHER]
-    with request.app[BODIES].reservation(request) as reservation:
-        content_type = await parse_body(request, reservation, form)
-        batch, malformed = form.parsed
-        await submit(request, batch)
-    status = 400 if malformed == len(batch.results) else 200
-    if malformed:
-        owner = request.get(TENANT)
-        dispatcher.counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
-    if status == 400:
-        dispatcher.counters.refused[status] += 1
     try:
+        with request.app[BODIES].reservation(request) as reservation:
+            content_type = await parse_body(request, reservation, form)
+            batch, malformed = form.parsed
+            await submit(request, batch)
+        status = 400 if malformed == len(batch.results) else 200
+        if malformed:
+            owner = request.get(TENANT)
+            dispatcher.counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
+        if status == 400:
+            dispatcher.counters.refused[status] += 1
         yield batch, content_type, status
     finally:
-        dispatcher.cancel(batch)
+        await _cancel(dispatcher, form)
+
+
+async def _cancel(dispatcher: Dispatcher, form: CallsForm) -> None:
+    """Cancel unfinished calls, and free them in steps: those of one batch can have millions of texts."""
+    if (batch := form.batch) is None:
+        return
+    calls = [pending.call for pending in batch.calls]
+    dispatcher.cancel(batch)
+    while len(calls) > CALLS_FREED_PER_STEP:
+        del calls[-CALLS_FREED_PER_STEP:]
+        await asyncio.sleep(0)
 
 
 async def parse_body(request: web.Request, reservation: Reservation, form: Form) -> str:
@@ -173,8 +185,9 @@ async def stream(request: web.Request, status: int, batch: Batch, content_type: 
         while finished and num_lines < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
             index = finished.popleft()
             result = batch.pop_result(index)
-            result_size += result_bytes(result) if batch.unread_bytes else 0
-            line = await codec.encode_line(index, result, content_type)
+            size = codec.encoded_bytes(result)
+            result_size += size
+            line = await codec.encode_line(index, result, size, content_type)
             parts += line
             num_lines += 1
             encoded_size += sum(map(len, line))

@@ -45,6 +45,8 @@ PAIR_FIELDS: dict[str, str] = {
 }
 STEP_S = 0.005
 """Seconds of work on the items of one body after which the task yields to the event loop."""
+ITEMS_PER_LOOK = 16
+"""Items between two looks at the clock."""
 NO_DEFAULTS = Call(code="")
 
 
@@ -115,7 +117,8 @@ class CallsForm:
         self.owner = owner
         self.head: BatchHead
         self.malformed = 0
-        self._batch: Batch
+        self.batch: Batch | None = None
+        """None before the head is added."""
         self._defaults = NO_DEFAULTS
         """Defaults of the batch that is encoded or decoded. A call is sent without the fields that it has from them, so
         that large defaults are sent once."""
@@ -123,7 +126,8 @@ class CallsForm:
     @property
     def parsed(self) -> ParsedBatch:
         """The batch, once all items are added."""
-        return ParsedBatch(self._batch, self.malformed)
+        assert self.batch is not None
+        return ParsedBatch(self.batch, self.malformed)
 
     @staticmethod
     def max_calls(config: ServeConfig) -> int:
@@ -157,17 +161,18 @@ class CallsForm:
 
     def add(self, item: Item) -> None:
         """Add an item to the batch."""
-        match item:
-            case BatchHead():
-                self.head = item
-                self._batch = Batch(item.size, item.queue_timeout_s, item.deadline_s)
-            case CheckedCall():
-                limits, clamped = item.call.limits.clamped(self.config.max_limits)
-                call = item.call.with_limits(limits) if clamped else item.call
-                self._batch.add(item.call_index, call, item.call_id, clamped)
-            case MalformedCall():
-                self.malformed += 1
-                self._batch.set_result(item.call_index, invalid_result(item.call_id, item.message).encode(binary=True))
+        if isinstance(item, BatchHead):
+            self.head = item
+            self.batch = Batch(item.size, item.queue_timeout_s, item.deadline_s)
+            return
+        assert self.batch is not None
+        if isinstance(item, CheckedCall):
+            limits, clamped = item.call.limits.clamped(self.config.max_limits)
+            call = item.call.with_limits(limits) if clamped else item.call
+            self.batch.add(item.call_index, call, item.call_id, clamped)
+        else:
+            self.malformed += 1
+            self.batch.set_result(item.call_index, invalid_result(item.call_id, item.message).encode(binary=True))
 
     def _check_all(self, items: list[Json], decode: Callable[[Json, int], Call]) -> Iterator[Item]:
         for index, item in enumerate(items):
@@ -225,10 +230,10 @@ class PairsForm(CallsForm):
 
 async def fill(form: Form, items: Iterable[Any]) -> None:
     """Add all items to a form. Yields to the event loop after each `STEP_S`."""
-    step_ends_at = monotonic() + STEP_S
-    for item in items:
+    step_ends_at = 0.0
+    for number, item in enumerate(items):
         form.add(item)
-        if monotonic() > step_ends_at:
+        if number % ITEMS_PER_LOOK == ITEMS_PER_LOOK - 1 and monotonic() > step_ends_at:
             await asyncio.sleep(0)
             step_ends_at = monotonic() + STEP_S
 

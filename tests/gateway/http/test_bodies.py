@@ -450,7 +450,10 @@ async def test_a_large_result_is_encoded_like_a_small_one(content_type: str, mon
 async def _encoded(results: list[dict[str, Any]], content_type: str) -> list[Any]:
     """Return the decoded responses with these results."""
     if content_type in (NDJSON, MSGPACK_STREAM):
-        bodies = [await codec.encode_line(index, result, content_type) for index, result in enumerate(results)]
+        bodies = [
+            await codec.encode_line(index, result, codec.encoded_bytes(result), content_type)
+            for index, result in enumerate(results)
+        ]
     else:
         head = {"sub_id": "x"}
         bodies = [

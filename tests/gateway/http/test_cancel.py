@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, AsyncMock
 from urllib.parse import quote
 
 import pytest
@@ -121,7 +121,7 @@ def reasons(judged: dict[str, Any]) -> list[str]:
 async def test_unfinished_programs_of_an_id_are_cancelled_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first program has a test that has passed and runs two others, the second waits for room in the queue, the
     third, which has another id, waits behind it, and the last has not begun."""
-    monkeypatch.setattr(judging.Judge, "check_room", lambda *_: None)  # there is none for all programs at once
+    monkeypatch.setattr(judging.Judge, "check_room", AsyncMock())  # there is no room for all programs at once
     monkeypatch.setattr(judging, "MAX_PROGRAMS_AT_ONCE", 3)
     monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 99)
     async with serving(FakeFleet(slots=8), queue_calls=3, tenant_share=1) as served, asyncio.timeout(10):

@@ -91,7 +91,7 @@ def test_encoded_results_decode_to_the_same_results_except_for_surrogates(
 @pytest.mark.parametrize("content_type", [NDJSON, MSGPACK_STREAM])
 def test_a_line_of_a_stream_contains_a_result_and_its_index(content_type: str) -> None:
     result = Result("i", Status.OK, stdout="a\nb").encode(binary=True)
-    line = b"".join(asyncio.run(codec.encode_line(7, result, content_type)))
+    line = b"".join(asyncio.run(codec.encode_line(7, result, codec.encoded_bytes(result), content_type)))
     decoded = json.loads(line) if content_type == NDJSON else msgpack.unpackb(line)
     assert decoded["index"] == 7
     assert Result.decode(decoded).stdout == "a\nb"
