@@ -52,8 +52,9 @@ demo: runtime  ## a server, a sample of calls through it, a table (CALLS=file.js
 	@$(BIN)/python -m bench.demo $(if $(CALLS),--calls '$(CALLS)')
 
 test: $(VENV)/.train runtime  ## the tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m 'not alone'
+	@# Only the files with such tests, because it takes 20 s to collect all.
+	$(BIN)/python -m pytest -m alone $$(grep -rl 'mark\.alone' tests)
 
 .PHONY: test-latest
 test-latest: runtime  ## the trainer's tests with the newest versions that pyproject.toml allows

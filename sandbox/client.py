@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 from sandbox.errors import InvalidCall
 from sandbox.fields import check_label
 from sandbox.judge import JudgedProgram
-from sandbox.judge_requests import RawProgram, decode_all, judge_programs
-from sandbox.pending_results import PendingResult
-from sandbox.transport import Transport
+from sandbox.judge_requests import MAX_TESTS_AT_ONCE, RawProgram, decode_all
+from sandbox.pending_results import Submission
+from sandbox.transport import CALL_ROUTE, Transport
 from sandbox.types import Call, Result, Verdict
-from sandbox.verify import build_check, decode_pair, template_call, verdict_of
+from sandbox.verify import build_check, check_template, decode_pair, verdict_of
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
@@ -129,7 +129,7 @@ class AsyncClient:
         """
         if not isinstance(code, Call) or fields:
             code = Call.decode({**_wire_fields(code, "code"), **fields})
-        pending = self._opened().submit(code)
+        pending = self._opened().submit(_submission(code, ""))
         try:
             return await pending.future
         finally:
@@ -140,41 +140,28 @@ class AsyncClient:
 
         Raises as `execute` does; the message contains the index of the call.
         """
-        submitted = self._submit_all(_decode_calls(calls, defaults))
+        submissions, transport = _submissions(calls, defaults), self._opened()
+        submitted = [transport.submit(submission) for submission in submissions]
         try:
             return await asyncio.gather(*(pending.future for pending in submitted))
         finally:
-            self._transport.abandon(submitted)
+            transport.abandon(submitted)
 
     def stream(
         self, calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None = None
     ) -> AsyncGenerator[tuple[int, Result], None]:
         """Run all `calls` and yield the index and result of each as it ends. Leaving the loop cancels the rest."""
-        return self._stream(_decode_calls(calls, defaults))
-
-    async def _stream(self, calls: list[Call]) -> AsyncGenerator[tuple[int, Result], None]:
-        submitted = self._submit_all(calls)
-        ended_indexes: asyncio.Queue[int] = asyncio.Queue()
-
-        def on_end(index: int, _: object) -> None:
-            ended_indexes.put_nowait(index)
-
-        for index, pending in enumerate(submitted):
-            pending.future.add_done_callback(partial(on_end, index))
-        try:
-            for _ in submitted:
-                index = await ended_indexes.get()
-                yield index, submitted[index].future.result()
-        finally:
-            self._transport.abandon(submitted)
+        submissions = _submissions(calls, defaults)
+        return self._opened().stream(submissions)
 
     async def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order.
 
-        `fields` may be `limits`, `priority`, `tenant` and `deadline_s` of `Call`. Each pair is a call of its own.
+        Both may be whole completions. `fields` may be `strictness` ("strict" or "math-verify") and `rounding`, and
+        `limits`, `priority`, `tenant` and `deadline_s` of `Call`. Each pair is a call of its own.
         Raises as `run_batch` does.
         """
-        template = template_call(fields)
+        template = check_template(fields)
         decoded = [
             _decode_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_as_list(pairs, "pairs", _EXPECTED_PAIR))
         ]
@@ -208,9 +195,8 @@ class AsyncClient:
     ) -> AsyncGenerator[tuple[int, JudgedProgram], None]:
         """Run programs against their tests, and yield the index and result of each as it ends. Leaving the loop cancels
         the rest."""
-        programs = _as_list(programs, "programs", _EXPECTED_PROGRAM)
-        sizes = decode_all(programs, defaults or {})
-        return judge_programs(self._opened(), programs, sizes, defaults or {})
+        submissions = decode_all(_as_list(programs, "programs", _EXPECTED_PROGRAM), defaults or {})
+        return self._opened().stream(submissions, MAX_TESTS_AT_ONCE)
 
     async def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
@@ -220,10 +206,6 @@ class AsyncClient:
         if not self._transport.is_open:
             raise RuntimeError(_NOT_OPEN.format(name="AsyncClient", keyword="async with", wait="await "))
         return self._transport
-
-    def _submit_all(self, calls: list[Call]) -> list[PendingResult]:
-        transport = self._opened()
-        return [transport.submit(call, str(index)) for index, call in enumerate(calls)]
 
 
 class Client:
@@ -275,7 +257,8 @@ class Client:
         if loop is None or thread is None:
             return
         loop.call_soon_threadsafe(self._stop.set)
-        thread.join()
+        if threading.current_thread() is not thread:
+            thread.join()
 
     def __enter__(self) -> Client:
         return self.open()
@@ -302,7 +285,7 @@ class Client:
         self, calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None = None
     ) -> Generator[tuple[int, Result], None, None]:
         """Run all `calls` and yield the index and result of each as it ends. Leaving the loop cancels the rest."""
-        return self._stream(self._client.stream(calls, defaults))
+        return self._stream(self._opened().stream(calls, defaults))
 
     def _stream(self, results: AsyncGenerator[tuple[int, T], None]) -> Generator[tuple[int, T], None, None]:
         async def get_next() -> tuple[int, T] | None:
@@ -311,9 +294,9 @@ class Client:
         try:
             while (item := self._wait(get_next)) is not None:
                 yield item
-        finally:
-            if self._loop is not None:
-                self._wait(results.aclose)
+        finally:  # also if the generator is collected, in whichever thread: so it must not wait for the loop
+            with suppress(RuntimeError):  # the client is closed, and `results` with it
+                self._start(results.aclose)
 
     def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
         """Check each pair of the right answer and a given answer, and return the verdicts in the same order."""
@@ -332,7 +315,7 @@ class Client:
     ) -> Generator[tuple[int, JudgedProgram], None, None]:
         """Run programs against their tests, and yield the index and result of each as it ends. Leaving the loop cancels
         the rest."""
-        return self._stream(self._client.stream_judged(programs, defaults))
+        return self._stream(self._opened().stream_judged(programs, defaults))
 
     def ready(self) -> bool:
         """Return whether an endpoint accepts calls now. Sends one request to each."""
@@ -355,12 +338,19 @@ class Client:
             await self._stop.wait()
         self._loop = None
 
-    def _start(self, start: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+    def _opened(self) -> AsyncClient:
         if self._loop is None:
             raise RuntimeError(_NOT_OPEN.format(name="Client", keyword="with", wait=""))
+        return self._client
+
+    def _start(self, start: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        self._opened()
+        assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(start(), self._loop)
 
     def _wait(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback in the client's own thread would wait for itself; use submit in callbacks")
         future = self._start(start)
         try:
             return future.result()
@@ -389,6 +379,15 @@ def check_url(url: Any, where: str) -> str:
     if not is_valid:
         raise ValueError(f"{where}: expected a URL such as {DEFAULT_ENDPOINT}, got {url!r:.200}")
     return url.rstrip("/")
+
+
+def _submission(call: Call, default_id: str) -> Submission[Result]:
+    return Submission(CALL_ROUTE, call, call.id, call.id or default_id, call.size)
+
+
+def _submissions(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -> list[Submission[Result]]:
+    """Return what is to be sent for some calls. Raises `TypeError` or `InvalidCall`."""
+    return [_submission(call, str(index)) for index, call in enumerate(_decode_calls(calls, defaults))]
 
 
 def _decode_calls(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -> list[Call]:

@@ -44,6 +44,9 @@ and descriptors bound their number (`jail.max_slots_for_fds`)."""
 MIN_LONG_SLOTS = 512
 """Minimum of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000 calls, of
 which 1 % are endless loops."""
+RESERVED_PART = 1 / 8
+"""Reserved slots, as a part of the short slots. Only a request without a running call may use them, so its first call
+gets a slot at once beside a request that uses all short slots. With 16 short slots two such calls may run at once."""
 CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""
@@ -188,7 +191,7 @@ class ExecutorConfig:
         1,
         1e9,
         "milliseconds of virtual time (waiting for a core does not count) after which a call is long: it then runs at "
-        "idle priority",
+        "a lower CPU priority",
     )
     profiles: tuple[str, ...] = _setting(
         "tuning",
@@ -196,7 +199,7 @@ class ExecutorConfig:
         NameListRule(ZYGOTE_PROFILES),
         "built-in profiles that each zygote pool keeps a zygote for",
     )
-    attempts: int = _count("tuning", 3, 1, 100, "attempts per call if its zygote or executor dies")
+    attempts: int = _count("tuning", 3, 1, 100, "times that a call is started in all, if its zygote or executor dies")
     log_format: str = _text("logs", "text", "format of log lines; json: one JSON object per line", *LOG_FORMATS)
     own_profiles: tuple[OwnProfile, ...] = ()
     """Profiles of the TOML file, each after the one that it extends. Each pool keeps a zygote for each."""
@@ -325,6 +328,11 @@ def resolve_capacity(config: ExecutorConfig, cores: int) -> dict[str, int]:
         "long_slots": config.long_slots or max(LONG_SLOTS_PER_CORE * cores, MIN_LONG_SLOTS),
         "zygote_pools": config.zygote_pools or math.ceil(cores / CORES_PER_ZYGOTE_POOL),
     }
+
+
+def reserved_slots(slots: int) -> int:
+    """Return the number of reserved slots, which exist in addition to `slots` short ones."""
+    return int(slots * RESERVED_PART)
 
 
 def within_memory(limits: Limits, memory_mb: int) -> Limits:

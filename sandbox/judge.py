@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sandbox.comparison import Comparison, TextComparison, Tolerance
@@ -27,10 +27,13 @@ from sandbox.types import (
     EncodedResult,
     Status,
     Usage,
+    encode_usage,
+    memory_bytes,
 )
 
-ABSENT: Any = object()
-"""Value of `ProgramTest.expected` for a test without an expected output. None would be JSON's null."""
+MAX_EXPECTED_VALUES = 500_000
+"""JSON values in the expected value of a function test, counted as `[`, `{` and `,`. The server's own process compares
+values, and decoding a million takes it 0.1 s."""
 EXCERPT_CHARS = 1000
 """Characters of stdout, stderr and value in the result of a test."""
 MAX_MESSAGE_CHARS = 500
@@ -85,40 +88,42 @@ class JudgeOutcome(DocumentedEnum):
 class ProgramTest:
     """One test: standard input, or a function with its arguments; and the expected output.
 
-    `function_call` is JSON text with the function's name and arguments, or empty. `expected` is text, or with a
-    function a decoded JSON value; `ABSENT` if only the checker knows the right answer.
+    `function_call` is JSON text with the function's name and arguments, or empty. `expected` is text, with a function
+    JSON text; None if only the checker knows the right answer. JSON stays text, since millions of values would take the
+    server long to free.
     """
 
     stdin: str = ""
     function_call: str = ""
-    expected: Any = ABSENT
+    expected: str | None = None
 
     @classmethod
     def decode(cls, raw: Any, where: str) -> ProgramTest:
         """Check a decoded mapping. Raises `InvalidCall`."""
         mapping = check_mapping(raw, where)
         check_names(mapping, TEST_FIELDS, where)
-        expected = mapping.get("expected", ABSENT)
+        expected: str | None = None
         if "call" not in mapping:
             if "args" in mapping:
                 raise InvalidCall(f"{where}.args: expected call, the name of the function, beside args")
-            if expected is not ABSENT:
-                check_text(expected, f"{where}.expected", MAX_STDIN_CHARS)
+            if "expected" in mapping:
+                expected = check_text(mapping["expected"], f"{where}.expected", MAX_STDIN_CHARS)
             return cls(check_text(mapping.get("stdin", ""), f"{where}.stdin", MAX_STDIN_CHARS), "", expected)
         if "stdin" in mapping:
             raise InvalidCall(f"{where}: expected stdin or call, got both; use one test for each")
         request = {"call": _function_name(mapping["call"], f"{where}.call"), "args": mapping.get("args", [])}
         if not isinstance(request["args"], (list, tuple)):
             raise InvalidCall(f"{where}.args: expected a list, got {shown(request['args'])}")
-        if expected is not ABSENT:
-            _to_json(expected, f"{where}.expected")
+        if "expected" in mapping:
+            expected = _to_json(mapping["expected"], f"{where}.expected")
+            if not isinstance(mapping["expected"], str) and count_values(expected) > MAX_EXPECTED_VALUES:
+                raise InvalidCall(f"{where}.expected: expected at most {MAX_EXPECTED_VALUES} values, got more")
         return cls("", _to_json(request, f"{where}.args"), expected)
 
     @property
     def size(self) -> int:
         """Approximate memory in bytes."""
-        expected = len(self.expected) if isinstance(self.expected, str) else 0
-        return len(self.stdin) + len(self.function_call) + expected
+        return sum(map(memory_bytes, (self.stdin, self.function_call, self.expected or "")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class Program:
             raise InvalidCall(f"{where}.tests: expected a list of at least one test, but the field is missing")
         if not program.checker:
             for index, test in enumerate(program.tests):
-                if test.expected is ABSENT:
+                if test.expected is None:
                     raise InvalidCall(f"{where}.tests[{index}].expected: expected a value, or a checker")
         return program
 
@@ -180,33 +185,29 @@ class Program:
     @property
     def size(self) -> int:
         """Approximate memory of the program and its tests in bytes."""
-        return self.call.size + len(self.checker) + sum(test.size for test in self.tests)
-
-    def with_id(self, program_id: str) -> Program:
-        """Return this program with an id."""
-        return replace(self, call=replace(self.call, id=program_id))
+        return self.call.size + memory_bytes(self.checker) + sum(test.size for test in self.tests)
 
     def with_tenant(self, tenant: str) -> Program:
         """Return this program with this tenant as its owner."""
-        return replace(self, call=replace(self.call, tenant=tenant))
+        return replace(self, call=self.call.with_checked(tenant=tenant))
 
-    def calls(self) -> list[Call]:
-        """Return the calls that run the tests. Calls with the same code share the text."""
-        with_function_call = self.call
-        if any(test.function_call for test in self.tests):
-            with_function_call = replace(self.call, code=self.call.code + _FUNCTION_CALL, echo=True)
+    def calls(self, start: int = 0, end: int | None = None) -> list[Call]:
+        """Return the calls that run the tests from `start` to before `end`. Calls with the same code share the text."""
+        with_function_call, tests = self.call, self.tests[start:end]
+        if any(test.function_call for test in tests):
+            with_function_call = self.call.with_checked(code=self.call.code + _FUNCTION_CALL, echo=True)
         return [
-            replace(with_function_call, files={FUNCTION_CALL_FILE: test.function_call.encode()})
+            with_function_call.with_checked(files={FUNCTION_CALL_FILE: test.function_call.encode()})
             if test.function_call
-            else replace(self.call, stdin=test.stdin)
-            for test in self.tests
+            else self.call.with_checked(stdin=test.stdin)
+            for test in tests
         ]
 
     def checker_call(self, test: ProgramTest, result: EncodedResult) -> Call:
         """Return the call that runs the checker on the result of a test. It has the default limits."""
         files = {INPUT_FILE: test.function_call or test.stdin, ACTUAL_FILE: _answer(test, result)}
-        if test.expected is not ABSENT:
-            files[EXPECTED_FILE] = json.dumps(test.expected) if test.function_call else test.expected
+        if test.expected is not None:
+            files[EXPECTED_FILE] = test.expected
         return Call(
             self.checker,
             files={name: text.encode("utf-8", "surrogatepass") for name, text in files.items()},
@@ -251,7 +252,7 @@ class JudgedTest:
             "stdout": self.stdout,
             "stderr": self.stderr,
             "value": self.value,
-            "usage": asdict(self.usage),
+            "usage": encode_usage(self.usage),
         }
 
     @classmethod
@@ -377,7 +378,16 @@ def with_compiled(call: Call, compiled: bytes) -> Call:
     """Return `call` with its compiled code."""
     if not compiled:
         return call
-    return CompiledCall(**{item.name: getattr(call, item.name) for item in fields(Call)}, compiled=compiled)
+    brings_code = object.__new__(CompiledCall)  # the constructor would check all fields a second time
+    for item in fields(Call):
+        object.__setattr__(brings_code, item.name, getattr(call, item.name))
+    object.__setattr__(brings_code, "compiled", compiled)
+    return brings_code
+
+
+def count_values(text: str) -> int:
+    """Return the number of values in JSON text, or a few more: the brackets and commas."""
+    return sum(map(text.count, "[{,"))
 
 
 def unanswered_test(test: ProgramTest, result: EncodedResult) -> JudgedTest | None:

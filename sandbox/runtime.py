@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox.errors import ConfigError, SandboxError
+from sandbox.held_signals import held_signals
 
 REQUIREMENTS = (
     "antlr4-python3-runtime==4.13.2",
@@ -333,34 +334,41 @@ def _build_venv(python: Path, new: Path, directory: Path, packages: PackageSet) 
     _make_readable(venv)
 
 
-def step_environment() -> dict[str, str]:
-    """Return the environment of the commands that build a runtime. Python's -I would hide pip's settings (index, proxy)
-    too, so only the variables that change imports are removed."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-
-
 def run_step(title: str, command: Sequence[str]) -> None:
-    # In a session of its own, the step gets no Ctrl-C and can be killed with all its children.
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=step_environment(),
-        start_new_session=True,
-    ) as process:
+    """Run a step of the build. Raises `RuntimeBuildError` with the end of its output if it fails."""
+    done = run_in_session(command)
+    if done.returncode != 0:
+        output = (done.stderr.strip() or done.stdout.strip())[-2000:]
+        errors = [line for line in output.splitlines() if line.startswith("ERROR")]  # leaves out warnings about retries
+        details = "\n".join(errors) or output
+        raise RuntimeBuildError(f"{title} failed (exit {done.returncode}){_advice(output)}\n{details}")
+
+
+def run_in_session(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its output. In a session of its own, it gets no Ctrl-C. An exception in this process,
+    which Ctrl-C raises, kills it with all its children."""
+    # Python's -I would hide pip's settings (index, proxy) too, so only the variables that change imports are removed.
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    with (
+        held_signals() as release_signals,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environ,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
+            release_signals()
             out, err = process.communicate()
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode != 0:
-        output = (err.strip() or out.strip())[-2000:]
-        errors = [line for line in output.splitlines() if line.startswith("ERROR")]  # leaves out warnings about retries
-        details = "\n".join(errors) or output
-        raise RuntimeBuildError(f"{title} failed (exit {process.returncode}){_advice(output)}\n{details}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _advice(output: str) -> str:

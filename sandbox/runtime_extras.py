@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,9 +78,7 @@ def _resolve(python: Path, added: Sequence[str], log: Log) -> tuple[str, ...]:
         report = f"{directory}/report.json"
         command = [f"{directory}/venv/bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
         command += ["--quiet", "--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", report]
-        done = subprocess.run(
-            [*command, *runtime.REQUIREMENTS, *added], capture_output=True, text=True, env=runtime.step_environment()
-        )
+        done = runtime.run_in_session([*command, *runtime.REQUIREMENTS, *added])
         if done.returncode != 0:
             raise RuntimeBuildError(f"{', '.join(added)}: {_reason(done.stderr or done.stdout)}")
         installs = json.loads(Path(report).read_text(encoding="utf-8"))["install"]

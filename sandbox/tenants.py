@@ -67,10 +67,20 @@ class Tenants:
 
     def __init__(self, by_digest: Mapping[bytes, Tenant]) -> None:
         self._by_digest = by_digest
+        shares = [tenant.queue_share for tenant in by_digest.values() if tenant.queue_share is not None]
+        self._set_shares, self._unset_shares = sum(shares), len(by_digest) - len(shares)
 
     def find(self, token: str) -> Tenant | None:
         """Return the tenant with this token; None for an unknown token."""
         return self._by_digest.get(_digest(token))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tenant.name for tenant in self._by_digest.values())
+
+    def total_share(self, default: float) -> float:
+        """Return the sum of all `queue_share`, of which some may be `default`."""
+        return self._set_shares + default * self._unset_shares
 
     def __len__(self) -> int:
         return len(self._by_digest)

@@ -1,4 +1,6 @@
-"""The client's transport: it sends calls as batch requests and gives each call its result or its error.
+"""The client's transport: it sends calls and programs in batch requests and gives each its result or its error.
+
+A program differs from a call only in its route (`BatchRoute`): what is written of calls here holds for both.
 
     submit --> waiting --> request --> result or error
                   ^           |
@@ -22,12 +24,13 @@ import asyncio
 import io
 import logging
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -37,8 +40,8 @@ from yarl import URL
 from sandbox.endpoints import Endpoint, Endpoints
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.http_failures import failure_of, short_reason
-from sandbox.pending_results import BatchRequest, PendingResult
-from sandbox.types import Call, Status
+from sandbox.pending_results import BatchRequest, PendingResult, Submission
+from sandbox.types import RETRYABLE_ERRORS, Call, Result, Status, unavailable_result
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
@@ -52,11 +55,35 @@ MAX_RESULT_BYTES = 1 << 30
 """Bytes of one encoded result. A longer result is treated as a malformed response."""
 STREAM = "application/x-msgpack-stream"
 """Content type of a streamed response."""
-RETRYABLE_ERRORS = frozenset({"Stopped", "ExecutorLost", "NodeError"})
-"""Values of `Result.error.type` for which an `unavailable` call is sent again: the server stopped, or an executor or
-zygote failed."""
-
 CLOSED = "the client was closed before the result was there"
+T = TypeVar("T")
+
+
+class CallRoute:
+    """`/v1/batch`, whose items are calls."""
+
+    path = "/v1/batch"
+    content_type = "application/msgpack"
+    noun = "calls"
+    max_weight: int | None = None
+
+    def encode(self, items: Sequence[Call], fields: Mapping[str, float]) -> bytes:
+        batch = {"calls": [call.encode(binary=True) for call in items], **fields}
+        body: bytes = msgpack.packb(batch, unicode_errors="surrogatepass")
+        return body
+
+    def decode(self, encoded: dict[str, Any]) -> Result:
+        return Result.decode(encoded)
+
+    def retryable_error(self, encoded: dict[str, Any]) -> str:
+        error = encoded["error"] if encoded["status"] == Status.UNAVAILABLE else None
+        return error["type"] if error and error["type"] in RETRYABLE_ERRORS else ""
+
+    def unavailable(self, item_id: str, error_type: str, message: str) -> Result:
+        return unavailable_result(item_id, error_type, message)
+
+
+CALL_ROUTE = CallRoute()
 
 
 class Transport:
@@ -77,12 +104,12 @@ class Transport:
         self.endpoints = Endpoints(urls)
         self._headers = headers
         self._timeout_s = timeout_s
-        self.batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
-        self.retries = retries
+        self._batch_fields = {} if queue_timeout_s is None else {"queue_timeout_s": queue_timeout_s}
+        self._retries = retries
         self._batch_size = batch_size
         self._free_connections = max_connections
         self._gather_s = gather_s
-        self._waiting: deque[PendingResult] = deque()
+        self._waiting: deque[PendingResult[Any]] = deque()
         self._send_handle: asyncio.Handle | None = None
         self._send_delay_s = 0.0
         self._session: aiohttp.ClientSession | None = None
@@ -90,7 +117,7 @@ class Transport:
         self._running: set[asyncio.Task[None]] = set()
         """The unfinished tasks of `_tasks`."""
         self._requests: set[BatchRequest] = set()
-        self._pausing: set[tuple[PendingResult, ...]] = set()
+        self._pausing: set[tuple[PendingResult[Any], ...]] = set()
         """Calls that are sent again after a pause."""
 
     @property
@@ -124,7 +151,7 @@ class Transport:
                 self._finish(request, ServiceError(CLOSED))
             await session.close()
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+    def _start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         """Start a task, which is cancelled if the transport is closed. Raises `ServiceError` if it is closed."""
         self._opened()
         task = self._tasks.create_task(work())
@@ -145,19 +172,6 @@ class Transport:
                 continue
         return False
 
-    async def stream_lines(self, endpoint: Endpoint, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-        """Send one request with a JSON body and yield the items of the streamed response. Raises `ServiceError`."""
-        endpoint.num_calls += 1
-        try:
-            async with self._streamed(endpoint, path, body, "application/json") as (response, unpacker):
-                async for chunk in response.content.iter_any():
-                    unpacker.feed(chunk)
-                    for item in unpacker:
-                        if item is not None:  # None is a heartbeat
-                            yield item
-        finally:
-            endpoint.num_calls -= 1
-
     @asynccontextmanager
     async def _streamed(
         self, endpoint: Endpoint, path: str, body: bytes, content_type: str
@@ -176,16 +190,45 @@ class Transport:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, msgpack.UnpackException) as error:
             raise Unreachable(f"{endpoint.url} sent something that is no result: {error!r:.200}") from None
 
-    def submit(self, call: Call, default_id: str = "") -> PendingResult:
-        """Send a call with the next request. `default_id` is the id of its result if the call has none."""
+    def submit(self, submission: Submission[T]) -> PendingResult[T]:
+        """Send a call or a program with the next request."""
         self._opened()
-        pending = PendingResult(call, call.id or default_id, asyncio.get_running_loop().create_future())
+        pending = PendingResult(submission, asyncio.get_running_loop().create_future())
         self._waiting.append(pending)
         must_gather = self._requests and len(self._waiting) < self._batch_size
         self._schedule_send(self._gather_s if must_gather else 0.0)
         return pending
 
-    def abandon(self, calls: Sequence[PendingResult]) -> None:
+    async def stream(
+        self, submissions: Sequence[Submission[T]], max_weight_at_once: float = math.inf
+    ) -> AsyncGenerator[tuple[int, T], None]:
+        """Send calls or programs, and yield the index and result of each as it ends. Ending the generator abandons the
+        rest. At most `max_weight_at_once` is submitted at once; more is submitted when half of it has ended, so that
+        requests have many items. A heavier item is submitted alone."""
+        submitted: list[PendingResult[T]] = []
+        ended_indexes: asyncio.Queue[int] = asyncio.Queue()
+        weight = 0
+
+        def on_end(index: int, _: object) -> None:
+            ended_indexes.put_nowait(index)
+
+        try:
+            for _ in submissions:
+                if weight <= max_weight_at_once / 2:
+                    for index in range(len(submitted), len(submissions)):
+                        submission = submissions[index]
+                        if weight and weight + submission.weight > max_weight_at_once:
+                            break
+                        submitted.append(self.submit(submission))
+                        submitted[index].future.add_done_callback(partial(on_end, index))
+                        weight += submission.weight
+                index = await ended_indexes.get()
+                weight -= submissions[index].weight
+                yield index, submitted[index].future.result()
+        finally:
+            self.abandon(submitted)
+
+    def abandon(self, calls: Sequence[PendingResult[Any]]) -> None:
         """Cancel calls, unless they have ended, and each request without another awaited call."""
         for pending in calls:
             pending.future.cancel()
@@ -195,11 +238,12 @@ class Transport:
                 pending.request.abandon_one()
 
     async def cancel(self, call_id: str) -> int:
-        """Cancel all unfinished calls with this id, at every endpoint and in this transport, and return their number.
+        """Cancel all unfinished calls and programs with this id, at every endpoint and in this transport, and return
+        their number. A program counts as its unfinished tests at an endpoint, and as one in this transport.
         The request may arrive before this transport's own calls, so it is sent until they have ended. Raises
         `ServiceError` if no endpoint answers."""
-        submitted = [*chain(self._waiting, *self._pausing, *(request.calls for request in self._requests))]
-        own = [pending for pending in submitted if pending.call.id == call_id]
+        submitted = [*chain(self._waiting, *self._pausing, *(request.items for request in self._requests))]
+        own = [pending for pending in submitted if pending.submission.id == call_id]
         cancelled = 0
         for attempt in count(1):
             for pending in own:
@@ -253,23 +297,32 @@ class Transport:
         self._send_handle = None
         while self._waiting and self._free_connections and self.is_open:
             share = math.ceil(len(self._waiting) / self._free_connections)
-            if calls := self._next_batch(max(self._batch_size, min(share, MAX_BATCH_CALLS))):
+            if items := self._next_batch(max(self._batch_size, min(share, MAX_BATCH_CALLS))):
                 self._free_connections -= 1
-                request = BatchRequest(calls)
+                request = BatchRequest(items)
                 self._requests.add(request)
-                request.task = self.start(partial(self._run, request))
+                request.task = self._start(partial(self._run, request))
 
-    def _next_batch(self, max_calls: int) -> list[PendingResult]:
-        calls: list[PendingResult] = []
-        size = 0
-        while self._waiting and len(calls) < (max_calls := min(max_calls, self._waiting[0].max_calls)):
-            if calls and size + self._waiting[0].call.size > MAX_BATCH_BYTES:
-                break
-            pending = self._waiting.popleft()
+    def _next_batch(self, batch_size: int) -> list[PendingResult[Any]]:
+        """Remove and return the first items that wait and may share a request."""
+        items: list[PendingResult[Any]] = []
+        size = weight = 0
+        max_items = sys.maxsize
+        while self._waiting:
+            pending = self._waiting[0]
+            submission = pending.submission
+            max_items = min(max_items, pending.max_items)
+            if items:
+                route = items[0].submission.route
+                is_full = len(items) >= max_items or size + submission.size > MAX_BATCH_BYTES
+                is_too_heavy = weight + submission.weight > (route.max_weight or batch_size)
+                if submission.route is not route or is_full or is_too_heavy:
+                    break
+            self._waiting.popleft()
             if not pending.future.done():
-                size += pending.call.size
-                calls.append(pending)
-        return calls
+                size, weight = size + submission.size, weight + submission.weight
+                items.append(pending)
+        return items
 
     async def _run(self, request: BatchRequest) -> None:
         """Give every call of `request` its result or its error."""
@@ -298,7 +351,7 @@ class Transport:
             except TooLarge as error:
                 if len(unfinished := request.unfinished()) == 1:
                     raise
-                log.info("%.300s; its %d calls are sent in smaller requests", error, len(unfinished))
+                log.info("%.300s; its %d %s are sent in smaller requests", error, len(unfinished), request.route.noun)
                 self._split(unfinished)
             except RequestRefused:
                 raise
@@ -309,36 +362,36 @@ class Transport:
                 self.endpoints.count_failure(endpoint, sent_at, error.retry_after_s, waited_s)
                 for pending in request.unfinished():
                     pending.count_failure(sent_at, is_first=has_results)
-                    if pending.failures > self.retries:
+                    if pending.failures > self._retries:
                         pending.set_error(self._final_error(error, pending))
                 if retried := request.unfinished():
                     failures = max(pending.failures for pending in retried)
-                    what = f"{len(retried)} calls"
-                    await asyncio.sleep(self.retry_in_s(failures, what, str(error), error.retry_after_s))
+                    what = f"{len(retried)} {request.route.noun}"
+                    await asyncio.sleep(self._retry_in_s(failures, what, str(error), error.retry_after_s))
 
-    def _split(self, calls: list[PendingResult]) -> None:
+    def _split(self, calls: list[PendingResult[Any]]) -> None:
         """Put the calls of a request in front of the waiting calls, for requests of at most half as many calls."""
         for pending in calls:
             pending.detach()
-            pending.max_calls = math.ceil(len(calls) / 2)
+            pending.max_items = math.ceil(len(calls) / 2)
         self._waiting.extendleft(reversed(calls))
 
     async def _send(self, endpoint: Endpoint, request: BatchRequest) -> None:
         """Send the unfinished calls and set results as they arrive. Raises `ServiceError` if a result is missing."""
-        calls, sent_at = request.unfinished(), _now()
-        batch = {"calls": [pending.call.encode(binary=True) for pending in calls], **self.batch_fields}
-        body = msgpack.packb(batch, unicode_errors="surrogatepass")
-        endpoint.num_calls += len(calls)
+        calls, sent_at, route = request.unfinished(), _now(), request.route
+        body = route.encode([pending.submission.item for pending in calls], self._batch_fields)
+        weight = sum(pending.submission.weight for pending in calls)
+        endpoint.num_calls += weight
         request.is_sent = True
         try:
-            async with self._streamed(endpoint, "/v1/batch", body, "application/msgpack") as (response, unpacker):
+            async with self._streamed(endpoint, route.path, body, route.content_type) as (response, unpacker):
                 async for chunk in response.content.iter_any():
                     unpacker.feed(chunk)
                     self._set_results(endpoint, request, calls, unpacker, sent_at)
                     if request.is_abandoned:
                         return
         finally:
-            endpoint.num_calls -= len(calls)
+            endpoint.num_calls -= weight
             request.is_sent = False
         if missing := len(request.unfinished()):
             raise Unreachable(f"{endpoint.url} closed the connection with {missing} of {len(calls)} results missing")
@@ -347,16 +400,16 @@ class Transport:
         self,
         endpoint: Endpoint,
         request: BatchRequest,
-        calls: list[PendingResult],
+        calls: list[PendingResult[Any]],
         unpacker: msgpack.Unpacker,
         sent_at: float,
     ) -> None:
         """Set the results that have arrived completely; queue retryable calls again."""
-        retryable: dict[PendingResult, dict[str, Any]] = {}
+        retryable: dict[PendingResult[Any], dict[str, Any]] = {}
         for encoded in unpacker:
             if encoded is None or not request.is_waiting_for(pending := calls[encoded["index"]]):
                 continue  # None is a heartbeat
-            if _is_retryable(encoded):
+            if request.route.retryable_error(encoded):
                 retryable[pending] = encoded
             else:
                 pending.set_result(encoded)
@@ -364,41 +417,42 @@ class Transport:
         if retryable:
             self._retry(endpoint, retryable, sent_at)
 
-    def _retry(self, endpoint: Endpoint, results: dict[PendingResult, dict[str, Any]], sent_at: float) -> None:
+    def _retry(self, endpoint: Endpoint, results: dict[PendingResult[Any], dict[str, Any]], sent_at: float) -> None:
         """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
         self.endpoints.count_failure(endpoint, sent_at)
-        retried: list[PendingResult] = []
+        retried: list[PendingResult[Any]] = []
         types: Counter[str] = Counter()
         for pending, encoded in results.items():
             pending.count_failure(sent_at)
-            if pending.failures > self.retries:
+            if pending.failures > self._retries:
                 pending.set_result(encoded)
             else:
                 pending.detach()
                 retried.append(pending)
-                types[encoded["error"]["type"]] += 1
+                types[pending.submission.route.retryable_error(encoded)] += 1
         if retried:
-            counts = ", ".join(f"{error_type} for {count} calls" for error_type, count in types.items())
+            noun = retried[0].submission.route.noun
+            counts = ", ".join(f"{error_type} for {count} {noun}" for error_type, count in types.items())
             failures = max(pending.failures for pending in retried)
-            delay_s = self.retry_in_s(failures, f"{len(retried)} calls", f"{endpoint.url} returned {counts}")
+            delay_s = self._retry_in_s(failures, f"{len(retried)} {noun}", f"{endpoint.url} returned {counts}")
             group = tuple(retried)
             self._pausing.add(group)
             asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
 
-    def _requeue(self, calls: tuple[PendingResult, ...]) -> None:
+    def _requeue(self, calls: tuple[PendingResult[Any], ...]) -> None:
         """Put calls in front of the waiting calls, unless the transport was closed meanwhile."""
         if calls in self._pausing:
             self._pausing.discard(calls)
             self._waiting.extendleft(reversed(calls))
             self._schedule_send()
 
-    def retry_in_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
+    def _retry_in_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
         """Return the seconds until calls with this number of failures in a row are sent again, and log it."""
         delay_s = self.endpoints.retry_in_s(failures, retry_after_s)
-        log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self.retries, what, delay_s)
+        log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self._retries, what, delay_s)
         return delay_s
 
-    def _final_error(self, error: ServiceError, pending: PendingResult) -> ServiceError:
+    def _final_error(self, error: ServiceError, pending: PendingResult[Any]) -> ServiceError:
         """Return the error of a call whose last attempt failed with `error`."""
         urls = ", ".join(endpoint.url for endpoint in self.endpoints.all)
         seconds = _now() - pending.failing_since
@@ -411,11 +465,6 @@ def _is_stream_of_invalid(response: aiohttp.ClientResponse) -> bool:
     """Return whether the server found all calls of the request malformed. It then streams their results with status
     400. They are read like any other stream, so that the result of a call does not depend on the other calls."""
     return response.status == 400 and response.content_type == STREAM
-
-
-def _is_retryable(encoded: dict[str, Any]) -> bool:
-    error = encoded["error"]
-    return encoded["status"] == Status.UNAVAILABLE and bool(error) and error["type"] in RETRYABLE_ERRORS
 
 
 def _now() -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import re
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -99,14 +100,21 @@ _PROFILES: dict[str, Profile] = {profile.value: profile for profile in Profile}
 class Outcome(DocumentedEnum):
     """How an answer compares with the right answer. `unavailable` and `invalid` must not be scored as 0."""
 
-    EQUIVALENT = "equivalent", "math-verify finds both equal."
-    NOT_EQUIVALENT = "not_equivalent", "math-verify can read both and does not find them equal."
+    EQUIVALENT = "equivalent", "Both have an answer, and the answers are equal by the rules of `strictness`."
+    NOT_EQUIVALENT = "not_equivalent", "Both have an answer, and the answers are not shown to be equal."
     UNPARSABLE = (
         "unparsable",
-        "One of the two cannot be read, or the comparison exceeded its limits (see `Verdict.status`).",
+        "One of the two has no answer, or the comparison exceeded its limits (see `Verdict.status`).",
     )
     UNAVAILABLE = "unavailable", "The service failed to check the pair."
     INVALID = "invalid", "The pair is malformed. `Verdict.message` names the field."
+
+
+class Strictness(DocumentedEnum):
+    """The rules by which two answers are equal."""
+
+    STRICT = "strict", "The rules of docs/verify.md: exact, and in doubt not equivalent."
+    MATH_VERIFY = "math-verify", "The library math-verify as it is, for comparison with published figures."
 
 
 LIMIT_FIELDS: dict[str, NumberRule] = {
@@ -217,17 +225,32 @@ class Call:
 
     def with_limits(self, limits: Limits) -> Call:
         """Return this call with other limits, which must be valid. The other fields are not checked again."""
+        return self.with_checked(limits=limits)
+
+    def with_checked(self, **changes: Any) -> Call:
+        """Return this call with other values of some fields, which must be valid. No field is checked again."""
         call = object.__new__(Call)
         for name in _DEFAULTS:
-            _set(call, name, limits if name == "limits" else getattr(self, name))
+            _set(call, name, changes[name] if name in changes else getattr(self, name))
         return call
 
     @property
     def size(self) -> int:
         """Approximate memory of this call in bytes, for admission."""
-        texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
-        size = 256 + len(self.code) + len(self.stdin) + sum(map(len, self.files.values()))
-        return size + 64 * len(texts) + sum(map(len, texts))
+        size = 256 + memory_bytes(self.code) + memory_bytes(self.stdin)
+        if self.argv or self.env or self.files or self.return_files:
+            texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
+            size += 64 * len(texts) + sum(map(memory_bytes, texts)) + sum(map(len, self.files.values()))
+        return size
+
+    def encode_changes(self, base: Call) -> dict[str, Any]:
+        """Return the mapping from which `decode` with the defaults `base` builds this call, for msgpack. It has no
+        fields that the call has from `base`."""
+        raw: dict[str, Any] = {"code": self.code}
+        for name in _DEFAULTS:
+            if (value := getattr(self, name)) is not getattr(base, name):
+                raw[name] = asdict(value) if name == "limits" else str(value) if name == "profile" else value
+        return raw
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
@@ -342,7 +365,7 @@ class Result:
 
     def encode(self, *, binary: bool = False) -> EncodedResult | dict[str, Any]:
         """Return a mapping for JSON, or with `binary` for msgpack."""
-        error, usage = self.error, self.usage
+        error = self.error
         encoded: EncodedResult = {
             "id": self.id,
             "status": self.status.value,
@@ -356,12 +379,7 @@ class Result:
             "signal": self.signal,
             "truncated": list(self.truncated),
             "files": dict(self.files),
-            "usage": {
-                "queue_ms": usage.queue_ms,
-                "run_ms": usage.run_ms,
-                "cpu_ms": usage.cpu_ms,
-                "peak_memory_mb": usage.peak_memory_mb,
-            },
+            "usage": encode_usage(self.usage),
             "attempts": self.attempts,
             "clamped": dict(self.clamped),
             "missing_files": list(self.missing_files),
@@ -401,6 +419,7 @@ class Verdict:
     status: Status = Status.OK
     message: str = ""
     usage: Usage = Usage()
+    extracted: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """Return a mapping for JSON and msgpack."""
@@ -408,8 +427,24 @@ class Verdict:
             "outcome": self.outcome.value,
             "status": self.status.value,
             "message": self.message,
-            "usage": asdict(self.usage),
+            "usage": encode_usage(self.usage),
+            "extracted": self.extracted,
         }
+
+
+def encode_usage(usage: Usage) -> EncodedUsage:
+    """Return a mapping for JSON and msgpack."""
+    return {
+        "queue_ms": usage.queue_ms,
+        "run_ms": usage.run_ms,
+        "cpu_ms": usage.cpu_ms,
+        "peak_memory_mb": usage.peak_memory_mb,
+    }
+
+
+def memory_bytes(text: str | bytes) -> int:
+    """Return the bytes of a text in memory: up to four for each character. Costs the same for any length."""
+    return len(text) if isinstance(text, bytes) or text.isascii() else sys.getsizeof(text)
 
 
 def signal_name(number: int | None) -> str:
@@ -420,9 +455,25 @@ def signal_name(number: int | None) -> str:
         return f"SIG{number}"
 
 
+POISON = "Poison"
+"""`CallError.type` of a call that was started as often as `attempts` allows and never got a result. Whoever sends it
+again may lose more zygotes, with the calls that run in them."""
+RETRYABLE_ERRORS = frozenset({"Stopped", "NodeError"})
+"""Values of `CallError.type` for which a client sends an `unavailable` call again: the server stopped, or no executor
+could start the call."""
+
+
 def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:
     """Return the result of a call that the service failed to run."""
     return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(error_type, message), attempts=attempts)
+
+
+def used_up_result(call_id: str, attempts: int, reason: str, *, has_started: bool) -> Result:
+    """Return the result of a call whose attempts are all used up; the last one ended for this reason. If its code may
+    have started in one of them (`has_started`), it may be what ends its zygotes: the error is then `POISON`, and the
+    call must not be sent again. Otherwise the error is `NodeError`."""
+    message = f"each of its {attempts} attempts ended without a result, the last for this reason: {reason}"
+    return unavailable_result(call_id, POISON if has_started else "NodeError", message, attempts)
 
 
 def invalid_result(call_id: str, message: str) -> Result:

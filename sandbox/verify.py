@@ -1,8 +1,9 @@
 """Answer checks as calls: a pair of answers becomes a `Call`, and the call's `Result` becomes a `Verdict`.
 
-A pair is the reference answer, `gold`, and the `answer` to check. math-verify compares them inside the sandbox, in a
-call of its own for each pair. A pair on which it hangs or crashes affects no other pair. The code of the call imports
-`guest/checker.py`, to which the zygote gives the module name `rstar_checker`.
+A pair is the reference answer, `gold`, and the `answer` to check; both may be whole completions. They are extracted and
+compared inside the sandbox, in a call of its own for each pair. A pair on which the comparison hangs or crashes affects
+no other pair. The code of the call imports `guest/checker.py`, to which the zygote gives the module name
+`rstar_checker`.
 
 - Both answers are data: they are sent as standard input and never executed.
 - If the pair causes a failure (a time-out, a crash, used up memory), the outcome is `unparsable`. After a failure of
@@ -14,41 +15,62 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sandbox.errors import InvalidCall
-from sandbox.fields import check_names
-from sandbox.types import CALL_FIELDS, MAX_STDIN_CHARS, Call, Outcome, Profile, Result, Status, Verdict
+from sandbox.fields import check_flag, check_names
+from sandbox.types import (
+    CALL_FIELDS,
+    MAX_STDIN_CHARS,
+    Call,
+    Outcome,
+    Profile,
+    Result,
+    Status,
+    Strictness,
+    Verdict,
+)
 
-MAX_ANSWER_CHARS = 4096
-"""Maximum length of an answer in characters; longer answers are unparsable. The checker in the guest has the same
-number. A text over `MAX_STDIN_CHARS` is refused before, as in every call, because it is a malformed request."""
+MAX_TEXT_CHARS = 1 << 20
+"""Maximum length of a gold or an answer in characters; longer ones are unparsable. `guest/answer_extraction.py` has the
+same number. A text over `MAX_STDIN_CHARS` is refused before, as in every call, because it is a malformed request."""
+MIN_OUTPUT_KB = 8
+"""Minimum `output_kb` of a check. Its report has at most 200 characters of each answer."""
 VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant", "deadline_s")}
 """Fields of a call that a request may set for its checks."""
+OPTION_FIELDS = {
+    "strictness": "the rules by which answers are equal",
+    "rounding": "with strict: whether a decimal also equals a gold that rounds to it",
+}
+"""Fields of a request that say how its pairs are compared."""
 
 _CODE = "import rstar_checker\nrstar_checker.outcome()"
-_VERDICT_BY_VALUE = {
-    "'equivalent'": Verdict(Outcome.EQUIVALENT),
-    "'not_equivalent'": Verdict(Outcome.NOT_EQUIVALENT),
-    "'no gold'": Verdict(
-        Outcome.UNPARSABLE, message=f"gold is empty, too long (over {MAX_ANSWER_CHARS} characters), or not mathematics"
-    ),
-    "'no answer'": Verdict(
-        Outcome.UNPARSABLE,
-        message=f"answer is empty, too long (over {MAX_ANSWER_CHARS} characters), or not mathematics",
-    ),
-    "'failed'": Verdict(Outcome.UNPARSABLE, message="math-verify failed on this pair"),
-}
-"""Verdict for each `Result.value` of a check: the `repr` of the text that the checker returns."""
+_COMPARED = (Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE)
+"""Outcomes that the checker returns."""
 _STATUSES_CAUSED_BY_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
 """`Status.ERROR` is not among them: the checker catches all exceptions that a pair causes, so any other exception is a
 fault of the guest's Python, such as a missing library."""
 
 
-def template_call(fields: Mapping[str, Any], where: str = "verify") -> Call:
-    """Return a call without code that has the fields that all checks of a request share. Raises `InvalidCall`."""
-    check_names(fields, VERIFY_CALL_FIELDS, where)
-    return Call.decode_defaults(fields, where)
+class CheckTemplate(NamedTuple):
+    """What all checks of a request share: a call without code, and how answers are compared."""
+
+    call: Call
+    strictness: Strictness = Strictness.STRICT
+    rounding: bool = False
+
+
+def check_template(fields: Mapping[str, Any], where: str = "verify") -> CheckTemplate:
+    """Return the template for the shared fields of a request. Raises `InvalidCall`."""
+    check_names(fields, {**VERIFY_CALL_FIELDS, **OPTION_FIELDS}, where)
+    call_fields = {name: value for name, value in fields.items() if name in VERIFY_CALL_FIELDS}
+    strictness, rounding = fields.get("strictness", Strictness.STRICT), fields.get("rounding", False)
+    if strictness not in tuple(Strictness):
+        raise InvalidCall(f"{where}.strictness: expected one of {', '.join(Strictness)}, got {strictness!r:.80}")
+    check_flag(rounding, f"{where}.rounding")
+    if rounding and strictness != Strictness.STRICT:
+        raise InvalidCall(f"{where}.rounding: expected false with strictness={strictness}, which has rules of its own")
+    return CheckTemplate(Call.decode_defaults(call_fields, where), Strictness(strictness), rounding)
 
 
 def decode_pair(raw: Any, where: str) -> tuple[str, str]:
@@ -63,17 +85,20 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
     return raw["gold"], raw["answer"]
 
 
-def build_check(gold: str, answer: str, template: Call) -> Call:
+def build_check(gold: str, answer: str, template: CheckTemplate) -> Call:
     """Return the call that compares `gold` and `answer`, with the fields of `template`. A text that is too
     long is cut one character above the maximum, so that the checker still refuses it."""
-    texts = json.dumps([gold[: MAX_ANSWER_CHARS + 1], answer[: MAX_ANSWER_CHARS + 1]])
-    return replace(template, code=_CODE, stdin=texts, profile=Profile.VERIFY)
+    texts = [text[: MAX_TEXT_CHARS + 1].encode("utf-8", "surrogatepass") for text in (gold, answer)]
+    header = {"strictness": template.strictness, "rounding": template.rounding, "gold_bytes": len(texts[0])}
+    limits = template.call.limits
+    limits = replace(limits, output_kb=max(limits.output_kb, MIN_OUTPUT_KB))
+    stdin = b"\n".join((json.dumps(header).encode(), b"".join(texts)))
+    return replace(template.call, code=_CODE, stdin=stdin, profile=Profile.VERIFY, limits=limits)
 
 
 def verdict_of(result: Result) -> Verdict:
     """Return the verdict for the result of a check."""
-    verdict = _VERDICT_BY_VALUE.get(result.value or "") if result.status is Status.OK else None
-    if verdict is not None:
+    if result.status is Status.OK and (verdict := _decode_report(result.value or "")):
         return replace(verdict, usage=result.usage)
     message = str(result.error or "the checker returned no outcome")
     if result.status in _STATUSES_CAUSED_BY_PAIR:
@@ -81,3 +106,15 @@ def verdict_of(result: Result) -> Verdict:
     if result.status is Status.INVALID:
         return Verdict(Outcome.INVALID, Status.INVALID, message)
     return Verdict(Outcome.UNAVAILABLE, Status.UNAVAILABLE, message, result.usage)
+
+
+def _decode_report(value: str) -> Verdict | None:
+    """Return the verdict for the value of a finished check, the report of `guest/checker.py`; None for other values."""
+    try:
+        report = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(report, dict) or report.get("outcome") not in _COMPARED:
+        return None
+    extracted = {name: str(report[name]) for name in ("gold", "answer") if report.get(name) is not None}
+    return Verdict(Outcome(report["outcome"]), message=str(report.get("message", "")), extracted=extracted)

@@ -4,15 +4,21 @@
     ["configure", settings, is_replacement] first  ["ready", {slots, long_slots, isolation, cgroups, python, ...}]
     ["calls", [[seq, call], ...]]  64 at most      ["results", [[seq, result], ...]]
     ["cancel", [seq, ...]]                         ["stats", {...}]     once per second
-    ["drain"]                                      ["window", n]        max calls at the executor from now on
+    ["drain"]                                      ["lost", [[seq, reason, has_started], ...]]
+                                                   ["window", n]        max calls at the executor from now on
                                                    ["failed", message]  the executor cannot start
 
-- `seq` is the gateway's number of a call, never reused on one connection. Results come in any order. Each call gets
-  exactly one result; a cancelled call gets at most one.
+- `seq` is the gateway's number of an attempt, never reused on one connection. Each attempt ends with a result or as
+  lost, exactly once and in any order; a cancelled one at most once.
+- An executor starts the code of an attempt at most once. The attempt is lost if the code ended without a result
+  (`has_started`), because its zygote exited or an outer memory limit killed it, or if it could not be started. The
+  gateway decides whether the call gets another attempt.
 - `call` is `Call.encode(binary=True)`, validated and clamped; `result` is `Result.encode(binary=True)`. A call of
-  `sandbox.judge` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set.
+  `sandbox.judge` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set. `request` is the
+  number of the HTTP request of a call: requests take turns in the executor too (`sandbox.request_queue`).
 - An executor with `is_replacement` is ready with its first zygote; others are ready when every zygote has been ready.
 - `isolation` in the settings is never "auto": the server chooses the level once, before it starts executors.
+- Beyond the window, an executor accepts `reserved_slots` calls whose requests have no running call.
 - The window is twice the slots until a "window" frame changes it, which may happen at any time after "ready". A smaller
   window does not affect calls that the executor already has.
 """
@@ -32,16 +38,55 @@ MAX_FRAME_CALLS = 64
 """Maximum number of calls or results in one frame."""
 TARGET_FRAME_BYTES = 8 << 20
 """Size in bytes from which a frame gets no further calls or results."""
+LARGE_BYTES = 64 << 10
+"""Length from which the bytes of a file are a part of a frame by themselves."""
 _LENGTH = struct.Struct("<I")
+_BYTES_HEADER = struct.Struct(">BI")
+"""Header of bytes in msgpack: 0xC6 and the length."""
 
 
 def pack(message: list[Any]) -> bytes:
     """Encode one frame. Text may contain lone surrogates. Raises `ProtocolError` if the frame exceeds
     `MAX_FRAME_BYTES`."""
     body: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(body)} bytes, expected at most {MAX_FRAME_BYTES}; send fewer calls in one")
-    return _LENGTH.pack(len(body)) + body
+    return _length_of_frame(len(body)) + body
+
+
+def pack_calls(calls: list[list[Any]]) -> list[bytes]:
+    """Encode the frame `["calls", calls]`, and return its parts. Large files are parts that are not copied, since the
+    files of one call may have hundreds of MiB. Raises `ProtocolError` if the frame exceeds `MAX_FRAME_BYTES`."""
+    if not any(len(data) >= LARGE_BYTES for _, call in calls for data in call.get("files", {}).values()):
+        return [pack(["calls", calls])]
+    packer = msgpack.Packer(unicode_errors="surrogatepass", autoreset=False)
+    parts: list[bytes] = []
+    packer.pack_array_header(2)
+    packer.pack("calls")
+    packer.pack_array_header(len(calls))
+    for seq, call in calls:
+        packer.pack_array_header(2)
+        packer.pack(seq)
+        packer.pack_map_header(len(call))
+        for name, value in call.items():
+            packer.pack(name)
+            if name != "files":
+                packer.pack(value)
+                continue
+            packer.pack_map_header(len(value))
+            for path, data in value.items():
+                packer.pack(path)
+                if len(data) < LARGE_BYTES:
+                    packer.pack(data)
+                else:  # `Packer` has no method for the header of bytes alone
+                    parts += packer.bytes(), _BYTES_HEADER.pack(0xC6, len(data)), data
+                    packer.reset()
+    parts.append(packer.bytes())
+    return [_length_of_frame(sum(map(len, parts))), *parts]
+
+
+def _length_of_frame(size: int) -> bytes:
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {size} bytes, expected at most {MAX_FRAME_BYTES}; send fewer calls in one")
+    return _LENGTH.pack(size)
 
 
 class Unpacker:
@@ -68,14 +113,15 @@ class Unpacker:
                     raise ProtocolError(f"frame of {length} bytes, expected at most {self._max}")
                 if len(buffer) - start - 4 < length:
                     break
-                body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
+                with memoryview(buffer) as view, view[start + 4 : start + 4 + length] as body:
+                    message = _unpack(body)
                 start += 4 + length
-                yield _unpack(body)
+                yield message
         finally:
             del buffer[:start]
 
 
-def _unpack(body: bytes) -> list[Any]:
+def _unpack(body: memoryview) -> list[Any]:
     try:
         message = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:

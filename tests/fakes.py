@@ -3,6 +3,7 @@
     "hang"      no result                 "die"       the executor exits
     "garbage"   a malformed frame         "nonsense"  a malformed result
     "forget"    a result for an unknown seq
+    "lose"      the attempt is lost after the code has started; "refuse": before
     "slow"      ok, after `SLOW_S`
     otherwise   ok, with the code as stdout
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 from typing import Any, cast
 
@@ -32,6 +34,13 @@ def ok_result(call: dict[str, Any]) -> dict[str, Any]:
     return result.encode(binary=True)
 
 
+def pair_of_check(call: dict[str, Any]) -> tuple[str, str]:
+    """Return gold and answer of an encoded answer check."""
+    options, _, texts = call["stdin"].partition(b"\n")
+    gold_bytes = json.loads(options)["gold_bytes"]
+    return texts[:gold_bytes].decode(), texts[gold_bytes:].decode()
+
+
 class FakeExecutor(asyncio.Protocol):
     """One executor, from its "configure" frame to its exit; also the `LaunchedExecutor` of its handle."""
 
@@ -45,6 +54,8 @@ class FakeExecutor(asyncio.Protocol):
         self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
         """All calls received, by seq."""
+        self.request_numbers: dict[int, int] = {}
+        """Number of the HTTP request of each call, by seq."""
         self.cancelled: list[int] = []
         self.received_kinds: list[str] = []
         """Kinds of the received frames, in order."""
@@ -112,6 +123,7 @@ class FakeExecutor(asyncio.Protocol):
         self.frame_sizes.append(len(pairs))
         results = []
         for seq, call in pairs:
+            self.request_numbers[seq] = call.pop("request")
             self.calls[seq] = call
             if call["code"] == "die":
                 return self.exit(1)
@@ -122,6 +134,8 @@ class FakeExecutor(asyncio.Protocol):
                 results.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
                 results.append([seq + 1_000_000, ok_result(call)])  # no test sends so many calls
+            elif call["code"] in ("lose", "refuse"):
+                self.send("lost", [[seq, "its zygote exited", call["code"] == "lose"]])
             elif call["code"] == "slow":
                 asyncio.get_running_loop().call_later(SLOW_S, self.finish, seq)
             elif call["code"] != "hang":

@@ -173,7 +173,7 @@ def test_a_checker_gets_three_files_and_the_default_limits() -> None:
 # What results mean
 
 ANSWERS_STDIN = ProgramTest("1", "", "2")
-ANSWERS_FUNCTION = ProgramTest("", "{}", 2)
+ANSWERS_FUNCTION = ProgramTest("", "{}", "2")
 
 
 @pytest.mark.parametrize("status", [s for s in Status if s not in (Status.OK, Status.UNAVAILABLE, Status.INVALID)])

@@ -238,7 +238,7 @@ def test_a_full_disk_is_reported_before_the_build(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unreadable_runtime_counts_as_missing(tmp_path: Path) -> None:
+def test_an_unreadable_runtime_counts_as_missing(tmp_path: Path, builds: list[Path]) -> None:
     """PYENV_ROOT or the runtime may belong to another user."""
     locked = tmp_path / "locked"
     (locked / "versions").mkdir(parents=True)

@@ -26,14 +26,25 @@ def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "rstar-sandbox"
 
 
-@pytest.fixture
-def needs_index(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def needs_index(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skip the test if pip reaches no package index."""
-    venv = tmp_path / "pip"
+    venv = tmp_path_factory.mktemp("pip")
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     command = [f"{venv}/bin/pip", "download", "--quiet", "--no-deps", "--retries", "1", "--dest", str(venv), "roman"]
     if subprocess.run(command, capture_output=True, timeout=INDEX_TIMEOUT_S).returncode:
         pytest.skip("needs a package index that pip can reach")
+
+
+@pytest.fixture
+def only_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the default runtime have numpy alone, so that pip installs 20 MB and not 450."""
+    pins = tuple(pin for pin in runtime.REQUIREMENTS if pin.startswith("numpy=="))
+    monkeypatch.setattr(runtime, "REQUIREMENTS", pins)
+    monkeypatch.setattr(runtime, "_SMOKE_TEST", "import numpy")
+    no_fonts = tmp_path / "no_fonts.py"
+    no_fonts.touch()
+    monkeypatch.setattr(runtime, "_FONT_CACHE_SCRIPT", no_fonts)
 
 
 @pytest.fixture
@@ -157,7 +168,7 @@ def test_a_package_that_cannot_be_imported_is_named(
     assert capsys.readouterr().err == error
 
 
-@pytest.mark.usefixtures("needs_index", "needs_isolation")
+@pytest.mark.usefixtures("needs_index", "needs_isolation", "only_numpy")
 def test_calls_import_an_added_package(data_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runtime", "--with", "sortedcontainers"]) == 0
     python = capsys.readouterr().out.splitlines()[-1]
@@ -165,7 +176,7 @@ def test_calls_import_an_added_package(data_home: Path, capsys: pytest.CaptureFi
     assert run_once(Call(code), ExecutorConfig(python=python)).value == "SortedList([1, 2, 3])"
 
 
-@pytest.mark.usefixtures("needs_index")
+@pytest.mark.usefixtures("needs_index", "only_numpy")
 @pytest.mark.parametrize(
     ("requirement", "reason"),
     [

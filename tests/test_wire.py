@@ -89,3 +89,23 @@ def test_a_call_survives_a_frame() -> None:
     unpacker.feed(pack(["calls", [[1, call.encode(binary=True)]]]))
     [[kind, [[seq, raw]]]] = unpacker
     assert (kind, seq, Call.decode(raw)) == ("calls", 1, call)
+
+
+def test_large_files_are_parts_of_a_frame_that_are_not_copied() -> None:
+    small, large = b"a" * (wire.LARGE_BYTES - 1), b"b" * wire.LARGE_BYTES
+    calls: list[list[Any]] = [
+        [1, Call("\ud800", files={"a": large, "b": small, "c": large}, env={"A": "x"}).encode(binary=True)],
+        [2, Call("2").encode(binary=True)],
+    ]
+    parts = wire.pack_calls(calls)
+    assert [part for part in parts if part is large] == [large] * 2
+    assert sum(len(part) for part in parts if part is not large) < len(small) + 1000
+    for sent in (calls, calls[1:]):
+        assert b"".join(wire.pack_calls(sent)) == wire.pack(["calls", sent])
+
+
+def test_a_frame_of_large_files_above_the_maximum_size_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call("", files={"a": b"b" * wire.LARGE_BYTES}).encode(binary=True)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", wire.LARGE_BYTES)
+    with pytest.raises(ProtocolError, match=r"frame of \d+ bytes, expected at most"):
+        wire.pack_calls([[1, call]])

@@ -355,6 +355,9 @@ def _parser() -> argparse.ArgumentParser:
     option = add("rescore", rescore, store, where, out, as_json).add_argument
     option("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
     option("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
+    rules = "rules by which an answer is right (default: strict)"
+    option("--answer-check", default="strict", choices=("strict", "math-verify"), help=rules)
+    option("--answer-rounding", action="store_true", help="with strict: a decimal may be rounded")
     option = add("export", export, store, where, out).add_argument
     option("--format", required=True, choices=("tokens", "chat", "gaia"), help="what each row has")
     option("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")

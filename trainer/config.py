@@ -97,6 +97,8 @@ class SandboxConfig:
     endpoints: StringList = ()  # URLs of servers; [1-8] expands to 8 URLs; if empty, each command starts a server
     timeout_s: PositiveFloat = 4.0  # seconds of virtual time per call
     memory_mb: Annotated[int, Field(ge=16)] = 512  # MiB per call
+    answer_check: Literal["strict", "math-verify"] = "strict"  # rules by which an answer is right (docs/verify.md)
+    answer_rounding: bool = False  # with strict: a decimal is also right if the problem's answer rounds to it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -276,6 +278,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         model, engines = self.model, self.engines
+        _require(
+            self.sandbox.answer_check == "strict" or not self.sandbox.answer_rounding,
+            f"sandbox: answer_rounding=true: expected answer_check=strict, got {self.sandbox.answer_check}, which has "
+            "rules of its own",
+        )
         _require(
             not model.chat_template or model.chat_format == "tokenizer",
             f"model.chat_template={model.chat_template}: expected chat_format=tokenizer, since {model.chat_format} has "

@@ -44,8 +44,18 @@ def rescore(args: argparse.Namespace) -> None:
     from trainer.recipe.stored_episodes import rescore
 
     with StoreReader(args.store) as reader:
-        changes = rescore(reader, args.environment, args.out, where=args.where, sandbox=args.sandbox)
+        changes = rescore(
+            reader,
+            args.environment,
+            args.out,
+            where=args.where,
+            sandbox=args.sandbox,
+            answer_check=args.answer_check,
+            answer_rounding=args.answer_rounding,
+        )
     print(json.dumps(changes) if args.json else "\n".join(f"{change}: {n}" for change, n in sorted(changes.items())))
+    changed = sum(n for change, n in changes.items() if len(set(change.split(" -> "))) == 2)
+    print(f"{changed} of {changes.total()} rewards change", file=sys.stderr)
 
 
 def export(args: argparse.Namespace) -> None:

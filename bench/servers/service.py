@@ -23,6 +23,7 @@ from bench.harness.command import BenchFailed
 from bench.probes import processes
 from sandbox import runtime
 from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
+from sandbox.held_signals import held_signals
 
 START_TIMEOUT_S = 120.0
 """Seconds until a server must be ready. Warming the interpreters takes seconds, and longer on a loaded machine."""
@@ -72,7 +73,8 @@ def running(
 @contextmanager
 def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Service]:
     """A server started by `python ARGUMENTS`, once it has printed its address."""
-    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would block the server when it is full
+    # A pipe that nobody reads would block the server when it is full.
+    with tempfile.TemporaryFile() as log, held_signals() as release_signals:
         server = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
@@ -82,6 +84,7 @@ def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) 
             env={**os.environ, **(environ or {})},
         )
         try:
+            release_signals()
             yield Service(_wait_for_address(server, log), server.pid)
         finally:
             _stop(server)

@@ -88,6 +88,14 @@ class RayDriver:
         await self._process.wait()
         self._stderr.close()
 
+    async def _describe_end(self) -> str:
+        """Return how the driver, which has closed its socket, has ended."""
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                return f"ended with code {await self._process.wait()}"
+        except TimeoutError:
+            return "closed its socket"
+
     def _last_error(self) -> str:
         """Return the line of the driver's stderr with the reason of its end."""
         end = os.fstat(self._stderr.fileno()).st_size
@@ -111,9 +119,7 @@ class RayDriver:
             except OSError as error:
                 raise NodeError(f"the Ray driver: {error}") from None
             if not data:
-                raise NodeError(
-                    f"the Ray driver has ended with code {await self._process.wait()}: {self._last_error()}"
-                )
+                raise NodeError(f"the Ray driver has {await self._describe_end()}: {self._last_error()}")
             unpacker.feed(data)
             for message in unpacker:
                 match message:

@@ -2,7 +2,7 @@
 
     part           contents                                              owner        lifetime
     CallRequest    the decoded call; immutable                           -            until the result
-    CallState      the request, attempts, failed starts                  Executor     until the result
+    CallState      the request, failed starts                            Executor     until the result or loss
     Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
     CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the `still_running` frame
                                                                                       to the end of the attempt
@@ -70,6 +70,8 @@ class CallRequest:
     modules: frozenset[str]
     """Modules that the code appears to import."""
     profile: str
+    request_number: int
+    """Number of the HTTP request, which takes turns with others."""
 
     @classmethod
     def decode(cls, seq: int, encoded: dict[str, Any], profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
@@ -78,7 +80,7 @@ class CallRequest:
         limits = {name: requested.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
         modules = imported_modules(encoded["code"])
         profile = profiles.choose(encoded.get("profile", Profile.AUTO), modules)
-        return cls(seq, encoded, limits, modules, profile)
+        return cls(seq, encoded, limits, modules, profile, encoded.get("request", 0))
 
     @property
     def id(self) -> str:
@@ -193,13 +195,20 @@ class Attempt:
 
 @dataclass(eq=False, slots=True)
 class CallState:
-    """An unanswered call. It is queued, or waits for the `verify` zygote or for a retry, or has an `attempt`."""
+    """An unanswered call. It is queued, or waits for the `verify` zygote or after a loss or a failed start, or has an
+    `attempt`."""
 
     request: CallRequest
-    attempts: int = 1
     start_failures: int = 0
     attempt: Attempt | None = None
     is_cancelled: bool = False
+    keeps_priority: bool = False
+    """Whether the call got too little of a core when it was demoted and could not be promoted. It runs a second time,
+    at normal priority."""
+
+    @property
+    def request_number(self) -> int:
+        return self.request.request_number
 
     def mark_cancelled(self) -> None:
         """Mark that no result is to be sent, and free the code and the input. The limits are kept, since they are used
@@ -209,7 +218,7 @@ class CallState:
 
     def unavailable_result(self, error_type: str, message: str) -> EncodedResult:
         """Build the result for the case that the service could not run the call."""
-        return unavailable_result(self.request.id, error_type, message, self.attempts).encode(binary=True)
+        return unavailable_result(self.request.id, error_type, message, attempts=1).encode(binary=True)
 
 
 @dataclass(frozen=True, slots=True)

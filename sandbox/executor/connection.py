@@ -1,4 +1,4 @@
-"""The executor's end of the connection to its gateway: frames in, results out (`sandbox.wire`).
+"""The executor's end of the connection to its gateway: frames in, results and losses out (`sandbox.wire`).
 
 At the end of the stream the gateway has gone; the executor then stops and kills all its calls.
 """
@@ -61,7 +61,7 @@ class GatewayConnection:
         self._results: list[tuple[int, EncodedResult]] = []
         self._has_results = trio.Event()
         self._is_draining = False
-        self._executor = Executor(config, self._add_result, is_replacement=is_replacement)
+        self._executor = Executor(config, self._add_result, self._send_lost, is_replacement=is_replacement)
         self._executor.on_window_changed = self._send_window
 
     async def run(self, frames: Frames) -> None:
@@ -115,6 +115,10 @@ class GatewayConnection:
 
     def _add_result(self, seq: int, result: EncodedResult) -> None:
         self._results.append((seq, result))
+        self._has_results.set()
+
+    def _send_lost(self, seq: int, reason: str, has_started: bool) -> None:
+        self._stream.write(wire.pack(["lost", [[seq, reason, has_started]]]))
         self._has_results.set()
 
     async def _send_results(self, connection_scope: trio.CancelScope) -> None:

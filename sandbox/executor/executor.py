@@ -1,14 +1,19 @@
-"""The executor: calls in, results out; each call gets exactly one result unless it is cancelled.
+"""The executor: calls in, results out; each call ends with a result or as lost, exactly once unless it is cancelled.
 
     submit -> queue -> zygote (pool.start_call) -> on_call_ended -> on_result(seq, result)
-                ^          |  failed to start, or zygote lost
-                +-- delay -+
+                ^          |           |
+                +-- delay -+           +-- zygote lost --> delay --> on_lost(seq, reason, has_started)
+               failed to start
 
 Invariants:
-- An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or for a retry.
+- The code of a call is started once, and once more if the call starved at a lower CPU priority. Who sends the call
+  decides about further attempts.
+- An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
+  or a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).
-- Calls start in the order of their arrival, on the pool with most free short slots, in the smallest zygote that has the
-  modules which they import.
+- The calls of one request start in the order of their arrival, and requests take turns (`RequestQueue`). A call starts
+  on the pool with most free slots, in the smallest zygote that has the modules which it imports.
+- While all short slots are in use, a call may start in a reserved slot if its request has no running call.
 - The work for one call does not grow with the number of calls.
 """
 
@@ -22,7 +27,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Set
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -44,6 +49,7 @@ from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
+from sandbox.request_queue import RequestQueue
 from sandbox.types import EncodedResult, Profile
 
 log = logging.getLogger(__name__)
@@ -69,24 +75,29 @@ STALL_S = 0.08
 (`Executor.demote_after_s`). Less than the default of `demote_after_ms`, so that it has an effect on the first
 sample."""
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
-"""Seconds until a call is retried. The delay doubles with each attempt and each failed start."""
-MAX_FREE_START_FAILURES = 8
-"""Number of failed starts of a call (no process, no descriptor) that do not count as attempts. With back-off they take
-about 20 s."""
+"""Seconds until a call that failed to start is started again. The delay doubles with each failed start. A lost call is
+reported after the shortest delay."""
+MAX_START_FAILURES = 8
+"""Failed starts (no process, no descriptor) of a call after which one more makes it lost. With back-off they take about
+20 s."""
 MAX_MISSED_IMPORTS = 1000
 """Maximum number of module names in `missed_imports`. The names come from the code of calls."""
 
 OnResult = Callable[[int, EncodedResult], None]
+OnLost = Callable[[int, str, bool], None]
 
 
 class Executor:
     """Runs calls on its zygote pools. `submit`, `cancel` and `start_queued_calls` have to be called from one task.
 
-    `on_result(seq, result)` is called once for each call. `is_replacement`: the executor replaces one that has died, so
-    it is ready with its first zygote. Raises `IsolationError` if the machine lacks the isolation level.
+    `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call. `is_replacement`: the
+    executor replaces one that has died, so it is ready with its first zygote. Raises `IsolationError` if the machine
+    lacks the isolation level.
     """
 
-    def __init__(self, config: ExecutorConfig, on_result: OnResult, *, is_replacement: bool = False) -> None:
+    def __init__(
+        self, config: ExecutorConfig, on_result: OnResult, on_lost: OnLost, *, is_replacement: bool = False
+    ) -> None:
         self.granted_cores = machine.granted_cores()
         """Cores that the machine grants to this process and its calls."""
         capacity = resolve_capacity(config, self.granted_cores)
@@ -103,7 +114,7 @@ class Executor:
         self.warnings: list[str] = []
         """What this machine lacks, one sentence each. A server logs them once; `run` leaves them to `doctor`."""
         self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
-        self.cpu_priority = CpuPriority()
+        self.cpu_priority = CpuPriority(capacity["cores"])
         self.on_window_changed: Callable[[int], None] = lambda _window: None
         """Called with `window` whenever that has changed."""
         self.counts: Counter[str] = Counter()
@@ -111,8 +122,8 @@ class Executor:
         """By module: how often calls have imported it in a zygote that had not loaded it."""
         self._planned_cores = capacity["cores"]
         """This executor's share of the setting `cores`."""
-        self._max_attempts = config.attempts
         self._on_result = on_result
+        self._on_lost = on_lost
         self._is_replacement = is_replacement
         self._demote_after_s = config.demote_after_ms / 1e3
         self._progress_at = -math.inf
@@ -120,7 +131,7 @@ class Executor:
         self._machine_memory = MachineMemory()
         self._calls: dict[int, CallState] = {}
         """All calls without a result, by seq."""
-        self._queue: deque[CallState] = deque()
+        self._queue: RequestQueue[CallState] = RequestQueue()
         self._waiting_for_verifier: list[CallState] = []
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
@@ -216,7 +227,7 @@ class Executor:
         self._calls[seq] = call
         if not self._queue:
             self._progress_at = time.monotonic()
-        self._queue.append(call)
+        self._queue.push(call)
 
     def cancel(self, seq: int) -> None:
         """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""
@@ -228,26 +239,29 @@ class Executor:
             attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
             attempt.kill()
         else:
-            with suppress(ValueError):  # it may wait for the `verify` zygote instead
+            with suppress(KeyError):  # it may wait for the `verify` zygote instead
                 self._queue.remove(call)
 
     def start_queued_calls(self) -> None:
-        """Start calls while there are free slots and zygotes for the first in the queue."""
-        while self._queue:
-            call = self._queue[0]
-            if call.is_cancelled:
-                self._queue.popleft()
-                continue
-            if call.request.profile == Profile.VERIFY:
-                for pool in self.pools:
-                    pool.request_verifier()
-                if all(pool.is_waiting_for_verifier for pool in self.pools):
-                    self._waiting_for_verifier.append(self._queue.popleft())
+        """Start calls while there are free slots and zygotes for the next one, first in short slots, then in reserved
+        ones."""
+        for reserved in (False, True):
+            while (call := self._queue.peek(resting_only=reserved)) is not None:
+                if call.is_cancelled:
+                    self._queue.remove(call)
                     continue
-            picked = self._pick_zygote(call.request.profile)
-            if picked is None:
-                break
-            self._start(self._queue.popleft(), *picked)
+                if call.request.profile == Profile.VERIFY:
+                    for pool in self.pools:
+                        pool.request_verifier()
+                    if all(pool.is_waiting_for_verifier for pool in self.pools):
+                        self._queue.remove(call)
+                        self._waiting_for_verifier.append(call)
+                        continue
+                picked = self._pick_zygote(call.request.profile, reserved)
+                if picked is None:
+                    break
+                self._queue.start(call)
+                self._start(call, *picked, reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
             self.on_window_changed(self._announced_window)
@@ -283,8 +297,8 @@ class Executor:
 
     @property
     def window(self) -> int:
-        """Number of calls that the gateway may have sent and not yet got a result for: as many as there are calls in
-        long slots, and two for each short slot."""
+        """Number of calls, those in reserved slots not counted, that the gateway may have sent and not yet got a result
+        for: as many as there are calls in long slots, and two for each short slot."""
         return 2 * self.slots + self.running_long
 
     @property
@@ -307,20 +321,22 @@ class Executor:
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
-    def _pick_zygote(self, profile: str) -> tuple[ZygotePool, Zygote] | None:
-        """Return a zygote for a call and its pool, which has a free slot; None if there is no such pool."""
-        for pool in sorted(self.pools, key=lambda pool: pool.slots.free_short, reverse=True):
-            if not pool.slots.free_short or not pool.slots.free:
+    def _pick_zygote(self, profile: str, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
+        """Return a zygote for a call and its pool, which has a free short or reserved slot; None if there is no such
+        pool."""
+        free = {pool: pool.slots.free_reserved if reserved else pool.slots.free_short for pool in self.pools}
+        for pool in sorted(self.pools, key=free.__getitem__, reverse=True):
+            if free[pool] <= 0 or not pool.slots.free:
                 return None
-            if (zygote := pool.best_zygote(profile)) is not None:
+            if (zygote := pool.best_zygote(profile)) is not None and zygote.takes_calls:
                 return pool, zygote
         return None
 
-    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote) -> None:
+    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote, reserved: bool) -> None:
         try:
-            pool.start_call(call, zygote, next(self._run_ids), time.monotonic())
+            pool.start_call(call, zygote, next(self._run_ids), time.monotonic(), reserved=reserved)
         except OSError as error:
-            self._retry(call, f"the cgroup of its slot cannot be used: {error}", has_started=False)
+            self._start_later(call, f"the cgroup of its slot cannot be used: {error}")
             return
         if not call.request.modules <= zygote.modules:
             self._count_missed_imports(call.request.modules - zygote.modules)
@@ -344,7 +360,14 @@ class Executor:
         was_killed = ended.get("signal") == signal.SIGKILL
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
         if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
-            self._retry(call, "killed because the machine or a parent cgroup ran out of memory", has_started=True)
+            self._report_lost(call, "killed because the machine or a parent cgroup ran out of memory")
+            self.start_queued_calls()
+            return
+        if kill_reason is KillReason.RESTARTED:
+            call.keeps_priority = True
+            self.count("promoted")
+            self._queue.finished(call)
+            self._queue.push_first(call)
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
@@ -355,7 +378,6 @@ class Executor:
                 ended,
                 blobs,
                 call_id=request.id,
-                attempts=call.attempts,
                 return_files=request.return_files,
                 figures=request.figures,
                 timeout_s=request.timeout_s,
@@ -364,29 +386,31 @@ class Executor:
                 usage=usage,
             )
         except ProtocolError as error:
-            self._retry(call, str(error), has_started=True)
+            self._report_lost(call, str(error))
             raise
         if kill_reason is KillReason.STARVED:
             cap_s = wall_cap_s(request.timeout_s)
             message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
             result = call.unavailable_result("Starved", message)
+        self._queue.finished(call)
         self._deliver(call, result)
         self.start_queued_calls()
 
     def on_start_failed(self, call: CallState, reason: str) -> None:
         log.warning("call could not be started: %s", reason)
-        self._retry(call, reason, has_started=False)
+        self._start_later(call, reason)
         self.start_queued_calls()
 
     def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None:
         for attempt in attempts:
             self._stop_monitoring(attempt)
-            self._retry(attempt.call, reason, has_started=True)
+            self._report_lost(attempt.call, reason)
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
-        """Put the calls that wait for the `verify` zygote at the front of the queue, and start queued calls."""
-        self._queue.extendleft(reversed(self._waiting_for_verifier))
+        """Queue the calls that wait for the `verify` zygote before others of their requests, and start queued calls."""
+        for call in reversed(self._waiting_for_verifier):
+            self._queue.push_first(call)
         self._waiting_for_verifier.clear()
         self.start_queued_calls()
 
@@ -408,34 +432,41 @@ class Executor:
     def count(self, event: str) -> None:
         self.counts[event] += 1
 
-    def _retry(self, call: CallState, reason: str, *, has_started: bool) -> None:
-        """Requeue a call after a delay, or answer `unavailable` after the last attempt.
-
-            cause                                                      counts as an attempt
-            its zygote exited, or sent an invalid end of the call      yes
-            the kernel killed it because of an outer memory limit      yes
-            it could not be started: no process, descriptor, cgroup    after `MAX_FREE_START_FAILURES`
-
-        During the delay, a missing resource may become available again, and the executor notices which other zygotes of
-        a dying jail have exited.
-        """
-        call.start_failures += not has_started
-        is_counted = has_started or call.start_failures > MAX_FREE_START_FAILURES
+    def _report_lost(self, call: CallState, reason: str) -> None:
+        """Report a call whose code has started and ended without a result: its zygote exited or sent an invalid end of
+        the call, or the kernel killed the call because of an outer memory limit."""
+        self._queue.finished(call)
         assert self._nursery is not None
-        self._nursery.start_soon(self._requeue_later, call, reason, is_counted)
+        self._nursery.start_soon(self._report_lost_later, call, reason)
 
-    async def _requeue_later(self, call: CallState, reason: str, is_counted: bool) -> None:
-        await trio.sleep(backoff_s(call.attempts + call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
-        if call.is_cancelled:
-            return
-        if is_counted and call.attempts >= self._max_attempts:
-            message = f"failed {call.attempts} times, last: {reason}"
-            self._deliver(call, call.unavailable_result("NodeError", message))
-        else:
+    async def _report_lost_later(self, call: CallState, reason: str) -> None:
+        """Report a loss after a delay, in which the executor notices which other zygotes of a dying jail have exited.
+        Otherwise the call could come back at once and be lost with one of these."""
+        await trio.sleep(MIN_RETRY_DELAY_S)
+        self._forget_lost(call, reason, has_started=True)
+
+    def _start_later(self, call: CallState, reason: str) -> None:
+        """Requeue a call that could not be started: there was no process, descriptor or cgroup. After
+        `MAX_START_FAILURES` it is lost."""
+        self._queue.finished(call)
+        call.start_failures += 1
+        assert self._nursery is not None
+        self._nursery.start_soon(self._requeue_later, call, reason)
+
+    async def _requeue_later(self, call: CallState, reason: str) -> None:
+        await trio.sleep(backoff_s(call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
+        if call.start_failures > MAX_START_FAILURES:
+            self._forget_lost(call, reason, has_started=False)
+        elif not call.is_cancelled:
             self.count("retried")
-            call.attempts += is_counted
-            self._queue.appendleft(call)
+            self._queue.push_first(call)
         self.start_queued_calls()
+
+    def _forget_lost(self, call: CallState, reason: str, *, has_started: bool) -> None:
+        if not call.is_cancelled:
+            seq = call.request.seq
+            del self._calls[seq]
+            self._on_lost(seq, reason, has_started)
 
     def _deliver(self, call: CallState, result: EncodedResult) -> None:
         if not call.is_cancelled:

@@ -6,12 +6,14 @@ changes their CPU priority, and kills them at their time limit.
                    lags behind 1/4 of the fair share    promoted until it has caught up
                    reaches `timeout_s`                  killed: timed out
     wall cap       is used up                           killed: timed out if it ever had two threads, else starved
+                   half is used up, demoted, and the    killed, and started again at normal priority
+                   executor may not promote
     memory         exceeds the limit, no cgroup         killed: out of memory
 
 Invariants:
 - A call is monitored only once its zygote has reported it as still running; most calls end before that.
 - A long call has at least a quarter of its fair share of the cores, so it reaches its time limit before the wall cap,
-  whatever the load.
+  whatever the load. Where the executor may not promote, this holds for the second half of the wall cap.
 - After a sample, all processes of the call that existed then have the CPU priority of the call.
 """
 
@@ -82,6 +84,8 @@ class KillReason(Enum):
 
     TIMED_OUT = auto()
     STARVED = auto()
+    RESTARTED = auto()
+    """It got too little of a core while it was demoted, so it runs again at normal priority."""
     OUT_OF_MEMORY = auto()
 
 
@@ -160,11 +164,11 @@ class CallMonitor:
         self._owner = owner
         self._pidfd = running.pidfd
         self._timeout_s = attempt.call.request.timeout_s
-        self._is_long = self._has_long_slot = self._is_promoted = False
+        self._is_long = self._has_long_slot = self._is_promoted = self._is_demoted_for_good = False
         self._tree: ProcessTree | None = None
         self._memory_check: Future[bool] | None = None
         self._clock = VirtualClock(owner.granted_cores)
-        self._wall_cap_left_s = wall_cap_s(self._timeout_s)
+        self._wall_cap_left_s = wall_cap_s(self._timeout_s) * (0.5 if attempt.call.keeps_priority else 1.0)
         self._last_sample = 0.0, 0.0
         """Wall time and virtual time of the last sample."""
         self._long_since = 0.0, 0.0
@@ -187,6 +191,8 @@ class CallMonitor:
         if not self.is_stopped:
             self.is_stopped = True
             os.close(self._pidfd)
+            if self._tree is not None:
+                self._owner.cpu_priority.forget(self._tree)
 
     def _is_alive(self) -> bool:
         """Return whether the call's first process still exists. False also if the zygote sent a descriptor that is no
@@ -253,6 +259,8 @@ class CallMonitor:
         if self._wall_cap_left_s <= 0:
             # The processes of a fork bomb wait for each other. That must not count as the server's fault.
             return KillReason.STARVED if self._clock.is_single_threaded else KillReason.TIMED_OUT
+        if self._is_demoted_for_good and self._wall_cap_left_s <= wall_cap_s(self._timeout_s) / 2:
+            return KillReason.RESTARTED
         if self._slots.cgroup(self._attempt.slot) is None and self._is_over_memory(tree):
             return KillReason.OUT_OF_MEMORY
         return None
@@ -282,10 +290,16 @@ class CallMonitor:
         owner = self._owner
         lag = lag_s(self._clock.elapsed_s - self._long_since[1], wall_s - self._long_since[0], calls_per_core)
         max_lag_s = 0.0 if self._is_promoted else MAX_LAG_S * crowding_factor(calls_per_core)
-        was_promoted, self._is_promoted = self._is_promoted, lag > max_lag_s
-        if self._is_promoted and not was_promoted:
-            owner.count("promoted")
-        owner.cpu_priority.apply(tree, self._slots.idle_cgroup, is_demoted=not self._is_promoted)
+        is_lagging = lag > max_lag_s
+        if owner.cpu_priority.can_promote:
+            if is_lagging and not self._is_promoted:
+                owner.count("promoted")
+            self._is_promoted = is_lagging
+        elif self._attempt.call.keeps_priority:
+            return
+        elif owner.cpu_priority.can_demote and not is_lagging:
+            self._is_demoted_for_good = True
+        owner.cpu_priority.apply(tree, self._slots.idle_cgroup, is_demoted=not is_lagging)
 
 
 class Monitor:

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,10 +33,25 @@ MAX_SAMPLED_THREADS = 128
 also the largest number of threads that are moved between cgroups at once."""
 UNKNOWN_PID = 0
 """Stands for a process whose pid in this /proc cannot be found."""
+LONG_THREADS_WEIGHT = 0.25
+"""Share of a core that all long threads of the core together get, over that of one thread at normal priority, where
+long calls are demoted by nice values. Less would starve them while short calls never stop arriving; with more, they
+delay short calls."""
+WEIGHT_PER_NICE = 1.25
+"""A thread's weight, and so its share of a core, is divided by this for each step of its nice value (sched(7))."""
+MAX_NICE = 19
 _UNKNOWN_POLICY = -1
+_UNKNOWN_NICE = -21
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STAT_STATE, _STAT_PPID, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = 0, 1, 6, slice(11, 13), slice(13, 15)
-_STAT_THREADS, _STAT_START, _STAT_POLICY = 17, 19, 38
+_STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = (
+    0,
+    1,
+    3,
+    6,
+    slice(11, 13),
+    slice(13, 15),
+)
+_STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
 """Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
 _PF_EXITING = 0x4
 """Flag of a process that has begun to exit. On an overloaded machine the exit waits seconds for a core and for kernel
@@ -108,6 +124,14 @@ class ProcessTree:
         self._pids: list[int] = []
         self._policy_by_thread: dict[int, int] = {}
         """Scheduling policy of each thread in the last sample."""
+        self._nice_by_thread: dict[int, int] = {}
+        """Nice value of each thread in the last sample."""
+        self._pid_by_session: dict[int, int] = {}
+        """A process of each session in the last sample."""
+        self._nice_by_session: dict[int, int] = {}
+        """Nice values of the call's own sessions."""
+        self.runnable_threads = 0
+        """Number of runnable threads in the last sample; of all threads if there are too many to sample."""
         self._should_be_idle: bool | None = None
         """Whether the threads belong in the idle cgroup; None if they never did."""
         self._moved: set[int] = set()
@@ -127,7 +151,8 @@ class ProcessTree:
             self._list_threads()
             return None
         sample: dict[int, ProcessSample] = {}
-        self._policy_by_thread = {}
+        self._policy_by_thread, self._nice_by_thread, self._pid_by_session = {}, {}, {}
+        self.runnable_threads = 0
         self._switches_before, self._switches = self._switches, {}
         if self._run_delays is not None:
             self._run_delays.start_sample()
@@ -151,6 +176,33 @@ class ProcessTree:
                 with suppress(ProcessLookupError):
                     os.sched_setscheduler(tid, policy, _SCHED_PARAM)
                     self._policy_by_thread[tid] = policy
+
+    def raise_nice(self, nice: int) -> None:
+        """Raise the nice values of all threads of the last sample to at least `nice`. Threads that these start later
+        inherit it. Raises `PermissionError` if this process may not change these threads (setpriority(2))."""
+        for tid, current in self._nice_by_thread.items():
+            if current < nice:
+                try:
+                    os.setpriority(os.PRIO_PROCESS, tid, nice)
+                except ProcessLookupError:
+                    continue
+                except OSError as error:
+                    if error.errno != errno.EACCES:  # EACCES: the nice value, which was unknown, is higher already
+                        raise
+                self._nice_by_thread[tid] = nice
+        self._raise_nice_of_sessions(nice)
+
+    def _raise_nice_of_sessions(self, nice: int) -> None:
+        """Raise the nice values of the sessions that the call does not share with its zygote. The kernel may divide the
+        cores between sessions first (sched_autogroup_enabled); then nice values of threads count only within one."""
+        for session, pid in self._pid_by_session.items():
+            if self._nice_by_session.get(session, 0) >= nice:
+                continue
+            with suppress(*_GONE_ERRORS):
+                zygote = int(_read_stat(f"/proc/{self.root}/stat")[_STAT_PPID])
+                if session != int(_read_stat(f"/proc/{zygote}/stat")[_STAT_SESSION]) and not _set_autogroup(pid, nice):
+                    continue
+            self._nice_by_session[session] = nice
 
     def move_to_idle_cgroup(self, idle_cgroup: IdleCgroup, *, inside: bool) -> None:
         """Move the threads of the last sample into the idle cgroup or back, at most `MAX_SAMPLED_THREADS` at once.
@@ -200,20 +252,23 @@ class ProcessTree:
                     pids += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
 
     def _list_threads(self) -> None:
-        before, tids = self._policy_by_thread, []
+        policies, nices, tids = self._policy_by_thread, self._nice_by_thread, []
         with suppress(OSError):
             if self._members is None:
                 self._pids = [*self._descendants()]
                 tids = [tid for pid in self._pids for tid in _thread_ids(pid)]
             else:
                 tids = self._members.thread_ids()
-        self._policy_by_thread = {tid: before.get(tid, _UNKNOWN_POLICY) for tid in tids if tid}
+        self._policy_by_thread = {tid: policies.get(tid, _UNKNOWN_POLICY) for tid in tids if tid}
+        self._nice_by_thread = {tid: nices.get(tid, _UNKNOWN_NICE) for tid in self._policy_by_thread}
+        self.runnable_threads = len(self._policy_by_thread)
 
     def _sample_process(self, pid: int) -> ProcessSample | None:
         stat = _read_stat(f"/proc/{pid}/stat")
         # A zombie with further threads is a process whose main thread alone has ended.
         if stat[_STAT_STATE] in (b"Z", b"X") and int(stat[_STAT_THREADS]) <= 1:
             return None
+        self._pid_by_session[int(stat[_STAT_SESSION])] = pid
         cpu_s = _process_cpu_s(pid, stat)
         threads = {}
         if stat[_STAT_THREADS] == b"1":
@@ -227,9 +282,10 @@ class ProcessTree:
         return ProcessSample(int(stat[_STAT_PPID]), _age_s(stat), cpu_s, threads)
 
     def _sample_thread(self, tid: int, path: str, stat: list[bytes], cpu_s: float | None = None) -> ThreadSample:
-        self._policy_by_thread[tid] = int(stat[_STAT_POLICY])
+        self._policy_by_thread[tid], self._nice_by_thread[tid] = int(stat[_STAT_POLICY]), int(stat[_STAT_NICE])
         is_exiting = stat[_STAT_STATE] in (b"S", b"D") and int(stat[_STAT_FLAGS]) & _PF_EXITING != 0
         is_runnable = stat[_STAT_STATE] == b"R" or is_exiting
+        self.runnable_threads += is_runnable
         if self._run_delays is not None:
             return self._run_delays.estimate(tid, stat, cpu_s, _read_voluntary_switches(path), is_runnable)
         run_ns, delay_ns, timeslices = map(int, _read(f"{path}/schedstat").split())
@@ -334,24 +390,66 @@ class _RunDelayEstimator:
 
 
 class CpuPriority:
-    """Demotes and promotes the threads of calls, if this process may do both; otherwise it does neither."""
+    """Changes the CPU priority of the threads of long calls.
 
-    def __init__(self) -> None:
-        self.can_change = can_restore_priority()
-        if not self.can_change:
-            log.info("no CAP_SYS_NICE in the initial user namespace: long calls keep normal priority")
+        this process has CAP_SYS_NICE in the initial user namespace    otherwise
+        demote: SCHED_IDLE, and the idle cgroup                        demote: raise the nice value
+        promote: SCHED_OTHER                                           promote: the kernel refuses it (sched(7))
+
+    A nice value can be raised for every process of this uid, and for every process in the user namespaces that this uid
+    has created. It is raised only as far as `LONG_THREADS_WEIGHT` requires for the number of long threads, since it is
+    never lowered again.
+    """
+
+    def __init__(self, cores: float = 1.0) -> None:
+        self.can_promote = can_restore_priority()
+        self.can_demote = True
+        self._cores = cores
+        self._own_nice = os.getpriority(os.PRIO_PROCESS, 0)
+        self._long_threads: Counter[ProcessTree] = Counter()
+        """Runnable threads of each long call."""
+        self._num_long_threads = 0
+        if not self.can_promote:
+            log.info("no CAP_SYS_NICE in the initial user namespace: long calls are demoted by their nice values only")
 
     def apply(self, tree: ProcessTree, idle_cgroup: IdleCgroup | None = None, *, is_demoted: bool) -> None:
-        """Set the priority of all threads in the last sample of `tree`. Idempotent."""
-        if not self.can_change:
+        """Set the priority of all threads in the last sample of `tree`, the call of which is long. Idempotent."""
+        if not self.can_demote:
             return
         try:
-            tree.set_policy(os.SCHED_IDLE if is_demoted else os.SCHED_OTHER)
-            if idle_cgroup is not None:
-                tree.move_to_idle_cgroup(idle_cgroup, inside=is_demoted)
+            if self.can_promote:
+                tree.set_policy(os.SCHED_IDLE if is_demoted else os.SCHED_OTHER)
+                if idle_cgroup is not None:
+                    tree.move_to_idle_cgroup(idle_cgroup, inside=is_demoted)
+            elif is_demoted:
+                self._num_long_threads += tree.runnable_threads - self._long_threads[tree]
+                self._long_threads[tree] = tree.runnable_threads
+                tree.raise_nice(nice_of_long_calls(self._num_long_threads / self._cores, self._own_nice))
         except OSError as error:
-            self.can_change = False
-            log.warning("cannot change scheduling policy, long calls keep normal priority: %s", error)
+            self.can_demote = False
+            log.warning("cannot change the CPU priority of calls, long calls keep normal priority: %s", error)
+
+    def forget(self, tree: ProcessTree) -> None:
+        """Stop counting the threads of a call that has ended."""
+        self._num_long_threads -= self._long_threads.pop(tree, 0)
+
+
+def nice_of_long_calls(threads_per_core: float, own_nice: int = 0) -> int:
+    """Return the nice value with which this many threads on each core have the weight `LONG_THREADS_WEIGHT` together.
+    `own_nice` is that of short calls."""
+    weight = LONG_THREADS_WEIGHT / max(1.0, threads_per_core)
+    return min(MAX_NICE, own_nice + math.ceil(-math.log(weight, WEIGHT_PER_NICE)))
+
+
+def _set_autogroup(pid: int, nice: int) -> bool:
+    """Set the nice value of a process's session. Return False if the kernel asks to try again later: for an ordinary
+    user it accepts one value in 0.1 s on the whole machine."""
+    try:
+        with open(f"/proc/{pid}/autogroup", "w") as file:
+            file.write(str(nice))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _thread_ids(pid: int) -> list[int]:

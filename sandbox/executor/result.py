@@ -84,7 +84,6 @@ def build_result(
     blobs: list[bytes],
     *,
     call_id: str,
-    attempts: int,
     return_files: list[str],
     figures: bool = False,
     timeout_s: float,
@@ -127,12 +126,12 @@ def build_result(
         "truncated": [name for name, is_truncated in truncated.items() if is_truncated],
         "files": returned.files,
         "usage": {
-            "queue_ms": 0.0,  # the gateway fills in this value and `clamped`
+            "queue_ms": 0.0,  # the gateway fills in this value, `attempts` and `clamped`
             "run_ms": get_number(ended, "wall_ms"),
             "cpu_ms": total_cpu_ms(ended, usage),
             "peak_memory_mb": round(_peak_bytes(ended, usage) / (1 << 20), 1),
         },
-        "attempts": attempts,
+        "attempts": 1,
         "clamped": {},
         "missing_files": returned.missing,
     }

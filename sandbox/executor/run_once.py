@@ -1,4 +1,7 @@
-"""Runs one call without a gateway, in the same executor, jail and zygotes. They end when the call has ended."""
+"""Runs one call without a gateway, in the same executor, jail and zygotes. They end when the call has ended.
+
+The call has the same number of attempts as one of a server. They are counted here, since there is no call table.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sandbox.errors import SandboxError, first_error
 from sandbox.executor.executor import Executor
 from sandbox.executor.profile_choice import ProfileTree, imported_modules
 from sandbox.own_profiles import check_profile
-from sandbox.types import Call, EncodedResult, Profile, Result
+from sandbox.types import Call, EncodedResult, Profile, Result, used_up_result
 
 
 def run_once(call: Call, config: ExecutorConfig) -> Result:
@@ -41,17 +44,32 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
 async def _run(call: Call, config: ExecutorConfig) -> EncodedResult:
     results: list[EncodedResult] = []
     has_result = trio.Event()
+    attempts, may_have_run = 0, False
+
+    def start() -> None:
+        nonlocal attempts
+        attempts += 1
+        executor.submit(0, call.encode(binary=True))
+        executor.start_queued_calls()
 
     def on_result(_seq: int, result: EncodedResult) -> None:
-        results.append(result)
+        results.append({**result, "attempts": attempts})
         has_result.set()
 
-    executor = Executor(config, on_result)
+    def on_lost(seq: int, reason: str, has_started: bool) -> None:
+        nonlocal may_have_run
+        may_have_run |= has_started
+        if attempts < config.attempts:
+            start()
+        else:
+            result = used_up_result(call.id, attempts, reason, has_started=may_have_run)
+            on_result(seq, result.encode(binary=True))
+
+    executor = Executor(config, on_result, on_lost)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(executor.run)
         await executor.wait_ready()
-        executor.submit(0, call.encode(binary=True))
-        executor.start_queued_calls()
+        start()
         await has_result.wait()
         nursery.cancel_scope.cancel()
     return results[0]

@@ -1,8 +1,8 @@
 """The slots of one zygote pool: which are free, which are long, and the cgroup of each.
 
-    free --acquire--> short --try_mark_long--> long
-      ^                 |                        |
-      |                 +------- release --------+
+    free --acquire--> short or reserved --try_mark_long--> long
+      ^                 |                                    |
+      |                 +------------- release --------------+
       |                             |
       +---- cgroup is empty --------+---- otherwise: parked, until `release_when_empty` has waited for it
 
@@ -10,6 +10,8 @@ Invariants:
 - A slot (a number, a uid in the jail and, where available, a cgroup) is used by at most one call at a time.
 - There are as many slots as the short and the long quota allow together. A call that becomes long keeps its slot; the
   slot then counts against the long quota.
+- A reserved slot counts neither against the short quota nor against the long one: it is one of the slots that the long
+  quota leaves unused. So there is none while all long slots are in use.
 - A slot is free only once the kernel counts no process in its cgroup. Processes that stay in it are killed.
 - The executor keeps a descriptor of a long call's mount namespace and closes it after the call, so that the executor
   frees the namespace and not the call. The kernel runs synchronize_rcu_expedited, which this needs, for one caller at
@@ -23,6 +25,7 @@ import os
 
 import trio
 
+from sandbox.config import reserved_slots
 from sandbox.jail import CgroupTree, CgroupUsage, IdleCgroup, SlotCgroup
 
 log = logging.getLogger(__name__)
@@ -34,7 +37,8 @@ KILL_AFTER_S = 0.25
 
 
 class Slots:
-    """A call may `acquire` a slot while `free_short` and `free` allow it; `release` gives the slot back."""
+    """A call may `acquire` a slot while `free_short` or `free_reserved`, and `free`, allow it; `release` gives the slot
+    back."""
 
     def __init__(self, short: int, long: int = 0) -> None:
         self.count = short + long
@@ -42,7 +46,10 @@ class Slots:
         """Free slots; `acquire` takes the last one."""
         self.long: set[int] = set()
         """Slots that count against the long quota."""
+        self.reserved: set[int] = set()
+        """Slots in use that are reserved ones."""
         self._max_long = long
+        self._max_reserved = reserved_slots(short)
         self.cgroups: CgroupTree | None = None
         """One cgroup per slot, if the machine grants any."""
         self._mount_namespace_fds: dict[int, int] = {}
@@ -55,21 +62,31 @@ class Slots:
     @property
     def free_short(self) -> int:
         """Unused slots of the short quota."""
-        return len(self.free) - (self._max_long - len(self.long))
+        return len(self.free) - (self._max_long - len(self.long) - len(self.reserved))
+
+    @property
+    def free_reserved(self) -> int:
+        """Unused reserved slots."""
+        unused_long = self._max_long - len(self.long) - len(self.reserved)
+        return min(unused_long, self._max_reserved - len(self.reserved))
 
     @property
     def used(self) -> int:
         """Slots in use, parked ones included."""
         return self.count - len(self.free)
 
-    def acquire(self) -> int:
-        """Take a free slot; it counts against the short quota."""
-        return self.free.pop()
+    def acquire(self, *, reserved: bool = False) -> int:
+        """Take a free slot, as a reserved or as a short one."""
+        slot = self.free.pop()
+        if reserved:
+            self.reserved.add(slot)
+        return slot
 
     def try_mark_long(self, slot: int) -> bool:
         """Count a slot against the long quota and return True; return False if the quota is used up."""
-        if len(self.long) >= self._max_long:
+        if len(self.long) + len(self.reserved - {slot}) >= self._max_long:
             return False
+        self.reserved.discard(slot)
         self.long.add(slot)
         return True
 
@@ -132,4 +149,5 @@ class Slots:
 
     def _mark_free(self, slot: int) -> None:
         self.long.discard(slot)
+        self.reserved.discard(slot)
         self.free.append(slot)

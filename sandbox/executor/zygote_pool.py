@@ -3,7 +3,7 @@ it extends (`profile_choice.ProfileTree`). The `verify` zygote is forked from `s
 
     task per profile:  _supervise -> _run_zygote -> _spawn, _serve_zygote (_handshake, then _handle_frame per frame)
                            ^                                   |
-                           +------- back-off <----- _reap -----+    its calls are retried, its slots released
+                           +------- back-off <----- _reap -----+    its calls are lost, its slots released
 
 Invariants:
 - The exit of a zygote ends only its own calls, with two exceptions that end the whole jail. One is the exit of the
@@ -43,6 +43,12 @@ START_TRIES = 3
 """Number of failed starts in a row after which the executor gives up if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
 """Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
+KILL_TIMEOUT_S = 2.0
+"""Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
+MAX_UNFORKED = 8
+"""Calls that a zygote may have received and not forked. A zygote forks in the order of the frames, and it competes with
+its calls for the cores. So the call of a small request waits for at most this many forks of a large one. If it were
+much smaller, the zygote would fork fewer calls in a row, which takes more CPU time per call."""
 MAX_SLOTS_PER_POOL = 4096
 """Size of the zygote's array of confinement marks (`guest/zygote.py`)."""
 
@@ -69,6 +75,8 @@ class Zygote:
         self.jail_process = jail_process
         self.running: dict[int, Attempt] = {}
         """Attempts whose end the zygote has not reported, by run id."""
+        self._unforked: dict[int, None] = {}
+        """Run ids of the attempts that the zygote has not reported as forked, in the order in which they were sent."""
         self.modules: frozenset[str] = frozenset()
         self.python = ""
         self.missing_modules: list[str] = []
@@ -80,8 +88,22 @@ class Zygote:
         self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the zygote has forked all but a few of the calls that it has received."""
+        return len(self._unforked) < MAX_UNFORKED
+
+    def mark_forked(self, run_id: int) -> None:
+        """Note that the zygote has forked an attempt, and so all that were sent before it."""
+        if run_id in self._unforked:
+            for sent_id in list(self._unforked):
+                del self._unforked[sent_id]
+                if sent_id == run_id:
+                    break
+
     def start_call(self, attempt: Attempt) -> None:
         self.running[attempt.run_id] = attempt
+        self._unforked[attempt.run_id] = None
         request = attempt.call.request
         self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, request.max_result_bytes)
         self.stream.write(request.encode_start(attempt.run_id, attempt.slot))
@@ -187,10 +209,10 @@ class ZygotePool:
         if self._jail_process is not None:
             self._jail_process.kill()
 
-    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float) -> None:
-        """Start a call in a free slot. Raises `OSError` if the slot's cgroup cannot be used; then the call has not
-        started and the slot is parked."""
-        request, slot = call.request, self.slots.acquire()
+    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False) -> None:
+        """Start a call in a free short or reserved slot. Raises `OSError` if the slot's cgroup cannot be used; then the
+        call has not started and the slot is parked."""
+        request, slot = call.request, self.slots.acquire(reserved=reserved)
         zygote_bytes = self.max_zygote_bytes
         memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
         try:
@@ -320,7 +342,10 @@ class ZygotePool:
             raise ProtocolError(f"{op!r} for a call that the zygote is not running")
         if sum(map(len, blobs)) > attempt.call.request.max_result_bytes:
             raise ProtocolError(f"{op!r} is larger than the call's limits allow")
+        zygote.mark_forked(attempt.run_id)
         match op:
+            case "forked":
+                self._owner.start_queued_calls()
             case "ended":
                 self._finish_attempt(zygote, attempt)
                 self._owner.on_call_ended(attempt, header, blobs)
@@ -366,7 +391,7 @@ class ZygotePool:
         """Release the slots of a zygote that has ended and return its calls to the owner."""
         self.restarts += 1
         lost = list(zygote.running.values())
-        log.warning("%s zygote exited: %s; requeueing %d calls and restarting it", zygote.profile, reason, len(lost))
+        log.warning("%s zygote exited: %s; %d calls are lost; restarting it", zygote.profile, reason, len(lost))
         if self.zygotes.get(zygote.profile) is zygote:
             del self.zygotes[zygote.profile]
         zygote.running.clear()
@@ -400,10 +425,13 @@ class ZygotePool:
 
     def _kill_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
         """Kill a jail and forget its zygotes. Idempotent. The launcher dies of SIGKILL and all processes in the jail
-        die with it, so waiting for it takes milliseconds."""
+        die with it, so waiting for it usually takes milliseconds. All calls wait meanwhile, so the wait is bounded."""
         if jail_process is not None:
             jail_process.kill()
-            jail_process.wait()
+            try:
+                jail_process.wait(KILL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # the kernel holds it, for example in a read of a broken disk
+                log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
             self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
 
     def _watch_jail_init(self, zygote_pid: int) -> trio.Event:

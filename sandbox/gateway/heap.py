@@ -25,15 +25,20 @@ def use_one_arena() -> None:
         _LIBC.mallopt(_M_ARENA_MAX, 1)
 
 
+def trim() -> None:
+    """Return free memory to the kernel. Does nothing if the C library is not glibc."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
+
+
 async def trim_at_rest(is_at_rest: Callable[[], bool], bytes_in: Callable[[], int]) -> None:
     """Call malloc_trim(3) once after each busy period, until cancelled. Returns at once if the C library is not glibc.
 
     `bytes_in` returns the number of bytes received so far; the gateway was busy if that number has grown.
     """
-    malloc_trim = getattr(_LIBC, "malloc_trim", None)
     bytes_in_at_trim = bytes_in()
-    while malloc_trim is not None:
+    while hasattr(_LIBC, "malloc_trim"):
         await asyncio.sleep(CHECK_INTERVAL_S)
         if is_at_rest() and bytes_in() != bytes_in_at_trim:
             bytes_in_at_trim = bytes_in()
-            malloc_trim(0)
+            trim()

@@ -29,13 +29,19 @@ METRICS: dict[str, tuple[str, str]] = {
     "calls_bytes": ("gauge", "bytes of code, stdin and files of unfinished calls"),
     "results_bytes": ("gauge", "bytes of results that clients have not read"),
     "clients_stalled_total": ("counter", "connections closed because the client did not read"),
-    "calls_retried_total": ("counter", "calls requeued because their executor died"),
-    "calls_cancelled_total": ("counter", "calls cancelled because the client disconnected"),
+    "calls_retried_total": ("counter", "calls requeued because their zygote or executor died"),
+    "calls_cancelled_total": ("counter", "calls cancelled because the client disconnected or cancelled their program"),
     "requests_refused_total": ("counter", "requests answered with an error, by HTTP status"),
     "queue_seconds": ("histogram", "seconds that a call waited for a slot"),
     "run_seconds": ("histogram", "seconds that a call ran"),
     "answer_seconds": ("histogram", "seconds from the admission of a call to its result"),
     "body_bytes_total": ("counter", "bytes of HTTP bodies, by direction"),
+    "tenant_calls_total": ("counter", "finished calls of a tenant of the tenants file, by status"),
+    "tenant_calls_unfinished": ("gauge", "admitted calls of the tenant without a result"),
+    "tenant_calls_dispatched": ("gauge", "calls of the tenant sent to executors and not finished"),
+    "tenant_calls_bytes": ("gauge", "bytes of code, stdin and files of the tenant's unfinished calls"),
+    "tenant_run_seconds_total": ("counter", "seconds that calls of the tenant ran"),
+    "tenant_cpu_seconds_total": ("counter", "CPU seconds that calls of the tenant used"),
     "executors_ready": ("gauge", "executors that accept calls"),
     "executor_restarts_total": ("counter", "restarts of executors"),
     "nodes": ("gauge", "nodes of the cluster, by state"),
@@ -47,12 +53,14 @@ METRICS: dict[str, tuple[str, str]] = {
     "executor_long_slots": ("gauge", "slots of the executor for long calls"),
     "executor_zygotes": ("gauge", "live zygotes, by profile"),
     "executor_zygote_restarts_total": ("counter", "restarts of zygotes"),
-    "executor_retried_total": ("counter", "calls retried because their zygote died"),
-    "executor_demoted_total": ("counter", "demotions of long calls to idle priority"),
+    "executor_retried_total": ("counter", "failed starts of calls (no process, descriptor or cgroup)"),
+    "executor_demoted_total": ("counter", "demotions of long calls to a lower CPU priority"),
     "executor_promoted_total": ("counter", "promotions of long calls to normal priority"),
     "executor_missed_imports_total": ("counter", "imports by calls of modules that no zygote had preloaded, by module"),
 }
 """Type and description of every metric, by its name without prefix."""
+TENANT_METRICS = frozenset({"build_info", "executors_ready"})
+"""Metrics without the label `tenant` that the token of a tenant reads. All others tell it about other tenants."""
 PREFIX = "rstar_sandbox_"
 _PREFERRED_NUMBERS = (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.5, 5, 5.6, 6.3, 7.1, 8, 9)
 """Twenty steps per decade (Renard's R20 series): neighbours differ by at most 15 %."""
@@ -108,12 +116,26 @@ def quantiles_s(counts: Sequence[int], shares: Sequence[float]) -> list[float]:
     return quantiles
 
 
+class TenantUsage:
+    """What the finished calls of one tenant have used."""
+
+    __slots__ = ("by_status", "cpu_s", "run_s")
+
+    def __init__(self) -> None:
+        self.by_status: Counter[str] = Counter()
+        """Finished calls."""
+        self.run_s = self.cpu_s = 0.0
+
+
 class Counters:
     """The gateway's own counters and histograms."""
 
     def __init__(self) -> None:
         self.by_status: Counter[str] = Counter()
         """Finished calls."""
+        self.by_tenant: dict[str, TenantUsage] = {}
+        """Usage by tenant, for the tenants of the tenants file and those that were in it. Other names are left out:
+        callers choose them, so their number has no bound."""
         self.refused: Counter[int] = Counter()
         """Requests answered with an error, by HTTP status."""
         self.retried = 0
@@ -124,6 +146,17 @@ class Counters:
         self.queue_s = Histogram()
         self.run_s = Histogram()
         self.answer_s = Histogram()
+
+    def count_calls(self, status: str, tenant: str, calls: int = 1) -> None:
+        """Count finished calls of one tenant."""
+        self.by_status[status] += calls
+        if (usage := self.by_tenant.get(tenant)) is not None:
+            usage.by_status[status] += calls
+
+    def add_tenants(self, names: Iterable[str]) -> None:
+        """Count the calls of these tenants from now on."""
+        for name in names:
+            self.by_tenant.setdefault(name, TenantUsage())
 
     def samples(self) -> Iterator[MetricSample]:
         yield "build_info", {"version": VERSION, "python": platform.python_version()}, 1

@@ -7,6 +7,7 @@ old, since they come with their "stats" frames.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import time
 from collections import Counter
@@ -19,6 +20,9 @@ from sandbox.gateway.calls.executor_handle import ExecutorHandle
 from sandbox.gateway.calls.executor_report import EXECUTOR_GAUGES
 from sandbox.gateway.history import History, Snapshot
 from sandbox.gateway.metrics import VERSION
+from sandbox.tenants import Tenant
+
+log = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 1.0
 MAX_MISSED_MODULES = 20
@@ -52,8 +56,12 @@ class Stats:
         self._machine.sample()
         self._history.add(self._snapshot())
 
-    def build(self, after: int) -> dict[str, object]:
-        """Return the body, with the history's steps after number `after`."""
+    def build(self, after: int, owner: Tenant | None = None) -> dict[str, object]:
+        """Return the body, with the history's steps after number `after`. A tenant gets its own row, and nothing that
+        tells it about other tenants."""
+        if owner is not None:
+            at_s = round(self._clock() - self._started_at_clock, 3)
+            return {"service": self._service(), "at_s": at_s, "tenants": [self._tenant_row(owner.name)]}
         now = self._snapshot()
         return {
             "service": self._service(),
@@ -62,7 +70,21 @@ class Stats:
             "executors": [_executor_row(executor) for executor in self._dispatcher.executors],
             **self._nodes(),
             "missed_imports": self._missed_imports(),
+            "tenants": [self._tenant_row(name) for name in self._dispatcher.used_tenants()],
             "steps": self._history.after(after),
+        }
+
+    def _tenant_row(self, name: str) -> dict[str, object]:
+        usage, table = self._dispatcher.counters.by_tenant[name], self._dispatcher.call_table
+        outstanding, dispatched = table.outstanding_of(name), table.running_of(name)
+        return {
+            "name": name,
+            "statuses": dict(usage.by_status),
+            "waiting": outstanding.calls - dispatched,
+            "dispatched": dispatched,
+            "bytes": outstanding.bytes,
+            "run_s": round(usage.run_s, 3),
+            "cpu_s": round(usage.cpu_s, 3),
         }
 
     def _nodes(self) -> dict[str, object]:
@@ -75,7 +97,10 @@ class Stats:
         while True:
             due = max(due + TICK_INTERVAL_S, loop.time())
             await asyncio.sleep(due - loop.time())
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # of one step, for example because no descriptor is free; the history continues
+                log.exception("the history of /v1/stats lacks a step")
 
     def _service(self) -> dict[str, object]:
         reports = [executor.ready_report for executor in self._dispatcher.executors if executor.ready_report]

@@ -1,9 +1,11 @@
-"""Compares two answers with the math-verify library, inside a call. Code imports this module as `rstar_checker`.
+"""Compares two answers, inside a call. Code imports this module as `rstar_checker`.
+
+`strict` is our own policy (`answer_comparison`); `math-verify` is the library of that name as it is.
 
 Invariants:
-- Both answers are hostile text, and none of it is executed. sympy turns text into an expression in one place only, by
-  `eval` in `parse_expr`; even a plain number passes through that `eval`. `refuse_code` lets only numbers and their
-  arithmetic reach it.
+- Both answers are hostile text, and none of it is executed. Our own reader evaluates nothing. In math-verify sympy
+  turns text into an expression in one place only, by `eval` in `parse_expr`; even a plain number passes through that
+  `eval`. `refuse_code` lets only numbers and their arithmetic reach it.
 - The same pair always has the same outcome, because sympy's random number generator, which it uses to compare
   expressions, is seeded.
 - Only the limits of the call end a comparison. The alarms of math-verify are off, because they measure wall time, which
@@ -17,55 +19,99 @@ import json
 import random
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
-MAX_ANSWER_CHARS = 4096
-"""Maximum characters of an answer; `sandbox.verify` has the same number."""
+import answer_comparison
+from answer_extraction import MAX_ANSWER_CHARS, MAX_TEXT_CHARS, NoAnswer, extract
+
+MAX_SHOWN_CHARS = 200
+"""Maximum characters of an extracted answer in a report."""
 
 _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", re.ASCII)
 """Matches sympy's code for numbers, such as `Integer (1 )/Float ('2.5' )`. In this code a unit is a `Symbol`."""
 
 
-def outcome() -> str:
-    """Return the outcome for the pair on standard input, a JSON list of the correct answer and the given one.
+class Report(NamedTuple):
+    """The outcome of a check as `sandbox.verify` reads it: its `repr` is JSON."""
 
-    The outcome is that of `compare`, or `failed` if the comparison raised an exception.
-    """
-    gold, answer = json.loads(sys.stdin.read())
-    _libraries()  # outside of `try`, because a missing library is not caused by the pair
+    outcome: str
+    message: str = ""
+    gold: str | None = None
+    """The answer that was found in the gold, shortened; None if there is none."""
+    answer: str | None = None
+
+    def __repr__(self) -> str:
+        return json.dumps(self._asdict(), ensure_ascii=False)
+
+
+def outcome() -> Report:
+    """Return the report for the pair on standard input: a line of JSON with the options and the bytes of the gold, then
+    the gold and the answer in UTF-8."""
+    options, _, texts = sys.stdin.buffer.read().partition(b"\n")
+    header = json.loads(options)
+    gold, answer = (
+        part.decode("utf-8", "surrogatepass") for part in (texts[: header["gold_bytes"]], texts[header["gold_bytes"] :])
+    )
+    importlib.import_module("math_verify")  # outside of `try`, because a missing library is not caused by the pair
     refuse_code()
-    try:
-        return compare(gold, answer)
-    except BaseException:  # caused by the pair, for example by its size
-        return "failed"
+    return compare(gold, answer, header["strictness"], header["rounding"])
 
 
-def compare(gold: str, answer: str) -> str:
-    """Return `equivalent` or `not_equivalent`.
-
-    Return `no gold` if `gold` is empty, too long or no mathematics, and `no answer` if `answer` is.
-    """
-    math_verify, sympy_random = _libraries()
+def compare(gold: str, answer: str, strictness: str = "strict", rounding: bool = False) -> Report:
+    """Compare two texts. The outcome is `equivalent`, `not_equivalent`, or `unparsable` with a message."""
     random.seed(0)
-    sympy_random.seed(0)
-    parsed = []
-    for name, text in (("gold", gold), ("answer", answer)):
-        expressions = []
-        if 0 < len(text.strip()) <= MAX_ANSWER_CHARS:
-            expressions = math_verify.parse(boxed(text), parsing_timeout=None)
-        if not expressions:
-            return "no " + name
-        parsed.append(expressions)
-    return "equivalent" if math_verify.verify(*parsed, timeout_seconds=None) else "not_equivalent"
+    importlib.import_module("sympy.core.random").seed(0)
+    extracted: dict[str, str] = {}
+    find = _found_by_math_verify if strictness == "math-verify" else extract
+    try:
+        for name, text in (("gold", gold), ("answer", answer)):
+            try:
+                extracted[name] = find(text)
+            except NoAnswer as error:
+                return Report("unparsable", f"{name} {error}", **_shown(extracted))
+        if strictness == "math-verify":
+            are_equal = _math_verify().verify(_parse(gold), _parse(answer), timeout_seconds=None)
+        else:
+            are_equal = answer_comparison.are_equal(extracted["gold"], extracted["answer"], rounding)
+    except BaseException as error:  # caused by the pair, for example by its size
+        return Report("unparsable", f"the comparison failed with {type(error).__name__}", **_shown(extracted))
+    return Report("equivalent" if are_equal else "not_equivalent", **_shown(extracted))
 
 
-def boxed(text: str) -> str:
-    """Return the text inside `\\boxed{}`, where math-verify looks for the answer. Add no second box."""
-    return text if "\\boxed{" in text else "\\boxed{" + text + "}"
+def _shown(extracted: dict[str, str]) -> dict[str, str]:
+    """Return the extracted answers, shortened, without characters that UTF-8 cannot represent."""
+    return {
+        name: (text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…")
+        .encode("utf-8", "replace")
+        .decode()
+        for name, text in extracted.items()
+    }
+
+
+# math-verify as it is
+
+
+def _found_by_math_verify(text: str) -> str:
+    """Return the text that math-verify finds. Raises `NoAnswer`."""
+    if len(text) > MAX_TEXT_CHARS:
+        raise NoAnswer(f"has more than {MAX_TEXT_CHARS} characters")
+    parsed = _parse(text) if text.strip() else []
+    if not parsed:
+        raise NoAnswer("has no answer that math-verify finds")
+    return next((part for part in reversed(parsed) if isinstance(part, str)), text)
+
+
+def _parse(text: str) -> list[Any]:
+    """Parse a text by math-verify, which looks for an answer in a box first: a short text without one is put into it.
+    The library caches what it has parsed."""
+    is_boxed = "\\boxed{" in text or len(text) > MAX_ANSWER_CHARS
+    parsed: list[Any] = _math_verify().parse(text if is_boxed else "\\boxed{" + text + "}", parsing_timeout=None)
+    return parsed
 
 
 def refuse_code() -> None:
     """Make sympy raise ValueError instead of evaluating text that is more than numbers and their arithmetic."""
+    importlib.import_module("sympy.physics.units")  # `simplify` imports it, and it evaluates names of its own
     parser: Any = importlib.import_module("sympy.parsing.sympy_parser")
     stringify = parser.stringify_expr
 
@@ -78,7 +124,7 @@ def refuse_code() -> None:
     parser.stringify_expr = stringify_numbers
 
 
-def _libraries() -> tuple[Any, Any]:
+def _math_verify() -> Any:
     logging = importlib.import_module("logging")  # not at the top: zygotes without the checker must not import it
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
-    return importlib.import_module("math_verify"), importlib.import_module("sympy.core.random")
+    return importlib.import_module("math_verify")

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import mmap
 import os
 
 PAGE_BYTES = 4096
@@ -39,11 +41,34 @@ def bounded_size(limit_bytes: int) -> int:
 def written_bytes(fd: int, limit_bytes: int) -> tuple[int, bool]:
     """Return the length of the output in a bounded file, at most the limit, and whether more was written.
 
-    The length is the file offset, which the zygote shares with the call. A call that moves the offset garbles its own
-    output, but the returned length never exceeds the limit.
+    The length is the file offset, which the zygote shares with the call. A call that moves the offset back discards its
+    own output behind it. An offset beyond the limit alone is no output, since a call can move it there without a write;
+    then the length is that of the written data.
     """
     end = os.lseek(fd, 0, os.SEEK_CUR)
+    if end > limit_bytes:
+        end = _written_end(fd, limit_bytes)
     return min(end, limit_bytes), end > limit_bytes
+
+
+def _written_end(fd: int, limit_bytes: int) -> int:
+    """Return the end of the written data. Within the last page, zero bytes at the end do not count as written."""
+    end = 0
+    with contextlib.suppress(OSError):  # ENXIO: there is no data behind `end`
+        while True:
+            end = os.lseek(fd, os.lseek(fd, end, os.SEEK_DATA), os.SEEK_HOLE)
+    start = end - PAGE_BYTES
+    if end == 0 or start >= limit_bytes:  # nothing was written, or a whole page beyond the limit
+        return end
+    # The page is compared in place, because a copy in the zygote's memory would be visible to later calls.
+    with mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ, offset=start) as mapped, memoryview(mapped) as page:
+        low, high = 0, PAGE_BYTES
+        while low < high:
+            middle = (low + high) // 2
+            with page[middle:] as rest:
+                is_zero = rest == bytes(PAGE_BYTES - middle)
+            low, high = (low, middle) if is_zero else (middle + 1, high)
+    return start + low
 
 
 def input_file(content: memoryview) -> int:

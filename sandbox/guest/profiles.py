@@ -103,11 +103,15 @@ matplotlib.mathtext.MathTextParser._parse_cached.cache_clear(), matplotlib.font_
 """,
     "verify": r"""
 from rstar_checker import compare
-compare("42", "42"), compare("42", "43"), compare(r"\frac{1}{2}", "0.5"), compare(r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2")
-compare("(1, 2)", "(1,2)"), compare("[0, 1)", "[0,1)"), compare("1,2", "2,1"), compare(r"\{1, 2\}", r"\{2, 1\}")
-compare("x^2 + 2x + 1", "(x+1)^2"), compare("x = 3", "3"), compare("x < 3", "3 > x"), compare(r"2\pi", r"\pi * 2")
-compare(r"\text{even}", r"\text{odd}"), compare(r"50\%", "0.5"), compare("1,000", "1000"), compare("3 + 4i", "4i + 3")
-compare(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"), compare("1", "")
+pairs = [
+    ("42", "42"), ("42", "43"), (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("(1, 2)", "(1,2)"),
+    ("[0, 1)", "[0,1)"), ("1,2", "2,1"), (r"\{1, 2\}", r"\{2, 1\}"), ("x^2 + 2x + 1", "(x+1)^2"), ("x = 3", "3"),
+    ("x < 3", "3 > x"), (r"2\pi", r"\pi * 2"), (r"\text{even}", r"\text{odd}"), (r"50\%", "0.5"), ("1,000", "1000"),
+    ("3 + 4i", "4i + 3"), (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"), ("1", ""),
+    (r"\sqrt{3} + 1", r"\frac{2}{\sqrt{3} - 1}"), ("2x - y = 1", "y = 2x - 1"), (r"\sin 2x", r"2\sin x\cos x"),
+    (r"\sqrt{2}", "1.41421356"), (r"\sqrt{3 + 2\sqrt{2}}", r"1 + \sqrt{2}"),
+]
+[compare(*pair, strictness) for strictness in ("strict", "math-verify") for pair in pairs]
 """,
 }
 

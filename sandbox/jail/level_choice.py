@@ -80,6 +80,6 @@ def _missing_layers(
             return nsjail.found if nsjail else "not tried", f"; or ask for isolation={Level.NAMESPACES.value}"
     required = _REQUIRED_LAYERS[level]
     if layers is None:
-        layers = probe_layers(required)
+        layers = probe_layers(required) if required else ()
     missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in required and not layer.ok]
     return f"this machine lacks {'; '.join(missing)}" if missing else "", f". {_REMEDIES.get(level, '')}"

@@ -328,7 +328,8 @@ def _try_schedstat() -> str:
 
 def _try_priorities() -> str:
     if not kernel.can_restore_priority():
-        raise PermissionError("no CAP_SYS_NICE in the initial user namespace")
+        os.nice(1)
+        return "nice values raised; no CAP_SYS_NICE in the initial user namespace to restore them"
     for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
         os.sched_setscheduler(0, policy, os.sched_param(0))
     return "lowered and restored"
@@ -428,7 +429,11 @@ _LAYERS: tuple[_Layer, ...] = (
         "a limit on the processes of each call where calls share a uid; without it only cgroups limit them",
     ),
     ("schedstat", _try_schedstat, "time limits in virtual time, independent of load"),
-    ("priorities", _try_priorities, "long calls run at SCHED_IDLE; without it they compete equally with short calls"),
+    (
+        "priorities",
+        _try_priorities,
+        "long calls run at SCHED_IDLE, or with a higher nice value where priorities cannot be restored",
+    ),
     (
         "executable memory",
         _try_executable_memory,

@@ -112,8 +112,8 @@ def test_a_duration_must_be_a_positive_number(flag: str, value: str, refused_arg
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("needs_isolation")
 def test_no_call_is_lost_while_processes_are_killed(run_benchmark: RunBenchmark) -> None:
-    sizes = ["--calls", "250", "--kill-every", "1", "--stdlib-only", "--python", OWN_PYTHON]
+    sizes = ["--calls", "100", "--kill-every", "1", "--stdlib-only", "--python", OWN_PYTHON]
     exit_code, result = run_benchmark(chaos.main, *sizes)
     assert (result["lost"], result["doubled"], result["mismatched"]) == (0, 0, 0)
-    assert sum(result["statuses"].values()) == 250
+    assert sum(result["statuses"].values()) == 100
     assert exit_code == (0 if result["holds"] else 1)

@@ -132,7 +132,7 @@ def test_too_few_samples_do_not_meet_the_requirements() -> None:
     [
         (CallTally(4001, correct=4000), [], "lost"),
         (_tally(doubled=2), [], "doubled"),
-        (_tally(correct=3997, unavailable=Counter(ExecutorLost=3)), [], "unavailable"),
+        (_tally(correct=3997, unavailable=Counter(Poison=3)), [], "unavailable"),
         (_tally(), ["process: x"], "leftovers"),
     ],
 )

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 
 from sandbox.transport import STREAM
 from sandbox.types import Result, Status, invalid_result, unavailable_result
-from tests.fakes import FakeFleet, ok_result
+from tests.fakes import FakeFleet, ok_result, pair_of_check
 from tests.gateway.serving import serving
 
 EncodedCall = dict[str, Any]
@@ -68,8 +68,9 @@ async def respond_verdicts(request: web.Request, calls: list[EncodedCall]) -> we
     response = web.StreamResponse()
     await response.prepare(request)
     for index, call in enumerate(calls):
-        gold, answer = json.loads(call["stdin"])
-        result = Result("", Status.OK, value=repr("equivalent" if gold == answer else "not_equivalent"))
+        gold, answer = pair_of_check(call)
+        outcome = "equivalent" if gold == answer else "not_equivalent"
+        result = Result("", Status.OK, value=json.dumps({"outcome": outcome}))
         await response.write(encode_result(index, result.encode(binary=True)))
         if answer == "die" and len(calls) == 3:
             abort_connection(request)

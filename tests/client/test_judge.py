@@ -13,10 +13,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sandbox import judge_requests
+from sandbox import client as client_module
+from sandbox import transport
 from sandbox.client import AsyncClient, Client
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, Unreachable
 from sandbox.judge import JudgedProgram, JudgedTest, JudgeOutcome
+from sandbox.judge_requests import JudgeRoute
 from sandbox.types import Limits
 from tests.client.servers import gateway_in_a_thread
 from tests.gateway.serving import serving
@@ -76,7 +78,7 @@ async def test_results_are_in_the_order_of_the_programs() -> None:
 
 @pytest.mark.asyncio
 async def test_groups_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_requests, "MAX_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(transport, "MAX_BATCH_BYTES", 10_000)
     large = {"code": "hi", "tests": [{"stdin": "#" * 4000, "expected": "hi"}]}
     async with scripted(lambda _, program: result(JudgeOutcome.PASSED)) as (url, requests), AsyncClient(url) as client:
         await client.judge([large] * 5)
@@ -85,7 +87,7 @@ async def test_groups_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.asyncio
 async def test_defaults_are_sent_once_and_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_requests, "MAX_TESTS", 4)
+    monkeypatch.setattr(JudgeRoute, "max_weight", 4)
     defaults = {"tests": [{"expected": "hi"}] * 2}
     async with serving() as served, AsyncClient(served.url) as client:
         judged = await client.judge([{"code": "hi"}] * 7, defaults)
@@ -158,7 +160,8 @@ async def test_programs_of_a_request_that_is_too_large_are_sent_in_smaller_reque
 
     async with scripted(answer) as (url, requests), AsyncClient(url) as client:
         judged = await client.judge([{**PASSING, "code": code} for code in "abcde"])
-    assert requests == [list("abcde"), list("ab"), list("cde"), ["c"], list("de")]
+    assert requests[0] == list("abcde")
+    assert sorted(requests[1:]) == [list("ab"), list("abc"), ["c"], list("de")]
     assert [program.outcome for program in judged] == [JudgeOutcome.PASSED] * 5
 
 
@@ -186,6 +189,102 @@ async def test_a_response_that_is_no_result_is_an_error() -> None:
     async with scripted(lambda _number, _program: {"id": 1}) as (url, _), AsyncClient(url, retries=0) as client:
         with pytest.raises(Unreachable, match="no result"):
             await client.judge([PASSING])
+
+
+@pytest.mark.asyncio
+async def test_a_test_that_is_poisonous_is_not_run_again_although_another_was_stopped() -> None:
+    tests = tuple(JudgedTest(JudgeOutcome.UNAVAILABLE, message=f"{reason}: x") for reason in ("Stopped", "Poison"))
+    unavailable = JudgedProgram.of("", tests, {}).encode()
+    async with scripted(lambda _number, _program: unavailable) as (url, requests), AsyncClient(url) as client:
+        (judged,) = await client.judge([PASSING])
+    assert (len(requests), judged.outcome) == (1, JudgeOutcome.UNAVAILABLE)
+
+
+@pytest.mark.asyncio
+async def test_each_program_has_a_retry_budget_of_its_own() -> None:
+    """Program "b" is unavailable in each of its requests; "a" of a later request must still get its first one."""
+
+    def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
+        is_stopped = program["code"] == "b" or number <= 2
+        return result(JudgeOutcome.UNAVAILABLE, "Stopped: x") if is_stopped else result(JudgeOutcome.PASSED)
+
+    async with scripted(answer) as (url, requests), AsyncClient(url, retries=2) as client:
+        judged = await client.judge([{**PASSING, "code": code} for code in "ab"])
+    assert requests == [["a", "b"]] * 3
+    assert [program.outcome.value for program in judged] == ["passed", "unavailable"]
+
+
+@pytest.mark.asyncio
+async def test_a_repeated_result_of_a_program_is_ignored() -> None:
+    async def respond_twice(request: web.Request) -> web.StreamResponse:
+        encoded = msgpack.packb({"index": 0, **result(JudgeOutcome.PASSED)})
+        second = msgpack.packb({"index": 1, **result(JudgeOutcome.FAILED)})
+        return web.Response(body=2 * encoded + second, content_type="application/x-msgpack-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/judge", respond_twice)
+    async with TestServer(app) as server, AsyncClient(str(server.make_url("/"))) as client:
+        judged = await client.judge([PASSING, PASSING])
+    assert [program.outcome.value for program in judged] == ["passed", "failed"]
+
+
+@pytest.mark.asyncio
+async def test_programs_use_no_more_connections_than_the_client_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JudgeRoute, "max_weight", 1)
+    open_requests, most_open = 0, 0
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        nonlocal open_requests, most_open
+        open_requests += 1
+        most_open = max(most_open, open_requests)
+        await request.read()
+        await asyncio.sleep(0)
+        open_requests -= 1
+        encoded = msgpack.packb({"index": 0, **result(JudgeOutcome.PASSED)})
+        return web.Response(body=encoded, content_type="application/x-msgpack-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/judge", respond)
+    async with TestServer(app) as server, AsyncClient(str(server.make_url("/")), max_connections=2) as client:
+        assert len(await client.judge([PASSING] * 20)) == 20
+    assert most_open <= 2
+
+
+@pytest.mark.asyncio
+async def test_programs_that_fail_at_one_server_avoid_it_for_as_long_as_the_failed_request_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    for module in ("transport", "endpoints"):
+        monkeypatch.setattr(f"sandbox.{module}._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 5.0)
+
+    def fail_after_two_seconds(number: int, program: dict[str, Any]) -> int:
+        nonlocal now_s
+        now_s += 2
+        return 503
+
+    async with (
+        scripted(fail_after_two_seconds) as (slow, to_slow),
+        scripted(lambda *_: result(JudgeOutcome.PASSED)) as (healthy, _),
+        AsyncClient([slow, healthy]) as client,
+    ):
+        for judge_at_s, num_requests in ((0, 1), (3.9, 1), (5.1, 2)):  # the pause is 2 to 3 s, from 2 s on
+            now_s = judge_at_s
+            await client.judge([PASSING])
+            assert len(to_slow) == num_requests
+
+
+@pytest.mark.asyncio
+async def test_the_tests_that_are_submitted_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_TESTS_AT_ONCE", 4)
+    two_tests = {"code": "hi", "tests": PASSING["tests"] * 2}
+    async with serving() as served, AsyncClient(served.url) as client:
+        submitted_at_end = []
+        async for _ in client.stream_judged([two_tests] * 9):
+            requests = client._transport._requests
+            submitted_at_end.append(sum(len(request.unfinished()) for request in requests))
+    assert len(submitted_at_end) == 9 and max(submitted_at_end) <= 2, "two programs have four tests"
 
 
 def test_the_client_without_an_event_loop_has_the_same_method() -> None:

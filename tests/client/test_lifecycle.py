@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from concurrent.futures import Future
 
 import pytest
 from aiohttp.test_utils import unused_port
 
 from sandbox.client import AsyncClient, Client
 from sandbox.errors import ServiceError
-from sandbox.types import Status
+from sandbox.types import Result, Status
 from tests.client.servers import gateway_in_a_thread, respond_unavailable, scripted_server
 from tests.gateway.serving import serving, until
 
@@ -148,6 +149,40 @@ def test_the_synchronous_client_has_the_same_methods() -> None:
         assert sorted((index, r.stdout) for index, r in client.stream(["a", "b"])) == [(0, "a"), (1, "b")]
         for _ in client.stream(["a", "hang"]):
             break
+
+
+@pytest.mark.parametrize("stream", ["stream", "stream_judged"])
+def test_a_stream_that_is_collected_in_the_clients_own_thread_does_not_stop_the_client(stream: str) -> None:
+    items = {
+        "stream": ["a", "hang"],
+        "stream_judged": [{"code": code, "tests": [{"expected": ""}]} for code in ("a", "hang")],
+    }
+    with gateway_in_a_thread() as url:
+        client = Client(url).open()
+        streams = [getattr(client, stream)(items[stream])]
+        next(streams[0])
+        assert client._loop is not None
+        client._loop.call_soon_threadsafe(streams.clear)  # the last reference to the generator
+        assert client.submit("1").result(timeout=10).stdout == "1"
+        while client._client._transport._requests:  # the request with the rest is cancelled
+            assert client.submit("1").result(timeout=10).stdout == "1"
+        client.close()
+
+
+def test_a_callback_in_the_clients_own_thread_is_told_that_it_would_wait_for_itself() -> None:
+    errors: Future[BaseException | None] = Future()
+
+    def execute(_ended: Future[Result]) -> None:
+        try:
+            client.execute("2")
+        except RuntimeError as error:
+            errors.set_result(error)
+
+    with gateway_in_a_thread() as url:
+        client = Client(url).open()
+        client.submit("1").add_done_callback(execute)
+        assert "would wait for itself" in str(errors.result(timeout=10))
+        client.close()
 
 
 def test_a_submitted_call_can_be_awaited_in_another_event_loop_and_cancelled() -> None:

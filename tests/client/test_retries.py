@@ -14,8 +14,7 @@ from sandbox import verify
 from sandbox.client import AsyncClient
 from sandbox.endpoints import Endpoints
 from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
-from sandbox.transport import RETRYABLE_ERRORS
-from sandbox.types import Call, Status
+from sandbox.types import RETRYABLE_ERRORS, Call, Status
 from tests.client.servers import (
     EncodedCall,
     Responder,
@@ -213,17 +212,19 @@ async def test_an_unavailable_call_is_retried_while_its_request_continues() -> N
 @pytest.mark.asyncio
 async def test_a_call_that_stays_unavailable_does_not_affect_other_calls() -> None:
     async with (
-        scripted_server(respond_unavailable("ExecutorLost", "die")) as server,
+        scripted_server(respond_unavailable("NodeError", "die")) as server,
         AsyncClient(server.url, retries=2) as client,
     ):
         results = await client.run_batch(["a", "die"])
     assert [result.status for result in results] == [Status.OK, Status.UNAVAILABLE]
-    assert results[1].error is not None and results[1].error.type == "ExecutorLost"
+    assert results[1].error is not None and results[1].error.type == "NodeError"
     assert server.batch_sizes == [2, 1, 1]
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("error_type", ["QueueTimeout", "ResultsUnread", "ResultTooLarge", "Starved", "InvalidCall"])
+@pytest.mark.parametrize(
+    "error_type", ["Poison", "QueueTimeout", "ResultsUnread", "ResultTooLarge", "Starved", "InvalidCall"]
+)
 async def test_permanent_failures_are_not_retried(error_type: str) -> None:
     async with scripted_server(respond_unavailable(error_type, "1")) as server, AsyncClient(server.url) as client:
         assert (await client.execute("1")).status is Status.UNAVAILABLE
@@ -300,7 +301,7 @@ async def test_checks_are_sent_and_retried_as_calls() -> None:
         assert await client.verify([]) == []
     assert [verdict.outcome for verdict in verdicts] == ["equivalent", "not_equivalent", "equivalent"]
     assert server.batch_sizes == [3, 1]
-    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    shared = verify.check_template({"limits": {"timeout_s": 2}, "tenant": "mine"})
     assert Call.decode(server.requests[1][0]) == verify.build_check("3", "3", shared)
 
 

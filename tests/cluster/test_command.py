@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 import subprocess
@@ -12,9 +13,10 @@ import time
 import pytest
 
 from sandbox import cli
+from sandbox.cluster import ray_driver
 from sandbox.cluster.ray_driver import RayDriver
 from sandbox.config import ServeConfig
-from sandbox.errors import ConfigError
+from sandbox.errors import ConfigError, NodeError
 from sandbox.executor.executor import GUEST_ENV
 from tests.cluster.serving import needs_ray
 
@@ -90,6 +92,23 @@ def test_the_reason_why_a_driver_has_ended_is_one_line(stderr: str, reason: str)
     driver._stderr.write(stderr.encode())
     driver._stderr.flush()
     assert driver._last_error() == reason
+    driver._stderr.close()
+
+
+@pytest.mark.asyncio
+async def test_a_driver_that_closes_its_socket_and_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Running:
+        async def wait(self) -> int:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr(ray_driver, "STOP_TIMEOUT_S", 0.01)
+    driver = RayDriver({})
+    driver._process = Running()  # type: ignore[assignment]
+    driver._reader = asyncio.StreamReader()
+    driver._reader.feed_eof()
+    with pytest.raises(NodeError, match="the Ray driver has closed its socket: it printed nothing"):
+        await anext(driver.snapshots())
     driver._stderr.close()
 
 

@@ -12,7 +12,7 @@ from sandbox.cluster import membership
 from sandbox.errors import ClusterError, NodeError
 from sandbox.gateway.calls import executor_handle
 from sandbox.gateway.calls.batch import Batch
-from sandbox.gateway.http.validation import parse_batch
+from sandbox.gateway.http.validation import BatchForm, parse
 from sandbox.types import Limits
 from tests.cluster.fake_nodes import FakeCluster, FakeNode
 from tests.gateway.serving import until
@@ -29,7 +29,7 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def submit(cluster: FakeCluster, *codes: str) -> Batch:
-    batch, _ = await parse_batch({"calls": [{"code": code} for code in codes]}, cluster.dispatcher.config)
+    batch, _ = await parse(BatchForm(cluster.dispatcher.config), {"calls": [{"code": code} for code in codes]})
     cluster.dispatcher.submit(batch)
     return batch
 

@@ -90,7 +90,7 @@ OUTPUT_ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", OUTPUT_ATTACKS)
-@pytest.mark.parametrize("count", [1, 4], ids=["alone", "compiled"])
+@pytest.mark.parametrize("count", [1, 2], ids=["alone", "compiled"])
 def test_a_program_cannot_pass_without_the_answer(url: str, attack: str, count: int) -> None:
     tests = [{"stdin": "", "expected": SECRET}] * count
     judged = judge(url, code=OUTPUT_ATTACKS[attack], tests=tests, limits=SEARCH_LIMITS)

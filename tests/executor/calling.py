@@ -8,8 +8,10 @@ import select
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +22,7 @@ from sandbox import wire
 from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
-from sandbox.types import Call, Limits, Result
+from sandbox.types import Call, Limits, Result, used_up_result
 from tests.jail.jails import tree_pids
 
 DEADLINE_S = 60
@@ -29,10 +31,39 @@ OWN_PYTHON: str = os.environ.get("GUEST_PYTHON") or sys._base_executable  # type
 """Python for calls, without packages: the base interpreter of this environment, or the one in `GUEST_PYTHON`."""
 
 
+class Attempts:
+    """Sends the lost calls of an executor again and counts their attempts, in place of the gateway's call table."""
+
+    def __init__(self, max_attempts: int, send: Callable[[int, dict[str, Any]], None]) -> None:
+        self._max_attempts = max_attempts
+        self._send = send
+        """Called with the seq and the encoded call of each attempt."""
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._counts: Counter[int] = Counter()
+        self._have_started: set[int] = set()
+
+    def start(self, seq: int, encoded: dict[str, Any]) -> None:
+        self._calls[seq] = encoded
+        self._counts[seq] += 1
+        self._send(seq, encoded)
+
+    def decode(self, seq: int, result: Any) -> Result:
+        """Return the result of a call."""
+        return Result.decode({**result, "attempts": self._counts[seq]})
+
+    def lost(self, seq: int, reason: str, has_started: bool) -> Result | None:
+        """Start the next attempt of a lost call. Return the result of a call that has none left."""
+        self._have_started |= {seq} if has_started else set()
+        if self._counts[seq] < self._max_attempts:
+            self.start(seq, self._calls[seq])
+            return None
+        return used_up_result("", self._counts[seq], reason, has_started=seq in self._have_started)
+
+
 class Caller:
     """A running executor and the gateway's end of its socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], gateway_sock: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], gateway_sock: socket.socket, max_attempts: int) -> None:
         self.process = process
         self.gateway_sock = gateway_sock
         self.ready: dict[str, Any] = {}
@@ -44,6 +75,7 @@ class Caller:
         self.results: dict[int, Result] = {}
         """Results that no method has returned yet, by seq."""
         self._seqs = itertools.count(1)
+        self._attempts = Attempts(max_attempts, lambda seq, encoded: self.send("calls", [[seq, encoded]]))
         self._unpacker = wire.Unpacker()
 
     def run(self, code: str, *, stdin: str = "", echo: bool = True, **more: Any) -> Result:
@@ -58,7 +90,7 @@ class Caller:
     def submit(self, submitted: Call) -> int:
         """Submit a call and return its seq."""
         seq = next(self._seqs)
-        self.send("calls", [[seq, submitted.encode(binary=True)]])
+        self._attempts.start(seq, submitted.encode(binary=True))
         return seq
 
     def result_of(self, seq: int) -> Result:
@@ -82,7 +114,11 @@ class Caller:
             if kind == "results":
                 for seq, result in content:
                     assert seq not in self.results, "a call got two results"
-                    self.results[seq] = Result.decode(result)
+                    self.results[seq] = self._attempts.decode(seq, result)
+            elif kind == "lost":
+                for seq, reason, has_started in content:
+                    if (unavailable := self._attempts.lost(seq, reason, has_started)) is not None:
+                        self.results[seq] = unavailable
             elif kind == "stats":
                 self.stats = content
             elif kind == "ready":
@@ -104,6 +140,12 @@ def call(code: str, **more: Any) -> Call:
     return Call(code, limits=limits, **more)
 
 
+@cache
+def _strongest_level() -> str:
+    """The strongest level of this machine. Each choice starts an interpreter that tries all layers."""
+    return choose_level("auto").level.value
+
+
 @contextmanager
 def executor(
     python: str | Path = OWN_PYTHON,
@@ -120,7 +162,7 @@ def executor(
     settings = {"isolation": "auto", "profiles": ("bare",), "zygote_pools": 1, "slots": 4, **settings}
     if settings["isolation"] == "auto":
         try:
-            settings["isolation"] = choose_level("auto").level.value
+            settings["isolation"] = _strongest_level()
         except IsolationError as error:
             pytest.skip(str(error))
     config = ExecutorConfig(python=str(python), **settings)
@@ -131,7 +173,7 @@ def executor(
         process = subprocess.Popen(argv, pass_fds=[executor_sock.fileno()], stdin=subprocess.DEVNULL, **process_options)
     with gateway_sock, process:
         try:
-            caller = Caller(process, gateway_sock)
+            caller = Caller(process, gateway_sock, config.attempts)
             caller.send("configure", config.encode())
             caller.until(lambda: bool(caller.ready))
             yield caller

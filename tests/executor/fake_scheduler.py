@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from sandbox.executor import monitor
+from sandbox.executor import monitor, process_tree
 from sandbox.executor.process_tree import CpuPriority, ProcessTree
 from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.types import Limits, Result
@@ -24,7 +24,7 @@ class FakeScheduler:
 
     Creating one replaces the samples of all calls, for as long as `monkeypatch` lasts. Calls with the code "outlast"
     run until they are killed; their zygote reports them as still running after 0.1 s. `is_single_threaded` is called at
-    each sample; if it returns False, the call has two threads.
+    each sample; if it returns False, the call has two threads. `can_promote`: the executor may promote calls.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class FakeScheduler:
         delay_share: float,
         *,
         is_single_threaded: Callable[[], bool] = lambda: True,
+        can_promote: bool = True,
     ) -> None:
         self.killed_after: float | None = None
         """Seconds from `started` after which the last killed call was killed."""
@@ -40,9 +41,12 @@ class FakeScheduler:
         """The argument `is_demoted` of each call of `CpuPriority.apply`."""
         self.started = 0.0
         """Time of Trio's clock at which the calls were submitted."""
+        self.starts: list[float] = []
+        """Times of Trio's clock at which zygotes have started a call."""
         self.running: list[tuple[FakeZygote, int]] = []
         """Zygote and run id of the running calls."""
         self._delay_share, self._is_single_threaded, self._patch = delay_share, is_single_threaded, monkeypatch
+        monkeypatch.setattr(process_tree, "can_restore_priority", lambda: can_promote)
         monkeypatch.setattr(monitor, "pid_of_pidfd", lambda *_: FIRST_PID)
         monkeypatch.setattr(ProcessTree, "sample", lambda _tree: self.sample())
         monkeypatch.setattr(
@@ -51,6 +55,7 @@ class FakeScheduler:
         monkeypatch.setattr(signal, "pidfd_send_signal", self._kill)
 
         async def outlast(zygote: FakeZygote, run_id: int) -> None:
+            self.starts.append(trio.current_time())
             self.running.append((zygote, run_id))
             await trio.sleep(0.1)
             zygote.send_still_running(run_id, 100.0)

@@ -32,7 +32,7 @@ from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
 from sandbox.types import Call, EncodedResult, Result
-from tests.executor.calling import OWN_PYTHON
+from tests.executor.calling import OWN_PYTHON, Attempts
 
 _find = cache(Interpreter.find)
 
@@ -67,14 +67,22 @@ def ended_binary(run_id: int, stdout: bytes = b"", exit_code: int = 0) -> bytes:
 class FakeJail:
     """A fake of the jail's process, with the methods that the pool uses."""
 
+    pid = 1 << 30
+    """A process id that no process has."""
+
     def __init__(self) -> None:
         self.zygotes: list[FakeZygote] = []
+        self.outlives_kill = False
 
     def kill(self) -> None:
         for zygote in self.zygotes:
             zygote.end()
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the exit status, or raise as `Popen.wait` does. Without a limit it would block for ever."""
+        assert timeout_s is not None, "the executor waits for a jail without a limit"
+        if self.outlives_kill:
+            raise subprocess.TimeoutExpired("jail", timeout_s)
         return 0
 
 
@@ -146,6 +154,8 @@ class FakeZygote:
             case "call":
                 code = body[: header["blobs"][0]].decode()
                 self.calls[header["run_id"]] = code
+                if self.fleet.zygotes_report_forks:
+                    self.send(frame({"op": "forked", "run_id": header["run_id"]}))
                 self.fleet.behave(self, header["run_id"], code)
             case "kill" if header["run_id"] in self.calls:
                 self.send(ended_json(header["run_id"], exit_code=None, signal=signal.SIGKILL))
@@ -259,6 +269,7 @@ class Fleet:
         """How often each code was started."""
         self.on_start = FakeZygote.send_ready
         """Called with the first zygote of each jail when the pool has configured it."""
+        self.zygotes_report_forks = True
         self._nursery = nursery
 
     def start_jail(self, _pool: zygote_pool.ZygotePool, sock: socket.socket) -> FakeJail:
@@ -286,23 +297,32 @@ class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
-        self.executor = Executor(config, self._on_result, is_replacement=is_replacement)
+        self.executor = Executor(config, self._on_result, self._on_lost, is_replacement=is_replacement)
+        self.attempts = Attempts(config.attempts, self.executor.submit)
         self.results: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
         self._seqs = itertools.count(1000)  # tests that choose seqs themselves use smaller ones
 
     def _on_result(self, seq: int, result: EncodedResult) -> None:
+        self._add_result(seq, self.attempts.decode(seq, result))
+
+    def _on_lost(self, seq: int, reason: str, has_started: bool) -> None:
+        if (unavailable := self.attempts.lost(seq, reason, has_started)) is not None:
+            self._add_result(seq, unavailable)
+        self.executor.start_queued_calls()
+
+    def _add_result(self, seq: int, result: Result) -> None:
         assert seq not in self.results, "a call got two results"
-        self.results[seq] = Result.decode(result)
+        self.results[seq] = result
         self._changed.set()
         self._changed = trio.Event()
 
-    def submit(self, *codes: str, **fields: Any) -> list[int]:
-        """Submit a call per code; return their seqs."""
+    def submit(self, *codes: str, request: int = 0, **fields: Any) -> list[int]:
+        """Submit a call per code, all of one request; return their seqs."""
         seqs = list(itertools.islice(self._seqs, len(codes)))
         for seq, code in zip(seqs, codes, strict=True):
-            self.executor.submit(seq, Call(code, **fields).encode(binary=True))
+            self.attempts.start(seq, {**Call(code, **fields).encode(binary=True), "request": request})
         self.executor.start_queued_calls()
         return seqs
 
@@ -319,9 +339,9 @@ class ExecutorDriver:
 
     def check_idle(self) -> None:
         """Assert that no call runs and that each slot is in the list of free slots exactly once."""
-        assert self.executor.is_idle
+        assert self.executor.is_idle and self.executor._queue.is_unused
         for pool in self.executor.pools:
-            assert sorted(pool.slots.free) == list(range(pool.slots.count))
+            assert sorted(pool.slots.free) == list(range(pool.slots.count)) and not pool.slots.reserved
             assert not any(zygote.running for zygote in pool.zygotes.values())
 
 

@@ -213,7 +213,7 @@ def test_a_call_whose_zygote_is_killed_each_time_is_unavailable() -> None:
         result = caller.result_of(seq)
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 2)
         assert result.error is not None
-        assert result.error.type == "NodeError"
+        assert result.error.type == "Poison"
         assert caller.run("1").status is Status.OK
 
 

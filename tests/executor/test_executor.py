@@ -21,9 +21,9 @@ from sandbox.executor import profile_choice, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
-from sandbox.types import Profile, Status
+from sandbox.types import POISON, Profile, Status
 from tests.executor.calling import OWN_PYTHON
-from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, frame, until
 
 
 @pytest.mark.trio
@@ -60,7 +60,7 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
         if behaviour != "twice":  # which sends a valid result first
             assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
             assert result.error is not None
-            assert result.error.type == "NodeError"
+            assert result.error.type == POISON
             assert len(result.error.message) < 1000
             assert result.error.message.isprintable()
         assert (await driver.run("ok"))[0].status is Status.OK
@@ -74,8 +74,8 @@ async def test_a_call_that_cannot_be_started_is_retried_with_bounded_delay(
     async with driven_executor(monkeypatch, attempts=100) as driver:
         before = trio.current_time()
         (result,) = await driver.run("start_failed 50")
-        # The call was started 51 times.
-        assert (result.status, result.attempts) == (Status.OK, 51 - executor_module.MAX_FREE_START_FAILURES)
+        # The start failed 50 times, and each attempt but the last had one failure more than the maximum.
+        assert (result.status, result.attempts) == (Status.OK, 50 // (executor_module.MAX_START_FAILURES + 1) + 1)
         assert trio.current_time() - before < 51 * executor_module.MAX_RETRY_DELAY_S
         driver.check_idle()
 
@@ -86,11 +86,12 @@ async def test_only_failed_starts_for_more_than_some_seconds_cost_attempts(
 ) -> None:
     async with driven_executor(monkeypatch) as driver:
         before = trio.current_time()
-        (result,) = await driver.run(f"start_failed {executor_module.MAX_FREE_START_FAILURES}")
+        (result,) = await driver.run(f"start_failed {executor_module.MAX_START_FAILURES}")
         assert (result.status, result.attempts) == (Status.OK, 1)
         assert 10 < trio.current_time() - before < 60, "about 20 s of back-off"
         (result,) = await driver.run("start_failed 50")
         assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
+        assert result.error is not None and result.error.type == "NodeError", "its code has never started"
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,65 @@ async def test_cancelling_an_unknown_call_is_ignored(
         driver.check_idle()
 
 
+@pytest.mark.trio
+async def test_a_small_request_starts_at_once_although_a_large_one_uses_all_short_slots(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=8, profiles=("bare",)) as driver:
+        large = driver.submit(*["hang"] * 20, request=1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert driver.executor.running == 8
+        for request in (2, 3):
+            (result,) = await driver.run("ok", request=request)
+            assert result.status is Status.OK
+        small = driver.submit("hang", "hang", request=4)
+        await trio.testing.wait_all_tasks_blocked()
+        assert driver.executor.running == 9, "one slot is reserved, and request 4 has a running call"
+        driver.executor.cancel(small[0])
+        await trio.testing.wait_all_tasks_blocked()
+        assert driver.executor.running == 9, "now the other call of request 4 has the reserved slot"
+        assert driver.executor.stats()["queued"] == 12
+        for seq in [*large, *small]:
+            driver.executor.cancel(seq)
+        await until(lambda: driver.executor.running == 0)
+        driver.check_idle()
+
+
+@pytest.mark.trio
+async def test_requests_take_turns_in_the_executor(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
+        order: list[str] = []
+        behave = driver.fleet.behave
+        monkeypatch.setattr(
+            driver.fleet, "behave", lambda zygote, run_id, code: (order.append(code), behave(zygote, run_id, code))
+        )
+        seqs = driver.submit(*(f"ok 99 a{n}" for n in range(4)), request=1)
+        seqs += driver.submit(*(f"ok 99 b{n}" for n in range(2)), request=2)
+        await driver.wait_for(seqs)
+        assert [code.split()[-1] for code in order] == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+@pytest.mark.trio
+async def test_a_zygote_that_has_not_forked_its_calls_gets_no_further_ones(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    limit = zygote_pool.MAX_UNFORKED
+    async with driven_executor(monkeypatch, zygote_pools=1, slots=4 * limit, profiles=("bare",)) as driver:
+        driver.fleet.zygotes_report_forks = False
+        large = driver.submit(*["hang"] * 2 * limit, request=1)
+        await trio.testing.wait_all_tasks_blocked()
+        (zygote,) = driver.fleet.zygotes
+        assert len(zygote.calls) == limit
+        small = driver.submit("hang", request=2)
+        zygote.send(frame({"op": "forked", "run_id": list(zygote.calls)[1]}))  # the first two calls are forked
+        await until(lambda: len(zygote.calls) == limit + 2)
+        assert driver.executor.stats()["queued"] == limit - 1, "one of the two is the call of request 2"
+        for seq in [*large, *small]:
+            driver.executor.cancel(seq)
+        await until(lambda: driver.executor.running == 0)
+        driver.check_idle()
+
+
 @pytest.mark.parametrize(
     ("max_slots", "slots", "long_slots"),
     [(0, 1, 0), (20, 20, 0), (100, 32, 68), (10_000, 32, 512), (sys.maxsize, 32, 512)],
@@ -244,7 +304,7 @@ def test_slots_are_limited_by_the_descriptor_limit(
 ) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: max_slots)
     config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
-    executor = executor_module.Executor(config, lambda *_: None)
+    executor = executor_module.Executor(config, lambda *_: None, lambda *_: None)
     assert (executor.slots, executor.long_slots) == (slots, long_slots)
     assert executor.wanted_fds == 8 * (32 + 512) + 256, "8 per slot and 256 for the rest, whatever the limit"
 
@@ -252,7 +312,7 @@ def test_slots_are_limited_by_the_descriptor_limit(
 def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: sys.maxsize)
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
-    pools = Executor(config, lambda *_: None).pools
+    pools = Executor(config, lambda *_: None, lambda *_: None).pools
     assert len(pools) == 3, "a pool has at most 4096 slots"
     assert max(max(pool.slots.free) for pool in pools) < zygote_pool.MAX_SLOTS_PER_POOL
 
@@ -278,7 +338,7 @@ async def _check_results(driver: ExecutorDriver, calls: list[Any]) -> None:
     awaited = []
     for seq, (behaviour, times, profile, is_cancelled) in enumerate(calls):
         code = f"{behaviour} {times} {seq}"
-        driver.executor.submit(seq, {"code": code, "profile": profile.value})
+        driver.attempts.start(seq, {"code": code, "profile": profile.value})
         if seq % 3 == 0:  # so that some calls are submitted while others run
             driver.executor.start_queued_calls()
         if is_cancelled:

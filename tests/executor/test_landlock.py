@@ -372,6 +372,7 @@ def ignore_refusal(function, *arguments):
     assert (tmp_path / "kept").read_text() == "kept"
 
 
+@pytest.mark.parametrize("user", ["root", "ordinary user"], indirect=True)  # the place of Python makes no difference
 @pytest.mark.parametrize("victim", ["launcher", "init", "both", "zygote", "child zygote"])
 def test_a_killed_jail_leaves_nothing_and_is_restarted(victim: str, user: str) -> None:
     with serving(user, profiles=("bare", "numeric")) as served:

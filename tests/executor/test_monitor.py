@@ -124,6 +124,30 @@ async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
     assert scheduler.killed_after < call_state.wall_cap_s(10.0)
 
 
+@pytest.mark.trio
+async def test_a_call_that_starves_and_cannot_be_promoted_runs_again_at_normal_priority(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """On the first run the call gets a hundredth of a core once it is demoted; on the second it has the core alone."""
+    scheduler = FakeScheduler(monkeypatch, delay_share=0.0, can_promote=False)
+
+    def sample() -> TreeSample:
+        wall_s = trio.current_time() - scheduler.starts[-1]
+        cpu_s = wall_s if len(scheduler.starts) == 2 else min(wall_s, 0.2) + 0.01 * max(0.0, wall_s - 0.2)
+        thread = ThreadSample(cpu_s, wall_s - cpu_s, 9, 9, is_runnable=True)
+        return {FIRST_PID: ProcessSample(1, wall_s, cpu_s, {FIRST_PID: thread})}
+
+    monkeypatch.setattr(scheduler, "sample", sample)
+    result = await scheduler.run(timeout_s=10.0)
+    assert (result.status, result.attempts) == (Status.TIMEOUT, 1), "no failure of the service"
+    first_start, second_start = scheduler.starts
+    half_cap_s = call_state.wall_cap_s(10.0) / 2
+    assert half_cap_s <= second_start - first_start < half_cap_s + 3.0, "a few sample intervals"
+    assert scheduler.killed_after == pytest.approx(second_start - scheduler.started + 10.0, abs=1.0)
+    assert scheduler.demotions[0] is True
+    assert scheduler.demotions[-1] is False, "a call that lags is not demoted further"
+
+
 def test_the_lag_of_a_long_call_is_its_distance_to_a_quarter_of_its_fair_share() -> None:
     assert lag_s(virtual_s=1.0, wall_s=1.0, calls_per_core=0.5) < 0
     assert lag_s(virtual_s=0.25, wall_s=1.0, calls_per_core=1.0) == 0

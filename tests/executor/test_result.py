@@ -35,7 +35,6 @@ def encoded(
         {**ENDED, **ended},
         list(blobs),
         call_id="c",
-        attempts=2,
         return_files=list(files),
         timeout_s=1.5,
         timed_out=timed_out,
@@ -69,7 +68,7 @@ def test_each_end_of_a_call_has_its_status(
     result = decoded(ended, b"out", b"err", report_bytes, timed_out=timed_out)
     assert (result.status, result.stdout, result.stderr) == (status, "out", "err")
     assert (result.error.type if result.error else None) == error_type
-    assert (result.id, result.attempts, result.usage.peak_memory_mb) == ("c", 2, 2.0), "as `ENDED` and `encoded` say"
+    assert (result.id, result.attempts, result.usage.peak_memory_mb) == ("c", 1, 2.0), "as `ENDED` and `encoded` say"
 
 
 def test_a_built_result_has_the_keys_of_an_encoded_one() -> None:

@@ -55,7 +55,7 @@ class ScriptedMonitor(monitor.CallMonitor):
 
     def __init__(self, intervals: Iterator[float], pidfd: int = -1) -> None:
         self.is_stopped = False
-        self._intervals, self._pidfd = intervals, pidfd
+        self._intervals, self._pidfd, self._tree = intervals, pidfd, None
 
     def _step(self) -> float | None:
         return next(self._intervals, None)

@@ -72,10 +72,11 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
 
     monkeypatch.setattr(Slots, "_mark_free", record_and_mark_free)
     results: list[Result] = []
-    settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2, "attempts": 1}
+    settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2}
     executor = Executor(
         ExecutorConfig(python=python, isolation=level, **settings),
         lambda _seq, result: results.append(Result.decode(result)),
+        lambda *_lost: None,
     )
     with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:

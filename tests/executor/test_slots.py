@@ -272,3 +272,25 @@ def held_mount_namespaces() -> int:
         with contextlib.suppress(FileNotFoundError):  # the descriptor that listdir itself used
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     return sum(link.startswith("mnt:") for link in links)
+
+
+def test_a_reserved_slot_counts_neither_as_short_nor_as_long_until_its_call_is_long() -> None:
+    slots = Slots(short=8, long=2)
+    for _ in range(8):
+        slots.acquire()
+    assert (slots.free_short, slots.free_reserved) == (0, 1)
+    reserved = slots.acquire(reserved=True)
+    assert (slots.free_short, slots.free_reserved) == (0, 0)
+    assert slots.try_mark_long(reserved)
+    assert (slots.free_short, slots.free_reserved) == (0, 1)
+    assert slots.release(reserved) and (slots.free_short, slots.free_reserved) == (0, 1)
+
+
+def test_there_is_no_reserved_slot_while_all_long_slots_are_used() -> None:
+    slots = Slots(short=8, long=1)
+    long = slots.acquire()
+    assert slots.try_mark_long(long) and slots.free_reserved == 0
+    slots.release(long)
+    reserved = slots.acquire(reserved=True)
+    assert not slots.try_mark_long(slots.acquire()), "a reserved slot is one of the unused long slots"
+    assert slots.try_mark_long(reserved)

@@ -49,6 +49,17 @@ async def test_the_death_of_a_zygote_does_not_affect_other_zygotes(
         assert len(driver.fleet.jails) == 1
 
 
+@pytest.mark.trio
+async def test_a_jail_that_outlives_its_kill_is_logged_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with driven_executor(monkeypatch, zygote_pools=1) as driver:
+        driver.fleet.jails[0].outlives_kill = True
+        (result,) = await driver.run("garbage 1")
+        assert (result.status, len(driver.fleet.jails)) == (Status.OK, 2)
+    assert f"has not ended {zygote_pool.KILL_TIMEOUT_S:g} s after SIGKILL" in caplog.text
+
+
 def test_the_executor_ends_if_its_zygotes_never_start(monkeypatch: pytest.MonkeyPatch) -> None:
     two_byte_header = b"\2\0\0\0\0\0\0\0{}"
     for behaviour in (

@@ -48,7 +48,7 @@ RULES_WITHOUT_SCHEMA = (
     "expected base64 text",
     "expected one of stdin and stdin_base64",
     "expected text without NUL",
-    "no unfinished call has the id",
+    "no unfinished call or program has the id",
     "expected each path to be a file or a directory",
     "expected a value, or a checker",
     "expected compare or checker, got both",

@@ -89,7 +89,6 @@ def test_any_ended_frame_gives_a_result_or_an_error(
             ended,
             [b"out\xff", b"err", report, files],
             call_id="c",
-            attempts=2,
             return_files=return_files,
             timeout_s=1.5,
             timed_out=timed_out,
@@ -105,14 +104,14 @@ def test_any_ended_frame_gives_a_result_or_an_error(
     is_output_truncated = not {"stdout", "stderr"}.isdisjoint(result.truncated)
     assert (result.status is Status.OK) == (result.exit_code == 0 and not timed_out and not is_output_truncated)
     assert (result.error is None) == (result.status is Status.OK)
-    assert (result.id, result.attempts, result.stdout, result.stderr) == ("c", 2, "out\ufffd", "err")
+    assert (result.id, result.attempts, result.stdout, result.stderr) == ("c", 1, "out\ufffd", "err")
     assert set(result.files) <= set(return_files)
 
 
 @given(st.lists(st.binary(max_size=30), max_size=6))
 def test_missing_and_surplus_blobs_are_ignored(blobs: list[bytes]) -> None:
     ended = {"exit_code": 0, "signal": None, "wall_ms": 1, "cpu_ms": 1, "peak_kb": 1}
-    encoded = build_result(ended, blobs, call_id="", attempts=1, return_files=[], timeout_s=1.0, timed_out=False)
+    encoded = build_result(ended, blobs, call_id="", return_files=[], timeout_s=1.0, timed_out=False)
     assert Result.decode(encoded).stdout == (blobs[0].decode("utf-8", "replace") if blobs else "")
 
 

@@ -59,6 +59,6 @@ async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settin
 
 async def until(condition: Callable[[], bool]) -> None:
     """Yield to the event loop until `condition` holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  the fakes have no event to wait for
             await asyncio.sleep(0)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from sandbox.gateway import stats as stats_module
 from sandbox.gateway.calls.executor_report import ExecutorStats, ReadyReport
 from sandbox.gateway.history import MAX_STEPS, RECENT_STEPS, History, Snapshot, interval
+from sandbox.gateway.http.routes import STATS
 from sandbox.gateway.metrics import BOUNDS_S, SCRAPED_BUCKETS, Histogram, quantiles_s
 from sandbox.gateway.stats import MAX_MISSED_MODULES, Stats
 from tests.fakes import FakeFleet
@@ -204,3 +206,21 @@ async def _stats(served: Served, after: int = 0) -> Any:
     status, text = await served.get(f"/v1/stats?after={after}")
     assert status == 200
     return json.loads(text)
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_fails_does_not_end_the_history(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> int:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(stats_module, "TICK_INTERVAL_S", 0.001)
+    async with serving() as served:
+        stats = served.app[STATS]
+        with monkeypatch.context() as patch:
+            patch.setattr(stats_module, "_rss_bytes", fail)
+            await until(lambda: caplog.text.count("lacks a step") == 2)
+        steps = len(stats._history.after(0))
+        await until(lambda: len(stats._history.after(0)) > steps)
+    assert "too many open files" in caplog.text

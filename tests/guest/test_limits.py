@@ -116,12 +116,43 @@ def test_each_stream_has_its_own_limit(guest: Caller) -> None:
     assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout", "stderr"))
 
 
-def test_seeking_does_not_return_more_output_than_the_limit(guest: Caller) -> None:
-    for code in ("os.lseek(1, 1 << 40, 0)", "os.lseek(1, 1 << 40, 0)\nos.write(2, b'x')"):
-        result = guest.run("import os\n" + code)
-        assert result.status is Status.OUTPUT_LIMIT
-        assert len(result.stdout) <= 66 * KB  # the limit and some slack
-    # The output ends at the offset of the descriptor. Here it is 0, so nothing is returned.
+LIMIT = 64 * KB
+SEEKING_CODES = {
+    "nothing": ("", ""),
+    "a line": ("print('one')", "one\n"),
+    "zero bytes in the middle": ("os.write(1, b'a' + bytes(9000) + b'b')", "a" + "\0" * 9000 + "b"),
+    "a byte at the limit": (f"os.pwrite(1, b'z', {LIMIT - 1})", "\0" * (LIMIT - 1) + "z"),
+    "exactly the limit": (f"os.write(1, b'x' * {LIMIT})", "x" * LIMIT),
+    "a child process": ("if os.fork() == 0: os.write(1, b'child'); os._exit(0)\nos.wait()", "child"),
+    "a hole": ("print('one'); sys.stdout.flush()\nctypes.CDLL(None).fallocate(1, 3, 0, 4096)", ""),
+}
+
+
+@pytest.mark.parametrize(("code", "stdout"), SEEKING_CODES.values(), ids=SEEKING_CODES)
+def test_an_offset_beyond_the_limit_is_no_output(guest: Caller, code: str, stdout: str) -> None:
+    for offset in (LIMIT + 1, 1 << 40):
+        result = guest.run(f"import ctypes, os, sys\n{code}\nsys.stdout.flush()\nos.lseek(1, {offset}, 0)\nNone")
+        assert (result.status, result.truncated, result.stdout) == (Status.OK, (), stdout)
+
+
+@pytest.mark.parametrize("limit_kb", [1, 64])
+@pytest.mark.parametrize("byte", ["x", "\0"])
+def test_a_write_beyond_the_limit_is_output_whatever_the_offset_is_then(
+    guest: Caller, byte: str, limit_kb: int
+) -> None:
+    """Zero bytes count only by the page. So a limit of 1 KiB is exceeded by more than a page of them."""
+    code = f"import os\ntry:\n    for _ in range(20): os.write(1, {byte.encode()!r} * 8192)\nexcept OSError: pass"
+    result = guest.run(f"{code}\nos.lseek(1, 1 << 40, 0)", output_kb=limit_kb)
+    assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout",))
+    assert result.stdout == byte * limit_kb * KB
+
+
+def test_one_byte_beyond_a_limit_that_ends_within_a_page_is_output(guest: Caller) -> None:
+    result = guest.run(f"import os\nos.write(1, b'x' * {KB + 1})\nos.lseek(1, 1 << 40, 0)", output_kb=1)
+    assert (result.status, result.stdout) == (Status.OUTPUT_LIMIT, "x" * KB)
+
+
+def test_an_offset_that_is_moved_back_discards_the_output_behind_it(guest: Caller) -> None:
     assert guest.run("import os\nprint('secret')\nos.lseek(1, 0, 0)\nNone").stdout == ""
     assert error_type(guest.run("import os\nos.ftruncate(1, 1 << 30)")) in ("PermissionError", "OSError")
 

@@ -193,6 +193,11 @@ def test_a_probe_whose_interpreter_fails_is_an_error_with_its_message(monkeypatc
         probe_layers(["seccomp"])
 
 
+def test_level_none_is_chosen_without_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")  # which would run the probe
+    assert choose_level("none") == LevelChoice(Level.NONE)
+
+
 def test_a_probe_whose_interpreter_is_killed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, tries = tmp_path / "python", tmp_path / "tries"
     script.write_text(

@@ -247,7 +247,7 @@ class FakeVllm:
         generation = await self.engine.generate(ids, sampling)
         reason = "abort" if generation.is_aborted else "stop" if generation.has_stop_token else "length"
         choice |= {"token_ids": list(generation.ids), "finish_reason": reason}
-        if "logprobs" in body:
+        if body.get("logprobs") is not None:
             choice["logprobs"] = {"token_logprobs": list(generation.logprobs)}
         return {"object": "text_completion", "choices": [choice]}
 

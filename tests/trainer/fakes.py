@@ -122,7 +122,6 @@ class ScriptedPool:
     open_groups: list[str] = field(default_factory=list)
     """The group of each open handle."""
     busy_timer: BusyTimer = field(default_factory=BusyTimer)
-    nan_turns: int = 0
     abort_called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first `abort`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,12 +61,15 @@ class Sampler:
     score: Score = parity_reward
     logprob_shift: float = 0.0
     """Added to the reported log-probabilities, so that engine and trainer disagree."""
+    nan_positions: Sequence[int] = ()
+    """Positions in the response of tokens whose log-probability is reported as NaN."""
     on_collect: Callable[[int], None] = lambda index: None
     """Called with the index of each collection when it starts."""
     error: str = ""
     """The error of every episode."""
+    stop_reason: StopReason = StopReason.FINISHED
+    """The stop reason of every episode."""
     overhead_cpu_s: float = 0.0
-    nan_turns: int = 0
     overhead_s: float = 0.0
     weight_version: int = 0
     syncs: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -119,7 +123,7 @@ class Sampler:
                 with torch.no_grad():
                     logp_V = self.model(torch.tensor([prompt + ids])).logits[0, -1].float().log_softmax(-1)
                 token = int(torch.multinomial(logp_V.exp(), 1, generator=generator))
-                logprob = float(logp_V[token]) + self.logprob_shift
+                logprob = nan if position in self.nan_positions else float(logp_V[token]) + self.logprob_shift
             ids.append(token)
             logprobs.append(logprob)
             mask.append(int(position not in OBSERVATION_POSITIONS))
@@ -131,7 +135,7 @@ class Sampler:
             logprobs=logprobs,
             loss_mask=mask,
             turns=[Turn(0, len(ids), "text", generate_s=0.01)],
-            stop_reason=StopReason.FINISHED,
+            stop_reason=self.stop_reason,
             answer_blocks=1,
             reward=self.score(problem, sample, ids),
             error=self.error,

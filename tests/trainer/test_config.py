@@ -55,6 +55,14 @@ def test_set_beats_variable_beats_file(file: Path) -> None:
     assert (config.seed, config.stage_config("first").steps, config.model.path) == (4, 6, "somewhere")
 
 
+def test_answers_are_checked_strictly_and_only_then_rounded() -> None:
+    sandbox = load_config(None, {}).sandbox
+    assert (sandbox.answer_check, sandbox.answer_rounding) == ("strict", False)
+    assert load_config(None, {}, ["sandbox.answer_rounding=true"]).sandbox.answer_rounding
+    with pytest.raises(ConfigError, match=r"answer_rounding=true: expected answer_check=strict, got math-verify"):
+        load_config(None, {}, ["sandbox.answer_rounding=true", "sandbox.answer_check=math-verify"])
+
+
 def test_a_stage_takes_the_values_of_rl_unless_it_has_its_own(file: Path) -> None:
     first, second = load_config(file, {}, ["rl.steps=9"]).stages.values()
     assert (first.name, first.steps, first.problems_per_step, first.learning_rate) == ("first", 4, 8, 1.0)

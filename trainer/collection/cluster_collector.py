@@ -53,7 +53,6 @@ class ClusterCollector:
     """
 
     overhead_cpu_s = overhead_s = 0.0
-    nan_turns = 0
 
     def __init__(
         self,

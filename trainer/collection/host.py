@@ -7,7 +7,8 @@ Invariants:
 - The environment is closed, whatever happens.
 - A failure of an engine or of the sandbox, and a score that could not be computed, is an infrastructure failure. An
   exception of the environment is a failure of the environment. Both end the try with `TryError`, without an episode.
-- An episode that exceeds its deadline ends there, with `StopReason.DEADLINE` and without a reward.
+- An episode that exceeds its deadline ends there, with `StopReason.DEADLINE` and without a reward. One with a call that
+  the sandbox will not run again (`ToolCall.ends_episode`) ends there too, with `StopReason.UNAVAILABLE`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer.collection.store import FailureKind, Growth
 from trainer.collection.work import TryError
 from trainer.config import SamplingConfig
 from trainer.engines.pool import EnginePool
-from trainer.environments.environment import Environment, EnvironmentFailure, close_environment
+from trainer.environments.environment import Environment, EnvironmentFailure, check_score, close_environment
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
@@ -103,7 +104,8 @@ class EpisodeHost:
                 raise TryError(FailureKind.ENVIRONMENT, f"engine: {error}"[:MAX_ERROR_CHARS]) from error
             if episode.stop_reason is StopReason.UNAVAILABLE:
                 handle.close(None)  # its length says nothing about how long such episodes become
-                raise tool.error or TryError(FailureKind.INFRASTRUCTURE, episode.error[:MAX_ERROR_CHARS])
+                if not tool.has_poisonous_call:
+                    raise tool.error or TryError(FailureKind.INFRASTRUCTURE, episode.error[:MAX_ERROR_CHARS])
         journal.write(episode)
 
     async def _score(self, episode: Episode, environment: Environment, *, begin: bool) -> float | None:
@@ -115,12 +117,16 @@ class EpisodeHost:
             async with asyncio.timeout(self.deadline_s):
                 if begin:
                     await self._begin(episode, environment)
-                reward = await _act(environment.score(episode))
+                reward = await _act(_checked_score(environment, episode))
         except TimeoutError:
             raise TryError(FailureKind.ENVIRONMENT, f"no score after {self.deadline_s:g} s") from None
         if reward is None:
             raise TryError(FailureKind.INFRASTRUCTURE, "the answer could not be checked")
         return reward
+
+
+async def _checked_score(environment: Environment, episode: Episode) -> float | None:
+    return check_score(episode.problem, await environment.score(episode))
 
 
 async def replay_actions(episode: Episode, environment: Environment, max_response_chars: int) -> None:
@@ -148,13 +154,17 @@ class _EnvironmentTool:
     def __init__(self, environment: Environment) -> None:
         self.error: TryError | None = None
         """The failure of the environment, which ended the episode as `unavailable`."""
+        self.has_poisonous_call = False
+        """Whether the sandbox will not run a call of the episode again."""
         self._environment = environment
         self._lock = asyncio.Lock()
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
         async with self._lock if self._environment.is_stateful else nullcontext():
             try:
-                return await _act(self._environment.step(ToolCallRequest(name, arguments)))
+                call = await _act(self._environment.step(ToolCallRequest(name, arguments)))
+                self.has_poisonous_call |= call.status is ToolCallStatus.UNAVAILABLE and call.ends_episode
+                return call
             except TryError as error:
                 self.error = error
                 return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=str(error))

@@ -21,14 +21,13 @@ class StoredCollector:
     """
 
     overhead_cpu_s = overhead_s = 0.0
-    nan_turns = 0
 
     def __init__(self, reader: StoreReader) -> None:
         self._reader = reader
 
     async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
         """Return for each group the stored episodes of its problem, at most as many as the group has."""
-        return list(await self.collect([group[0].problem for group in groups], len(groups[0])))
+        return [(await self.collect([group[0].problem], len(group)))[0] for group in groups]
 
     async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:
         stored = (self._reader.episodes("problem = ?", (problem.id,)) for problem in problems)

@@ -2,7 +2,7 @@
 
 Invariants of every engine:
 - Log-probabilities are those of the distribution that was sampled from, after temperature and top-p. An engine that
-  cannot be sure of that returns None instead.
+  cannot be sure of that returns None instead. One that is not a finite number is NaN.
 - An engine that is down, hangs or returns an invalid answer raises `EngineError`. No token of an invalid answer is
   used, so another engine can generate the turn from the same ids.
 - A request that no engine could serve raises `ValueError`.
@@ -44,7 +44,7 @@ class Generation:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """One per id; None if they are unknown."""
+    """One per id, NaN if it is not finite; None if they are unknown."""
     has_stop_token: bool
     """True if the last id is a stop id. Otherwise the turn was cut at a token limit, or the request was aborted."""
     engine: str
@@ -76,10 +76,6 @@ class EngineError(Exception):
 
 class TurnError(EngineError):
     """This turn failed. The engine may still serve other turns."""
-
-
-class NonFiniteLogprobError(TurnError):
-    """A log-probability of this turn is not a finite number."""
 
 
 class Engine(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from trainer.engines.engine import Engine
@@ -27,8 +28,9 @@ class EngineState:
     """The engine's token counter at the last scrape."""
     last_progress_at: float = 0.0
     """Time of the last scrape that found the counter changed or no request in flight."""
-    failed_turns: set[int] = field(default_factory=set)
-    """Hashes of context and seed of the turns that failed with a `TurnError`, since the engine's last valid turn."""
+    failed_problems: set[Hashable] = field(default_factory=set)
+    """The problems with a turn that failed with a `TurnError` or has a log-probability of NaN, since the engine's last
+    valid turn."""
 
     def cancel_requests(self, now: float) -> None:
         """Make all requests in flight raise `TimeoutError` in the tasks that await them."""

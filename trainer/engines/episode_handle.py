@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams, TurnError
+from trainer.engines.engine import EngineError, Generation, SamplingParams, TurnError
+from trainer.engines.engine_state import EngineState
 from trainer.engines.pool_state import PoolState, TurnRecord
 from trainer.scheduling.scheduler import Placement
 
 MAX_FAILURES_PER_TURN = 3
 """A turn that has failed this often fails its episode, because the turn itself may be the cause."""
-MAX_FAILED_TURNS = 3
-"""An engine is marked down when this many different turns, without a valid one between them, failed with a `TurnError`.
-"""
+MAX_FAILED_PROBLEMS = 3
+"""An engine is marked down when turns of this many problems, without a valid turn between them, failed with a
+`TurnError` or had log-probabilities of NaN."""
 
 
 class _Aborted(Exception):
@@ -40,8 +42,8 @@ class EpisodeHandle:
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`, on another engine if one fails.
 
-        Raises `EngineError` when all engines are down or the turn has failed on `MAX_FAILURES_PER_TURN` of them. After
-        an exception the scheduler drops the episode; the next call submits it as a new one.
+        Raises `EngineError` when all engines are down or the turn has failed `MAX_FAILURES_PER_TURN` times. After an
+        exception the scheduler drops the episode; the next call submits it as a new one.
         """
         pool, requested_at, context_tokens = self._pool, self._pool.now(), len(ids)
         sampling = replace(sampling, request_id=self.request_id)
@@ -119,24 +121,38 @@ class EpisodeHandle:
                         generation = await state.engine.generate(ids, sampling)
                 # Otherwise the engine was marked down meanwhile, and the scheduler places the turn again.
                 if self.placement is placement:
-                    state.failed_turns.clear()
-                    return generation, placement, started_at
+                    if failures + 1 == MAX_FAILURES_PER_TURN or self._accepts(generation, state):
+                        return generation, placement, started_at
+                    failures += 1
             except TurnError as error:
-                pool.nan_turns += isinstance(error, NonFiniteLogprobError)
                 failures += 1
                 if failures == MAX_FAILURES_PER_TURN:
                     raise
-                # A turn that is tried again counts once, since it may be the cause.
-                state.failed_turns.add(hash((tuple(ids), sampling.seed)))
-                if self.placement is placement and len(state.failed_turns) >= MAX_FAILED_TURNS:
-                    pool.mark_failed(state, f"{MAX_FAILED_TURNS} different turns in a row failed; the last: {error}")
+                if self.placement is placement:
+                    self._blame(state, str(error))
             except (EngineError, TimeoutError) as error:
                 if self.placement is placement:  # otherwise the engine is already down, because of another request
                     reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"
                     pool.mark_failed(state, reason)
                     failures += 1
                     if failures == MAX_FAILURES_PER_TURN:
-                        raise EngineError(f"the same turn failed on {failures} engines, the last: {reason}") from error
+                        raise EngineError(f"the same turn failed {failures} times, the last: {reason}") from error
+
+    def _accepts(self, generation: Generation, state: EngineState) -> bool:
+        """Return whether to use a turn. One with NaN is used too, unless it marks the engine down."""
+        if generation.logprobs is None or math.isfinite(sum(generation.logprobs)):
+            state.failed_problems.clear()
+            return True
+        return not self._blame(state, "log-probabilities of NaN")
+
+    def _blame(self, state: EngineState, reason: str) -> bool:
+        """Count a failed turn of the engine; return whether this marks the engine down."""
+        state.failed_problems.add(self._group)
+        is_down = len(state.failed_problems) >= MAX_FAILED_PROBLEMS
+        if is_down:
+            problems = f"turns of {MAX_FAILED_PROBLEMS} problems in a row failed"
+            self._pool.mark_failed(state, f"{problems}; the last: {reason}")
+        return is_down
 
     async def _wait_for_placement(self) -> Placement:
         while self.placement is None or self.is_aborted:

@@ -40,8 +40,8 @@ from trainer.engines.engine import (
     EngineCapacity,
     EngineError,
     Generation,
-    NonFiniteLogprobError,
     SamplingParams,
+    TurnError,
     Weights,
 )
 from trainer.engines.local_attention import ATTENTION_NAME, PrefixCache, SlotCache
@@ -94,8 +94,8 @@ class LocalEngine:
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`.
 
-        Raises `EngineError` after the engine has failed or was closed, `NonFiniteLogprobError` if a logit is not
-        finite, and `ValueError` for an invalid request.
+        Raises `EngineError` after the engine has failed or was closed, `TurnError` if a logit is not finite, so that no
+        id can be sampled, and `ValueError` for an invalid request.
         """
         if sampling.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, got {sampling.max_tokens}")
@@ -247,7 +247,7 @@ class LocalEngine:
             if not math.isfinite(logprobs[slot]):
                 self._release(slot, is_broken=True)
                 message = f"engine {self.name}: expected finite logits, got others at position {request.num_computed}"
-                error = NonFiniteLogprobError(f"{message}; if it happens often, check the weights of the last sync")
+                error = TurnError(f"{message}; if it happens often, check the weights of the last sync")
                 _resolve(request.finished, error)
                 continue
             request.num_computed += 1

@@ -19,7 +19,8 @@ Invariants:
   sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
 - Engines that sleep get no turn and no liveness probe. One that restarts meanwhile is awake, and is put to sleep again.
-- A turn that fails with a `TurnError` runs again. Its engine is marked down only after several such turns in a row.
+- A turn that fails with a `TurnError` runs again. A turn with log-probabilities of NaN is returned as it is. The engine
+  is marked down only if such turns in a row are of several problems; a single problem may itself be the cause.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
 - All tasks run in one event loop and end with the pool's `async with` block.
 """
@@ -250,7 +251,7 @@ class EnginePool(PoolState):
         )
         state.is_up, state.is_unresponsive, state.missed_scrapes = True, False, 0
         state.last_progress_at = self.now()
-        state.failed_turns.clear()
+        state.failed_problems.clear()
         self.scheduler_event.set()
 
     async def _retry(self, state: EngineState) -> None:

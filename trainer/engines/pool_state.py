@@ -74,8 +74,6 @@ class PoolState:
         self.busy_timer = BusyTimer()
         """Runs while an engine generates, a tool call runs or an answer is checked. The rest of a rollout's wall time
         is overhead."""
-        self.nan_turns = 0
-        """Number of turns with a log-probability that was not finite."""
         self.handles: dict[Hashable, Handle] = {}
         self.scheduler_event = asyncio.Event()
         """Set after each event that was reported to the scheduler."""

@@ -1,8 +1,9 @@
 """A client of one vLLM server's HTTP API.
 
 Invariants:
-- Every answer is validated before it is used: ids within the vocabulary, one finite log-probability per id, and the
-  finish reason that the request implies.
+- Every answer is validated before it is used: ids within the vocabulary, one log-probability per id, and the finish
+  reason that the request implies.
+- A log-probability that is not finite is NaN in the turn. If the server cannot write it, all of the turn are.
 - Requests with different weight versions share no cached prefix (`cache_salt`), even if a cache could not be reset.
 - All sampling settings are sent, so a model's generation_config.json has no effect.
 """
@@ -14,18 +15,18 @@ import errno
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from math import isfinite, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import aiohttp
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, NonNegativeInt, ValidationError
 
 from trainer.engines.engine import (
     LIVENESS_IDS,
     EngineCapacity,
     EngineError,
     Generation,
-    NonFiniteLogprobError,
     SamplingParams,
 )
 from trainer.scheduling.scheduler import EngineStats
@@ -55,8 +56,19 @@ METRIC_VALUE = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 Logprob = Annotated[float, Field(lt=LOGPROB_TOLERANCE, allow_inf_nan=False)]
 
 
+def _nan_unless_finite(value: Any) -> Any:
+    """Return NaN for null too, which some JSON encoders write for it."""
+    return nan if value is None or (isinstance(value, float) and not isfinite(value)) else value
+
+
+def _checked_logprob(value: float) -> float:
+    if value >= LOGPROB_TOLERANCE:
+        raise ValueError("expected at most 0")
+    return value
+
+
 class _Logprobs(BaseModel, strict=True):
-    token_logprobs: list[Logprob]
+    token_logprobs: list[Annotated[float, BeforeValidator(_nan_unless_finite), AfterValidator(_checked_logprob)]]
 
 
 class _TokenLogprob(BaseModel, strict=True):
@@ -73,6 +85,10 @@ class _Choice(BaseModel, strict=True):
 
 class _Completion(BaseModel, strict=True):
     choices: tuple[_Choice]
+
+
+class _NotInJsonError(EngineError):
+    """The server cannot write its answer, since a number in it is not finite."""
 
 
 class VllmEngine:
@@ -123,7 +139,11 @@ class VllmEngine:
             async with self._connections:
                 if self._aborted_by_id.get(request_id):
                     return Generation((), (), False, self.name, version, is_aborted=True)
-                choice = await self._complete(ids, options, None)
+                try:
+                    choice = await self._complete(ids, options, None)
+                except _NotInJsonError:  # the same ids are sampled again, and answered without their log-probabilities
+                    choice = await self._complete(ids, {**options, "logprobs": None}, None)
+                    choice.logprobs = _Logprobs(token_logprobs=[nan] * len(choice.token_ids))
             is_aborted = bool(self._aborted_by_id.get(request_id)) and choice.finish_reason == "abort"
         finally:
             self._aborted_by_id.pop(request_id, None)
@@ -250,8 +270,7 @@ class VllmEngine:
         try:
             return _Completion.model_validate_json(text).choices[0]
         except ValidationError as error:
-            kind = NonFiniteLogprobError if all(map(_is_non_finite_logprob, error.errors())) else EngineError
-            raise self._error("one choice with ids and finite log-probabilities of at most 0", error, kind) from error
+            raise self._error("one choice with ids and log-probabilities of at most 0", error) from error
 
     async def _request(self, method: str, route: str, body: Any, timeout_s: float | None) -> str:
         if self._session is None:
@@ -267,7 +286,7 @@ class VllmEngine:
                 self.weight_version = 0  # the server has ended; after a restart it has its initial weights
             raise self._error(f"an answer of {route}", f"{type(error).__name__}: {error}") from error
         if status != 200 and NOT_IN_JSON in text:
-            raise self._error("finite log-probabilities", f"{status}: {text}", NonFiniteLogprobError)
+            raise self._error("finite log-probabilities", f"{status}: {text}", _NotInJsonError)
         if status in (400, 422) and route == COMPLETIONS:
             raise ValueError(f"engine {self.name} rejected {str(body)[:200]}: {text[:500]}")
         if status != 200:
@@ -276,10 +295,3 @@ class VllmEngine:
 
     def _error(self, expected: str, got: object, kind: type[EngineError] = EngineError) -> EngineError:
         return kind(f"engine {self.name}: expected {expected}, got {str(got)[:500]}")
-
-
-def _is_non_finite_logprob(error: Mapping[str, Any]) -> bool:
-    """Return whether the error is a log-probability of NaN, infinity, or null, which some JSON encoders write for
-    NaN."""
-    is_logprob = bool({"token_logprobs", "logprob"} & set(error["loc"]))
-    return is_logprob and (error["type"] == "finite_number" or error["input"] is None)

@@ -1,4 +1,4 @@
-"""The answer checker: compares answers with math-verify in the sandbox."""
+"""The answer checker: compares answers in the sandbox."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Sequence
 
 from sandbox.client import AsyncClient
 from sandbox.errors import ServiceError
-from sandbox.types import Limits, Outcome
+from sandbox.types import Limits, Outcome, Strictness
 from trainer.episodes.reward import VerifyOutcome
 
 logger = logging.getLogger(__name__)
 
 
 class AnswerChecker:
-    """Checks answers through `client`, each pair within `limits`."""
+    """Checks answers through `client`, each pair within `limits`, by the rules of `strictness` and `rounding`."""
 
-    def __init__(self, client: AsyncClient, limits: Limits) -> None:
+    def __init__(
+        self, client: AsyncClient, limits: Limits, strictness: str = Strictness.STRICT, rounding: bool = False
+    ) -> None:
         self._client, self._limits = client, limits
+        self._rules = {"strictness": strictness, "rounding": rounding}
 
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         """Compare pairs (the problem's answer, the model's answer), in order. Raises nothing but cancellation.
@@ -25,7 +28,7 @@ class AnswerChecker:
         A pair that the sandbox rejects as `invalid` is a bug of the trainer: it is logged as an error and unavailable.
         """
         try:
-            verdicts = await self._client.verify(pairs, limits=self._limits)
+            verdicts = await self._client.verify(pairs, limits=self._limits, **self._rules)
         except ServiceError as error:
             logger.warning("%d answers could not be checked: %s", len(pairs), error)
             return [VerifyOutcome.UNAVAILABLE] * len(pairs)

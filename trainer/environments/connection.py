@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sandbox.client import AsyncClient
 from sandbox.errors import SandboxError, ServiceError
 from sandbox.local import local_service
-from sandbox.types import Limits
+from sandbox.types import Limits, Strictness
 from trainer.environments.answer_check import AnswerChecker
 from trainer.environments.python_tool import PythonTool
 
@@ -44,11 +44,14 @@ async def open_sandbox(
     *,
     timeout_s: float = 10.0,
     memory_mb: int = 512,
+    answer_check: str = Strictness.STRICT,
+    answer_rounding: bool = False,
     arguments: Sequence[str] = (),
 ) -> AsyncIterator[SandboxConnection]:
     """Connect to the service at one endpoint or several. None or "local" starts a service until the block ends.
 
-    `timeout_s` and `memory_mb` limit each call. `arguments` are further arguments of `rstar-sandbox serve` for a local
+    `timeout_s` and `memory_mb` limit each call. `answer_check` and `answer_rounding` are the rules by which answers are
+    right. `arguments` are further arguments of `rstar-sandbox serve` for a local
     service. The token is read from RSTAR_SANDBOX_TOKEN. Raises `SandboxUnavailable`.
     """
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
@@ -66,7 +69,8 @@ async def open_sandbox(
             raise SandboxUnavailable(f"no sandbox: {error}") from None
         await stack.enter_async_context(client)
         await _smoke_test(client, endpoints, limits)
-        yield SandboxConnection(endpoints, PythonTool(client, limits), AnswerChecker(client, limits))
+        checker = AnswerChecker(client, limits, answer_check, answer_rounding)
+        yield SandboxConnection(endpoints, PythonTool(client, limits), checker)
 
 
 async def _smoke_test(client: AsyncClient, endpoints: Sequence[str], limits: Limits) -> None:

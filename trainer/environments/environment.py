@@ -9,6 +9,7 @@ one episode. Any other may serve several episodes of its problem, also at the sa
 Invariants of every environment:
 - A failure of the model is data: `step` returns a response that says what is wrong.
 - An infrastructure failure is a `ToolCall` with the status `UNAVAILABLE`, or a score of None, never a score of 0.
+- A score is a finite number. Any other is a failure of the environment (`check_score`).
 - `close` releases all processes and connections, whatever happened before. It is always called, once.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +112,14 @@ def parse_options(environment: type[Environment], options: Mapping[str, Any]) ->
         error = invalid.errors()[0]
         path = ".".join(["options", *map(str, error["loc"])])
         raise ConfigError(f"{path}: {error['msg']}, got {error['input']!r:.80}") from None
+
+
+def check_score(problem: Problem, score: float | None) -> float | None:
+    """Return a score that the environment of `problem` has given. Raises `EnvironmentFailure` if it is not finite: it
+    says nothing about the episode."""
+    if score is not None and not math.isfinite(score):
+        raise EnvironmentFailure(f"{problem.environment}: expected a finite score or None, got {score}")
+    return score
 
 
 async def close_environment(environment: Environment) -> None:

@@ -1,7 +1,7 @@
 """The environment `mcp`: the tools of any MCP server, and an exact-match answer by GAIA's public rule.
 
-A server over stdio is started per episode. A session over HTTP is shared by the episodes of a process, unless
-`per_episode` is set. A server is not sandboxed: it runs with the trainer's rights.
+A server over stdio is started per episode. An episode has a session of its own with a server over HTTP, unless
+`per_episode` is false. A server is not sandboxed: it runs with the trainer's rights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class McpOptions:
     """The URL of a server on streamable HTTP."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables of `command`. They are stored with each episode, so they are no place for secrets."""
-    per_episode: bool = False
-    """Whether each episode has a session of its own with `url`."""
+    per_episode: bool = True
+    """Whether each episode has a session of its own with `url`. With false, the episodes of a process share one; then
+    `is_stateful` has to be false too."""
     is_stateful: bool = True
     """Whether a response depends on the calls before it. With false, an episode that continues does not repeat its
     calls. A web search is an example: its responses may have changed."""
@@ -55,6 +56,11 @@ class McpOptions:
     def _check(self) -> McpOptions:
         if (self.command is None) == (self.url is None):
             raise ValueError("expected either command or url")
+        if not self.per_episode and (self.is_stateful or self.command):
+            raise ValueError(
+                "per_episode: expected true, since episodes that share a session would see each other's state; or url "
+                "with is_stateful=false"
+            )
         for name in self.env:
             if name.startswith(REFUSED_VARIABLES):
                 raise ValueError(f"env.{name}: variables of the trainer and of Ray cannot be given to a server")
@@ -70,14 +76,15 @@ class McpEnvironment(Environment):
         super().__init__(services, options)
         self.is_stateful = options.is_stateful
         self._session: McpSession | None = None
-        self._is_shared = options.url is not None and not options.per_episode
+        self._is_shared = not options.per_episode
 
     async def reset(self, problem: Problem) -> InitialState:
         options = self.options
         if options.url and self._is_shared:
             self._session = await self.services.mcp_sessions.get(options.url, options.start_timeout_s)
         else:
-            self._session = McpSession(options.url or options.command or (), options.env, options.start_timeout_s)
+            target = options.url or options.command or ()
+            self._session = McpSession(target, options.env, options.start_timeout_s, has_state=options.is_stateful)
         await self._session.start()
         return InitialState(problem.text, tuple(map(_schema, self._session.tools.values())))
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from trainer.environments.environment import EnvironmentFailure
 
@@ -39,7 +39,10 @@ class McpArgumentError(Exception):
 class McpSession:
     """A session with the server of `target`: the URL of a server, or the command that starts one."""
 
-    def __init__(self, target: str | Sequence[str], env: Mapping[str, str], start_timeout_s: float) -> None:
+    def __init__(
+        self, target: str | Sequence[str], env: Mapping[str, str], start_timeout_s: float, *, has_state: bool = False
+    ) -> None:
+        """`has_state`: a server on HTTP must keep a session, which newer versions of the protocol do not have."""
         import anyio
 
         sdk_logger = logging.getLogger("mcp")
@@ -50,6 +53,7 @@ class McpSession:
         self.is_broken = False
         """Whether the connection is lost, so that no call can succeed."""
         self._target, self._env, self._start_timeout_s = target, dict(env), start_timeout_s
+        self._protocol: Literal["legacy", "auto"] = "legacy" if has_state else "auto"
         self._stderr: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed in `_run`
         self._reason = ""
         self._scope = anyio.CancelScope()
@@ -120,7 +124,7 @@ class McpSession:
         from mcp import Client, StdioServerParameters, stdio_client
 
         if isinstance(self._target, str):
-            async with Client(self._target) as client:
+            async with Client(self._target, mode=self._protocol) as client:
                 yield client
             return
         arguments = ["-I", "-S", str(SUPERVISOR), str(os.getpid()), *self._target]

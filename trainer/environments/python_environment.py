@@ -1,4 +1,4 @@
-"""The environment `python`: the Python tool, and the answer check by math-verify. Its calls share no state."""
+"""The environment `python`: the Python tool, and the answer check in the sandbox. Its calls share no state."""
 
 from __future__ import annotations
 

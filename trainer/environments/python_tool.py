@@ -5,6 +5,7 @@ Invariants:
   and no text for the model. `call` raises no exception for it, because one failed call must not end other episodes.
 - A call that the sandbox rejects as `invalid` is a bug of the trainer, since the model's arguments are checked before.
   It is logged as an error and has the status `UNAVAILABLE`, so the episode is not scored.
+- A call that the sandbox reports as poisonous ends its episode for good (`ends_episode`): it must not be run again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from sandbox.client import AsyncClient
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render
-from sandbox.types import Limits, Result, Status
+from sandbox.types import POISON, Limits, Result, Status
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 
 __all__ = ["TOOL_SCHEMA", "PythonTool"]
@@ -56,7 +57,9 @@ class PythonTool:
         except ServiceError as error:
             if result is not None and result.status is Status.INVALID:
                 logger.error("%s", error)
-            return finished(ToolCallStatus.UNAVAILABLE, "", duration_s=time.monotonic() - start, error=str(error))
+            is_poisonous = result is not None and result.error is not None and result.error.type == POISON
+            duration_s = time.monotonic() - start
+            return finished(ToolCallStatus.UNAVAILABLE, "", duration_s, error=str(error), ends_episode=is_poisonous)
         is_truncated = not {"stdout", "value"}.isdisjoint(result.truncated)
         return finished(ToolCallStatus(result.status), response, time.monotonic() - start, is_truncated)
 

@@ -80,8 +80,17 @@ class TemplateTokenizer(Tokenizer, Protocol):
 class ChatFormat:
     """A format of conversations, made by `rstar2_format` or `tokenizer_format`. It is immutable and can be shared."""
 
-    def __init__(self, tokenizer: Tokenizer, render: Render, *, system_prompt: str, answer_instructions: str) -> None:
-        """Render placeholders to learn the text around messages. Raises `ValueError` if `render` is not append-only."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        render: Render,
+        *,
+        system_prompt: str,
+        answer_instructions: str,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        """Render placeholders to learn the text around messages. `eos_ids` end a turn too, besides the end of turn
+        and the tokenizer's end token. Raises `ValueError` if `render` is not append-only."""
         self._tokenizer, self._render = tokenizer, render
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
         # The tokens that `_encode_untrusted` must avoid, by splitting their text in two. Tokens of one character cannot
@@ -126,7 +135,7 @@ class ChatFormat:
                 "special token that ends the turn"
             )
         self._before_responses = before_responses.removeprefix(self._end_of_turn)
-        stops = (added[self._end_of_turn], tokenizer.eos_token_id)
+        stops = (added[self._end_of_turn], tokenizer.eos_token_id, *eos_ids)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(id for id in stops if id is not None))
 
     def encode_prompt(self, problem: str) -> list[int]:
@@ -248,7 +257,9 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def rstar2_format(tokenizer: Tokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = "") -> ChatFormat:
+def rstar2_format(
+    tokenizer: Tokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = "", eos_ids: Iterable[int] = ()
+) -> ChatFormat:
     """Create rStar2-Agent's format: Qwen's chat tokens, turns that open with `<reason>`, and instructions of its own.
 
     A `system_prompt` replaces these instructions and the description of the tools. The user message is then the problem
@@ -259,11 +270,13 @@ def rstar2_format(tokenizer: Tokenizer, *, tools: Sequence[ToolSchema], system_p
         raise ValueError(f"the rstar2 format needs Qwen's chat tokens; the tokenizer has no {' and no '.join(missing)}")
     system = system_prompt or RSTAR2_SYSTEM + RSTAR2_TOOLS % "\n".join(map(json.dumps, tools))
     instructions = "" if system_prompt else ANSWER_INSTRUCTIONS
-    return ChatFormat(tokenizer, _render_rstar2, system_prompt=system, answer_instructions=instructions)
+    return ChatFormat(
+        tokenizer, _render_rstar2, system_prompt=system, answer_instructions=instructions, eos_ids=eos_ids
+    )
 
 
 def tokenizer_format(
-    tokenizer: TemplateTokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = ""
+    tokenizer: TemplateTokenizer, *, tools: Sequence[ToolSchema], system_prompt: str = "", eos_ids: Iterable[int] = ()
 ) -> ChatFormat:
     """Create a format from the tokenizer's own chat template. The template must write calls as JSON in `<tool_call>`.
 
@@ -288,7 +301,7 @@ def tokenizer_format(
     _check_earlier_turns(tokenizer, render)
     if not system_prompt:
         _check_tool_call(render)
-    return ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions)
+    return ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions, eos_ids=eos_ids)
 
 
 def _check_earlier_turns(tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str]) -> None:

@@ -4,7 +4,8 @@ Invariants:
 - `response_ids`, `logprobs` and `loss_mask` have the same length and only grow. They hold the tokens as the engine
   returned them; no text is ever tokenised a second time.
 - `loss_mask` is 1 for each sampled token and 0 for each observation token. An observation token has log-probability 0.
-  A sampled token has log-probability None if its engine did not return the one with which it was sampled.
+  A sampled token has log-probability None if its engine did not return the one with which it was sampled, and NaN if
+  the returned one was not finite.
 - Weight versions never decrease along the tokens.
 - `reward` is None if infrastructure failed or the episode was cancelled. Such an episode never counts as a reward of 0.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 WITHOUT_LOGPROBS_ADVICE = (
     "no importance ratio can be computed for them; train on such episodes by SFT (`export --format chat`)"
@@ -84,7 +85,8 @@ class ToolCall:
     error: str = ""
     """The infrastructure failure behind `UNAVAILABLE`."""
     ends_episode: bool = False
-    """Whether the environment accepts no further action."""
+    """Whether the environment accepts no further action. With `UNAVAILABLE`: whether no further try of the episode may
+    run this call."""
 
     @property
     def has_failed(self) -> bool:
@@ -119,6 +121,9 @@ class Turn:
 class Episode:
     """One attempt at a problem. It grows until `stop_reason` is set; an unfinished one can be continued later."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"ser_json_inf_nan": "constants"}
+    """A file of episodes holds NaN as it is, since null is another thing."""
+
     problem: Problem
     sample: int
     """The index of this episode among those of its problem."""
@@ -136,9 +141,9 @@ class Episode:
     """Seconds of waiting and of generation spent on the unfinished turn so far, over all its aborts."""
     stop_reason: StopReason | None = None
     answer: str | None = None
-    """The last boxed answer of the last turn."""
+    """The content of the last closed box in the episode's last `<answer>` block, whichever turn has it."""
     answer_blocks: int = 0
-    """The number of closed `<answer>` blocks in all turns."""
+    """The number of closed `<answer>` blocks in all turns, without those in thoughts."""
     reward: float | None = None
     duration_s: float = 0.0
     error: str = ""
@@ -161,7 +166,8 @@ class Episode:
         self._append(ids, [0.0] * len(ids), 0)
 
     def tail(self, start_token: int, start_turn: int) -> Episode:
-        """Return a copy of this episode that has only the tokens and the turns from these indices on."""
+        """Return a copy of this episode that has only the tokens and the turns from these indices on. Its turns and
+        weight versions keep the indices of the whole episode; only `with_tail` may use them."""
         return replace(
             self,
             response_ids=self.response_ids[start_token:],
@@ -190,7 +196,8 @@ class Episode:
 
     @property
     def known_logprobs(self) -> list[float] | None:
-        """The log-probabilities; None if one is unknown, so that no importance ratio can be computed."""
+        """The log-probabilities; None if one is unknown, so that no importance ratio can be computed. The ratio of a
+        token with NaN counts as 1."""
         known = [logprob for logprob in self.logprobs if logprob is not None]
         return known if len(known) == len(self.logprobs) else None
 
@@ -211,6 +218,14 @@ class Episode:
     @property
     def num_failed_tool_calls(self) -> int:
         return sum(call.has_failed for turn in self.turns for call in turn.tool_calls)
+
+    @property
+    def num_repeated_tool_calls(self) -> int:
+        """The number of failed tool calls that an earlier failed call of the episode equals in name and arguments."""
+        failed = [
+            (call.name, str(call.arguments)) for turn in self.turns for call in turn.tool_calls if call.has_failed
+        ]
+        return len(failed) - len(set(failed))
 
     @property
     def sampled_tokens(self) -> int:

@@ -22,7 +22,7 @@ _SEPARATOR = re.compile("[,;]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER_SIGNS = str.maketrans("", "", "$%,")
 _LATEX_TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|sf|it|tt|bb|cal)|mbox|boldsymbol|bm|emph)\s*\{([^{}]*)\}"
 )
 MAX_LATEX_DEPTH = 4
 """Levels of such marks, one in the other, that are removed."""

@@ -10,9 +10,9 @@ Means and ratios are over scored episodes. Episodes without a reward count only 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isfinite, nan
 from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -90,9 +90,10 @@ def is_unavailable(episode: Episode) -> bool:
     return episode.reward is None and episode.stop_reason is not StopReason.CANCELLED
 
 
-def _tokens_with_logprobs(episode: Episode) -> int:
-    """The number of sampled tokens; 0 if log-probabilities are unknown."""
-    return 0 if episode.known_logprobs is None else episode.sampled_tokens
+def _finite_logprobs(episode: Episode) -> list[float]:
+    """The finite log-probabilities of sampled tokens."""
+    pairs = zip(episode.logprobs, episode.loss_mask, strict=True)
+    return [logprob for logprob, is_sampled in pairs if is_sampled and logprob is not None and isfinite(logprob)]
 
 
 # The titles of the charts that show several metrics.
@@ -115,6 +116,14 @@ METRICS = {
         "tool_error_ratio over episodes with reward 1", _FAILED, "correct episodes", "ratio",
         lambda e: e.num_failed_tool_calls * (e.reward > 0), lambda e: e.num_tool_calls * (e.reward > 0),
     ),
+    "repeated_call_share": Metric(
+        "share of tool calls that repeat a failed call of their episode and fail again", _FAILED, "repeated", "ratio",
+        lambda e: e.num_repeated_tool_calls, lambda e: e.num_tool_calls,
+    ),
+    "truncated_share": Metric(
+        "share of episodes that ended at max_response_tokens or max_turns", _SHARES, "truncated", "share",
+        lambda e: e.stop_reason in (StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT), _per_episode,
+    ),
     "one_answer": Metric(
         "share of episodes with exactly one answer block", _SHARES, "exactly one answer", "share",
         lambda e: e.answer_blocks == 1, _per_episode,
@@ -134,11 +143,19 @@ METRICS = {
     "zero_variance_groups": Metric(
         "groups left out of the loss, since all their selected rewards are equal", _LEFT_OUT, "zero-variance groups"
     ),
+    "skipped_update": Metric(
+        "1 if no episode is in the loss, so that the step leaves the weights as they are; else 0", _LEFT_OUT,
+        "skipped update",
+    ),
     "unavailable_episodes": Metric(
         "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
         is_unavailable,
     ),
-    "nan_turns": Metric("turns with a NaN log-probability; each was sampled again or given up"),
+    "nan_logprobs": Metric(
+        "sampled tokens with a log-probability that was not finite; their probability ratio counts as 1",
+        "Log-probabilities of NaN", "tokens", "count",
+        lambda e: sum(logprob is not None and not isfinite(logprob) for logprob in e.logprobs),
+    ),
     "cancelled_share": Metric("share of episodes that were cancelled as stragglers", _STALE, "cancelled", "share"),
     "cancelled_response_length": Metric(
         "mean tokens of cancelled episodes; compared to response_length it shows the bias to short episodes",
@@ -183,7 +200,8 @@ METRICS = {
     "grad_norm": Metric("norm of the gradient before clipping", "Gradient norm", "norm", "positive"),
     "entropy": Metric(
         "mean negative log-probability of a sampled token in nats, an estimate of the policy's entropy",
-        "Entropy of a token, mean", "nats", "count", lambda e: -sum(e.known_logprobs or ()), _tokens_with_logprobs,
+        "Entropy of a token, mean", "nats", "count", lambda e: -sum(_finite_logprobs(e)),
+        lambda e: len(_finite_logprobs(e)),
     ),
     "logprob_diff_mean": Metric(
         "mean absolute difference of a token's log-probability between engine and trainer",
@@ -202,6 +220,19 @@ METRICS = {
     "weight_version": Metric("version of the weights from which the step starts: the training steps in them"),
 }  # fmt: skip
 """Every metric that a row may have. A metric that does not apply to a step, such as the reward in SFT, is absent."""
+WARNINGS = {
+    "truncated_share": (0.9, "nearly all episodes end at max_response_tokens or max_turns; raise the limits, or train "
+                        "on easier problems"),
+    "repeated_call_share": (0.5, "most tool calls repeat a failed one; `rstar-train show` with --html shows episodes"),
+}  # fmt: skip
+"""By metric: the value above which something is wrong with a step, and what to do."""
+
+
+def warnings(row: Mapping[str, Any]) -> list[str]:
+    """Return a line for each metric in the row of a step that is above its limit."""
+    return [
+        f"{name} is {row[name]:.0%}: {text}" for name, (limit, text) in WARNINGS.items() if (row.get(name) or 0) > limit
+    ]
 
 
 def step_metrics(groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -27,6 +27,8 @@ Mode = Literal["paper", "released", "uniform"]
 EPSILON = 1e-6
 """Added to p_total, so that 1 / p_total is finite. It is small enough that an episode without penalty is drawn before
 any other, as in the paper's limit."""
+MIN_SIGNAL = 1e-6
+"""Rewards of a group that differ by no more than this are equal: 0.1 * 3 and 0.3 differ by rounding only."""
 RELEASED_MIN_PER_CLASS = 2
 """The least number of correct and of wrong episodes that the released code keeps
 (its settings min_zero_reward_trace_num and min_non_zero_reward_trace_num)."""
@@ -102,8 +104,10 @@ def is_group_decided(rewards: Sequence[float | None], num_unfinished: int, *, nu
 
 
 def has_signal(group: Sequence[Episode], selected: Sequence[int]) -> bool:
-    """Whether the selected rewards differ. If not, every advantage is 0 and the group is left out of the loss."""
-    return len({group[i].reward for i in selected if group[i].reward is not None}) > 1
+    """Whether the selected rewards differ by more than `MIN_SIGNAL`. If not, the group is left out of the loss, since
+    every advantage is 0, but for rounding."""
+    rewards = [reward for i in selected if (reward := group[i].reward) is not None]
+    return bool(rewards) and max(rewards) - min(rewards) > MIN_SIGNAL
 
 
 def selection_reasons(group: Sequence[Episode], selected: Sequence[int]) -> list[str]:

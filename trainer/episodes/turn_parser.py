@@ -1,6 +1,7 @@
 r"""Reads a turn's text: its tool calls, its `<answer>` blocks, and the answer in the last `\boxed{}`.
 
-The format is rStar2-Agent's (arXiv 2508.20722, 2.1): a tool call is a JSON object in `<tool_call>` tags.
+The format is rStar2-Agent's (arXiv 2508.20722, 2.1): tool calls are JSON objects in `<tool_call>` tags, and thoughts
+are in `<reason>` or `<think>` tags. docs/algorithm.md has examples for the rules.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 RECORD_DEPTH = 20
 """A file with episodes nests a tool call in at most this number of lists and objects."""
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BLANKS, _BRACES, _JSON = re.compile(r"[ \t\n\r]*"), re.compile(r"\\.|[{}]", re.DOTALL), json.JSONDecoder()
+_BRACE = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_CALL_OR_THOUGHT_TAG = re.compile(
+    rf'{TOOL_CALL_OPEN}\s*\{{(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+{TOOL_CALL_CLOSE}|<(?P<slash>/?)(?P<name>reason|think)>',
+    re.DOTALL,
+)
+_BLANKS, _JSON = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
 _EXAMPLE = f'{TOOL_CALL_OPEN}{{"name": "{PYTHON_TOOL_NAME}", "arguments": {{"code": "print(1)"}}}}{TOOL_CALL_CLOSE}'
 
 
@@ -45,21 +50,22 @@ class MalformedCall:
 class ParsedTurn:
     tool_calls: tuple[ToolCallRequest | MalformedCall, ...] = ()
     answer_blocks: int = 0
-    """The number of closed `<answer>` blocks outside tool calls."""
+    """The number of closed `<answer>` blocks outside thoughts and tool calls."""
     answer: str | None = None
-    """The content of the last `\\boxed{}` in the last answer block; None if it has none."""
+    """The content of the last closed `\\boxed{}` in the last answer block; None if it has none."""
 
 
 def parse_turn(text: str) -> ParsedTurn:
     """Parse the text of a turn. Never raises: every text gives a `ParsedTurn`.
 
-    Tool calls are found first, and everything inside one belongs to it: an `<answer>` in its code is no answer, and a
-    `</tool_call>` inside one of its JSON strings does not end it. A tool call inside an answer block is still a tool
-    call. A call whose JSON does not parse ends at the next `</tool_call>`; a call without a closing tag ends at the end
-    of the text. Both are malformed.
+    Thoughts are removed first: nothing in them is a tool call or an answer. Tool calls are found next, and everything
+    inside one belongs to it: an `<answer>` in its code is no answer, and a `</tool_call>` inside one of its JSON
+    strings does not end it. A tool call inside an answer block is still a tool call. A call whose JSON does not parse
+    ends at the next `</tool_call>`; a call without a closing tag ends at the end of the text. Both are malformed.
     """
     calls: list[ToolCallRequest | MalformedCall] = []
     outside, position = [], 0
+    text = _without_thoughts(text)
     while (start := text.find(TOOL_CALL_OPEN, position)) >= 0:
         outside.append(text[position:start])
         call, position = _parse_call(text, start + len(TOOL_CALL_OPEN))
@@ -70,19 +76,46 @@ def parse_turn(text: str) -> ParsedTurn:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}` or `\fbox{}`; None if there is none, or it is empty or not closed.
+    r"""Return the content of the last closed `\boxed{}` or `\fbox{}`; None if there is none, or it is empty.
 
-    Braces inside it must be paired. `\{` and `\}` are ordinary characters.
+    Of two boxes, one inside the other, the inner one is the last. Braces inside a box must be paired. `\{` and `\}` are
+    ordinary characters.
     """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    depth, content_start = 0, boxes[-1].end()
-    for match in _BRACES.finditer(text, content_start - 1):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if not depth:
-            return text[content_start : match.start()].strip() or None
-    return None
+    open_braces: list[re.Match[str]] = []
+    start, end = -1, -1
+    for brace in _BRACE.finditer(text):
+        if brace["box"] or brace[0] == "{":
+            open_braces.append(brace)
+        elif brace[0] == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening["box"] and opening.end() > start:
+                start, end = opening.end(), brace.start()
+    return text[start:end].strip() or None if start >= 0 else None
+
+
+def _without_thoughts(text: str) -> str:
+    """Return the text without its thoughts.
+
+    A thought ends at its first closing tag. If the turn has not opened it, the prompt has, and all text before the
+    closing tag is thought. A tag without a closing tag begins no thought. A tag in a string of a tool call is text.
+    """
+    kept: list[str] = []
+    openings: dict[str, int] = {}
+    closed: set[str] = set()
+    kept_until = 0
+    for tag in _CALL_OR_THOUGHT_TAG.finditer(text):
+        name = tag["name"]
+        if tag["slash"] == "":
+            openings.setdefault(name, tag.start())
+        elif name in openings or (name and name not in closed):
+            if name in openings:
+                kept.append(text[kept_until : openings[name]])
+            else:
+                kept.clear()
+            openings.clear()
+            closed.add(name)
+            kept_until = tag.end()
+    return "\n".join([*kept, text[kept_until:]])
 
 
 def _parse_call(text: str, start: int) -> tuple[ToolCallRequest | MalformedCall, int]:
@@ -112,6 +145,12 @@ def _skip_blanks(text: str, position: int) -> int:
 
 
 def _tool_call(value: Any, text: str) -> ToolCallRequest | MalformedCall:
+    """Return the call of a JSON value. Missing, null and empty arguments are an empty object; the tool refuses it if it
+    requires an argument."""
+    if isinstance(value, dict):
+        given = value.get("arguments")
+        if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+            value["arguments"] = {}
     match value:
         case {"name": str(name), "arguments": str() | dict() as arguments}:
             try:
@@ -122,7 +161,7 @@ def _tool_call(value: Any, text: str) -> ToolCallRequest | MalformedCall:
             except (ValueError, RecursionError) as error:
                 return _malformed(text, f"{type(error).__name__}: {error}")
             return ToolCallRequest(name, arguments)
-    return _malformed(text, 'TypeError: a tool call is a JSON object with a "name" and an object "arguments"')
+    return _malformed(text, 'TypeError: a tool call is a JSON object with a text "name" and an object "arguments"')
 
 
 def _check_recordable(value: Any) -> None:

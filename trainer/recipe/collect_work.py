@@ -242,6 +242,8 @@ def _store_settings(run: RecipeRun, model: Path) -> dict[str, Any]:
         "seed": config.seed,
         "data": list(config.collect.data or config.data.train),
         **limits,
+        "answer_check": config.sandbox.answer_check,
+        "answer_rounding": config.sandbox.answer_rounding,
         **endpoint_settings(config.engines),
     }
 

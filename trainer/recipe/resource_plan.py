@@ -2,7 +2,7 @@
 
 | exact                                                       | estimated                                             |
 |-------------------------------------------------------------|-------------------------------------------------------|
-| parameters; bytes of weights, gradients and Adam's moments  | activations, logits, and weights in `model.dtype`      |
+| parameters; bytes of weights, gradients and Adam's moments  | activations, the head, and weights in `model.dtype`    |
 | bytes of KV cache per token, tokens per step                | (these depend on attention, loss and sharding)         |
 
 Training keeps weights, gradients and both of Adam's moments in float32, which takes 16 bytes per parameter. In bfloat16
@@ -27,6 +27,8 @@ TRAIN_BYTES_PER_VALUE = 4
 """Bytes of a value in the trained weights, their gradients, and each of Adam's two moments."""
 ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
 """Bytes of the two moments of a parameter."""
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
+"""The size of a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
 GB = 10**9
 MAX_CHECKPOINTS = 4
 """Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
@@ -116,7 +118,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> int:
 
 
 def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_checkpointing: bool) -> int:
-    """Estimate the activations of a backward pass over `tokens`, without the logits.
+    """Estimate the activations of a backward pass over `tokens`, without the head.
 
     The estimate assumes an attention kernel that does not store the matrix of scores.
 
@@ -129,12 +131,12 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_che
     return inputs + layer if gradient_checkpointing else shape.num_hidden_layers * layer
 
 
-def logit_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Estimate the logits: as computed, in float32 for the softmax, and their gradient.
-
-    TRL 1.16 computes them in tiles and needs less; older supported releases store them all.
+def head_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+    """Estimate what the loss takes at the head: a tile of logits, and the gradients of the weights and of the inputs of
+    the head in float32. TRL computes the logits tile by tile, so they are never in memory as a whole.
     """
-    return tokens * shape.vocab_size * (BYTES[dtype] + 2 * TRAIN_BYTES_PER_VALUE)
+    tile = min(tokens, TILE_TOKENS) * TILE_VOCABULARY * BYTES[dtype]
+    return tile + (shape.vocab_size + tokens) * shape.hidden_size * TRAIN_BYTES_PER_VALUE
 
 
 def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int:
@@ -178,7 +180,7 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
         """Return (train_bytes, gpu_share) for passes of `tokens`, beside an engine of `engine_gpu_bytes`."""
         checkpointing = settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
-        pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + logit_bytes(shape, tokens, dtype)
+        pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + head_bytes(shape, tokens, dtype)
         # Weights, gradients and two moments. With an adapter: weights, and merged ones while they are synced.
         copies = 2 if config.model.peft else 4
         train_bytes = copies * weight_bytes + activations + pass_bytes

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from trainer.config import ConfigError, EnginesConfig, ModelConfig, RunConfig, SandboxConfig, expand_urls
 from trainer.engines.engine import Engine, WeightTransfer
@@ -49,7 +49,20 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
         tokenizer = AutoTokenizer.from_pretrained(model)
         if config.model.chat_template:
             tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
-        return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt)
+        return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt, eos_ids=model_eos_ids(model))
+
+
+def model_eos_ids(model: Path) -> tuple[int, ...]:
+    """Return the ids that end the model's texts: those of generation_config.json, or of config.json if there is no such
+    file; none if the folder has a tokenizer only. An instruction model has often more of them than its tokenizer."""
+    try:
+        ids = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        try:
+            ids = PretrainedConfig.get_config_dict(model)[0].get("eos_token_id")
+        except OSError:
+            return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids or ())
 
 
 def chat_formats(config: RunConfig, model: Path) -> Callable[[Sequence[ToolSchema]], ChatFormat]:
@@ -67,8 +80,13 @@ def chat_formats(config: RunConfig, model: Path) -> Callable[[Sequence[ToolSchem
 
 def connect_sandbox(config: SandboxConfig) -> AbstractAsyncContextManager[SandboxConnection]:
     """Connect to the sandbox, or start one, until the block ends."""
-    endpoints = expand_urls(config.endpoints) or "local"
-    return open_sandbox(endpoints, timeout_s=config.timeout_s, memory_mb=config.memory_mb)
+    return open_sandbox(
+        expand_urls(config.endpoints) or "local",
+        timeout_s=config.timeout_s,
+        memory_mb=config.memory_mb,
+        answer_check=config.answer_check,
+        answer_rounding=config.answer_rounding,
+    )
 
 
 @contextmanager

@@ -161,12 +161,20 @@ def run_child(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def die_with_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(1)
 
-    child = subprocess.Popen(command, env=environ, pass_fds=[lock_fd], preexec_fn=die_with_parent)
+    # Ctrl-C must not raise between the start of the child and the return of `Popen`: there would be no `child` to stop.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
+        child = subprocess.Popen(command, env=environ, pass_fds=[lock_fd], preexec_fn=die_with_parent)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return child.wait()
     finally:
         child.terminate()  # no effect on a child that has exited

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.data.gaia_format import write_submission
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import Generation, SamplingParams
 from trainer.engines.episode_handle import EpisodeHandle
-from trainer.environments.connection import open_sandbox
+from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import Services, open_services
 from trainer.episodes.chat_format import ChatFormat
@@ -109,8 +109,19 @@ class Score:
     error: str = ""
 
 
-def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1", sandbox: str = "") -> Counter[str]:
+def rescore(
+    reader: StoreReader,
+    environment: str,
+    out: Path,
+    *,
+    where: str = "1",
+    sandbox: str = "",
+    answer_check: str = "strict",
+    answer_rounding: bool = False,
+) -> Counter[str]:
     """Score stored episodes by another environment, or by their own if `environment` is empty, and write the scores.
+
+    `answer_check` and `answer_rounding` are the rules of answer checks, whatever those of the collection are.
 
     Another environment gets no options, since those of a problem are for its own. Nothing is sampled. A stateful
     environment repeats the recorded actions first. Episodes that the infrastructure ended are left out. Returns the
@@ -130,21 +141,23 @@ def rescore(reader: StoreReader, environment: str, out: Path, *, where: str = "1
         check_problem(episode.problem)
     has_sandbox = any(needs_sandbox(episode.problem) for episode in episodes())
     max_response_chars = int(reader.settings["max_tool_response_chars"])
+    connecting = open_sandbox(sandbox or "local", answer_check=answer_check, answer_rounding=answer_rounding)
     with progress_bar("episodes", total) as advance:
         scores = asyncio.run(
-            _score_all(episodes(), max_response_chars, sandbox or "local" if has_sandbox else "", advance)
+            _score_all(episodes(), max_response_chars, connecting if has_sandbox else nullcontext(), advance)
         )
     write_rows(out, scores)
     return Counter(f"{_text(score.stored_reward)} -> {_text(score.reward)}" for score in scores)
 
 
 async def _score_all(
-    episodes: Iterator[Episode], max_response_chars: int, sandbox: str, advance: Callable[..., None]
+    episodes: Iterator[Episode],
+    max_response_chars: int,
+    connecting: AbstractAsyncContextManager[SandboxConnection | None],
+    advance: Callable[..., None],
 ) -> list[Score]:
     scores: list[Score] = []
-    async with AsyncExitStack() as stack:
-        connection = await stack.enter_async_context(open_sandbox(sandbox)) if sandbox else None
-        services = await stack.enter_async_context(open_services(connection))
+    async with connecting as connection, open_services(connection) as services:
 
         async def score_next() -> None:
             for episode in episodes:  # the tasks share the iterator

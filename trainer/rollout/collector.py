@@ -19,7 +19,13 @@ from typing import Any
 from trainer.config import ConfigError, SamplingConfig
 from trainer.engines.episode_handle import EpisodeHandle
 from trainer.engines.pool import EnginePool
-from trainer.environments.environment import Environment, EnvironmentFailure, InitialState, close_environment
+from trainer.environments.environment import (
+    Environment,
+    EnvironmentFailure,
+    InitialState,
+    check_score,
+    close_environment,
+)
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
@@ -46,8 +52,6 @@ class EpisodeCollector:
         """CPU seconds of the event loop's thread in the last call."""
         self.overhead_s = 0.0
         """Seconds of the last call in which no engine generated, no tool ran and no answer was checked."""
-        self.nan_turns = 0
-        """Turns of the last call with a log-probability that was not finite."""
 
     async def collect(
         self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
@@ -77,9 +81,8 @@ class EpisodeCollector:
         episodes and is raised here, for example `ValueError` if a prompt and `max_response_tokens` exceed the engines'
         maximum context.
         """
-        pool, busy_timer = self._pool, self._pool.busy_timer
+        busy_timer = self._pool.busy_timer
         cpu_start_s, wall_start_s, busy_start_s = time.thread_time(), time.perf_counter(), busy_timer.seconds
-        nan_turns_before = pool.nan_turns
         min_complete = len(groups) if min_complete is None else min_complete
         complete: list[list[Episode] | None] = [None] * len(groups)
         self._aborted.clear()
@@ -97,7 +100,6 @@ class EpisodeCollector:
             raise _root_cause(group) from None
         self.overhead_cpu_s = time.thread_time() - cpu_start_s
         self.overhead_s = time.perf_counter() - wall_start_s - (busy_timer.seconds - busy_start_s)
-        self.nan_turns = pool.nan_turns - nan_turns_before
         return complete
 
     async def _collect_group(
@@ -160,16 +162,21 @@ class EpisodeCollector:
     async def _score(self, episodes: Sequence[Episode], environment: Environment) -> list[float | None]:
         """Return the rewards in order; None for an episode that the infrastructure ended."""
         ended = [episode for episode in episodes if episode.stop_reason not in INFRASTRUCTURE_STOPS]
-        rewards: list[float | None] = [None] * len(ended)
+        rewards: dict[Episode, float | None] = {}
         with self._pool.busy_timer:
             try:
-                rewards = await environment.score_group(ended)
+                scores = await environment.score_group(ended)
             except Exception as error:
                 message = _failure(episodes[0].problem, error)
                 for episode in ended:
                     episode.error = message
-        by_episode = dict(zip(ended, rewards, strict=True))
-        return [by_episode.get(episode) for episode in episodes]
+                scores = [None] * len(ended)
+        for episode, score in zip(ended, scores, strict=True):
+            try:
+                rewards[episode] = check_score(episode.problem, score)
+            except EnvironmentFailure as error:
+                episode.error = _failure(episode.problem, error)
+        return [rewards.get(episode) for episode in episodes]
 
     async def _run_episode(self, episode: Episode, runner: EpisodeRunner) -> None:
         max_context_tokens = len(episode.prompt_ids) + runner.limits.max_response_tokens

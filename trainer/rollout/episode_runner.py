@@ -83,8 +83,9 @@ class EpisodeRunner:
         start, end = episode.turn_start, len(episode.response_ids)
         text = self.chat_format.decode(episode.response_ids[start : end - generation.has_stop_token])
         parsed = parse_turn(text)
-        episode.answer_blocks += parsed.answer_blocks
-        episode.answer = parsed.answer
+        if parsed.answer_blocks:
+            episode.answer_blocks += parsed.answer_blocks
+            episode.answer = parsed.answer
         tool_calls: list[ToolCall] = []
         if not generation.has_stop_token:
             episode.stop_reason = StopReason.TOKEN_LIMIT

@@ -20,7 +20,6 @@ class GroupCollector(Protocol):
 
     overhead_cpu_s: float
     overhead_s: float
-    nan_turns: int
 
     async def collect_groups(
         self,

@@ -179,7 +179,10 @@ class RunFolder:
             "loss_mask": [[*run.span(), run[0][0]] for run in re.finditer(rb"\x00+|\x01+", bytes(episode.loss_mask))],
         }
         if self.save_logprobs:
-            row["logprobs"] = [logprob if logprob is None else round(logprob, 6) for logprob in episode.logprobs]
+            row["logprobs"] = [
+                None if logprob is None or not math.isfinite(logprob) else round(logprob, 6)
+                for logprob in episode.logprobs
+            ]
         return row
 
 

@@ -22,7 +22,7 @@ from secrets import token_hex
 from rich.console import Console
 from rich.table import Table
 
-from trainer.episodes.metrics import METRICS
+from trainer.episodes.metrics import METRICS, warnings
 from trainer.runs.entropy import Decode, Row, add_marked_text, print_episode, print_tables, read_steps
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.text_tables import ShowError, escape_controls, format_number, sparkline, spread, table
@@ -112,6 +112,8 @@ def _print_run(folder: RunFolder, args: argparse.Namespace, decode: Decode) -> N
         age_s = time.time() - (folder.path / "metrics.jsonl").stat().st_mtime
         stage = escape_controls(rows[-1]["stage"])
         console.print(f"{folder.path}: step {rows[-1]['step']}, {stage}, written {age_s:,.0f} s ago")
+        for warning in warnings(rows[-1]):
+            console.print(f"warning: {warning}")
         console.print(_stage_table(rows, folder.read_summary()), _metric_table(rows, console.width), sep="\n")
     else:
         console.print(f"{folder.path}: no training step is finished yet")

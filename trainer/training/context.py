@@ -141,12 +141,18 @@ class TrainingContext:
     def keep_if_best(self, trainer: Trainer, weights: Mapping[str, torch.Tensor], step: int, accuracy: float) -> None:
         """Save the model with `weights` as the stage's best one, unless an earlier one had this accuracy."""
         mark = self.stage_dir / BEST_MARK
-        best, part = read_json(mark), mark.parent.with_name("best.part")
+        folder, part, old = mark.parent, mark.parent.with_name("best.part"), mark.parent.with_name("best.old")
+        if old.exists() and not folder.exists():  # a kill came between the two renamings below
+            old.rename(folder)
+        best = read_json(mark)
         if best is None or accuracy > best["accuracy"]:
             save_plain_model(trainer, weights, part)
             write_json(part / mark.name, {"step": step, "accuracy": accuracy})
-            shutil.rmtree(mark.parent, ignore_errors=True)
-            part.rename(mark.parent)
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
 
     @property
     def _checkpoints_dir(self) -> Path:

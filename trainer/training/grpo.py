@@ -16,6 +16,7 @@ Invariants:
   `TrlAdapter` chooses the problems; TRL's prompts are empty placeholders.
 - A row is in the loss, and in its denominator, only if it has a reward and its group's selected rewards differ. Any
   other row has a loss mask of zeros; without a reward its advantage is 0 as well.
+- A step without a token in the loss leaves the weights and the optimizer states as they are.
 - What a step samples follows from (weights, seed, step), and the order of problems from the seed. So a resumed run
   repeats the steps that a kill has undone. Pending groups are part of each checkpoint. With `one_step_off_policy`, the
   first step after a kill samples with newer weights than it would have without the kill.
@@ -197,7 +198,7 @@ class _GrpoArguments(SingleGpuArguments, GRPOConfig):  # type: ignore[misc]
 class TrlAdapter(MetricsCallback):
     """Receives TRL's calls: gives weights to the engines, returns rows, and writes metrics and pending groups."""
 
-    trainer: GRPOTrainer
+    trainer: TokenBudgetTrainer
 
     def __init__(
         self,
@@ -313,6 +314,16 @@ class TrlAdapter(MetricsCallback):
         kwargs["lr_scheduler"].base_lrs = [args.learning_rate for _ in kwargs["lr_scheduler"].base_lrs]
         self._step_started_at = perf_counter()
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Skip the update of a step without a token in the loss: an optimizer leaves weights without gradients as they
+        are. With gradients of 0, AdamW would move them by the momentum of earlier steps and decay them."""
+        is_skipped = not self.trainer.tokens_in_loss
+        self._step_metrics["skipped_update"] = int(is_skipped)
+        if is_skipped:
+            kwargs["optimizer"].zero_grad(set_to_none=True)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Evaluate if it is time, and keep the model if it is the best so far. The step's times leave this out.
 
@@ -366,6 +377,8 @@ class TrlAdapter(MetricsCallback):
             )
         in_loss = list(map(training_rows.in_loss_indices, groups, selected))
         self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._optional_metrics(groups)
+        for warning in metrics.warnings(self._step_metrics):
+            logger.warning("step %d: %s", step, warning)
         self._trained = [group[index] for group, used in zip(groups, in_loss, strict=True) for index in used]
         placeholder_id = self.trainer.processing_class.eos_token_id
         return [
@@ -424,7 +437,7 @@ class TrlAdapter(MetricsCallback):
                 must_complete=must_complete,
                 is_decided=is_decided if stage.cancel_stragglers else None,
             )
-            measured = {name: getattr(collector, name) for name in ("nan_turns", "overhead_cpu_s", "overhead_s")}
+            measured = {name: getattr(collector, name) for name in ("overhead_cpu_s", "overhead_s")}
             return _Collected(started, results, measured | {"rollout_s": perf_counter() - started_at})
 
         return rollouts.loop_thread.start(collect)

@@ -53,11 +53,14 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(*args, **options)
         self.micro_batch_tokens = micro_batch_tokens
         self._on_entropies = on_entropies
+        self.tokens_in_loss = 0
+        """The number of tokens in the loss of the last step, on all ranks."""
         self._entropies: list[RowEntropies] = []
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """Return the loss of a step. The caller computes the gradients of the last pass only, because this method has
         added those of the other passes to the model."""
+        self.tokens_in_loss = int(inputs["num_items_in_batch"])
         passes = self._split_into_passes(inputs)
         earlier_loss = torch.zeros((), device=self.accelerator.device)
         sums = torch.zeros(5, device=self.accelerator.device)

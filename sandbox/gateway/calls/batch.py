@@ -7,24 +7,31 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable
 from operator import itemgetter
 
 from sandbox.tenants import Tenant
-from sandbox.types import Call, EncodedResult
+from sandbox.types import Call, EncodedResult, memory_bytes
 
 ExecutorId = int
 """Number of an executor, from 0."""
+_request_numbers = itertools.count(1)
+
+
+def next_request_number() -> int:
+    """Return a number that no other request has."""
+    return next(_request_numbers)
 
 
 class PendingCall:
     """One call of a batch, from its admission to its result."""
 
     __slots__ = (
-        "attempts", "batch", "call", "clamped", "executor", "id", "index", "priority", "queue_ms", "seq", "size_bytes",
-        "tenant", "waiting_since",
+        "attempts", "batch", "call", "clamped", "executor", "has_reserved_place", "has_started", "id", "index",
+        "priority", "queue_ms", "seq", "size_bytes", "tenant", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
@@ -39,14 +46,23 @@ class PendingCall:
         self.tenant = call.tenant
         self.size_bytes = call.size
         self.attempts = 0
+        """Number of times that the call was sent to an executor. No other place counts attempts."""
+        self.has_started = False
+        """Whether the code may have started in an attempt that was lost."""
         self.executor: ExecutorId | None = None
         """The executor that has the call; None while the call waits."""
+        self.has_reserved_place = False
+        """Whether the executor has the call in addition to its window."""
         self.seq = 0
         """Number of the current attempt, which no other attempt in the call table has."""
         self.waiting_since = 0.0
         """Time at which the call last entered the queue."""
         self.queue_ms = 0.0
         """Milliseconds that the call waited in the gateway, all attempts together."""
+
+    @property
+    def request_number(self) -> int:
+        return self.batch.request_number
 
     def set_tenant(self, tenant: Tenant) -> None:
         """Give the call an owner, whose bounds apply from now on. Raises `InvalidCall` if it names another tenant."""
@@ -69,10 +85,15 @@ class Batch:
 
     __slots__ = (
         "admitted_at", "calls", "deadline_s", "deadlines", "first_never_sent", "is_admitted", "on_done", "on_read",
-        "on_result", "queue_timeout_s", "reads_results", "requeued", "results", "tenant", "unfinished", "unread_bytes",
+        "on_result", "queue_timeout_s", "reads_results", "request_number", "requeued", "results", "tenant",
+        "unfinished", "unread_bytes",
     )  # fmt: skip
 
-    def __init__(self, size: int, queue_timeout_s: float, deadline_s: float = math.inf) -> None:
+    def __init__(
+        self, size: int, queue_timeout_s: float, deadline_s: float = math.inf, request_number: int | None = None
+    ) -> None:
+        self.request_number = next_request_number() if request_number is None else request_number
+        """Number of the HTTP request, which takes turns with others. Several batches of one request have one number."""
         self.queue_timeout_s = queue_timeout_s
         self.deadline_s = deadline_s
         """Seconds after the admission at which unfinished calls are cancelled."""
@@ -170,12 +191,14 @@ class Batch:
 
 
 def result_bytes(result: EncodedResult) -> int:
-    """Return the approximate memory of a result in bytes. Raises `TypeError` or `KeyError` if it is no result."""
-    error, files = result["error"], result["files"]
-    # 1024: the mapping without its texts and files
-    size = 1024 + len(result["stdout"]) + len(result["stderr"]) + len(result["value"] or "")
-    if error is not None:
-        size += len(error["traceback"]) + len(error["message"])
-    if files:
+    """Return the approximate memory of a result in bytes. Raises `TypeError`, `KeyError` or `AttributeError` if it is
+    no result."""
+    stdout, stderr, value = result["stdout"], result["stderr"], result["value"] or ""
+    size = 1024 + len(stdout) + len(stderr) + len(value)  # 1024: the mapping without its texts and files
+    if not (stdout.isascii() and stderr.isascii() and value.isascii()):
+        size = 1024 + memory_bytes(stdout) + memory_bytes(stderr) + memory_bytes(value)
+    if (error := result["error"]) is not None:
+        size += memory_bytes(error["traceback"]) + memory_bytes(error["message"])
+    if files := result["files"]:
         size += sum(map(len, files.values()))
     return size

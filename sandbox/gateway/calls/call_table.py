@@ -3,9 +3,9 @@
              admit             assign
     (batch) ------> waiting ---------> running ---finish--------> result
                       ^  |                |
-                      |  +--expire,       +---executor_lost, last attempt---> `unavailable`
+                      |  +--expire,       +---calls_lost, last attempt------> `unavailable`
                       |     fail_waiting -> `unavailable`
-                      +---executor_lost---+
+                      +----calls_lost-----+
 
     waiting or running ---expire_deadlines, end---> `unavailable`
 
@@ -15,12 +15,15 @@ Invariants:
 - While unread results exceed `max_result_bytes`, no batch is admitted, except one that reads results. A batch that then
   holds more unread results than an equal share per batch gets `unavailable` in place of further results.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
-- A lost executor costs its calls an attempt each. They go to the head of the queue, and get `unavailable` after
-  `max_attempts`.
-- Each executor runs at most one call on its last attempt, so a call that kills executors cannot use up the last attempt
-  of another call.
+- An assignment is an attempt, and an executor starts the code of an attempt at most once. So the code of a call is
+  started at most `max_attempts` times, whatever dies: zygote, jail, executor or node. A call that was lost
+  `max_attempts` times is `unavailable`, with `POISON` unless its code has never started.
+- Lost calls go to the head of the queue. Each executor runs at most one call on its last attempt, so a call that kills
+  zygotes or executors cannot use up the last attempt of another call that died with it.
+- An executor has two numbers of places: its window, and the reserved places. A reserved place is only for a call whose
+  request has no running call, and calls in reserved places do not count against the window.
 - The cost of a step does not depend on how many calls wait or run. Only `admit` and `cancel` visit each call of their
-  batch, `executor_lost` each call of the executor, and `with_id` every call.
+  batch, `calls_lost` each lost call, and `with_id` every call.
 - A call that is ended early by its deadline or its caller is forgotten at once, so a late result of it is dropped.
 - No clock and no I/O: `now` (seconds, monotonic) is an argument. `Dispatcher` acts on what this module decides.
 """
@@ -28,7 +31,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -37,13 +40,15 @@ from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
 from sandbox.tenants import Tenant
-from sandbox.types import EncodedResult, unavailable_result
+from sandbox.types import EncodedResult, Result, unavailable_result, used_up_result
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
 SHARED_S = 10.0
 """Seconds for which the executors count as shared after calls of two tenants."""
+LostAttempt = tuple[int, str, bool]
+"""`seq`, the reason, and whether the code may have started."""
 MAX_EXPIRED_AT_ONCE = 512
 """Maximum number of calls that one `expire` finishes, which blocks the event loop for some milliseconds."""
 
@@ -116,6 +121,8 @@ class CallTable:
         """Waiting calls with one attempt left. They are not in the queue."""
         self._running: dict[ExecutorId, dict[int, PendingCall]] = {}
         """Running calls by executor and `seq`."""
+        self._reserved: Counter[ExecutorId] = Counter()
+        """Number of running calls in reserved places, by executor."""
         self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
         """The running call on its last attempt, by executor. The queue counts all others as running."""
         self._seq = 0
@@ -132,6 +139,18 @@ class CallTable:
     def running(self, executor: ExecutorId) -> int:
         """Return how many calls an executor has."""
         return len(self._running.get(executor, ()))
+
+    def running_reserved(self, executor: ExecutorId) -> int:
+        """Return how many of its calls an executor has in reserved places."""
+        return self._reserved[executor]
+
+    def outstanding_of(self, tenant: str) -> Outstanding:
+        """Return the unfinished calls of a tenant."""
+        return self._tenants.get(tenant) or Outstanding()
+
+    def running_of(self, tenant: str) -> int:
+        """Return how many calls of a tenant executors have, without those on their last attempt."""
+        return self._queue.running(tenant)
 
     def admit(self, batch: Batch, now: float) -> None:
         """Queue all calls of a batch. Raises `Overloaded` if they do not fit now, `RequestRefused` if they never do."""
@@ -153,20 +172,31 @@ class CallTable:
         return now < self._shared_until
 
     def assign(
-        self, executor: ExecutorId, max_calls: int, target_bytes: int, now: float, max_per_tenant: float = math.inf
+        self,
+        executor: ExecutorId,
+        max_calls: int,
+        target_bytes: int,
+        now: float,
+        max_per_tenant: float = math.inf,
+        *,
+        reserved: bool = False,
     ) -> list[PendingCall]:
         """Assign the next calls to an executor and return them: at most `max_calls`, and none after the one that
         reaches `target_bytes`. Tenants with `max_per_tenant` running calls, on all executors together, get no more.
-        Calls on their last attempt, of which an executor has at most one, do not count as running for this."""
+        Calls on their last attempt, of which an executor has at most one, do not count as running for this. `reserved`:
+        the calls get reserved places."""
         assigned: list[PendingCall] = []
         running = self._running.setdefault(executor, {})
         size_bytes = 0
         while len(assigned) < max_calls and size_bytes < target_bytes:
             call: PendingCall | None
-            if self._waiting_last_attempts and executor not in self._running_last_attempt:
+            has_last_attempt = executor in self._running_last_attempt
+            if self._waiting_last_attempts and not has_last_attempt and not reserved:
                 call = self._running_last_attempt[executor] = self._waiting_last_attempts.popitem(last=False)[0]
-            elif (call := self._queue.pop(max_per_tenant)) is None:
+            elif (call := self._queue.pop(max_per_tenant, reserved=reserved)) is None:
                 break
+            call.has_reserved_place = reserved
+            self._reserved[executor] += reserved
             self._seq += 1
             call.seq, call.executor = self._seq, executor
             call.attempts += 1
@@ -185,7 +215,7 @@ class CallTable:
             return None
         self._stop_running(executor, call)
         result["id"] = call.id
-        result["attempts"] = call.attempts - 1 + (result.get("attempts") or 1)  # the executor counts its own attempts
+        result["attempts"] = call.attempts
         result["clamped"] = call.clamped
         result["usage"]["queue_ms"] = round(result["usage"]["queue_ms"] + call.queue_ms, 3)
         self._buffer_result(call.batch, result, size_bytes)
@@ -202,25 +232,40 @@ class CallTable:
             self._unread_batches -= not batch.unread_bytes
 
     def executor_lost(self, executor: ExecutorId, now: float) -> tuple[list[PendingCall], list[PendingCall]]:
-        """Requeue the calls of a lost executor. Calls without an attempt left get `unavailable`. Returns both lists."""
+        """Requeue or fail all calls of a lost executor, as `calls_lost` does. Any of them may have started."""
+        lost = [(seq, "its executor died", True) for seq in self._running.get(executor, ())]
+        requeued, failed = self.calls_lost(executor, lost, now)
+        self._running.pop(executor, None)
+        self._reserved.pop(executor, None)
+        return requeued, failed
+
+    def calls_lost(
+        self, executor: ExecutorId, lost: Iterable[LostAttempt], now: float
+    ) -> tuple[list[PendingCall], list[PendingCall]]:
+        """Requeue calls that were lost at an executor. Calls without an attempt left get `unavailable`. Returns both
+        lists. An attempt of a cancelled call, and an unknown `seq`, are ignored."""
         requeued: list[PendingCall] = []
         failed: list[PendingCall] = []
-        last_attempt = self._running_last_attempt.pop(executor, None)
-        for call in self._running.pop(executor, {}).values():
-            call.executor, call.waiting_since = None, now
+        running = self._running.get(executor, {})
+        for seq, reason, has_started in lost:
+            if (call := running.pop(seq, None)) is None:
+                continue
             attempts_left = self.limits.max_attempts - call.attempts
-            (requeued if attempts_left else failed).append(call)
             if attempts_left > 1:
+                self._reserved[executor] -= call.has_reserved_place
                 self._queue.requeue(call)
-            elif call is not last_attempt:
-                self._queue.finished(call)
+            else:
+                self._stop_running(executor, call)
             if attempts_left == 1:
                 self._waiting_last_attempts[call] = None
+            call.executor, call.waiting_since = None, now
+            call.has_started |= has_started
             if attempts_left:
                 call.batch.requeued.append((now, call))
-        for call in failed:
-            message = f"its executor died {call.attempts} times in a row; the server's log has the reason"
-            self._finish_unavailable(call, "ExecutorLost", message)
+                requeued.append(call)
+            else:
+                self._finish_with(call, used_up_result(call.id, call.attempts, reason, has_started=call.has_started))
+                failed.append(call)
         return requeued, failed
 
     def expire(self, batch: Batch, now: float) -> list[PendingCall]:
@@ -316,6 +361,7 @@ class CallTable:
         waiting = self.fail_waiting(error_type, message, self.waiting)
         running = [call for calls in self._running.values() for call in calls.values()]
         self._running.clear()
+        self._reserved.clear()
         self._running_last_attempt.clear()
         self._queue = FairQueue()
         for call in running:
@@ -425,14 +471,17 @@ class CallTable:
             self._queue.remove(call)
 
     def _stop_running(self, executor: ExecutorId, call: PendingCall) -> None:
+        self._reserved[executor] -= call.has_reserved_place
         if self._running_last_attempt.get(executor) is call:
             del self._running_last_attempt[executor]
         else:
             self._queue.finished(call)
 
     def _finish_unavailable(self, call: PendingCall, error_type: str, message: str) -> None:
+        self._finish_with(call, unavailable_result(call.id, error_type, message, attempts=call.attempts))
+
+    def _finish_with(self, call: PendingCall, result: Result) -> None:
         self._forget(call)
-        result = unavailable_result(call.id, error_type, message, attempts=call.attempts)
         call.batch.set_result(call.index, result.encode(binary=True))
 
     def _forget(self, call: PendingCall) -> None:

@@ -20,6 +20,7 @@ import functools
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +29,13 @@ from types import TracebackType
 from typing import Protocol
 
 from sandbox import machine, wire
-from sandbox.config import ServeConfig, weakness, within_memory
+from sandbox.config import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
 from sandbox.gateway.calls.batch import Batch, PendingCall
-from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended
+from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended, LostAttempt
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
-from sandbox.gateway.metrics import Counters, MetricSample
+from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
 from sandbox.tenants import Tenant, Tenants, load_tenants
 from sandbox.types import EncodedResult, Status
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
@@ -47,8 +48,6 @@ STOPPED_MESSAGE = "the server stopped before this call was done; send it again"
 CANCELLED_MESSAGE = "its caller cancelled it by its id"
 MAX_STOPPED_AT_ONCE = 512
 """Calls that get `Stopped` or `Cancelled` in one iteration of the event loop, which takes some milliseconds."""
-RESERVED_SLOTS = 1 / 8
-"""Part of the short slots that a tenant leaves free while other tenants use the executors too."""
 MAX_CALL_BYTES = MAX_FRAME_BYTES - 4 * TARGET_FRAME_BYTES
 """Largest encoded call. Other calls of up to `TARGET_FRAME_BYTES` characters may share its frame."""
 UNHEALTHY_AFTER_S = 150.0
@@ -114,6 +113,7 @@ class Dispatcher:
             )
         )
         self.tenants = _load_tenants(config)
+        self.counters.add_tenants(self.tenants.names if self.tenants is not None else ())
         self.is_draining = False
         self.executors: list[ExecutorHandle] = []
         self._launch = launch
@@ -189,6 +189,7 @@ class Dispatcher:
         except ConfigError as error:
             log.error("the tenants are unchanged: %s", error)
         else:
+            self.counters.add_tenants(self.tenants.names if self.tenants is not None else ())
             log.info("%s: %d tenants read", self.config.tenants, len(self.tenants or ()))
 
     async def started(self) -> None:
@@ -302,8 +303,11 @@ class Dispatcher:
             await asyncio.sleep(0)
         return count
 
-    def samples(self) -> list[MetricSample]:
-        """Return all metrics; gauges are read now."""
+    def samples(self, owner: Tenant | None = None) -> list[MetricSample]:
+        """Return all metrics, or those that a tenant may read; gauges are read now."""
+        if owner is not None:
+            own = (sample for sample in self.samples() if sample[0] in TENANT_METRICS)
+            return [*own, *self._tenant_samples([owner.name])]
         return [
             *self.counters.samples(),
             ("calls_waiting", {}, self.call_table.waiting),
@@ -314,7 +318,13 @@ class Dispatcher:
             ("executor_restarts_total", {}, self.executor_restarts),
             *(sample for executor in self.executors for sample in executor.stats.samples(executor.number)),
             *self._node_samples(),
+            *self._tenant_samples(self.used_tenants()),
         ]
+
+    def used_tenants(self) -> list[str]:
+        """Return the tenants of the tenants file that have had calls, in the order of their names."""
+        usage, table = self.counters.by_tenant, self.call_table
+        return sorted(name for name in usage if usage[name].by_status or table.outstanding_of(name).calls)
 
     def on_executor_ready(self, executor: ExecutorHandle) -> None:
         self._schedule_dispatch()
@@ -335,7 +345,13 @@ class Dispatcher:
 
     def on_executor_lost(self, executor: ExecutorHandle) -> None:
         self._last_ready_at = monotonic()
-        requeued, failed = self.call_table.executor_lost(executor.number, monotonic())
+        self._requeue(*self.call_table.executor_lost(executor.number, monotonic()))
+
+    def on_calls_lost(self, executor: ExecutorHandle, lost: list[LostAttempt]) -> None:
+        self._requeue(*self.call_table.calls_lost(executor.number, lost, monotonic()))
+
+    def _requeue(self, requeued: list[PendingCall], failed: list[PendingCall]) -> None:
+        """Dispatch the lost calls that the call table has requeued, and count those that have failed."""
         self.counters.retried += len(requeued)
         self._count_unavailable(failed)
         for batch in {call.batch for call in requeued}:
@@ -349,6 +365,18 @@ class Dispatcher:
             yield "nodes", {"state": state}, sum(row.state == state for row in rows)
         for row in rows:
             yield "node_restarts_total", {"node": row.name}, row.restarts
+
+    def _tenant_samples(self, names: Sequence[str]) -> Iterator[MetricSample]:
+        for name in names:
+            usage, outstanding = self.counters.by_tenant[name], self.call_table.outstanding_of(name)
+            labels = {"tenant": name}
+            for status, count in sorted(usage.by_status.items()):
+                yield "tenant_calls_total", {**labels, "status": status}, count
+            yield "tenant_calls_unfinished", labels, outstanding.calls
+            yield "tenant_calls_dispatched", labels, self.call_table.running_of(name)
+            yield "tenant_calls_bytes", labels, outstanding.bytes
+            yield "tenant_run_seconds_total", labels, usage.run_s
+            yield "tenant_cpu_seconds_total", labels, usage.cpu_s
 
     def _is_at_rest(self) -> bool:
         return not self.call_table.outstanding.calls and not self.call_table.unread_result_bytes
@@ -389,22 +417,33 @@ class Dispatcher:
         if not self.call_table.is_shared(monotonic()):
             return math.inf
         ready = [(e.window, e.ready_report.slots) for e in self.executors if e.is_ready and e.ready_report]
-        return max(1, sum(window - slots - math.ceil(slots * RESERVED_SLOTS) for window, slots in ready))
+        return max(1, sum(window - slots - math.ceil(slots * RESERVED_PART) for window, slots in ready))
 
     def _send_frame(self, max_per_tenant: float, executor: ExecutorHandle) -> bool:
-        """Send an executor one frame of calls. Returns False if its window is full, or if it may run none of the
-        waiting calls: they are on their last attempt and the executor already runs such a call, or their tenants have
-        reached their bounds."""
-        if (free_window := self._free_window(executor)) <= 0:
-            return False
-        max_calls = min(free_window, MAX_FRAME_CALLS)
-        calls = self.call_table.assign(executor.number, max_calls, TARGET_FRAME_BYTES, monotonic(), max_per_tenant)
-        if calls:
-            executor.send(["calls", [[call.seq, _encode_call(call)] for call in calls]])
-        return bool(calls)
+        """Send an executor one frame of calls, for places of its window or else for reserved places. Returns False if
+        it may run none of the waiting calls: it has no place for them, they are on their last attempt and the executor
+        already runs such a call, or their tenants have reached their bounds."""
+        for reserved, free in ((False, self._free_window(executor)), (True, self._free_reserved(executor))):
+            max_calls = min(free, MAX_FRAME_CALLS)
+            now = monotonic()
+            calls = self.call_table.assign(
+                executor.number, max_calls, TARGET_FRAME_BYTES, now, max_per_tenant, reserved=reserved
+            )
+            if calls:
+                pairs = [[call.seq, {**_encode_call(call), "request": call.request_number}] for call in calls]
+                executor.send_calls(pairs)
+                return True
+        return False
 
     def _free_window(self, executor: ExecutorHandle) -> int:
-        return executor.window - self.call_table.running(executor.number) if executor.takes_calls else 0
+        table, number = self.call_table, executor.number
+        used = table.running(number) - table.running_reserved(number)
+        return executor.window - used if executor.takes_calls else 0
+
+    def _free_reserved(self, executor: ExecutorHandle) -> int:
+        if not executor.takes_calls or executor.ready_report is None:
+            return 0
+        return reserved_slots(executor.ready_report.slots) - self.call_table.running_reserved(executor.number)
 
     def _arm_expiry_timer(self, batch: Batch) -> None:
         """Start the timer of a batch for its waiting calls and its deadlines, unless it fires early enough already."""
@@ -440,14 +479,17 @@ class Dispatcher:
 
     def _count(self, call: PendingCall, result: EncodedResult, now: float) -> None:
         usage = result["usage"]
-        self.counters.by_status[result["status"]] += 1
+        self.counters.count_calls(result["status"], call.tenant)
+        if (tenant := self.counters.by_tenant.get(call.tenant)) is not None:
+            tenant.run_s += usage["run_ms"] / 1000
+            tenant.cpu_s += usage["cpu_ms"] / 1000
         self.counters.queue_s.observe(usage["queue_ms"] / 1000)
         self.counters.run_s.observe(usage["run_ms"] / 1000)
         self.counters.answer_s.observe(now - call.batch.admitted_at)
 
     def _count_unavailable(self, calls: list[PendingCall]) -> None:
-        if calls:
-            self.counters.by_status[Status.UNAVAILABLE.value] += len(calls)
+        for tenant, count in Counter(call.tenant for call in calls).items():
+            self.counters.count_calls(Status.UNAVAILABLE.value, tenant, count)
 
     def _check_idle(self) -> None:
         if self.is_draining and not self.call_table.outstanding.calls:
@@ -460,9 +502,9 @@ def _load_tenants(config: ServeConfig) -> Tenants | None:
 
 def _check_frame_size(call: PendingCall) -> None:
     """Raise `RequestRefused` if a call does not fit into a frame together with small calls."""
-    if 4 * call.size_bytes > MAX_CALL_BYTES:  # `size_bytes` counts a character as one byte, and it has at most four
+    if 2 * call.size_bytes > MAX_CALL_BYTES:  # a text has at most twice as many bytes in UTF-8 as in memory
         try:
-            size_bytes = len(wire.pack([_encode_call(call)]))
+            size_bytes = sum(map(len, wire.pack_calls([[0, _encode_call(call)]])))
         except ProtocolError:
             size_bytes = MAX_FRAME_BYTES
         if size_bytes > MAX_CALL_BYTES:

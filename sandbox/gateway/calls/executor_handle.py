@@ -31,6 +31,7 @@ from sandbox import wire
 from sandbox.backoff import backoff_s
 from sandbox.errors import NodeError, ProtocolError
 from sandbox.gateway.calls.batch import result_bytes
+from sandbox.gateway.calls.call_table import LostAttempt
 from sandbox.gateway.calls.executor_report import MAX_WINDOW, ExecutorStats, ReadyReport
 from sandbox.types import EncodedResult, Status
 
@@ -53,6 +54,8 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 HIGH_WATER_BYTES = 1 << 20
 """Unsent bytes to an executor above which it gets no more calls."""
+MAX_REASON_CHARS = 500
+"""Characters of the reason for which an attempt was lost."""
 _STATUSES = frozenset(status.value for status in Status)
 
 
@@ -82,6 +85,7 @@ class HandleOwner(Protocol):
 
     def on_executor_ready(self, executor: ExecutorHandle) -> None: ...
     def on_results(self, executor: ExecutorHandle, results: list[SizedResult]) -> None: ...
+    def on_calls_lost(self, executor: ExecutorHandle, lost: list[LostAttempt]) -> None: ...
     def on_window_grown(self, executor: ExecutorHandle) -> None: ...
     def on_executor_lost(self, executor: ExecutorHandle) -> None: ...
 
@@ -123,6 +127,11 @@ class ExecutorHandle:
         """Queue a frame for the executor. Without an executor it is dropped; `on_executor_lost` reports the loss."""
         if self._connection is not None:
             self._connection.send(message)
+
+    def send_calls(self, calls: list[list[object]]) -> None:
+        """Queue a frame with calls, each as its `seq` and its mapping."""
+        if self._connection is not None:
+            self._connection.write(wire.pack_calls(calls))
 
     def kill(self) -> None:
         """Kill the executor without a "drain" frame."""
@@ -277,8 +286,13 @@ class _ExecutorProtocol(asyncio.Protocol):
         self._owner.on_window_grown(self._executor)
 
     def send(self, message: list[object]) -> None:
+        self.write([wire.pack(message)])
+
+    def write(self, parts: list[bytes]) -> None:
+        """Send the parts of a frame."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.pack(message))
+            for part in parts:
+                self._transport.write(part)
 
     def send_eof(self) -> None:
         """End the stream to the executor after all queued frames are sent."""
@@ -300,6 +314,8 @@ class _ExecutorProtocol(asyncio.Protocol):
         match message:
             case ["results", list(pairs)] if self.ready.done():
                 self._owner.on_results(self._executor, [_check_result(pair) for pair in pairs])
+            case ["lost", list(attempts)] if self.ready.done():
+                self._owner.on_calls_lost(self._executor, list(map(_check_lost, attempts)))
             case ["window", int(window)] if self.ready.done():
                 self._executor.on_window(window)
             case ["stats", dict(stats)]:
@@ -319,12 +335,20 @@ def _check_result(pair: tuple[int, EncodedResult]) -> SizedResult:
     try:
         seq, result = pair
         usage = result["usage"]
-        times_ms = usage["queue_ms"] + usage["run_ms"]
+        times_ms = usage["queue_ms"] + usage["run_ms"] + usage["cpu_ms"]
         if isinstance(times_ms, (int, float)) and isinstance(result["files"], dict) and result["status"] in _STATUSES:
             return seq, result, result_bytes(result)
-    except (TypeError, ValueError, KeyError):
+    except (AttributeError, TypeError, ValueError, KeyError):
         pass
     raise ProtocolError(f"expected a result as [seq, result], got {pair!r:.120}")
+
+
+def _check_lost(attempt: object) -> LostAttempt:
+    """Check an item of a "lost" frame. Raises `ProtocolError`."""
+    match attempt:
+        case [int(seq), str(reason), bool(has_started)]:
+            return seq, reason[:MAX_REASON_CHARS], has_started
+    raise ProtocolError(f"expected a lost attempt as [seq, reason, has_started], got {attempt!r:.120}")
 
 
 async def _wait_for_exit(process: LaunchedExecutor, connection: _ExecutorProtocol) -> None:

@@ -1,17 +1,18 @@
-"""The order of waiting calls: by priority, then from the tenant with the fewest running calls, then oldest first.
+"""The order of waiting calls: by priority, then by tenant (fewest running calls first), then in turns of requests.
 
 Invariants:
 - A lower priority number always goes first. Calls of a higher number may wait until their `queue_timeout_s`; a running
   call is never interrupted for another one.
 - Within one priority, the next call belongs to a tenant with the fewest running calls; tenants with equally many take
   turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the queue to empty.
+- Within one priority and tenant, requests take turns (`RequestQueue`), so a small request passes a large one.
 - A tenant with `max_running` running calls gets no further call. Its waiting calls are skipped at no cost: the tenant
   is in no ring until one of its calls ends.
 - A requeued call (its executor died) goes before all other calls of its priority, whatever its tenant has running: it
-  was within the bound before.
+  was within the bound before. It gets no reserved place, though.
 - The cost of a step does not depend on how many calls or tenants wait. `pop` searches the priorities in use (at most
   201, `types.PRIORITY`) and the distinct numbers of running calls per tenant (with N running calls at most sqrt(2N)).
-  A change of a tenant's running calls visits the priorities in which it has waiting calls.
+  A change of a tenant's running calls visits the priorities in which it has calls.
 - No clock and no I/O.
 """
 
@@ -21,6 +22,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
+
+from sandbox.request_queue import RequestQueue
 
 
 class Queued(Protocol):
@@ -32,11 +35,11 @@ class Queued(Protocol):
     @property
     def tenant(self) -> str: ...
 
+    @property
+    def request_number(self) -> int: ...
+
 
 Item = TypeVar("Item", bound=Queued)
-
-OrderedSet = OrderedDict[Item, None]
-"""A linked list: append, pop from the head and remove from the middle take constant time."""
 
 
 class FairQueue(Generic[Item]):
@@ -57,20 +60,20 @@ class FairQueue(Generic[Item]):
         for level in self._levels.values():
             yield from level.requeued
         for tenant in self._tenants.values():
-            for waiting in tenant.waiting.values():
-                yield from waiting
+            for requests in tenant.requests.values():
+                yield from requests
 
     def push(self, *items: Item, max_running: float = math.inf) -> None:
-        """Add calls, all of one priority and one tenant, behind that tenant's other calls. From now on the tenant may
-        have `max_running` running calls."""
+        """Add calls, all of one priority, tenant and request, behind that request's other calls. From now on the tenant
+        may have `max_running` running calls."""
         tenant, priority = self._tenant(items[0].tenant), items[0].priority
         if max_running != tenant.max_running:
             self._update(tenant, tenant.running, max_running)
-        waiting = tenant.waiting.get(priority)
-        if waiting is None:
-            waiting = tenant.waiting[priority] = OrderedDict()
+        requests = tenant.requests_of(priority)
+        had_waiting = len(requests)
+        requests.push(*items)
+        if not had_waiting:
             self._join_ring(priority, tenant)
-        waiting.update(dict.fromkeys(items))
         self._count += len(items)
 
     def requeue(self, item: Item) -> None:
@@ -79,19 +82,27 @@ class FairQueue(Generic[Item]):
         self._level(item.priority).requeued[item] = None
         self._count += 1
 
-    def pop(self, max_per_tenant: float = math.inf) -> Item | None:
+    def pop(self, max_per_tenant: float = math.inf, *, reserved: bool = False) -> Item | None:
         """Remove and return the next call, which counts as running from now on; None if no call may run. New calls come
-        from tenants with fewer than `max_per_tenant` running calls only."""
+        from tenants with fewer than `max_per_tenant` running calls only. `reserved`: the call is for a reserved place.
+        It is then the first running call of its request, and of the tenant whose turn it is."""
         for priority in sorted(self._levels):
             level = self._levels[priority]
-            if level.requeued:
+            if level.requeued and not reserved:
                 item = level.requeued.popitem(last=False)[0]
                 self._remove_if_empty(priority, level)
                 tenant = self._tenant(item.tenant)
-            elif (fewest := min(level.rings)) < max_per_tenant:
+                tenant.requests_of(priority).count_running(item)
+            elif level.rings and (fewest := min(level.rings)) < max_per_tenant:
                 tenant = next(iter(level.rings[fewest].values()))
-                item = next(iter(tenant.waiting[priority]))
-                self._remove_waiting(tenant, item)
+                requests = tenant.requests[priority]
+                next_item = requests.peek(resting_only=reserved)
+                if next_item is None:
+                    continue
+                item = next_item
+                requests.start(item)
+                if not requests:
+                    self._leave_ring(priority, tenant)
             else:
                 continue
             self._count -= 1
@@ -107,15 +118,23 @@ class FairQueue(Generic[Item]):
             self._remove_if_empty(item.priority, level)
         else:
             tenant = self._tenants[item.tenant]
-            self._remove_waiting(tenant, item)
-            self._remove_if_unused(tenant)
+            requests = tenant.requests[item.priority]
+            requests.remove(item)
+            if not requests:
+                self._leave_ring(item.priority, tenant)
+            self._remove_if_unused(tenant, item.priority)
         self._count -= 1
 
     def finished(self, item: Item) -> None:
         """Count a popped call as running no longer."""
         tenant = self._tenants[item.tenant]
+        tenant.requests[item.priority].finished(item)
         self._update(tenant, tenant.running - 1, tenant.max_running)
-        self._remove_if_unused(tenant)
+        self._remove_if_unused(tenant, item.priority)
+
+    def running(self, tenant: str) -> int:
+        """Return how many calls of a tenant are running."""
+        return self._tenants[tenant].running if tenant in self._tenants else 0
 
     def lift_bounds(self) -> None:
         """Let `pop` return the calls of all tenants, however many of their calls are running."""
@@ -124,18 +143,12 @@ class FairQueue(Generic[Item]):
 
     def _update(self, tenant: _Tenant[Item], running: int, max_running: float) -> None:
         """Change the numbers of a tenant, and move it to the rings for them."""
-        for priority in tenant.waiting:
+        waiting = [priority for priority, requests in tenant.requests.items() if requests]
+        for priority in waiting:
             self._leave_ring(priority, tenant)
         tenant.running, tenant.max_running = running, max_running
-        for priority in tenant.waiting:
+        for priority in waiting:
             self._join_ring(priority, tenant)
-
-    def _remove_waiting(self, tenant: _Tenant[Item], item: Item) -> None:
-        waiting = tenant.waiting[item.priority]
-        del waiting[item]
-        if not waiting:
-            del tenant.waiting[item.priority]
-            self._leave_ring(item.priority, tenant)
 
     def _join_ring(self, priority: int, tenant: _Tenant[Item]) -> None:
         if tenant.running < tenant.max_running:
@@ -162,9 +175,11 @@ class FairQueue(Generic[Item]):
             level = self._levels[priority] = _PriorityLevel()
         return level
 
-    def _remove_if_unused(self, tenant: _Tenant[Item]) -> None:
-        if not tenant.waiting and not tenant.running:
-            del self._tenants[tenant.name]
+    def _remove_if_unused(self, tenant: _Tenant[Item], priority: int) -> None:
+        if tenant.requests[priority].is_unused:
+            del tenant.requests[priority]
+            if not tenant.requests:
+                del self._tenants[tenant.name]
 
     def _remove_if_empty(self, priority: int, level: _PriorityLevel[Item]) -> None:
         if not level.requeued and not level.rings:
@@ -174,14 +189,20 @@ class FairQueue(Generic[Item]):
 class _Tenant(Generic[Item]):
     """One tenant's calls."""
 
-    __slots__ = ("max_running", "name", "running", "waiting")
+    __slots__ = ("max_running", "name", "requests", "running")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.waiting: dict[int, OrderedSet[Item]] = {}
-        """Waiting calls by priority, without requeued ones. No set is empty."""
+        self.requests: dict[int, RequestQueue[Item]] = {}
+        """Calls by priority, without requeued ones. Each queue has waiting or running calls."""
         self.running = 0
         self.max_running = math.inf
+
+    def requests_of(self, priority: int) -> RequestQueue[Item]:
+        requests = self.requests.get(priority)
+        if requests is None:
+            requests = self.requests[priority] = RequestQueue()
+        return requests
 
 
 class _PriorityLevel(Generic[Item]):
@@ -194,5 +215,5 @@ class _PriorityLevel(Generic[Item]):
     __slots__ = ("requeued", "rings")
 
     def __init__(self) -> None:
-        self.requeued: OrderedSet[Item] = OrderedDict()
+        self.requeued: OrderedDict[Item, None] = OrderedDict()
         self.rings: dict[int, OrderedDict[str, _Tenant[Item]]] = {}

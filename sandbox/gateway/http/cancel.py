@@ -1,7 +1,7 @@
-"""`DELETE /v1/calls/ID`: cancels calls by the id that their caller gave them.
+"""`DELETE /v1/calls/ID`: cancels calls and judged programs by the id that their caller gave them.
 
-An id is a label of the caller and may belong to several calls. A tenant cancels only its own calls; the server's token,
-and any client of a server without tenants, cancels the calls of all.
+An id is a label of the caller and may belong to several calls and programs. A tenant cancels only its own; the server's
+token, and any client of a server without tenants, cancels those of all.
 """
 
 from __future__ import annotations
@@ -13,38 +13,47 @@ from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON
 from sandbox.gateway.http.errors import HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
+from sandbox.gateway.http.judge import JUDGE
 from sandbox.gateway.http.openapi import Route
 
 
 async def cancel_calls(request: web.Request) -> web.Response:
     call_id = request.match_info["id"]
-    count = await request.app[DISPATCHER].cancel_calls(call_id, request.get(TENANT))
+    owner = request.get(TENANT)
+    count = request.app[JUDGE].cancel(call_id, owner)
+    count += await request.app[DISPATCHER].cancel_calls(call_id, owner)
     if not count:
         raise HttpError(
             404,
-            f"no unfinished call has the id {shown(call_id)}: it has its result, it belongs to another tenant, or its "
-            "caller gave it another id",
+            f"no unfinished call or program has the id {shown(call_id)}: it has its result, it belongs to another "
+            "tenant, or its caller gave it another id",
         )
     return web.json_response({"cancelled": count})
 
 
-_COUNT = {"type": "integer", "minimum": 1, "description": "number of calls that were cancelled"}
+_COUNT = {"type": "integer", "minimum": 1, "description": "number of calls and of tests that were cancelled"}
 
 ROUTES = (
     Route(
         "DELETE",
         "/v1/calls/{id}",
         cancel_calls,
-        "Cancel all unfinished calls with an id",
+        "Cancel all unfinished calls and programs with an id",
         {JSON: "Cancelled"},
         error_statuses=(401, 403, 404),
         path_parameters={
-            "id": {"type": "string", "minLength": 1, "maxLength": MAX_LABEL_CHARS, "description": "the id of the calls"}
+            "id": {
+                "type": "string",
+                "minLength": 1,
+                "maxLength": MAX_LABEL_CHARS,
+                "description": "the id of the calls or programs",
+            }
         },
         schemas={
             "Cancelled": {
                 "type": "object",
-                "description": "Calls that were cancelled. Each has the status unavailable, with Cancelled.",
+                "description": "Calls, and tests of programs, that were cancelled. Each has the status unavailable, "
+                "with Cancelled.",
                 "properties": {"cancelled": _COUNT},
                 "required": ["cancelled"],
             }

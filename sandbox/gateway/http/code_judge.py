@@ -10,37 +10,38 @@ clients of code-judge's `judge_client.py`.
 
 from __future__ import annotations
 
-import asyncio
+import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aiohttp import web
 
-from sandbox.config import ServeConfig
 from sandbox.errors import RequestRefused
 from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, exchange
+from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.code_judge_fields import (
     EXAMPLES,
     MAX_ERRORS,
     MAX_TEXT_CHARS,
     SCHEMAS,
     Fields,
+    Location,
     batch_errors,
     field_error,
     submission_errors,
 )
 from sandbox.gateway.http.codec import JSON, Json
-from sandbox.gateway.http.errors import HttpError
+from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
-from sandbox.gateway.http.validation import CALLS_PER_YIELD, ParsedBatch
-from sandbox.types import Call, EncodedResult, Limits, Status
+from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
+from sandbox.types import Call, EncodedResult, Limits, Status, memory_bytes
 
 LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
 """code-judge's default limits: 10 s, and 256 MiB to which it adds 128 MiB. The time is 50 ms lower, because
@@ -56,6 +57,10 @@ KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
 """Bytes of a result that a batch keeps until its response, as `result_bytes` counts them."""
 
 
+_TEMPLATE = Call("", echo=False, limits=LIMITS)
+"""The fields that all calls share."""
+
+
 class Mode(NamedTuple):
     """The differences between the routes that run code."""
 
@@ -65,73 +70,84 @@ class Mode(NamedTuple):
     queue_timeout_s: float
 
 
-class MalformedBody(Exception):
+class MalformedBody(BodyError):
     """A body that is refused with 422. `errors` describe it as FastAPI does."""
 
     def __init__(self, errors: list[Fields]) -> None:
-        super().__init__(errors[0]["msg"])
+        super().__init__(errors)
         self.errors = errors
 
 
-class Submissions:
-    """The submissions of one request, and their answers as they arrive."""
+class SubmissionForm(CallsForm):
+    """The body of one submission. The `extra` of a call is what its answer needs: the id and the expected output."""
 
-    def __init__(self, mode: Mode, dispatcher: Dispatcher) -> None:
-        self._mode = mode
-        self._dispatcher = dispatcher
-        self._started_at = monotonic()
-        self.sub_id = ""
-        """The id of a batch."""
-        self._sub_ids: list[str] = []
-        self._expected_outputs: list[str | None] = []
-        self.answers: list[Fields] = []
-        """An answer for each submission; empty until it arrives."""
+    max_wait_s = QUEUE_TIMEOUT_S
+    """Maximum of the batch's `queue_timeout_s`."""
 
-    async def parse(self, raw: Json, config: ServeConfig) -> ParsedBatch:
-        """Build the batch of calls. Raises `MalformedBody` or `RequestRefused`."""
-        items = self._items(raw, config.batch_calls)
-        limits, clamped = LIMITS.clamped(config.max_limits)
-        template = Call("", echo=False, limits=limits)
-        batch = Batch(len(items), min(self._mode.queue_timeout_s, config.queue_timeout_s))
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
+        yield BatchHead(1, self.config.queue_timeout_s, math.inf, _TEMPLATE)
+        yield from self._check_submissions([(raw, ())])
+
+    def add(self, item: Item) -> None:
+        if isinstance(item, BatchHead):
+            self.sub_ids: list[str] = []
+            self.expected_outputs: list[str | None] = []
+            item = item._replace(queue_timeout_s=min(item.queue_timeout_s, self.max_wait_s))
+        super().add(item)
+        if isinstance(item, CheckedCall) and self.batch is not None:
+            sub_id, expected_output = item.extra
+            self.sub_ids.append(sub_id or str(uuid.uuid4()))
+            self.expected_outputs.append(expected_output)
+            self.batch.calls[-1].size_bytes += memory_bytes(self.sub_ids[-1]) + memory_bytes(expected_output or "")
+
+    def _check_submissions(self, items: Iterable[tuple[Json, Location]]) -> Iterator[Item]:
+        """Check submissions, given with their location in the body."""
         errors: list[Fields] = []
-        for index, item in enumerate(items):
-            if index % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
-                await asyncio.sleep(0)
-            found = submission_errors(item, ("submissions", index) if self._mode.is_batch else ())
-            errors += islice(found, MAX_ERRORS)
+        for index, (item, location) in enumerate(items):
+            errors += islice(submission_errors(item, location), MAX_ERRORS)
             if len(errors) > MAX_ERRORS:
                 break
             if not errors:
-                call = Call.decode({"code": item["solution"], "stdin": item.get("input") or ""}, template)
-                batch.add(index, call, "", clamped)
-                batch.calls[-1].size_bytes += self._keep(item)
+                call = Call.decode({"code": item["solution"], "stdin": item.get("input") or ""}, _TEMPLATE)
+                yield CheckedCall(index, call, "", [item.get("sub_id"), item.get("expected_output")])
         if errors:
             raise MalformedBody(errors[:MAX_ERRORS])
-        self.answers = [{}] * len(items)
-        batch.on_result = partial(self._on_result, batch)
-        return ParsedBatch(batch, 0)
 
-    def _items(self, raw: Json, max_items: int) -> list[Json]:
-        if not self._mode.is_batch:
-            return [raw]
+
+class SubmissionsForm(SubmissionForm):
+    """The body of a batch of submissions. The `extra` of the head is the id of the batch."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
         if errors := list(batch_errors(raw)):
             raise MalformedBody(errors)
-        self.sub_id = raw.get("sub_id") or str(uuid.uuid4())
-        items: list[Json] = raw["submissions"]
+        items, max_items = raw["submissions"], self.config.batch_calls
         if len(items) > max_items:
             raise RequestRefused(
                 f"submissions: expected at most {max_items}, got {len(items)}; "
                 "send several batches, or start the server with a larger --batch-calls"
             )
-        return items
+        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _TEMPLATE, raw.get("sub_id"))
+        yield from self._check_submissions((item, ("submissions", index)) for index, item in enumerate(items))
 
-    def _keep(self, item: Mapping[str, Any]) -> int:
-        """Keep the fields of a submission that its answer needs. Returns their approximate size in bytes."""
-        sub_id = item.get("sub_id") or str(uuid.uuid4())
-        expected_output: str | None = item.get("expected_output")
-        self._sub_ids.append(sub_id)
-        self._expected_outputs.append(expected_output)
-        return len(sub_id) + len(expected_output or "")
+
+class Submissions:
+    """The submissions of one request, and their answers as they arrive."""
+
+    def __init__(
+        self, mode: Mode, dispatcher: Dispatcher, form: SubmissionForm, batch: Batch, started_at: float
+    ) -> None:
+        self._mode = mode
+        self._dispatcher = dispatcher
+        self._started_at = started_at
+        self.sub_id = form.head.extra or str(uuid.uuid4())
+        """The id of a batch."""
+        self._sub_ids = form.sub_ids
+        self._expected_outputs = form.expected_outputs
+        self.answers: list[Fields] = [{}] * len(batch.results)
+        """An answer for each submission; empty until it arrives."""
+        batch.on_result = partial(self._on_result, batch)
 
     def _on_result(self, batch: Batch, index: int) -> None:
         result = batch.pop_result(index)
@@ -182,10 +198,12 @@ def _answer(result: EncodedResult, expected_output: str | None) -> Fields:
 
 
 async def _run(request: web.Request, mode: Mode) -> web.StreamResponse:
-    dispatcher = request.app[DISPATCHER]
+    dispatcher, started_at = request.app[DISPATCHER], monotonic()
+    form = (SubmissionsForm if mode.is_batch else SubmissionForm)(dispatcher.config, request.get(TENANT))
+    form.max_wait_s = mode.queue_timeout_s
     try:
-        submissions = Submissions(mode, dispatcher)
-        async with exchange.admitted_batch(request, submissions.parse) as (batch, _, _):
+        async with exchange.admitted_batch(request, form) as (batch, _, _):
+            submissions = Submissions(mode, dispatcher, form, batch, started_at)
             try:
                 await exchange.wait_for_results(batch)
             finally:
@@ -199,14 +217,14 @@ async def _run(request: web.Request, mode: Mode) -> web.StreamResponse:
             raise
         errors = [field_error("json_invalid", (), str(error), {})]
     dispatcher.counters.refused[422] += 1
-    return await exchange.respond(request, 422, codec.encode({"detail": errors}, JSON), JSON)
+    return await exchange.respond(request, 422, [codec.encode({"detail": errors}, JSON)], JSON)
 
 
-async def _encode(submissions: Submissions, mode: Mode) -> bytes:
+async def _encode(submissions: Submissions, mode: Mode) -> list[bytes]:
+    answers = submissions.answers
     if not mode.is_batch:
-        return codec.encode(submissions.answers[0], JSON)
-    results = await codec.encode_results(submissions.answers, JSON)
-    return b'{"sub_id":' + codec.encode(submissions.sub_id, JSON) + b"," + results[1:]
+        return [codec.encode(answers[0], JSON)]
+    return await codec.encode_results(answers, len(answers), JSON, {"sub_id": submissions.sub_id})
 
 
 async def ping(request: web.Request) -> web.Response:

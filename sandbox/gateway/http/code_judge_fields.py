@@ -26,7 +26,7 @@ Location = tuple[str | int, ...]
 _TEXT_FIELDS = {
     "solution": MAX_CODE_CHARS,
     "input": MAX_STDIN_CHARS,
-    "expected_output": None,
+    "expected_output": MAX_STDIN_CHARS,
     "sub_id": MAX_SUB_ID_CHARS,
 }
 """Fields of a submission that are text, with their maximum length. All except `solution` may be null."""
@@ -46,7 +46,7 @@ def submission_errors(raw: Json, location: Location) -> Iterator[Fields]:
     for name, max_chars in _TEXT_FIELDS.items():
         value = raw.get(name)
         if isinstance(value, str):
-            if max_chars is not None and len(value) > max_chars:
+            if len(value) > max_chars:
                 yield _too_long(value, max_chars, (*location, name))
         elif value is not None or (name == "solution" and name in raw):
             yield _not_text(value, (*location, name))

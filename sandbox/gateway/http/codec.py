@@ -1,12 +1,14 @@
-"""HTTP bodies: reads them within limits, decodes them, and encodes results. JSON or msgpack, by the request's headers.
+"""Decodes HTTP bodies and encodes results: JSON or msgpack, by the request's headers.
 
 Invariants:
-- A body costs at most about 20 times `body_mb` of memory, whatever it contains. Lists of short texts cost so much; most
-  bodies cost a small multiple of their size.
-- Large bodies are decoded one at a time. Bodies whose calls are not admitted yet have at most `max_total_bytes`
-  together.
+- A decoded body takes at most about 20 times its size of memory, whatever it contains. Lists of short texts take so
+  much; most bodies take a small multiple of their size.
 - A body that cannot be decoded raises an `HttpError` that says where; no body causes a 500.
 - Encoding a result never fails: lone surrogates, which code can print, become "?".
+- Encoding results yields to the event loop after about `CHUNK_BYTES`, also within one result.
+
+Decoding a body is one step, in which no other request is served. `body_parser` runs it in another process for a large
+body.
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, cast
 
 import msgpack
 from aiohttp import web
 
+from sandbox.gateway.calls.batch import result_bytes
 from sandbox.gateway.http.errors import HttpError
+from sandbox.types import EncodedResult
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -29,9 +36,6 @@ NDJSON = "application/x-ndjson"
 MSGPACK_STREAM = "application/x-msgpack-stream"
 """Content type of a sequence of msgpack mappings. NDJSON is the same for JSON objects."""
 
-THREADED_DECODE_BYTES = 1 << 20
-"""Size from which a body is decoded in a thread. The decoders call hooks that are written in Python, so the
-thread does not block the event loop."""
 HEARTBEAT_S = 15.0
 """Seconds without a result after which a stream sends a heartbeat (an empty line, or nil in msgpack), so that clients
 and proxies can tell a busy server from a dead server."""
@@ -41,98 +45,21 @@ because each byte would be a value."""
 RESULTS_PER_YIELD = 64
 """Results encoded before the task yields to the event loop."""
 CHUNK_BYTES = 256 << 10
-"""Bytes that a client has `stall_s` to send or to read."""
+"""Bytes that a client has `stall_s` to send or to read, and bytes that are encoded before the task yields to the event
+loop."""
+JUDGED_TEST_BYTES = 4096
+"""Estimate of the bytes of one judged test, for the yields."""
 MAX_MAP_LEN = 4096
-"""Keys of one msgpack mapping."""
-MAX_DIGITS = 4300
-"""Characters of a JSON integer. `int` accepts no more."""
+"""Keys of one mapping. No object of a call has more than 256."""
 MAX_JSON_BRACKETS = 4 << 20
 """Opening brackets in a JSON body. They are counted because the JSON decoder has no hook for lists."""
+
+NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 
 Json = Any
 """A decoded body, of which nothing is known yet."""
 Encoded = Mapping[str, object]
 """An `EncodedResult`, or an encoded `Verdict`."""
-
-
-class BodyReader:
-    """Reads and decodes the bodies of all requests, within shared limits."""
-
-    def __init__(self, max_total_bytes: int, max_body_bytes: int, max_calls: int, stall_s: float = 30.0) -> None:
-        self.max_total_bytes = max_total_bytes
-        self.max_body_bytes = max_body_bytes
-        self.max_calls = max_calls
-        self.stall_s = stall_s
-        self.buffered_bytes = 0
-        """Bytes of bodies that are being read, or were read and not released."""
-        self._large = asyncio.Semaphore(1)
-        """Held while a large body is decoded, since a hostile body takes many times its size in memory."""
-
-    async def read(self, request: web.Request, max_bytes: int | None = None) -> bytes:
-        """Return the body, of at most `max_bytes` (default: `max_body_bytes`). The caller must `release` its size once
-        its calls are admitted or rejected.
-
-        Raises `HttpError`: 413 if the body is too long, 429 if all bodies together are too long, and 408 if the client
-        needs more than `stall_s` for `CHUNK_BYTES` or for the last part.
-        """
-        max_bytes = min(self.max_body_bytes, max_bytes or self.max_body_bytes)
-        if (length := request.content_length or 0) > max_bytes:
-            raise self._too_long(length, max_bytes)
-        chunks: list[bytes] = []
-        size, is_complete = 0, False
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self.stall_s) as timeout:
-                async for chunk in request.content.iter_any():
-                    if (size + len(chunk)) // CHUNK_BYTES > size // CHUNK_BYTES:
-                        timeout.reschedule(loop.time() + self.stall_s)
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    self.buffered_bytes += len(chunk)
-                    if size > max_bytes:
-                        raise self._too_long(size, max_bytes)
-                    if self.buffered_bytes > self.max_total_bytes:
-                        raise HttpError(
-                            429,
-                            f"bodies of {self.buffered_bytes} bytes are being received, at most "
-                            f"{self.max_total_bytes}; try again in 1 s",
-                            {"Retry-After": "1"},
-                        )
-            is_complete = True
-        except TimeoutError:
-            raise HttpError(
-                408,
-                f"the body stopped after {size} bytes: expected the rest, or {CHUNK_BYTES} bytes more, within "
-                f"{self.stall_s:g} s; send it faster, or start the server with a larger --stall-s",
-            ) from None
-        finally:
-            if not is_complete:
-                self.release(size)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-    def release(self, size: int) -> None:
-        """Count `size` bytes as no longer buffered."""
-        self.buffered_bytes -= size
-
-    async def decode(self, body: bytes, content_type: str, max_calls: int | None = None) -> Json:
-        """Decode a body. Raises `HttpError`: 400 if it is malformed, 413 if it has more objects than `max_calls` calls
-        have."""
-        decoder = _decode_msgpack if content_type == MSGPACK else _decode_json
-        max_calls = max_calls or self.max_calls
-        if len(body) < THREADED_DECODE_BYTES:
-            return decoder(body, max_calls)
-        async with self._large:
-            decoding = asyncio.get_running_loop().run_in_executor(None, decoder, body, max_calls)
-            try:
-                return await asyncio.shield(decoding)
-            finally:  # a thread cannot be cancelled, so a cancelled request waits for it and keeps the semaphore
-                await asyncio.gather(decoding, return_exceptions=True)
-
-    def _too_long(self, size: int, max_bytes: int) -> HttpError:
-        advice = "send smaller batches, or start the server with a larger --body-mb"
-        if max_bytes < self.max_body_bytes:
-            advice = "send less"
-        return HttpError(413, f"a body of {size} bytes or more, expected at most {max_bytes}; {advice}")
 
 
 def body_type(request: web.Request) -> str:
@@ -157,55 +84,174 @@ def response_type(request: web.Request, sent: str, offered: tuple[str, ...]) -> 
 
 
 def encode(value: object, content_type: str) -> bytes:
-    """Encode as JSON or msgpack."""
+    """Encode as JSON or msgpack. Bytes are base64 text in JSON."""
     return _encode_msgpack(value) if content_type in (MSGPACK, MSGPACK_STREAM) else _encode_json(value)
 
 
-def encode_result(result: Encoded, content_type: str) -> bytes:
-    """Encode the body of a single result."""
-    return encode(_with_base64_files(result, content_type), content_type)
+def encoded_bytes(result: Encoded) -> int:
+    """Return the approximate size of an encoded result, verdict or judged program."""
+    if "files" in result:
+        return result_bytes(cast(EncodedResult, result))
+    tests = result.get("tests", ())
+    assert isinstance(tests, Sized)
+    return JUDGED_TEST_BYTES * (1 + len(tests))
 
 
-async def encode_results(results: Sequence[Encoded], content_type: str) -> bytes:
-    """Encode `{"results": results}`, and yield to the event loop after every `RESULTS_PER_YIELD` of them."""
-    if len(results) <= RESULTS_PER_YIELD:
-        return encode({"results": [_with_base64_files(result, content_type) for result in results]}, content_type)
-    is_msgpack = content_type == MSGPACK
-    packer = msgpack.Packer()
-    head = packer.pack_map_header(1) + packer.pack("results") + packer.pack_array_header(len(results))
+async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
+    """Encode a large value as JSON or msgpack. Returns its parts."""
+    pieces = _msgpack_pieces(value) if content_type in (MSGPACK, MSGPACK_STREAM) else _json_pieces(value)
     parts: list[bytes] = []
-    for start in range(0, len(results), RESULTS_PER_YIELD):
-        part = [_with_base64_files(result, content_type) for result in results[start : start + RESULTS_PER_YIELD]]
-        # [1:-1] removes the brackets of the list.
-        parts.append(b"".join(map(_encode_msgpack, part)) if is_msgpack else _encode_json(part)[1:-1])
-        await asyncio.sleep(0)
-    return head + b"".join(parts) if is_msgpack else b'{"results":[' + b",".join(parts) + b"]}"
+    step: list[bytes] = []
+    step_bytes = 0
+    for piece in pieces:
+        if step_bytes + len(piece) > CHUNK_BYTES:
+            parts.append(b"".join(step))
+            step, step_bytes = [], 0
+            await asyncio.sleep(0)
+        step.append(piece)
+        step_bytes += len(piece)
+    return [*parts, b"".join(step)]
 
 
-def encode_line(index: int, result: Encoded, content_type: str) -> bytes:
-    """Encode one result of a stream."""
-    line = encode({"index": index, **_with_base64_files(result, content_type)}, content_type)
-    return line + b"\n" if content_type == NDJSON else line
+async def encode_result(result: Encoded, content_type: str) -> list[bytes]:
+    """Encode one result, a large one in steps. Returns the parts of the body."""
+    if encoded_bytes(result) <= CHUNK_BYTES:
+        return [encode(result, content_type)]
+    return await encode_in_steps(result, content_type)
 
 
-def _decode_json(body: bytes, max_calls: int) -> Json:
+async def encode_results(
+    results: Iterable[Encoded], count: int, content_type: str, head: Mapping[str, object] = NO_FIELDS
+) -> list[bytes]:
+    """Encode `{**head, "results": [...]}` with `count` results. Returns the parts of the body."""
+    is_msgpack = content_type == MSGPACK
+    if is_msgpack:
+        packer = msgpack.Packer()
+        fields = b"".join(map(_encode_msgpack, chain.from_iterable(head.items())))
+        opening = packer.pack_map_header(len(head) + 1) + fields + packer.pack("results")
+        parts = [opening + packer.pack_array_header(count)]
+    else:
+        parts = [_encode_json({**head, "results": []})[:-2]]
+    separator = b"" if is_msgpack else b","
+    group: list[Encoded] = []
+    group_bytes = 0
+    for number, result in enumerate(results):
+        size = encoded_bytes(result)
+        if group and (group_bytes + size > CHUNK_BYTES or len(group) == RESULTS_PER_YIELD):
+            parts += _encode_group(group, content_type), separator
+            group, group_bytes = [], 0
+            await asyncio.sleep(0)
+        if size <= CHUNK_BYTES:
+            group.append(result)
+            group_bytes += size
+        else:
+            parts += await encode_result(result, content_type)
+            parts.append(separator if number < count - 1 else b"")
+    if group:
+        parts.append(_encode_group(group, content_type))
+    if not is_msgpack:
+        parts.append(b"]}")
+    return parts
+
+
+async def encode_line(index: int, result: Encoded, size: int, content_type: str) -> list[bytes]:
+    """Encode one result of a stream, whose `encoded_bytes` are `size`. Returns the parts of the line."""
+    line = {"index": index, **result}
+    parts = [encode(line, content_type)] if size <= CHUNK_BYTES else await encode_in_steps(line, content_type)
+    if content_type == NDJSON:
+        parts.append(b"\n")
+    return parts
+
+
+def _encode_group(results: list[Encoded], content_type: str) -> bytes:
+    """Encode results without the brackets of their list."""
+    if content_type == MSGPACK:
+        return b"".join(map(_encode_msgpack, results))
+    return _encode_json(results)[1:-1]
+
+
+def _json_pieces(value: object) -> Iterator[bytes]:
+    """Yield a value as JSON, in pieces of about `CHUNK_BYTES` or less."""
+    if isinstance(value, (str, bytes)):
+        step = 3 * (CHUNK_BYTES // 3)  # base64 encodes three bytes as four characters
+        yield b'"'
+        for start in range(0, len(value), step):
+            yield _encode_json(value[start : start + step])[1:-1]
+        yield b'"'
+    elif isinstance(value, Mapping):
+        yield b"{"
+        for number, (name, item) in enumerate(value.items()):
+            yield (b"," if number else b"") + _encode_json(name) + b":"
+            yield from _json_pieces(item)
+        yield b"}"
+    elif isinstance(value, list):
+        yield b"["
+        for number, group in enumerate(_groups(value)):
+            yield (b"," if number else b"") + _encode_json(group)[1:-1]
+        yield b"]"
+    else:
+        yield _encode_json(value)
+
+
+def _msgpack_pieces(value: object) -> Iterator[bytes]:
+    """Yield a value as msgpack, in pieces of about `CHUNK_BYTES` or less, and the bytes of a file whole."""
+    if isinstance(value, str):
+        texts = (value[start : start + CHUNK_BYTES] for start in range(0, len(value), CHUNK_BYTES))
+        pieces = [text.encode("utf-8", "replace") for text in texts]
+        yield b"\xdb" + sum(map(len, pieces)).to_bytes(4, "big")  # the header of a text; `Packer` has no method for it
+        yield from pieces
+    elif isinstance(value, bytes):
+        yield b"\xc6" + len(value).to_bytes(4, "big")  # the header of bytes
+        yield value
+    elif isinstance(value, Mapping):
+        yield msgpack.Packer().pack_map_header(len(value))
+        for name, item in value.items():
+            yield _encode_msgpack(name)
+            yield from _msgpack_pieces(item)
+    elif isinstance(value, list):
+        yield msgpack.Packer().pack_array_header(len(value))
+        for group in _groups(value):
+            yield b"".join(map(_encode_msgpack, group))
+    else:
+        yield _encode_msgpack(value)
+
+
+def _groups(items: list[object]) -> Iterator[list[object]]:
+    """Yield the items of a list in groups of about `CHUNK_BYTES`. No list of a result has larger items."""
+    step = max(1, CHUNK_BYTES // JUDGED_TEST_BYTES)
+    return (items[start : start + step] for start in range(0, len(items), step))
+
+
+def decode(body: bytes | bytearray, content_type: str, max_calls: int, max_keys: int = MAX_MAP_LEN) -> Json:
+    """Decode a body. Raises `HttpError`: 400 if it is malformed, 413 if it has more objects than `max_calls` calls
+    have, or an object with more than `max_keys` keys."""
+    decoder = _decode_msgpack if content_type == MSGPACK else _decode_json
+    return decoder(body, max_calls, max_keys)
+
+
+def _decode_json(body: bytes | bytearray, max_calls: int, max_keys: int) -> Json:
     if len(body) > MAX_JSON_BRACKETS and body.count(b"[") > MAX_JSON_BRACKETS:
         raise HttpError(
             413, f"more than {MAX_JSON_BRACKETS} opening brackets; send smaller batches, or send them as msgpack"
         )
-    decoder = json.JSONDecoder(object_pairs_hook=_ContainerLimit(max_calls).mapping, parse_int=_parse_int)
+    # Without a hook for whole numbers the decoder is five times as fast; `int` refuses more than `MAX_DIGITS`.
+    decoder = json.JSONDecoder(object_pairs_hook=_ContainerLimit(max_calls, max_keys).mapping)
     try:
         return decoder.decode(body.decode())
     except UnicodeDecodeError as error:
         raise HttpError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise HttpError(400, f"malformed JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except ValueError:  # the value would have no exact equal: as a float it is infinite, and equal to others
+        raise HttpError(
+            400, f"a whole number has more than {sys.get_int_max_str_digits()} digits; send it as text"
+        ) from None
     except RecursionError:
         raise HttpError(400, "the JSON is nested too deeply; a batch needs five levels") from None
 
 
-def _decode_msgpack(body: bytes, max_calls: int) -> Json:
-    limit = _ContainerLimit(max_calls)
+def _decode_msgpack(body: bytes | bytearray, max_calls: int, max_keys: int) -> Json:
+    limit = _ContainerLimit(max_calls, max_keys)
     try:
         return msgpack.unpackb(
             body,
@@ -213,7 +259,7 @@ def _decode_msgpack(body: bytes, max_calls: int) -> Json:
             list_hook=limit.list,
             unicode_errors="surrogatepass",
             max_array_len=max_calls,
-            max_map_len=MAX_MAP_LEN,
+            max_map_len=max_keys,
             max_ext_len=0,
         )
     except UnicodeDecodeError as error:
@@ -223,15 +269,18 @@ def _decode_msgpack(body: bytes, max_calls: int) -> Json:
 
 
 class _ContainerLimit:
-    """Decoder hooks that check the containers of one body: no object with a duplicate key, and no more containers than
-    a batch can need. An empty container is one byte in msgpack and 64 in memory."""
+    """Decoder hooks that check the containers of one body: no object with a duplicate key or too many keys, and no more
+    containers than a batch can need. An empty container is one byte in msgpack and 64 in memory."""
 
-    def __init__(self, max_calls: int) -> None:
+    def __init__(self, max_calls: int, max_keys: int) -> None:
         # A call has its own object, limits, files, return_files, env and argv; 16 are for the batch.
         self._left = 6 * max_calls + 16
+        self._max_keys = max_keys
 
     def mapping(self, pairs: list[tuple[Json, Json]]) -> dict[Json, Json]:
         self._count()
+        if len(pairs) > self._max_keys:
+            raise HttpError(413, f"an object of {len(pairs)} keys, expected at most {self._max_keys}; send fewer")
         mapping = dict(pairs)
         if len(mapping) != len(pairs):
             duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -248,16 +297,14 @@ class _ContainerLimit:
             raise HttpError(413, "more objects than a batch of the largest size can have; send smaller batches")
 
 
-def _parse_int(digits: str) -> int:
-    """Parse a JSON integer. A longer one has no value here: as a float it would be infinite, and equal to others."""
-    if len(digits) > MAX_DIGITS:
-        raise HttpError(
-            400, f"a whole number of {len(digits)} characters, expected at most {MAX_DIGITS}; send it as text"
-        )
-    return int(digits)
+def _base64(value: object) -> str:
+    """Encode what JSON has no form for: the bytes of a file."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_base64)
 
 
 def _encode_json(value: object) -> bytes:
@@ -270,12 +317,3 @@ def _encode_msgpack(value: object) -> bytes:
     except UnicodeEncodeError:
         packed = msgpack.packb(value, unicode_errors="replace")
     return packed
-
-
-def _with_base64_files(result: Encoded, content_type: str) -> Encoded:
-    """Return the result, with its files as base64 text if the content type has no bytes."""
-    files = result.get("files")
-    if not files or content_type in (MSGPACK, MSGPACK_STREAM):
-        return result
-    assert isinstance(files, dict)
-    return {**result, "files": {path: base64.b64encode(data).decode("ascii") for path, data in files.items()}}

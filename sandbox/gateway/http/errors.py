@@ -36,13 +36,22 @@ ERROR_TYPES = {
 }
 
 
-class HttpError(Exception):
+class BodyError(Exception):
+    """A reason to refuse a body. It may be raised in another process, so `args` are those of the constructor, as plain
+    data."""
+
+
+class HttpError(BodyError):
     """A request that is answered with an error: its HTTP status, message and headers."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(status, message, headers)
         self.status = status
+        self.message = message
         self.headers = headers or {}
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def errors_as_json(dispatcher: Dispatcher) -> Middleware:

@@ -8,81 +8,92 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import MappingProxyType
 
 from aiohttp import web
 
-from sandbox.config import ServeConfig
-from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.body_parser import BodyParser
+from sandbox.gateway.http.body_reader import BodyReader, Reservation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.request_record import RECORD
-from sandbox.gateway.http.validation import ParsedBatch
+from sandbox.gateway.http.validation import CallsForm, Form
 from sandbox.types import EncodedResult, Status
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
-BODIES = web.AppKey("bodies", codec.BodyReader)
+BODIES = web.AppKey("bodies", BodyReader)
+PARSER = web.AppKey("parser", BodyParser)
 
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
+CALLS_FREED_PER_STEP = 64
 CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
 """HTTP statuses of errors of a route that runs calls."""
 
 
 @asynccontextmanager
-async def admitted_batch(
-    request: web.Request, parse: Callable[[codec.Json, ServeConfig], Awaitable[ParsedBatch]]
-) -> AsyncIterator[tuple[Batch, str, int]]:
+async def admitted_batch(request: web.Request, form: CallsForm) -> AsyncIterator[tuple[Batch, str, int]]:
     """Read, parse and admit a batch. Yields the batch, the body's content type, and the HTTP status of the response:
     400 if every call is malformed. At the end, and if the client disconnects, unfinished calls are cancelled.
 
     The body counts as buffered until the call table counts its calls.
     """
-    dispatcher, bodies = request.app[DISPATCHER], request.app[BODIES]
-    body, content_type = await read_body(request)
-    size = len(body)
+    dispatcher = request.app[DISPATCHER]
     try:
-        raw = await bodies.decode(body, content_type)
-        del body  # frees the memory before the calls are validated
-        batch, malformed = await parse(raw, dispatcher.config)
-        del raw  # frees the memory before the calls wait
-        await submit(request, batch)
-    finally:
-        bodies.release(size)
-    status = 400 if malformed == len(batch.results) else 200
-    if malformed:
-        dispatcher.counters.by_status[Status.INVALID.value] += malformed
-    if status == 400:
-        dispatcher.counters.refused[status] += 1
-    try:
+        with request.app[BODIES].reservation(request) as reservation:
+            content_type = await parse_body(request, reservation, form)
+            batch, malformed = form.parsed
+            await submit(request, batch)
+        status = 400 if malformed == len(batch.results) else 200
+        if malformed:
+            owner = request.get(TENANT)
+            dispatcher.counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
+        if status == 400:
+            dispatcher.counters.refused[status] += 1
         yield batch, content_type, status
     finally:
-        dispatcher.cancel(batch)
+        await _cancel(dispatcher, form)
 
 
-async def read_body(request: web.Request) -> tuple[bytes, str]:
-    """Read the body of a request that runs calls. Returns the body and its content type. The body counts as buffered
-    until the caller passes its size to `BodyReader.release`. Raises `HttpError`, and `Overloaded` while the server
-    drains."""
+async def _cancel(dispatcher: Dispatcher, form: CallsForm) -> None:
+    """Cancel unfinished calls, and free them in steps: those of one batch can have millions of texts."""
+    if (batch := form.batch) is None:
+        return
+    calls = [pending.call for pending in batch.calls]
+    dispatcher.cancel(batch)
+    while len(calls) > CALLS_FREED_PER_STEP:
+        del calls[-CALLS_FREED_PER_STEP:]
+        await asyncio.sleep(0)
+
+
+async def parse_body(request: web.Request, reservation: Reservation, form: Form) -> str:
+    """Read the body of a request that runs calls, and add its items to the form. Returns its content type. Raises
+    `HttpError`, what `Form.check` raises, and `Overloaded` while the server drains."""
     dispatcher = request.app[DISPATCHER]
     dispatcher.check_accepting()
     content_type = codec.body_type(request)
-    body = await request.app[BODIES].read(request)
+    body = await request.app[BODIES].read(request, reservation)
     dispatcher.counters.bytes_in += len(body)
-    return body, content_type
+    await request.app[PARSER].parse(body, content_type, form)
+    return content_type
 
 
 async def submit(request: web.Request, batch: Batch) -> None:
-    """Admit a parsed batch for the tenant of the request's token. Every batch of a request passes through here. Raises
-    `InvalidCall` if a call names another tenant, `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
+    """Admit a parsed batch for the tenant of the request's token. Raises `InvalidCall` if a call names another tenant,
+    `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
     tenant = request.get(TENANT)
     if tenant is not None:
         await validation.set_tenant(batch, tenant)
+    admit(request, batch)
+
+
+def admit(request: web.Request, batch: Batch) -> None:
+    """Admit a batch whose calls have their tenant, and record that the request has them. Every batch of a request
+    passes through here. Raises `Overloaded` or `RequestRefused`."""
     request.app[DISPATCHER].submit(batch)
     request[RECORD].add_batch(batch)
 
@@ -118,31 +129,34 @@ async def wait_for_results(batch: Batch) -> None:
         await done.wait()
 
 
-def pop_results(batch: Batch) -> list[EncodedResult]:
-    return [batch.pop_result(index) for index in range(len(batch.results))]
+def pop_results(batch: Batch) -> Iterator[EncodedResult]:
+    """Return the results in order. Each is dropped from the batch when it is read."""
+    return map(batch.pop_result, range(len(batch.results)))
 
 
 async def respond(
     request: web.Request,
     status: int,
-    body: bytes,
+    parts: Sequence[bytes],
     content_type: str,
     begun: web.StreamResponse | None = None,
-    headers: Mapping[str, str] = NO_HEADERS,
+    headers: Mapping[str, str] | None = None,
 ) -> web.StreamResponse:
     """Send the whole body, in chunks of `CHUNK_BYTES`. Returns when all of it is in the kernel's socket buffer. A
     response that has `begun` keeps its own status and headers."""
-    headers = {"Content-Type": content_type, **headers}
-    if begun is None and len(body) <= codec.CHUNK_BYTES:
+    headers = {"Content-Type": content_type, **(headers or {})}
+    size = sum(map(len, parts))
+    if begun is None and size <= codec.CHUNK_BYTES:
+        body = b"".join(parts)
         response = web.Response(status=status, body=body, headers=headers)
         await send(request, response, body)
         return response
     stream = begun
     if stream is None:
-        stream = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(len(body))})
+        stream = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(size)})
         await stream.prepare(request)
-    for start in range(0, len(body), codec.CHUNK_BYTES):
-        await send(request, stream, body[start : start + codec.CHUNK_BYTES])
+    for part in parts:
+        await _send_in_chunks(request, stream, part)
     await end(request, stream)
     return stream
 
@@ -166,19 +180,32 @@ async def stream(request: web.Request, status: int, batch: Batch, content_type: 
         if not finished and not await _wait_for_event(has_finished, codec.HEARTBEAT_S):
             await send(request, response, codec.HEARTBEAT[content_type])
             continue
-        lines: list[bytes] = []
-        result_size = encoded_size = 0
-        while finished and len(lines) < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
+        parts: list[bytes] = []
+        num_lines = result_size = encoded_size = 0
+        while finished and num_lines < codec.RESULTS_PER_YIELD and encoded_size < codec.CHUNK_BYTES:
             index = finished.popleft()
             result = batch.pop_result(index)
-            result_size += result_bytes(result) if batch.unread_bytes else 0
-            lines.append(codec.encode_line(index, result, content_type))
-            encoded_size += len(lines[-1])
-        num_unsent -= len(lines)
-        await send(request, response, b"".join(lines))
+            size = codec.encoded_bytes(result)
+            result_size += size
+            line = await codec.encode_line(index, result, size, content_type)
+            parts += line
+            num_lines += 1
+            encoded_size += sum(map(len, line))
+        num_unsent -= num_lines
+        if encoded_size <= codec.CHUNK_BYTES:
+            await send(request, response, b"".join(parts))
+        else:
+            for part in parts:
+                await _send_in_chunks(request, response, part)
         dispatcher.call_table.results_read(batch, result_size)
     await end(request, response)
     return response
+
+
+async def _send_in_chunks(request: web.Request, response: web.StreamResponse, part: bytes) -> None:
+    for start in range(0, len(part), codec.CHUNK_BYTES):
+        await send(request, response, part[start : start + codec.CHUNK_BYTES])
+        await asyncio.sleep(0)
 
 
 async def send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:

@@ -1,6 +1,8 @@
 """The route `/v1/judge`: parses programs, has them judged, and sends the results in order or as they come.
 
-The body counts as buffered until the response is complete, because the tests stay in memory until then.
+The tests stay in memory until the response is complete. Until then the length of their body counts against a budget of
+programs, which each tenant has beside its budget of bodies (`body_reader`). So programs that take long to judge do not
+refuse the bodies of other requests.
 """
 
 from __future__ import annotations
@@ -8,16 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple, cast
+from dataclasses import asdict
+from functools import partial
+from typing import ClassVar, NamedTuple, cast
 
 from aiohttp import web
 
-from sandbox.comparison import TextComparison
+from sandbox.comparison import TextComparison, Tolerance
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused, first_error
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http import codec, exchange
 from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.body_reader import ByteBudget, Reservation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON, Json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
 from sandbox.gateway.http.openapi import (
@@ -30,8 +35,15 @@ from sandbox.gateway.http.openapi import (
     response_schema,
     schema_of_enum,
 )
-from sandbox.gateway.http.validation import BATCH_FIELDS, check_fields, check_items, check_queue_timeout, id_of
-from sandbox.gateway.judging import Judge
+from sandbox.gateway.http.validation import (
+    BATCH_FIELDS,
+    MalformedCall,
+    check_fields,
+    check_items,
+    check_queue_timeout,
+    id_of,
+)
+from sandbox.gateway.judging import Judge, JudgeRequest
 from sandbox.judge import (
     PROGRAM_FIELDS,
     TEST_FIELDS,
@@ -40,10 +52,11 @@ from sandbox.judge import (
     JudgedTest,
     JudgeOutcome,
     Program,
+    ProgramTest,
 )
 from sandbox.own_profiles import check_profile
 from sandbox.tenants import Tenant
-from sandbox.types import CALL_FIELDS, EncodedResult, Status, Usage
+from sandbox.types import CALL_FIELDS, Call, EncodedResult, Status, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {
     "programs": "the programs; results are in the same order",
@@ -52,8 +65,13 @@ PROGRAMS_FIELDS: dict[str, str] = {
 }
 MAX_DECODED_CALLS = 1 << 20
 """A body may have as many objects as one with this many calls, because the arguments of tests may have many objects."""
-PROGRAMS_PER_YIELD = 64
+MAX_KEYS = 1 << 20
+"""Keys of one object in a body. The arguments of a test may be a large object."""
+TESTS_PER_ITEM = 64
+"""Tests that the body worker sends together, unless they are large."""
+TEST_BYTES_PER_ITEM = 256 << 10
 JUDGE = web.AppKey("judge", Judge)
+JUDGED_BYTES = web.AppKey("judged_bytes", ByteBudget)
 
 
 class ParsedPrograms(NamedTuple):
@@ -63,56 +81,166 @@ class ParsedPrograms(NamedTuple):
     programs: list[tuple[int, Program]]
     results: Batch
     queue_timeout_s: float
-
-    def of_tenant(self, tenant: Tenant) -> ParsedPrograms:
-        """Return these programs with the tenant of the request's token as their owner. Raises `InvalidCall` if a
-        program names another tenant."""
-        for _, program in self.programs:
-            tenant.check_owner(program.call.tenant, "program")
-        return self._replace(programs=[(index, program.with_tenant(tenant.name)) for index, program in self.programs])
+    is_single: bool
+    """Whether the body is one program."""
 
 
-async def parse_programs(raw: Json, config: ServeConfig, owner: Tenant | None) -> ParsedPrograms:
-    """Parse a body with `programs`. A program that names another tenant than `owner`, the tenant of the request's
-    token, is malformed. Raises `InvalidCall` or `RequestRefused`."""
-    check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
-    items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
-    _check_count(_num_tests(raw.get("defaults")), config)
-    defaults = Program.decode_defaults(raw.get("defaults"))
-    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "judge", config.queue_timeout_s)
-    parsed = ParsedPrograms([], Batch(len(items), timeout_s), timeout_s)
-    tests = 0
-    for index, item in enumerate(items):
-        if index % PROGRAMS_PER_YIELD == PROGRAMS_PER_YIELD - 1:
-            await asyncio.sleep(0)
-        own_tests = _num_tests(item)
-        tests += own_tests
-        _check_count(tests, config)  # before they are decoded, which takes 3 us each
-        program_id = id_of(item, index)
-        try:
-            program = Program.decode(item, defaults, f"programs[{index}]")
-            check_profile(program.call.profile, config.own_profiles, f"programs[{index}]")
-            if owner is not None:
-                owner.check_owner(program.call.tenant, f"programs[{index}]")
-        except InvalidCall as error:
-            _set_result(parsed.results, index, JudgedProgram(program_id, JudgeOutcome.INVALID, message=str(error)))
-            continue
-        if not own_tests:
-            tests += len(program.tests)
-            _check_count(tests, config)
-        parsed.programs.append((index, program.with_id(program_id)))
-    return parsed
+class ProgramsHead(NamedTuple):
+    """The fields of a request. It is the first item."""
+
+    size: int
+    queue_timeout_s: float
+    is_single: bool
+    defaults: Program
 
 
-def parse_program(raw: Json, config: ServeConfig) -> ParsedPrograms:
-    """Parse a body that is one program. Raises `InvalidCall` or `RequestRefused`."""
-    timeout_s = config.queue_timeout_s
-    if isinstance(raw, dict) and "queue_timeout_s" in raw:
-        timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
-    _check_count(_num_tests(raw), config)
-    program = Program.decode(raw)
-    check_profile(program.call.profile, config.own_profiles, "program")
-    return ParsedPrograms([(0, program)], Batch(1, timeout_s), timeout_s)
+class CheckedProgram(NamedTuple):
+    """A valid program."""
+
+    program_index: int
+    program: Program
+
+
+Item = ProgramsHead | CheckedProgram | MalformedCall
+
+
+class ProgramsForm:
+    """A body with `programs`, or with one program. A program that names another tenant than the owner is malformed.
+
+    It has the methods of `validation.Form`.
+    """
+
+    max_keys: ClassVar[int] = MAX_KEYS
+
+    def __init__(self, config: ServeConfig, owner: Tenant | None) -> None:
+        self.config = config
+        self.owner = owner
+        self.parsed: ParsedPrograms
+        self._defaults: Program
+        self._tests: list[ProgramTest] = []
+        """Tests that came from the body worker, of a program that comes after them."""
+
+    @staticmethod
+    def max_calls(config: ServeConfig) -> int:
+        return MAX_DECODED_CALLS
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `InvalidCall` or `RequestRefused`."""
+        if isinstance(raw, dict) and "programs" in raw:
+            return self._check_programs(raw)
+        return self._check_single(raw)
+
+    def _check_single(self, raw: Json) -> Iterator[Item]:
+        timeout_s = self.config.queue_timeout_s
+        if isinstance(raw, dict) and "queue_timeout_s" in raw:
+            timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
+        self._check_count(_num_tests(raw))
+        program = Program.decode(raw)
+        check_profile(program.call.profile, self.config.own_profiles, "program")
+        if self.owner is not None:
+            self.owner.check_owner(program.call.tenant, "program")
+        yield ProgramsHead(1, timeout_s, True, Program.decode_defaults(None))
+        yield CheckedProgram(0, program)
+
+    def _check_programs(self, raw: dict[str, Json]) -> Iterator[Item]:
+        config = self.config
+        check_fields(raw, PROGRAMS_FIELDS, "judge", "programs")
+        items = check_items(raw["programs"], "judge.programs", "program", config.batch_calls)
+        self._check_count(_num_tests(raw.get("defaults")))
+        defaults = Program.decode_defaults(raw.get("defaults"))
+        timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "judge", config.queue_timeout_s)
+        yield ProgramsHead(len(items), timeout_s, False, defaults)
+        tests = 0
+        for index, item in enumerate(items):
+            own_tests = _num_tests(item)
+            tests += own_tests
+            self._check_count(tests)  # before they are decoded, which takes 3 us each
+            program_id = id_of(item, index)
+            try:
+                program = Program.decode(item, defaults, f"programs[{index}]")
+                check_profile(program.call.profile, config.own_profiles, f"programs[{index}]")
+                if self.owner is not None:
+                    self.owner.check_owner(program.call.tenant, f"programs[{index}]")
+            except InvalidCall as error:
+                yield MalformedCall(index, program_id, str(error))
+                continue
+            if not own_tests:
+                tests += len(program.tests)
+                self._check_count(tests)
+            yield CheckedProgram(index, program)
+
+    def _check_count(self, tests: int) -> None:
+        if tests > self.config.batch_calls:
+            raise RequestRefused(
+                f"expected at most {self.config.batch_calls} tests in one request, got {tests} or more; "
+                "send several requests, or start the server with a larger --batch-calls"
+            )
+
+    def encode(self, item: Item) -> Iterator[list[Json]]:
+        """Yield an item as plain data. The tests of a program come before it, in parts."""
+        match item:
+            case ProgramsHead():
+                self._defaults = Program.decode_defaults(None)
+                yield from self._encode_tests(item.defaults)
+                yield ["head", *item[:3], *self._encode_program(item.defaults)]
+                self._defaults = item.defaults
+            case CheckedProgram():
+                yield from self._encode_tests(item.program)
+                yield ["program", item.program_index, *self._encode_program(item.program)]
+            case MalformedCall():
+                yield ["malformed", *item]
+
+    def _encode_tests(self, program: Program) -> Iterator[list[Json]]:
+        part: list[Json] = []
+        size = 0
+        for test in () if program.tests is self._defaults.tests else program.tests:
+            part.append([test.stdin, test.function_call, test.expected])
+            size += test.size
+            if len(part) == TESTS_PER_ITEM or size > TEST_BYTES_PER_ITEM:
+                yield ["tests", part]
+                part, size = [], 0
+        if part:
+            yield ["tests", part]
+
+    def _encode_program(self, program: Program) -> list[Json]:
+        comparison = program.comparison
+        encoded = asdict(comparison) if isinstance(comparison, Tolerance) else comparison.value
+        call = program.call.encode_changes(self._defaults.call)
+        return [call, encoded, program.checker, program.stop_at_first_failure]
+
+    def receive(self, encoded: list[Json]) -> None:
+        """Add an encoded item."""
+        kind, *values = encoded
+        match kind:
+            case "tests":
+                self._tests += [ProgramTest(*test) for test in values[0]]
+            case "head":
+                self._defaults = Program.decode_defaults(None)
+                size, queue_timeout_s, is_single, *program = values
+                self.add(ProgramsHead(size, queue_timeout_s, is_single, self._decode_program(*program)))
+            case "program":
+                self.add(CheckedProgram(values[0], self._decode_program(*values[1:])))
+            case _:
+                self.add(MalformedCall(*values))
+
+    def _decode_program(self, call: Json, comparison: Json, checker: str, stop: bool) -> Program:
+        tests, self._tests = tuple(self._tests) or self._defaults.tests, []
+        compared = Tolerance(**comparison) if isinstance(comparison, dict) else TextComparison(comparison)
+        return Program(Call.decode(call, self._defaults.call), tests, compared, checker, stop)
+
+    def add(self, item: Item) -> None:
+        """Add an item to the programs."""
+        match item:
+            case ProgramsHead():
+                self._defaults = item.defaults
+                results = Batch(item.size, item.queue_timeout_s)
+                self.parsed = ParsedPrograms([], results, item.queue_timeout_s, item.is_single)
+            case CheckedProgram():
+                program = item.program if self.owner is None else item.program.with_tenant(self.owner.name)
+                self.parsed.programs.append((item.program_index, program))
+            case MalformedCall():
+                judged = JudgedProgram(item.call_id, JudgeOutcome.INVALID, message=item.message)
+                _set_result(self.parsed.results, item.call_index, judged)
 
 
 def _num_tests(raw: Json) -> int:
@@ -121,20 +249,12 @@ def _num_tests(raw: Json) -> int:
     return len(tests) if isinstance(tests, list) else 0
 
 
-def _check_count(tests: int, config: ServeConfig) -> None:
-    if tests > config.batch_calls:
-        raise RequestRefused(
-            f"expected at most {config.batch_calls} tests in one request, got {tests} or more; "
-            "send several requests, or start the server with a larger --batch-calls"
-        )
-
-
 def _set_result(results: Batch, index: int, judged: JudgedProgram) -> None:
     results.set_result(index, cast(EncodedResult, judged.encode()))  # a batch accepts any mapping that can be encoded
 
 
 async def run_judge(request: web.Request) -> web.StreamResponse:
-    async with _admitted_programs(request) as (parsed, body_type, is_single):
+    async with _admitted_programs(request) as (parsed, body_type):
         content_type = codec.response_type(request, body_type, BATCH_TYPES)
         status = 200 if parsed.programs else 400
         with _first_error_of_group():
@@ -143,47 +263,42 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
                 if content_type in (NDJSON, MSGPACK_STREAM):
                     return await exchange.stream(request, status, parsed.results, content_type)
                 begun = await exchange.wait_with_heartbeats(request, parsed.results, status, content_type)
-        if is_single:
-            body = codec.encode(parsed.results.pop_result(0), content_type)
+        if parsed.is_single:
+            body = await codec.encode_result(parsed.results.pop_result(0), content_type)
         else:
-            body = await codec.encode_results(exchange.pop_results(parsed.results), content_type)
+            results = parsed.results
+            body = await codec.encode_results(exchange.pop_results(results), len(results.results), content_type)
         return await exchange.respond(request, status, body, content_type, begun)
 
 
 async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
     def on_judged(index: int, judged: JudgedProgram) -> None:
+        if not judged.id and not parsed.is_single:
+            judged = judged.with_id(str(index))
         _set_result(parsed.results, index, judged)
 
-    owner = request.get(TENANT)
-    await request.app[JUDGE].judge_all(parsed.programs, parsed.queue_timeout_s, owner, on_judged)
+    context = JudgeRequest(parsed.queue_timeout_s, request.get(TENANT), partial(exchange.admit, request))
+    await request.app[JUDGE].judge_all(parsed.programs, context, on_judged)
 
 
 @asynccontextmanager
-async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[ParsedPrograms, str, bool]]:
+async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[ParsedPrograms, str]]:
     """Read and parse the programs of a request, and check that the queue has room for their tests. Yields them with the
-    body's content type, and whether the body is a single program."""
-    dispatcher, bodies, owner = request.app[DISPATCHER], request.app[BODIES], request.get(TENANT)
-    body, content_type = await exchange.read_body(request)
-    size = len(body)
-    try:
-        raw = await bodies.decode(body, content_type, MAX_DECODED_CALLS)
-        del body  # frees the memory before the programs are validated
-        is_single = not (isinstance(raw, dict) and "programs" in raw)
-        if is_single:
-            parsed = parse_program(raw, dispatcher.config)
-        else:
-            parsed = await parse_programs(raw, dispatcher.config, owner)
-        del raw
-        if owner is not None:
-            parsed = parsed.of_tenant(owner)
-        request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
+    body's content type."""
+    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    form = ProgramsForm(dispatcher.config, owner)
+    with Reservation(request.app[JUDGED_BYTES], owner, "programs are being judged") as judged:
+        with request.app[BODIES].reservation(request) as reservation:
+            content_type = await exchange.parse_body(request, reservation, form)
+            judged.grow(reservation.size)
+        parsed = form.parsed
+        await request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
         if malformed := len(parsed.results.results) - len(parsed.programs):
-            dispatcher.counters.by_status[Status.INVALID.value] += malformed
+            tenant = owner.name if owner is not None else ""
+            dispatcher.counters.count_calls(Status.INVALID.value, tenant, malformed)
         if not parsed.programs:
             dispatcher.counters.refused[400] += 1
-        yield parsed, content_type, is_single
-    finally:
-        bodies.release(size)
+        yield parsed, content_type
 
 
 @contextmanager
@@ -198,6 +313,7 @@ def _first_error_of_group() -> Iterator[None]:
 async def on_startup(app: web.Application) -> None:
     """Create the judge of an application."""
     app[JUDGE] = Judge(app[DISPATCHER])
+    app[JUDGED_BYTES] = ByteBudget(app[DISPATCHER])
 
 
 _JUDGED_TEST_FIELDS: dict[str, str] = {

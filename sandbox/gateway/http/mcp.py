@@ -24,7 +24,11 @@ from sandbox.gateway.http.exchange import BODIES, DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.types import Call, Result
 
+log = logging.getLogger(__name__)
+
 EVENT_STREAM = "text/event-stream"
+START_TIMEOUT_S = 30.0
+"""Seconds in which the transport must start."""
 MAX_BODY_BYTES = 4 << 20
 """Length of a message, which is also the limit of the SDK."""
 MAX_STRUCTURE_BYTES = 64 << 10
@@ -46,12 +50,11 @@ class McpTransport:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request. Raises `HttpError` 501 if the SDK is not installed."""
         async with self._starting:
-            if self._manager is None:
-                await self._start()
+            manager = self._manager or await self._start()
         asgi = _AsgiRequest(request, await _read_body(request))
         token = _request.set(request)
         try:
-            await self._manager.handle_request(asgi.scope, asgi.receive, asgi.send)
+            await manager.handle_request(asgi.scope, asgi.receive, asgi.send)
         finally:
             _request.reset(token)
         return await asgi.finish()
@@ -60,9 +63,10 @@ class McpTransport:
         """End all requests that are being answered."""
         self._stop.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait([self._task])
 
-    async def _start(self) -> None:
+    async def _start(self) -> Any:
+        """Start a manager and return it. Raises `HttpError`."""
         try:
             server = await asyncio.to_thread(importlib.import_module, "sandbox.mcp_server")
             security = importlib.import_module("mcp.server.transport_security")
@@ -76,16 +80,33 @@ class McpTransport:
         no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)
         mcp_server.streamable_http_app(stateless_http=True, transport_security=no_checks)
         manager = mcp_server.session_manager
-        started = asyncio.Event()
-        self._task = asyncio.create_task(self._run(manager, started))
-        await started.wait()
-        self._manager = manager
+        has_started_or_ended = asyncio.Event()
+        self._task = asyncio.create_task(self._run(manager, has_started_or_ended))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await has_started_or_ended.wait()
+        except TimeoutError:
+            log.error("the MCP transport has not started in %g s", START_TIMEOUT_S)
+        finally:
+            if self._manager is not manager:
+                self._task.cancel()
+        if self._manager is not manager:
+            raise HttpError(500, "the MCP transport did not start; the server's log has the reason")
+        return manager
 
-    async def _run(self, manager: Any, started: asyncio.Event) -> None:
+    async def _run(self, manager: Any, has_started_or_ended: asyncio.Event) -> None:
         """Keep the manager running until `stop`. The same task must enter and leave `manager.run()`."""
-        async with manager.run():
-            started.set()
-            await self._stop.wait()
+        try:
+            async with manager.run():
+                self._manager = manager
+                has_started_or_ended.set()
+                await self._stop.wait()
+        except Exception:
+            log.exception("the MCP transport has ended; the next request starts another")
+        finally:
+            if self._manager is manager:
+                self._manager = None
+            has_started_or_ended.set()
 
 
 class _AsgiRequest:
@@ -135,8 +156,8 @@ class _AsgiRequest:
 
 async def _read_body(request: web.Request) -> bytes:
     bodies = request.app[BODIES]
-    body = await bodies.read(request, MAX_BODY_BYTES)
-    bodies.release(len(body))
+    with bodies.reservation(request) as reservation:
+        body = await bodies.read(request, reservation, MAX_BODY_BYTES)
     if len(body) > MAX_STRUCTURE_BYTES and not _has_few_values(body):
         raise HttpError(413, f"expected at most {MAX_STRUCTURE_BYTES} bytes outside of texts, got more; send less")
     return body
@@ -154,11 +175,11 @@ async def _run_call(call: Call) -> Result:
     """Run the call of a tool for the current request."""
     request = _request.get()
     dispatcher = request.app[DISPATCHER]
-    batch, _ = await validation.parse_call(call.encode(binary=True), dispatcher.config)
+    batch, _ = await validation.parse(validation.CallForm(dispatcher.config), call.encode(binary=True))
     await exchange.submit(request, batch)
     try:
         await exchange.wait_for_results(batch)
-        return Result.decode(exchange.pop_results(batch)[0])
+        return Result.decode(batch.pop_result(0))
     finally:
         dispatcher.cancel(batch)
 

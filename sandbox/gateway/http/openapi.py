@@ -31,9 +31,11 @@ from sandbox.types import (
     Profile,
     Result,
     Status,
+    Strictness,
     Usage,
     Verdict,
 )
+from sandbox.verify import OPTION_FIELDS
 
 Schema = dict[str, Any]
 
@@ -110,7 +112,11 @@ def _example_result(**fields: Any) -> Schema:
 _TIMED_OUT = _example_result(
     id="endless", status=Status.TIMEOUT, error=CallError("Timeout", "used up its 4 s"), exit_code=None, signal=9
 )
-_VERDICT = Verdict(Outcome.EQUIVALENT, usage=Usage(queue_ms=0.3, run_ms=12.5, cpu_ms=12.1, peak_memory_mb=1.5)).encode()
+_VERDICT = Verdict(
+    Outcome.EQUIVALENT,
+    usage=Usage(queue_ms=0.3, run_ms=3.5, cpu_ms=3.1, peak_memory_mb=1.5),
+    extracted={"gold": "\\frac{1}{2}", "answer": "0.5"},
+).encode()
 EXAMPLES: Mapping[str, Any] = {
     "Execute": {"code": "print(input())\n1 + 1", "stdin": "hi", "limits": {"timeout_s": 4}},
     "Result": _example_result(stdout="hi\n", value="2"),
@@ -120,7 +126,7 @@ EXAMPLES: Mapping[str, Any] = {
     },
     "Results": {"results": [_example_result(value="1024"), _TIMED_OUT]},
     "Line": {"index": 1, **_TIMED_OUT},
-    "Verify": {"pairs": [{"gold": "\\frac{1}{2}", "answer": "0.5"}], "limits": {"timeout_s": 5}},
+    "Verify": {"pairs": [{"gold": "\\frac{1}{2}", "answer": "It is \\boxed{0.5}."}], "limits": {"timeout_s": 5}},
     "Verdicts": {"results": [_VERDICT]},
     "State": {"status": "ok"},
     "Ready": {
@@ -235,11 +241,20 @@ def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schem
     """Return the schemas of `/v1/verify`."""
     pair = {name: _field("string", doc) for name, doc in PAIR_FIELDS.items()}
     pairs = _field("array", VERIFY_FIELDS["pairs"], minItems=1, items=reference("Pair"))
-    shared = {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
-    description = "Pairs to check, each in its own call, and the limits of these calls."
+    options = {
+        "strictness": {
+            **reference("Strictness"),
+            "description": OPTION_FIELDS["strictness"],
+            "default": Strictness.STRICT.value,
+        },
+        "rounding": _field("boolean", OPTION_FIELDS["rounding"], default=False),
+    }
+    shared = options | {name: call_properties[name] for name in VERIFY_FIELDS if name in call_properties}
+    description = "Pairs to check, each in its own call, how they are compared, and the limits of these calls."
     return {
         "Pair": input_schema("The right answer and the answer to check.", pair, *pair),
         "Verify": input_schema(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
+        "Strictness": schema_of_enum(Strictness),
         "Outcome": schema_of_enum(Outcome),
         "Verdict": response_schema(Verdict, VERDICT_FIELDS),
         "Verdicts": list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
@@ -272,15 +287,38 @@ def _stats_schemas() -> dict[str, Schema]:
         "executors": _field("array", "one row for each executor", items={"type": "object"}),
         "nodes": _field("array", "one row for each node, only with --cluster", items={"type": "object"}),
         "missed_imports": _counts("imports by calls of modules that no zygote had preloaded, by module"),
+        "tenants": _field(
+            "array", "the tenants of the tenants file that have had calls", items=reference("TenantUsage")
+        ),
         "steps": _field("array", "the last ten minutes", items=reference("Step")),
+    }
+    own_stats = {
+        "service": stats["service"],
+        "at_s": _field("number", "seconds since the server started"),
+        "tenants": _field("array", "the tenant of the token", items=reference("TenantUsage")),
+    }
+    usage = {
+        "name": _field("string", "name of the tenant"),
+        "statuses": _counts("finished calls since the server started, by status"),
+        "waiting": _field("integer", "calls that wait for a slot now"),
+        "dispatched": _field("integer", "calls that executors have now"),
+        "bytes": _field("integer", "bytes of code, stdin and files of the unfinished calls"),
+        "run_s": _field("number", "seconds that the finished calls ran"),
+        "cpu_s": _field("number", "CPU seconds that the finished calls used"),
     }
     return {
         "Percentiles": _object("milliseconds, at most 7 % from the true value", percentiles),
         "Span": _object("An interval of about ten seconds up to now.", interval, additionalProperties=gauge),
         "Step": _object("An interval of about a second.", step, additionalProperties=gauge),
-        "Stats": {
+        "TenantUsage": _object("The calls of one tenant.", usage),
+        "ServerStats": {
             **_object("The data of the dashboard.", stats),
             "required": [name for name in stats if name != "nodes"],
+        },
+        "OwnStats": _object("What the token of a tenant gets: its own calls.", own_stats),
+        "Stats": {
+            "description": "The data of the dashboard, or for the token of a tenant its own calls.",
+            "anyOf": [reference("ServerStats"), reference("OwnStats")],
         },
     }
 

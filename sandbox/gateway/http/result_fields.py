@@ -30,7 +30,7 @@ RESULT_FIELDS: dict[str, str] = {
     "truncated": "names of the fields that were truncated: stdout, stderr, value, traceback or files",
     "files": "returned files and figures by path: base64 text in JSON, raw bytes in msgpack",
     "usage": "resources that the call used",
-    "attempts": "number of times that the call was started; 0 if never",
+    "attempts": "number of times that the call was sent to an executor, at most attempts; 0 if never",
     "clamped": "limits above the server's maximum, with the lower value that was used",
     "missing_files": "paths and patterns of return_files without a file in files: the code left no readable regular "
     "file there, the file did not fit (truncated then contains files), or the call was killed before its files were "
@@ -41,4 +41,5 @@ VERDICT_FIELDS: dict[str, str] = {
     "status": "how the check ended, in its own virtual time and limits: ok if the comparison finished",
     "message": "the reason why there is no comparison; else empty",
     "usage": "resources that the check used",
+    "extracted": "the answers that were found in gold and answer, each cut at 200 characters",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import replace
 from functools import partial
@@ -14,16 +13,18 @@ from sandbox import verify
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import cancel, code_judge, codec, exchange, judge, mcp, sandbox_fusion, validation
 from sandbox.gateway.http.auth import DOCS_ASSETS, TENANT, auth_middleware
+from sandbox.gateway.http.body_parser import BodyParser
+from sandbox.gateway.http.body_reader import BodyReader, ByteBudget
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
-from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
+from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER, PARSER
 from sandbox.gateway.http.listener import KEEPALIVE_S
 from sandbox.gateway.http.openapi import MAX_SAFE_INTEGER, Route, document
 from sandbox.gateway.http.request_record import add_request_id, record_requests, shorten_malformed
 from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.stats import Stats
 from sandbox.gateway.traces import Traces
-from sandbox.types import Result, Status
+from sandbox.types import POISON, Result, Status
 
 STATS = web.AppKey("stats", Stats)
 PROMETHEUS = web.AppKey("prometheus", PrometheusText)
@@ -55,12 +56,13 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
         },
     )
     app[DISPATCHER] = dispatcher
-    app[BODIES] = codec.BodyReader(config.queue_mb << 20, config.body_mb << 20, config.batch_calls, config.stall_s)
+    app[BODIES] = BodyReader(ByteBudget(dispatcher), config.body_mb << 20, config.stall_s)
+    app[PARSER] = BodyParser(config)
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)
     app.on_response_prepare.append(add_request_id)
     app.on_startup.extend([_start_stats, judge.on_startup, mcp.on_startup])
-    app.on_cleanup.extend([_stop_stats, mcp.on_cleanup])
+    app.on_cleanup.extend([_stop_stats, mcp.on_cleanup, _stop_parser])
     for route in ROUTES:
         # The default pattern would exclude ids with a slash or a brace.
         app.router.add_route(route.method, route.path.replace("{id}", "{id:.+}"), route.handler)
@@ -70,38 +72,39 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 
 
 async def run_call(request: web.Request) -> web.StreamResponse:
-    async with exchange.admitted_batch(request, validation.parse_call) as (batch, sent, _):
+    form = validation.CallForm(request.app[DISPATCHER].config, request.get(TENANT))
+    async with exchange.admitted_batch(request, form) as (batch, sent, _):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
-        result = exchange.pop_results(batch)[0]
-        body = codec.encode_result(result, content_type)
+        result = batch.pop_result(0)
+        body = await codec.encode_result(result, content_type)
         if result["status"] != Status.UNAVAILABLE:
             return await exchange.respond(request, 200, body, content_type, begun)
-        retry_after = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
-        return await exchange.respond(request, 503, body, content_type, begun, retry_after)
+        headers = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
+        if result["error"] is not None and result["error"]["type"] == POISON:
+            headers = {}  # no client may send this call again
+        return await exchange.respond(request, 503, body, content_type, begun, headers)
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    parse = partial(validation.parse_batch, owner=request.get(TENANT))
-    async with exchange.admitted_batch(request, parse) as (batch, sent, status):
+    form = validation.BatchForm(request.app[DISPATCHER].config, request.get(TENANT))
+    async with exchange.admitted_batch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
-        body = await codec.encode_results(exchange.pop_results(batch), content_type)
+        body = await codec.encode_results(exchange.pop_results(batch), len(batch.results), content_type)
         return await exchange.respond(request, status, body, content_type, begun)
 
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
-    async with exchange.admitted_batch(request, validation.parse_pairs) as (batch, sent, status):
+    form = validation.PairsForm(request.app[DISPATCHER].config, request.get(TENANT))
+    async with exchange.admitted_batch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
-        verdicts = []
-        for index, result in enumerate(exchange.pop_results(batch)):
-            if index % codec.RESULTS_PER_YIELD == codec.RESULTS_PER_YIELD - 1:
-                await asyncio.sleep(0)
-            verdicts.append(verify.verdict_of(Result.decode(result)).encode())
-        body = await codec.encode_results(verdicts, content_type)
+        results = map(Result.decode, exchange.pop_results(batch))
+        verdicts = (verify.verdict_of(result).encode() for result in results)
+        body = await codec.encode_results(verdicts, len(batch.results), content_type)
         return await exchange.respond(request, status, body, content_type, begun)
 
 
@@ -121,7 +124,9 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def prometheus(request: web.Request) -> web.Response:
-    text = request.app[PROMETHEUS].render()
+    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    prometheus = request.app[PROMETHEUS] if owner is None else PrometheusText(partial(dispatcher.samples, owner))
+    text = prometheus.render()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -130,7 +135,8 @@ async def stats(request: web.Request) -> web.Response:
     is_number = after.isascii() and after.isdigit() and len(after) <= len(str(MAX_SAFE_INTEGER))
     if not is_number or int(after) > MAX_SAFE_INTEGER:
         raise HttpError(400, f"after: expected the number of a step, or 0 for all steps, got {after!r:.80}")
-    return web.json_response(request.app[STATS].build(int(after)), headers={"Cache-Control": "no-store"})
+    body = request.app[STATS].build(int(after), request.get(TENANT))
+    return web.json_response(body, headers={"Cache-Control": "no-store"})
 
 
 async def openapi(request: web.Request) -> web.Response:
@@ -153,6 +159,10 @@ async def dashboard(request: web.Request) -> web.Response:
 
 async def _start_stats(app: web.Application) -> None:
     app[STATS].start()
+
+
+async def _stop_parser(app: web.Application) -> None:
+    await app[PARSER].stop()
 
 
 async def _stop_stats(app: web.Application) -> None:

@@ -10,17 +10,14 @@ tool, and the Python SDK `sandbox-fusion`.
 
 from __future__ import annotations
 
-import base64
 import glob
 import json
 import posixpath
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from aiohttp import web
 
-from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, Overloaded
 from sandbox.fields import (
     MAX_FILES,
@@ -34,11 +31,13 @@ from sandbox.fields import (
     shown,
 )
 from sandbox.gateway.http import codec, exchange
+from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, Json
-from sandbox.gateway.http.errors import HttpError
+from sandbox.gateway.http.errors import BodyError, HttpError
+from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.gateway.http.sandbox_fusion_schemas import EXAMPLES, LANGUAGES, MAX_CELLS, MEMORY_MB, SCHEMAS, SECONDS
-from sandbox.gateway.http.validation import ParsedBatch, batch_of_one
+from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
 from sandbox.types import DEFAULT_LIMITS, LIMIT_FIELDS, MAX_CODE_CHARS, Call, EncodedResult, Limits, Status
 
 KERNEL_START_S = 10.0
@@ -50,7 +49,7 @@ NOTEBOOK_OUTPUT_KB = 8192
 MAX_CELL_VALUES = 50_000
 """Maximum of JSON values in the results of all cells, counted as `[`, `{` and `,`. Hostile code can write millions,
 which would take a second to decode."""
-ERRORS_WITH_504 = frozenset({"Stopped", "ExecutorLost", "NodeError", "QueueTimeout"})
+ERRORS_WITH_504 = frozenset({"Stopped", "NodeError", "QueueTimeout"})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
 _LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})
@@ -59,98 +58,122 @@ _LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})
 Response = dict[str, Any]
 
 
-class UnsupportedLanguage(Exception):
+class UnsupportedLanguage(BodyError):
     """A request for a language that only SandboxFusion itself runs."""
 
 
-class _DecodedRequest(NamedTuple):
-    """The call of a request, and the function that builds the response from the call's result."""
+class RunCodeForm(CallsForm):
+    """The body of /run_code. The `extra` of the head is the paths of the files to return."""
 
-    call: Call
-    build_response: Callable[[EncodedResult], Response]
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `InvalidCall` or `UnsupportedLanguage`."""
+        raw = check_mapping(raw, "request")
+        if "code" not in raw:
+            raise InvalidCall("code: expected Python source as text, but the field is missing")
+        language = raw.get("language", "python")
+        if language not in LANGUAGES:
+            raise InvalidCall(f"language: expected one of {', '.join(LANGUAGES)}, got {shown(language)}")
+        check_number(raw.get("compile_timeout", 10), "compile_timeout", SECONDS)
+        limits = _limits(raw, "run_timeout", 10.0, RUN_CODE_OUTPUT_KB)
+        fetched = _fetched(raw)
+        stdin = raw.get("stdin")
+        call = Call(
+            code=raw["code"],
+            stdin="" if stdin is None else stdin,
+            files=_files(raw),
+            return_files=_return_files(fetched),
+            limits=limits,
+            echo=False,
+        )
+        if language != "python":
+            raise UnsupportedLanguage(f"language {language!r} is not supported: this server runs python only")
+        yield BatchHead(1, self.config.queue_timeout_s, extra=fetched)
+        yield CheckedCall(0, call, "")
+
+    def build_response(self, result: EncodedResult) -> Response:
+        """Return the response for the result of the call."""
+        return {
+            "status": "Success" if result["status"] == Status.OK.value else "Failed",
+            "message": "",
+            "compile_result": None,
+            "run_result": _command(result, result["stdout"], result["stderr"]),
+            "executor_pod_name": None,
+            "files": _returned_files(result, self.head.extra),
+        }
+
+
+class RunJupyterForm(CallsForm):
+    """The body of /run_jupyter. The `extra` of the head is the paths of the files to return, and the number of
+    cells."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `InvalidCall`."""
+        raw = check_mapping(raw, "request")
+        cells = raw.get("cells")
+        if not isinstance(cells, list) or len(cells) > MAX_CELLS:
+            raise InvalidCall(f"cells: expected a list of at most {MAX_CELLS} Python sources, got {shown(cells)}")
+        for index, cell in enumerate(cells):
+            check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
+        if (total_chars := sum(map(len, cells))) > MAX_CODE_CHARS:
+            raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
+        if raw.get("kernel", "python3") != "python3":
+            raise InvalidCall(f"kernel: expected 'python3', got {shown(raw['kernel'])}")
+        check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, SECONDS.high, whole=False))
+        limits = _limits(raw, "total_timeout", 45.0, NOTEBOOK_OUTPUT_KB, extra_s=KERNEL_START_S)
+        fetched = _fetched(raw)
+        call = Call(
+            code=f"__import__('rstar_notebook').run({','.join(map(_literal, cells))})",
+            files=_files(raw),
+            return_files=_return_files(fetched),
+            limits=limits,
+            echo=False,
+        )
+        yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(cells)])
+        yield CheckedCall(0, call, "")
+
+    def build_response(self, result: EncodedResult) -> Response:
+        """Return the response for the result of the call."""
+        fetched, num_cells = self.head.extra
+        cells = decode_cells(result["stdout"], num_cells)
+        is_complete = result["status"] == Status.OK.value and len(cells) == num_cells
+        return {
+            "status": "Success" if is_complete else "Failed",
+            "message": "",
+            "driver": _command(result, "", ""),
+            "cells": cells,
+            "executor_pod_name": None,
+            "files": _returned_files(result, fetched),
+        }
 
 
 async def run_code(request: web.Request) -> web.StreamResponse:
-    return await _run(request, _decode_run_code)
+    return await _run(request, RunCodeForm(request.app[DISPATCHER].config, request.get(TENANT)))
 
 
 async def run_jupyter(request: web.Request) -> web.StreamResponse:
-    return await _run(request, _decode_run_jupyter)
+    return await _run(request, RunJupyterForm(request.app[DISPATCHER].config, request.get(TENANT)))
 
 
 async def ping(request: web.Request) -> web.Response:
     return web.json_response("pong")
 
 
-async def _run(request: web.Request, decode: Callable[[Mapping[str, Json]], _DecodedRequest]) -> web.StreamResponse:
+async def _run(request: web.Request, form: RunCodeForm | RunJupyterForm) -> web.StreamResponse:
     """Run the call of a request. Raises `HttpError` 504 if the service failed and the client should try again."""
-    decoded: _DecodedRequest
-
-    async def parse(raw: Json, config: ServeConfig) -> ParsedBatch:
-        nonlocal decoded
-        decoded = decode(check_mapping(raw, "request"))
-        return batch_of_one(decoded.call, config)
-
     try:
-        async with exchange.admitted_batch(request, parse) as (batch, _, _):
+        async with exchange.admitted_batch(request, form) as (batch, _, _):
             await exchange.wait_for_results(batch)
-            result = exchange.pop_results(batch)[0]
-            response = _unavailable(result) or decoded.build_response(result)
-            return await exchange.respond(request, 200, codec.encode(response, JSON), JSON)
+            result = batch.pop_result(0)
+            response = _unavailable(result) or form.build_response(result)
+            return await exchange.respond(request, 200, await codec.encode_in_steps(response, JSON), JSON)
     except UnsupportedLanguage as error:
-        return await exchange.respond(request, 200, codec.encode(_sandbox_error(str(error)), JSON), JSON)
+        return await exchange.respond(request, 200, [codec.encode(_sandbox_error(str(error)), JSON)], JSON)
     except Overloaded as error:
         raise HttpError(504, str(error), {"Retry-After": "1"}) from None
     except HttpError as error:
         if error.status != 429:
             raise
         raise HttpError(504, str(error), error.headers) from None
-
-
-def _decode_run_code(raw: Mapping[str, Json]) -> _DecodedRequest:
-    if "code" not in raw:
-        raise InvalidCall("code: expected Python source as text, but the field is missing")
-    language = raw.get("language", "python")
-    if language not in LANGUAGES:
-        raise InvalidCall(f"language: expected one of {', '.join(LANGUAGES)}, got {shown(language)}")
-    check_number(raw.get("compile_timeout", 10), "compile_timeout", SECONDS)
-    limits = _limits(raw, "run_timeout", 10.0, RUN_CODE_OUTPUT_KB)
-    fetched = _fetched(raw)
-    stdin = raw.get("stdin")
-    call = Call(
-        code=raw["code"],
-        stdin="" if stdin is None else stdin,
-        files=_files(raw),
-        return_files=_return_files(fetched),
-        limits=limits,
-        echo=False,
-    )
-    if language != "python":
-        raise UnsupportedLanguage(f"language {language!r} is not supported: this server runs python only")
-    return _DecodedRequest(call, partial(_run_code_response, fetched=fetched))
-
-
-def _decode_run_jupyter(raw: Mapping[str, Json]) -> _DecodedRequest:
-    cells = raw.get("cells")
-    if not isinstance(cells, list) or len(cells) > MAX_CELLS:
-        raise InvalidCall(f"cells: expected a list of at most {MAX_CELLS} Python sources, got {shown(cells)}")
-    for index, cell in enumerate(cells):
-        check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
-    if (total_chars := sum(map(len, cells))) > MAX_CODE_CHARS:
-        raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
-    if raw.get("kernel", "python3") != "python3":
-        raise InvalidCall(f"kernel: expected 'python3', got {shown(raw['kernel'])}")
-    check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, SECONDS.high, whole=False))
-    limits = _limits(raw, "total_timeout", 45.0, NOTEBOOK_OUTPUT_KB, extra_s=KERNEL_START_S)
-    fetched = _fetched(raw)
-    call = Call(
-        code=f"__import__('rstar_notebook').run({','.join(map(_literal, cells))})",
-        files=_files(raw),
-        return_files=_return_files(fetched),
-        limits=limits,
-        echo=False,
-    )
-    return _DecodedRequest(call, partial(_run_jupyter_response, fetched=fetched, num_cells=len(cells)))
 
 
 def _literal(text: str) -> str:
@@ -243,30 +266,6 @@ def _sandbox_error(message: str) -> Response:
     }
 
 
-def _run_code_response(result: EncodedResult, fetched: Mapping[str, str]) -> Response:
-    return {
-        "status": "Success" if result["status"] == Status.OK.value else "Failed",
-        "message": "",
-        "compile_result": None,
-        "run_result": _command(result, result["stdout"], result["stderr"]),
-        "executor_pod_name": None,
-        "files": _base64_files(result, fetched),
-    }
-
-
-def _run_jupyter_response(result: EncodedResult, fetched: Mapping[str, str], num_cells: int) -> Response:
-    cells = decode_cells(result["stdout"], num_cells)
-    is_complete = result["status"] == Status.OK.value and len(cells) == num_cells
-    return {
-        "status": "Success" if is_complete else "Failed",
-        "message": "",
-        "driver": _command(result, "", ""),
-        "cells": cells,
-        "executor_pod_name": None,
-        "files": _base64_files(result, fetched),
-    }
-
-
 def _command(result: EncodedResult, stdout: str, stderr: str) -> Response:
     """Return how a process ended, in the fields of SandboxFusion."""
     is_timeout = result["status"] == Status.TIMEOUT.value
@@ -287,9 +286,9 @@ def _return_code(result: EncodedResult) -> int:
     return result["exit_code"] or (0 if is_ok else 1)
 
 
-def _base64_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str, str]:
+def _returned_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str, bytes]:
     files = result["files"]
-    return {name: base64.b64encode(files[path]).decode() for name, path in fetched.items() if path in files}
+    return {name: files[path] for name, path in fetched.items() if path in files}
 
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:

@@ -2,24 +2,30 @@
 
 A malformed call gets the result `invalid` and does not affect the other calls of its batch. A malformed batch raises
 `InvalidCall`.
+
+A form has two halves. `check` reads the decoded body and yields its items: a `BatchHead`, then a `CheckedCall` or a
+`MalformedCall` for each index. `add` builds the batch from them. A large body is checked in another process
+(`body_worker`), where `encode` turns an item into plain data, which `receive` adds in the gateway. An item is
+bounded by the rules of a call, whatever the body contains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from time import monotonic
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sandbox import verify
 from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.fields import MAX_LABEL_CHARS, check_names, check_number
 from sandbox.gateway.calls.batch import Batch
-from sandbox.gateway.http.codec import Json
+from sandbox.gateway.http.codec import MAX_MAP_LEN, Json
 from sandbox.own_profiles import check_profile
 from sandbox.tenants import Tenant
-from sandbox.types import DEADLINE, Call, Limits, Profile, invalid_result
+from sandbox.types import DEADLINE, Call, Profile, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results are in the same order",
@@ -29,15 +35,19 @@ BATCH_FIELDS: dict[str, str] = {
 }
 VERIFY_FIELDS: dict[str, str] = {
     "pairs": "the pairs of a right answer and an answer to check; verdicts are in the same order",
+    **verify.OPTION_FIELDS,
     **verify.VERIFY_CALL_FIELDS,
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 PAIR_FIELDS: dict[str, str] = {
-    "gold": "the right answer, as LaTeX or plain text",
-    "answer": "the answer to check: the content of the box, or text with a \\boxed{} in it",
+    "gold": "the right answer as LaTeX or plain text, or a solution that ends with it",
+    "answer": "the answer to check, or a whole completion that has it; at most 1048576 characters",
 }
-CALLS_PER_YIELD = 256
-"""Calls validated before the task yields to the event loop, about 1 ms."""
+STEP_S = 0.005
+"""Seconds of work on the items of one body after which the task yields to the event loop."""
+ITEMS_PER_LOOK = 16
+"""Items between two looks at the clock."""
+NO_DEFAULTS = Call(code="")
 
 
 class ParsedBatch(NamedTuple):
@@ -47,82 +57,203 @@ class ParsedBatch(NamedTuple):
     malformed: int
 
 
-async def parse_call(raw: Json, config: ServeConfig) -> ParsedBatch:
-    """Parse the body of /v1/execute as a batch of one call. Raises `InvalidCall`."""
-    timeout_s = config.queue_timeout_s
-    if isinstance(raw, dict) and "queue_timeout_s" in raw:
-        timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "call", timeout_s)
-    return batch_of_one(_decode_call(raw, None, "call", config), config, timeout_s)
+class BatchHead(NamedTuple):
+    """The fields of a batch. `extra` is what the route keeps with it, as plain data."""
+
+    size: int
+    queue_timeout_s: float
+    deadline_s: float = math.inf
+    defaults: Call = NO_DEFAULTS
+    extra: Json = None
 
 
-def batch_of_one(call: Call, config: ServeConfig, queue_timeout_s: float | None = None) -> ParsedBatch:
-    """Return a batch of one call. Without `queue_timeout_s` it may wait as long as the server allows."""
-    batch = Batch(1, config.queue_timeout_s if queue_timeout_s is None else queue_timeout_s)
-    _add(batch, 0, call, call.id, config.max_limits)
-    return ParsedBatch(batch, 0)
+class CheckedCall(NamedTuple):
+    """A valid call. `extra` is what the route keeps with it, as plain data."""
+
+    call_index: int
+    call: Call
+    call_id: str
+    extra: Json = None
 
 
-async def parse_batch(raw: Json, config: ServeConfig, owner: Tenant | None = None) -> ParsedBatch:
-    """Parse the body of /v1/batch. A call that names another tenant than `owner`, the tenant of the request's token, is
-    malformed. Raises `InvalidCall` or `RequestRefused`."""
-    check_fields(raw, BATCH_FIELDS, "batch", "calls")
-    calls = check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
-    defaults = Call.decode_defaults(raw.get("defaults"))
-    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
-    deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
-    return await _parse_all(
-        calls,
-        lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config, owner),
-        timeout_s,
-        config,
-        deadline_s,
-    )
+class MalformedCall(NamedTuple):
+    """A call that is refused, and why."""
+
+    call_index: int
+    call_id: str
+    message: str
 
 
-async def parse_pairs(raw: Json, config: ServeConfig) -> ParsedBatch:
-    """Parse the body of /v1/verify as calls that check its pairs. Raises `InvalidCall` or `RequestRefused`."""
-    check_fields(raw, VERIFY_FIELDS, "verify", "pairs")
-    pairs = check_items(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
-    template = verify.template_call({name: raw[name] for name in verify.VERIFY_CALL_FIELDS if name in raw})
-    timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
-    return await _parse_all(
-        pairs,
-        lambda item, index: verify.build_check(*verify.decode_pair(item, f"pairs[{index}]"), template),
-        timeout_s,
-        config,
-    )
+Item = BatchHead | CheckedCall | MalformedCall
+
+
+class Form(Protocol):
+    """The body of one request. `owner` is the tenant of the request's token."""
+
+    max_keys: ClassVar[int]
+    """Keys of one object."""
+
+    owner: Tenant | None
+
+    def __init__(self, config: ServeConfig, owner: Tenant | None) -> None: ...
+    @staticmethod
+    def max_calls(config: ServeConfig) -> int:
+        """Return the number of calls whose objects a body may have."""
+        ...
+
+    def check(self, raw: Json) -> Iterator[Any]: ...
+    def encode(self, item: Any) -> Iterable[list[Json]]: ...
+    def receive(self, encoded: list[Json]) -> None: ...
+    def add(self, item: Any) -> None: ...
+
+
+class CallsForm:
+    """A form whose items are calls. Subclasses have `check`."""
+
+    max_keys: ClassVar[int] = MAX_MAP_LEN
+
+    def __init__(self, config: ServeConfig, owner: Tenant | None = None) -> None:
+        self.config = config
+        self.owner = owner
+        self.head: BatchHead
+        self.malformed = 0
+        self.batch: Batch | None = None
+        """None before the head is added."""
+        self._defaults = NO_DEFAULTS
+        """Defaults of the batch that is encoded or decoded. A call is sent without the fields that it has from them, so
+        that large defaults are sent once."""
+
+    @property
+    def parsed(self) -> ParsedBatch:
+        """The batch, once all items are added."""
+        assert self.batch is not None
+        return ParsedBatch(self.batch, self.malformed)
+
+    @staticmethod
+    def max_calls(config: ServeConfig) -> int:
+        return config.batch_calls
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `InvalidCall` or `RequestRefused`."""
+        raise NotImplementedError
+
+    def encode(self, item: Item) -> Iterable[list[Json]]:
+        """Return an item as plain data. The head comes first."""
+        match item:
+            case BatchHead(size, queue_timeout_s, deadline_s, defaults, extra):
+                self._defaults = defaults
+                return [["head", size, queue_timeout_s, deadline_s, defaults.encode_changes(NO_DEFAULTS), extra]]
+            case CheckedCall(index, call, call_id, extra):
+                return [["call", index, call.encode_changes(self._defaults), call_id, extra]]
+            case MalformedCall():
+                return [["malformed", *item]]
+
+    def receive(self, encoded: list[Json]) -> None:
+        """Add an encoded item."""
+        match encoded:
+            case ["head", size, queue_timeout_s, deadline_s, defaults, extra]:
+                self._defaults = Call.decode(defaults)
+                self.add(BatchHead(size, queue_timeout_s, deadline_s, self._defaults, extra))
+            case ["call", index, call, call_id, extra]:
+                self.add(CheckedCall(index, Call.decode(call, self._defaults), call_id, extra))
+            case _:
+                self.add(MalformedCall(*encoded[1:]))
+
+    def add(self, item: Item) -> None:
+        """Add an item to the batch."""
+        if isinstance(item, BatchHead):
+            self.head = item
+            self.batch = Batch(item.size, item.queue_timeout_s, item.deadline_s)
+            return
+        assert self.batch is not None
+        if isinstance(item, CheckedCall):
+            limits, clamped = item.call.limits.clamped(self.config.max_limits)
+            call = item.call.with_limits(limits) if clamped else item.call
+            self.batch.add(item.call_index, call, item.call_id, clamped)
+        else:
+            self.malformed += 1
+            self.batch.set_result(item.call_index, invalid_result(item.call_id, item.message).encode(binary=True))
+
+    def _check_all(self, items: list[Json], decode: Callable[[Json, int], Call]) -> Iterator[Item]:
+        for index, item in enumerate(items):
+            try:
+                call = decode(item, index)
+            except InvalidCall as error:
+                yield MalformedCall(index, id_of(item, index), str(error))
+            else:
+                yield CheckedCall(index, call, call.id or str(index))
+
+
+class CallForm(CallsForm):
+    """The body of /v1/execute: a batch of one call."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        timeout_s = self.config.queue_timeout_s
+        if isinstance(raw, dict) and "queue_timeout_s" in raw:
+            timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "call", timeout_s)
+        call = _decode_call(raw, None, "call", self.config)
+        yield BatchHead(1, timeout_s)
+        yield CheckedCall(0, call, call.id)
+
+
+class BatchForm(CallsForm):
+    """The body of /v1/batch. A call that names another tenant than the owner is malformed."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        config = self.config
+        check_fields(raw, BATCH_FIELDS, "batch", "calls")
+        calls = check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
+        defaults = Call.decode_defaults(raw.get("defaults"))
+        timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
+        deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
+        yield BatchHead(len(calls), timeout_s, deadline_s, defaults)
+        yield from self._check_all(
+            calls, lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config, self.owner)
+        )
+
+
+class PairsForm(CallsForm):
+    """The body of /v1/verify, as calls that check its pairs."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        config = self.config
+        check_fields(raw, VERIFY_FIELDS, "verify", "pairs")
+        pairs = check_items(raw.get("pairs"), "verify.pairs", "pair", config.batch_calls)
+        shared = {name: value for name, value in raw.items() if name not in ("pairs", "queue_timeout_s")}
+        template = verify.check_template(shared)
+        timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
+        yield BatchHead(len(pairs), timeout_s, defaults=template.call)
+        yield from self._check_all(
+            pairs, lambda item, index: verify.build_check(*verify.decode_pair(item, f"pairs[{index}]"), template)
+        )
+
+
+async def fill(form: Form, items: Iterable[Any]) -> None:
+    """Add all items to a form. Yields to the event loop after each `STEP_S`."""
+    step_ends_at = 0.0
+    for number, item in enumerate(items):
+        form.add(item)
+        if number % ITEMS_PER_LOOK == ITEMS_PER_LOOK - 1 and monotonic() > step_ends_at:
+            await asyncio.sleep(0)
+            step_ends_at = monotonic() + STEP_S
+
+
+async def parse(form: CallsForm, raw: Json) -> ParsedBatch:
+    """Check a decoded body, and return its batch. Raises `InvalidCall` or `RequestRefused`."""
+    await fill(form, form.check(raw))
+    return form.parsed
 
 
 async def set_tenant(batch: Batch, tenant: Tenant) -> None:
     """Give a parsed batch the owner of the request's token, whose bounds then apply to each call. Raises `InvalidCall`
     if a call names another tenant."""
     batch.tenant = tenant
-    for n, call in enumerate(batch.calls):
-        if n % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
-            await asyncio.sleep(0)
+    step_ends_at = monotonic() + STEP_S
+    for call in batch.calls:
         call.set_tenant(tenant)
-
-
-async def _parse_all(
-    items: list[Json],
-    decode: Callable[[Json, int], Call],
-    timeout_s: float,
-    config: ServeConfig,
-    deadline_s: float = math.inf,
-) -> ParsedBatch:
-    batch = Batch(len(items), timeout_s, deadline_s)
-    malformed = 0
-    for index, item in enumerate(items):
-        if index % CALLS_PER_YIELD == CALLS_PER_YIELD - 1:
+        if monotonic() > step_ends_at:
             await asyncio.sleep(0)
-        try:
-            call = decode(item, index)
-        except InvalidCall as error:
-            malformed += 1
-            batch.set_result(index, invalid_result(id_of(item, index), str(error)).encode(binary=True))
-        else:
-            _add(batch, index, call, call.id or str(index), config.max_limits)
-    return ParsedBatch(batch, malformed)
+            step_ends_at = monotonic() + STEP_S
 
 
 def _decode_call(
@@ -169,8 +300,3 @@ def id_of(raw: Json, index: int) -> str:
     """Return the id of a malformed call, or its index if the id is malformed too."""
     call_id = raw.get("id") if isinstance(raw, Mapping) else None
     return call_id if isinstance(call_id, str) and 0 < len(call_id) <= MAX_LABEL_CHARS else str(index)
-
-
-def _add(batch: Batch, index: int, call: Call, call_id: str, max_limits: Limits) -> None:
-    limits, clamped = call.limits.clamped(max_limits)
-    batch.add(index, call.with_limits(limits) if clamped else call, call_id, clamped)

@@ -127,6 +127,16 @@ class CallTableMachine(RuleBasedStateMachine):
         assert all(call.attempts == LIMITS.max_attempts for call in failed)
         self.assigned[executor].clear()
 
+    @precondition(lambda self: any(self.assigned.values()))
+    @rule(data=st.data())
+    def lose_calls(self, data: st.DataObject) -> None:
+        executor = data.draw(st.sampled_from([executor for executor in EXECUTORS if self.assigned[executor]]))
+        seqs = data.draw(st.lists(st.sampled_from(self.assigned[executor]), min_size=1, unique=True))
+        requeued, failed = self.call_table.calls_lost(executor, [(seq, "lost", True) for seq in seqs], self.now)
+        assert len(requeued) + len(failed) == len(seqs)
+        assert all(call.attempts == LIMITS.max_attempts for call in failed)
+        self.assigned[executor] = [seq for seq in self.assigned[executor] if seq not in seqs]
+
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -224,17 +234,59 @@ def test_a_call_whose_executors_all_die_is_unavailable() -> None:
         call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
         call_table.executor_lost(0, 0.0)
     result = batch.pop_result(0)
-    assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "ExecutorLost", 3)
+    assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Poison", 3)
 
 
-def test_a_call_that_kills_executors_does_not_use_up_the_last_attempts_of_other_calls() -> None:
+def test_attempts_that_end_with_the_zygote_and_with_the_executor_are_one_budget() -> None:
+    call_table, batch = CallTable(LIMITS), batch_of(1)
+    call_table.admit(batch, 0.0)
+    starts = 0
+    while assigned := call_table.assign(0, 1, UNLIMITED_BYTES, 0.0):
+        starts += 1
+        if starts == 2:
+            call_table.executor_lost(0, 0.0)
+        else:
+            call_table.calls_lost(0, [(assigned[0].seq, "its zygote exited", True)], 0.0)
+    assert starts == LIMITS.max_attempts
+    result = batch.pop_result(0)
+    assert (result["error"]["type"], result["attempts"]) == ("Poison", starts)
+    assert "its zygote exited" in result["error"]["message"]
+
+
+@pytest.mark.parametrize("started_at_attempt", [1, 2, 3, None])
+def test_a_call_without_attempts_left_is_poisonous_only_if_its_code_has_started(
+    started_at_attempt: int | None,
+) -> None:
+    call_table, batch = CallTable(LIMITS), batch_of(1)
+    call_table.admit(batch, 0.0)
+    for attempt in range(1, LIMITS.max_attempts + 1):
+        (call,) = call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
+        call_table.calls_lost(0, [(call.seq, "no process", attempt == started_at_attempt)], 0.0)
+    assert batch.pop_result(0)["error"]["type"] == ("NodeError" if started_at_attempt is None else "Poison")
+
+
+def test_the_loss_of_a_cancelled_call_is_ignored() -> None:
+    call_table, batch = CallTable(LIMITS), batch_of(1)
+    call_table.admit(batch, 0.0)
+    (call,) = call_table.assign(0, 1, UNLIMITED_BYTES, 0.0)
+    call_table.cancel(batch)
+    assert call_table.calls_lost(0, [(call.seq, "its zygote exited", True), (99, "unknown", True)], 0.0) == ([], [])
+    assert call_table.waiting == 0
+
+
+@pytest.mark.parametrize("dies", ["executor", "zygote"])
+def test_a_call_that_kills_what_runs_it_does_not_use_up_the_last_attempts_of_other_calls(dies: str) -> None:
+    """The zygote runs all calls of its executor, so all of them die with it."""
     call_table, deadly, others = CallTable(LIMITS), batch_of(1), batch_of(6)
     call_table.admit(deadly, 0.0)
     call_table.admit(others, 0.0)
     while call_table.outstanding.calls:
         assigned = call_table.assign(0, 64, UNLIMITED_BYTES, 0.0)
         if any(call.batch is deadly for call in assigned):
-            call_table.executor_lost(0, 0.0)
+            if dies == "executor":
+                call_table.executor_lost(0, 0.0)
+            else:
+                call_table.calls_lost(0, [(call.seq, "its zygote exited", True) for call in assigned], 0.0)
             continue
         for call in assigned:
             call_table.finish(0, call.seq, ok_result())

@@ -67,8 +67,29 @@ async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_n
         third.finish(*third.calls)
         _, body = await response
         assert [(r["status"], r["attempts"]) for r in body["results"]] == [("ok", 3), ("unavailable", 3)]
-        assert body["results"][1]["error"]["type"] == "ExecutorLost"
+        assert body["results"][1]["error"]["type"] == "Poison"
         assert all(executor.exit_code.done() for executor in served.fleet.executors[:3])
+
+
+@pytest.mark.parametrize(("code", "error_type"), [("lose", "Poison"), ("refuse", "NodeError")])
+async def test_a_call_that_an_executor_loses_each_time_is_started_as_often_as_it_has_attempts(
+    code: str, error_type: str
+) -> None:
+    """The executor goes on. It reports that the code has started ("lose"), or that it could not be started."""
+    async with serving(attempts=2) as served:
+        _, body = await served.post("/v1/batch", make_batch(code, "1"))
+        lost, other = body["results"]
+        assert (lost["status"], lost["error"]["type"], lost["attempts"]) == ("unavailable", error_type, 2)
+        assert (other["status"], other["attempts"]) == ("ok", 1)
+        assert [call["code"] for call in served.fleet.last_executor.calls.values()].count(code) == 2
+        assert "rstar_sandbox_calls_retried_total 1" in (await served.get("/metrics"))[1]
+
+
+@pytest.mark.parametrize("attempt", [[1], [1, "why", 1], ["1", "why", True], 1])
+async def test_an_executor_that_reports_a_malformed_loss_is_replaced(attempt: object) -> None:
+    async with serving() as served:
+        served.fleet.last_executor.send("lost", [attempt])
+        await until(lambda: len(served.fleet.executors) == 2)
 
 
 async def test_calls_of_a_killed_executor_go_to_the_next_one() -> None:
@@ -321,3 +342,44 @@ async def test_an_executor_that_sends_a_malformed_window_is_replaced(window: obj
         served.fleet.last_executor.send("window", window)
         await until(lambda: len(served.fleet.executors) == 2)
         assert served.fleet.executors[0].exit_code.done()
+
+
+async def test_a_small_request_is_sent_at_once_although_a_large_one_fills_the_window() -> None:
+    async with serving(FakeFleet(slots=8)) as served:  # of which an eighth, one, is reserved in addition
+        executor = served.fleet.last_executor
+        large = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 40)))
+        await until(lambda: len(executor.calls) == 16)
+        assert (await served.post("/v1/execute", {"code": "1"}))[1]["status"] == "ok"
+        small = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
+        await until(lambda: len(executor.calls) == 18)
+        assert served.dispatcher.call_table.waiting == 25  # 24 of the large request and one of the small one
+        executor.finish(18)
+        await until(lambda: len(executor.calls) == 19)
+        executor.finish(19)
+        assert [result["status"] for result in (await small)[1]["results"]] == ["ok", "ok"]
+        executor.finish(*range(1, 17))
+        await until(lambda: len(executor.calls) == 19 + 16)
+        executor.finish(*range(20, 36))
+        await until(lambda: len(executor.calls) == 19 + 24)
+        executor.finish(*range(36, 44))
+        assert (await large)[0] == 200
+
+
+async def test_calls_in_reserved_places_do_not_take_the_places_of_the_window() -> None:
+    async with serving(FakeFleet(slots=8)) as served:
+        executor = served.fleet.last_executor
+        large = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 20)))
+        await until(lambda: len(executor.calls) == 16)
+        small = asyncio.create_task(served.post("/v1/execute", {"code": "hang"}))
+        await until(lambda: len(executor.calls) == 17)
+        executor.finish(1)
+        await until(lambda: len(executor.calls) == 18)
+        assert [*executor.request_numbers.values()].count(executor.request_numbers[1]) == 17
+        executor.exit()
+        await until(lambda: len(served.fleet.executors) == 2 and len(served.fleet.last_executor.calls) == 16)
+        assert served.dispatcher.call_table.running_reserved(0) == 0
+        replacement = served.fleet.last_executor
+        replacement.finish(*replacement.calls)
+        await until(lambda: len(replacement.calls) == 20)  # 19 of the large request, and the small one
+        replacement.finish(*list(replacement.calls)[16:])
+        assert ((await small)[0], (await large)[0]) == (200, 200)

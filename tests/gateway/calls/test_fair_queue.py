@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.gateway.calls.fair_queue import FairQueue
+from sandbox.request_queue import RequestQueue
 
 BOUNDS = {"a": math.inf, "b": 2, "c": 1}
 """Running calls that each tenant may have."""
@@ -19,10 +21,12 @@ BOUNDS = {"a": math.inf, "b": 2, "c": 1}
 class Item:
     tenant: str = ""
     priority: int = 0
+    request_number: int = 0
 
 
 class SlowQueue:
-    """A queue with the order of `FairQueue` that searches lists.
+    """A queue with the order of `FairQueue` that searches lists. The requests of each tenant take turns as in
+    `RequestQueue`, whose own tests compare it with a slow implementation.
 
     Among the tenants with the fewest running calls, the tenant with the oldest position is next. A tenant gets a new
     position when it starts to wait, and when the number of its running calls changes. Tenants whose calls run as often
@@ -35,12 +39,14 @@ class SlowQueue:
         self.running: list[Item] = []
         self.positions: dict[tuple[int, str], int] = {}
         """Positions by priority and tenant."""
+        self.requests: defaultdict[tuple[int, str], RequestQueue[Item]] = defaultdict(RequestQueue)
         self.next_position = itertools.count()
 
     def push(self, item: Item) -> None:
         if not self.has_waiting(item):
             self.positions[item.priority, item.tenant] = next(self.next_position)
         self.items.append(item)
+        self.requests[item.priority, item.tenant].push(item)
 
     def requeue(self, item: Item) -> None:
         self.finish(item)
@@ -48,23 +54,35 @@ class SlowQueue:
 
     def finish(self, item: Item) -> None:
         self.running.remove(item)
+        self.requests[item.priority, item.tenant].finished(item)
         self.renew_positions(item)
 
     def remove(self, item: Item) -> None:
-        (self.requeued if item in self.requeued else self.items).remove(item)
+        if item in self.requeued:
+            self.requeued.remove(item)
+        else:
+            self.items.remove(item)
+            self.requests[item.priority, item.tenant].remove(item)
 
-    def pop(self, max_per_tenant: float) -> Item | None:
+    def pop(self, max_per_tenant: float, reserved: bool) -> Item | None:
         allowed = [i for i in self.items if self.count_running(i) < min(max_per_tenant, BOUNDS[i.tenant])]
-        if not allowed and not self.requeued:
-            return None
-        priority = min(item.priority for item in allowed + self.requeued)
-        candidates = [item for item in self.requeued if item.priority == priority]
-        if not candidates:
-            candidates = sorted((item for item in allowed if item.priority == priority), key=self.sort_key)
-        self.remove(candidates[0])
-        self.running.append(candidates[0])
-        self.renew_positions(candidates[0])
-        return candidates[0]
+        requeued = [] if reserved else self.requeued
+        for priority in sorted({item.priority for item in allowed + requeued}):
+            first = next((item for item in requeued if item.priority == priority), None)
+            if first is not None:
+                self.requeued.remove(first)
+                self.requests[priority, first.tenant].count_running(first)
+            else:
+                candidates = [item for item in allowed if item.priority == priority]
+                requests = self.requests[priority, min(candidates, key=self.sort_key).tenant]
+                if (first := requests.peek(resting_only=reserved)) is None:
+                    continue
+                requests.start(first)
+                self.items.remove(first)
+            self.running.append(first)
+            self.renew_positions(first)
+            return first
+        return None
 
     def sort_key(self, item: Item) -> tuple[int, int]:
         return self.count_running(item), self.positions[item.priority, item.tenant]
@@ -85,8 +103,8 @@ class SlowQueue:
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(-1, 1)),
-        st.tuples(st.just("pop"), st.sampled_from([1, 2, math.inf])),
+        st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(-1, 1), st.integers(0, 2)),
+        st.tuples(st.just("pop"), st.sampled_from([1, 2, math.inf]), st.booleans()),
         st.tuples(st.just("requeue"), st.integers(0, 50)),
         st.tuples(st.just("finished"), st.integers(0, 50)),
         st.tuples(st.just("remove"), st.integers(0, 50)),
@@ -108,8 +126,9 @@ def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]
             fast.push(item, max_running=BOUNDS[item.tenant])
             slow.push(item)
         elif kind == "pop":
-            popped = fast.pop(arguments[0])  # type: ignore[arg-type]
-            assert popped is slow.pop(arguments[0])  # type: ignore[arg-type]
+            max_per_tenant, reserved = arguments
+            popped = fast.pop(max_per_tenant, reserved=reserved)  # type: ignore[arg-type]
+            assert popped is slow.pop(max_per_tenant, reserved)  # type: ignore[arg-type]
             if popped is not None:
                 waiting.remove(popped)
                 running.append(popped)
@@ -135,6 +154,25 @@ def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
         queue.push(Item("many"))
     queue.push(Item("few"))
     assert [item.tenant for item in (queue.pop(), queue.pop()) if item] == ["many", "few"]
+
+
+def test_a_small_request_passes_a_large_one_of_its_tenant() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(*(Item(request_number=1) for _ in range(1000)))
+    running = [queue.pop(), queue.pop()]
+    queue.push(Item(request_number=2))
+    running += [queue.pop(), queue.pop()]
+    assert [item.request_number for item in running if item] == [1, 1, 2, 1]
+
+
+def test_a_reserved_place_is_for_the_first_running_call_of_a_request() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(Item(request_number=1), Item(request_number=1))
+    assert queue.pop() and queue.pop(reserved=True) is None
+    queue.push(first := Item(request_number=2), second := Item(request_number=2))
+    assert queue.pop(reserved=True) is first and queue.pop(reserved=True) is None
+    queue.finished(first)
+    assert queue.pop(reserved=True) is second
 
 
 def test_calls_with_a_lower_priority_number_go_first() -> None:

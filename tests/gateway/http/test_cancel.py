@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, AsyncMock
 from urllib.parse import quote
 
 import pytest
 from yarl import URL
 
+from sandbox.gateway import judging
 from sandbox.gateway.calls import dispatcher
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
@@ -59,7 +61,9 @@ async def test_an_id_without_an_unfinished_call_is_a_404() -> None:
         for name in ("done", "0"):  # "0" is the index of the running call, which has no id
             status, body = await cancel(served, f"/v1/calls/{name}")
             assert (status, body["error"]["type"]) == (404, "NotFound")
-            assert body["error"]["message"].startswith(f"no unfinished call has the id '{name}': it has its result")
+            assert body["error"]["message"].startswith(
+                f"no unfinished call or program has the id '{name}': it has its result"
+            )
         assert (await cancel(served, "/v1/calls/"))[0] == 404
         served.fleet.last_executor.finish(2)
         assert endings((await response)[1]) == ["ok"]
@@ -103,3 +107,67 @@ async def test_calls_can_be_cancelled_while_the_server_drains() -> None:
         assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 1})
         await draining
         assert endings((await response)[1]) == ["Cancelled"]
+
+
+def program(code: str, tests: int, **fields: Any) -> dict[str, Any]:
+    return {"code": code, "tests": [{"stdin": "", "expected": code}] * tests, **fields}
+
+
+def reasons(judged: dict[str, Any]) -> list[str]:
+    """Return the first word of each test's message, or its outcome if it has no message."""
+    return [test["message"].partition(":")[0] or test["outcome"] for test in judged["tests"]]
+
+
+async def test_unfinished_programs_of_an_id_are_cancelled_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first program has a test that has passed and runs two others, the second waits for room in the queue, the
+    third, which has another id, waits behind it, and the last has not begun."""
+    monkeypatch.setattr(judging.Judge, "check_room", AsyncMock())  # there is no room for all programs at once
+    monkeypatch.setattr(judging, "MAX_PROGRAMS_AT_ONCE", 3)
+    monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 99)
+    async with serving(FakeFleet(slots=8), queue_calls=3, tenant_share=1) as served, asyncio.timeout(10):
+        executor, call_table = served.fleet.last_executor, served.dispatcher.call_table
+        programs = [program("hang", 3, id="a"), program("1", 2, id="a"), program("hang", 1), program("1", 1, id="a")]
+        response = asyncio.create_task(served.post("/v1/judge", {"programs": programs}))
+        await until(lambda: len(executor.calls) == 3)
+        executor.finish(1)
+        await until(lambda: call_table.outstanding.calls == 2 and not call_table.unread_result_bytes)
+        assert await cancel(served, "/v1/calls/2") == (404, ANY), "that is the index of the third"
+        assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 2 + 2 + 1})
+        assert (await cancel(served, "/v1/calls/a"))[0] == 404
+        await until(lambda: sorted(executor.cancelled) == [2, 3] and len(executor.calls) == 4)
+        executor.finish(4)
+        status, body = await response
+        judged = body["results"]
+        assert status == 200 and [program["id"] for program in judged] == ["a", "a", "2", "a"]
+        assert list(map(reasons, judged)) == [
+            ["passed"] + ["Cancelled"] * 2,
+            ["Cancelled"] * 2,
+            ["passed"],
+            ["Cancelled"],
+        ]
+        assert [program["is_scorable"] for program in judged] == [False, False, True, False]
+        assert len(executor.calls) == 4, "no further wave was submitted"
+
+
+async def test_a_program_that_is_cancelled_in_its_first_wave_runs_no_other() -> None:
+    async with serving(FakeFleet(slots=8)) as served, asyncio.timeout(10):
+        body = program("hang", 4, id="a", stop_at_first_failure=True)  # its waves have 1, 2 and 1 tests
+        response = asyncio.create_task(served.post("/v1/judge", body))
+        await until(lambda: bool(served.fleet.last_executor.calls))
+        assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 4})
+        _, judged = await response
+        assert reasons(judged) == ["Cancelled"] * 4
+        assert len(served.fleet.last_executor.calls) == 1
+
+
+async def test_a_tenant_cancels_only_its_own_programs(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants.one]\ntoken = "token-of-one"\n[tenants.two]\ntoken = "token-of-two"\n')
+    file.chmod(0o600)
+    async with serving(tenants=str(file)) as served, asyncio.timeout(10):
+        body = program("hang", 1, id="same")
+        response = asyncio.create_task(served.post("/v1/judge", body, Authorization="Bearer token-of-one"))
+        await until(lambda: bool(served.fleet.last_executor.calls))
+        assert (await cancel(served, "/v1/calls/same", "token-of-two"))[0] == 404
+        assert await cancel(served, "/v1/calls/same", "token-of-one") == (200, {"cancelled": 1})
+        assert reasons((await response)[1]) == ["Cancelled"]

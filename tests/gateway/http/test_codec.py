@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
 import msgpack
@@ -18,7 +17,6 @@ from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError
 from sandbox.types import CALL_FIELDS, Result, Status
-from tests.gateway.serving import until
 
 TEXT = st.text(st.characters(), max_size=20)
 """Text that may contain lone surrogates."""
@@ -35,34 +33,7 @@ BATCHES = st.fixed_dictionaries(
 
 
 def decode(body: bytes, content_type: str) -> Any:
-    return asyncio.run(codec.BodyReader(1 << 30, 1 << 30, max_calls=8).decode(body, content_type))
-
-
-@pytest.mark.asyncio
-async def test_large_bodies_are_decoded_one_at_a_time_even_if_a_client_disconnects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The bodies consist of the bytes 1 and 2. A thread decodes the first body when its request is cancelled."""
-    started, may_finish = [], threading.Event()
-
-    def decode_slowly(body: bytes, max_calls: int) -> int:
-        started.append(body[0])
-        may_finish.wait(60)
-        return body[0]
-
-    monkeypatch.setattr(codec, "_decode_json", decode_slowly)
-    bodies = codec.BodyReader(1 << 30, 1 << 30, max_calls=8)
-    first, second = (asyncio.create_task(bodies.decode(bytes([n]) * codec.THREADED_DECODE_BYTES, JSON)) for n in (1, 2))
-    try:
-        await until(lambda: started == [1])
-        first.cancel()
-        for _ in range(20):  # more iterations of the event loop than a wrong `decode` needs to end
-            await asyncio.sleep(0)
-        assert not first.done()
-    finally:
-        may_finish.set()
-    assert await second == 2
-    assert first.cancelled() and started == [1, 2]
+    return codec.decode(body, content_type, max_calls=8)
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK]))
@@ -83,7 +54,7 @@ def test_msgpack_decodes_to_the_sent_value(value: Any) -> None:
 @given(BATCHES)
 def test_any_decoded_body_is_parsed_as_a_batch_or_refused(decoded: Any) -> None:
     try:
-        batch, malformed = asyncio.run(validation.parse_batch(decoded, ServeConfig()))
+        batch, malformed = asyncio.run(validation.parse(validation.BatchForm(ServeConfig()), decoded))
     except (InvalidCall, RequestRefused) as error:
         assert str(error)
         return
@@ -94,7 +65,8 @@ def test_any_decoded_body_is_parsed_as_a_batch_or_refused(decoded: Any) -> None:
 @given(VALUES)
 def test_any_decoded_body_is_parsed_as_a_call_or_refused(decoded: Any) -> None:
     try:
-        assert len(asyncio.run(validation.parse_call(decoded, ServeConfig()))[0].calls) == 1
+        batch, _ = asyncio.run(validation.parse(validation.CallForm(ServeConfig()), decoded))
+        assert len(batch.calls) == 1
     except InvalidCall as error:
         assert str(error)
 
@@ -108,7 +80,8 @@ def test_encoded_results_decode_to_the_same_results_except_for_surrogates(
         Result("i", Status.OK, stdout=out, value=value, files={"f": data}) for out, value, data in fields
     ] * repetitions
     for content_type in (JSON, MSGPACK):
-        body = asyncio.run(codec.encode_results([result.encode(binary=True) for result in results], content_type))
+        encoded = (result.encode(binary=True) for result in results)
+        body = b"".join(asyncio.run(codec.encode_results(encoded, len(results), content_type)))
         decoded = json.loads(body) if content_type == JSON else msgpack.unpackb(body)
         assert [_without_surrogates(Result.decode(item)) for item in decoded["results"]] == [
             _without_surrogates(result) for result in results
@@ -117,7 +90,8 @@ def test_encoded_results_decode_to_the_same_results_except_for_surrogates(
 
 @pytest.mark.parametrize("content_type", [NDJSON, MSGPACK_STREAM])
 def test_a_line_of_a_stream_contains_a_result_and_its_index(content_type: str) -> None:
-    line = codec.encode_line(7, Result("i", Status.OK, stdout="a\nb").encode(binary=True), content_type)
+    result = Result("i", Status.OK, stdout="a\nb").encode(binary=True)
+    line = b"".join(asyncio.run(codec.encode_line(7, result, codec.encoded_bytes(result), content_type)))
     decoded = json.loads(line) if content_type == NDJSON else msgpack.unpackb(line)
     assert decoded["index"] == 7
     assert Result.decode(decoded).stdout == "a\nb"

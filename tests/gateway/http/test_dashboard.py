@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,41 @@ async def test_the_page_shows_the_numbers_of_the_server(browser: Browser) -> Non
         assert page.faults == []
         hanging.cancel()
         await asyncio.wait([hanging])
+
+
+@in_a_browser
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("width", [320, 1280])
+async def test_a_tenant_sees_its_own_calls_and_the_operator_those_of_all_tenants(
+    browser: Browser, width: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants."<b>a"]\ntoken = "token-a"\n[tenants.b]\ntoken = "token-b"\n', encoding="utf-8")
+    async with serving(token="server", tenants=str(file)) as served:
+        for token, calls in (("token-a", 1), ("token-b", 2)):
+            batch = {"calls": [{"code": "1"}] * calls + [{"code": 1}]}
+            await served.post("/v1/batch", batch, Authorization=f"Bearer {token}")
+        async with browser.page(served.url, width) as page:
+            await page.until("!document.getElementById('ask').hidden")
+            await _enter(page, "server")
+            await page.until(PAGE_IS_SHOWN)
+            # calls, ok, waiting, running, CPU time
+            assert await _table(page, "tenants") == {
+                "<b>a": ["2", "1", "0", "0", "0 s"],
+                "b": ["3", "2", "0", "0", "0 s"],
+            }
+        async with browser.page(served.url, width) as page:
+            await page.until("!document.getElementById('ask').hidden")
+            await _enter(page, "token-a")
+            await page.until("!document.getElementById('own').hidden")
+            shown = await _table(page, "own-statuses")
+            assert (shown["ok"], shown["invalid"]) == (["1", "50.0 %"], ["1", "50.0 %"])
+            assert "tenant <b>a" in await page.text("#about") and not await page.run(PAGE_IS_SHOWN)
+            assert await page.run("document.documentElement.scrollWidth") == width
+            assert await page.lowest_contrast() >= 4.5
+            await served.post("/v1/execute", {"code": "1"}, Authorization="Bearer token-a")
+            await page.until(f"{_rows_of('own-statuses')}.ok[0] === '2'")
+            assert [fault for fault in page.faults if "401" not in fault] == []  # of the request without a token
 
 
 class _TwoNodes:

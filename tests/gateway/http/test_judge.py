@@ -17,9 +17,10 @@ import pytest
 from sandbox.comparison import Steps, Tolerance
 from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
-from sandbox.judge import JudgedProgram, Program, ProgramTest
+from sandbox.gateway.http.judge import JUDGED_BYTES
+from sandbox.judge import JudgedProgram, ProgramTest
 from sandbox.own_profiles import OwnProfile
-from sandbox.types import CallError, Result, Status
+from sandbox.types import CallError, Result, Status, unavailable_result
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
@@ -170,7 +171,7 @@ async def test_a_forged_value_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch)
 async def test_a_value_with_far_more_values_than_expected_is_wrong_without_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    test = ProgramTest(function_call="f", expected=[])
+    test = ProgramTest(function_call="f", expected="[]")
     for text in ("[" + "[]," * 50_000 + "0]", "[" + "{}," * 50_000 + "0]", "[" + "0," * 50_001 + "0]"):
         result = Result("", Status.OK, value=text).encode(binary=True)
         with monkeypatch.context() as patch:
@@ -195,7 +196,7 @@ async def test_a_right_value_is_right_in_any_spelling(
 ) -> None:
     monkeypatch.setattr(judging, "MAX_UNEXPECTED_VALUES", 0)
     result = Result("", Status.OK, value=spell(expected)).encode(binary=True)
-    assert await judging._is_right(ProgramTest(function_call="f", expected=expected), result, Tolerance())
+    assert await judging._is_right(ProgramTest(function_call="f", expected=json.dumps(expected)), result, Tolerance())
 
 
 # Many programs
@@ -210,14 +211,14 @@ async def test_results_are_in_the_order_of_the_programs() -> None:
 
 
 async def test_an_internal_error_with_one_program_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge_one = judging.Judge.judge
+    judge_one = judging.ProgramRun.judge
 
-    async def fail_for_a(judge: judging.Judge, program: Program, *options: Any) -> JudgedProgram:
-        if program.call.id == "a":
+    async def fail_for_a(run: judging.ProgramRun) -> JudgedProgram:
+        if run.program.call.id == "a":
             raise ValueError("unexpected")
-        return await judge_one(judge, program, *options)
+        return await judge_one(run)
 
-    monkeypatch.setattr(judging.Judge, "judge", fail_for_a)
+    monkeypatch.setattr(judging.ProgramRun, "judge", fail_for_a)
     programs = [{"id": name, "code": "x", "tests": make_tests("p")} for name in "ab"]
     async with serving() as served:
         _, body = await served.post("/v1/judge", {"programs": programs})
@@ -364,7 +365,7 @@ async def test_a_disconnect_while_a_wave_waits_for_room_is_a_cancellation(caplog
         executor.finish(1)
         await asyncio.sleep(2 * judging.ADMISSION_RETRY_S)  # now the wave waits
         request.cancel()
-        await until(lambda: served.app[BODIES].buffered_bytes == 0)
+        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0)
         assert "failed" not in caplog.text
         other.cancel()
 
@@ -408,14 +409,38 @@ async def test_a_disconnect_cancels_the_calls() -> None:
         request.cancel()
         await until(lambda: len(executor.cancelled) == 2)
         assert served.dispatcher.call_table.outstanding.calls == 0
-        await until(lambda: served.app[BODIES].buffered_bytes == 0)
+        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0)
+
+
+@pytest.mark.parametrize("what", ["program", "checker"])
+async def test_a_poisonous_test_or_check_ends_its_program_and_no_other(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four tests in waves of 1, 2 and 1, the second or its check is poisonous."""
+    poison = unavailable_result("", "Poison", "the reason").encode(binary=True)
+
+    def answer(call: dict[str, Any]) -> dict[str, Any]:
+        is_poisonous = call["code"] == "check" if what == "checker" else call.get("stdin") == "second"
+        return poison if is_poisonous and call.get("files", {}).get("input", b"second") == b"second" else _answer(call)
+
+    monkeypatch.setattr(fakes, "ok_result", answer)
+    monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 99)
+    tests = [{"stdin": stdin, "expected": stdin} for stdin in ("0", "second", "0", "0")]
+    checker = {"checker": "check"} if what == "checker" else {}
+    async with serving(FakeFleet(slots=8)) as served:
+        first = {"code": "code", "tests": tests, "stop_at_first_failure": True, **checker}
+        _, body = await served.post("/v1/judge", {"programs": [first, {"code": "code", "tests": make_tests("p")}]})
+    poisonous, other = body["results"]
+    messages = [test["message"] for test in poisonous["tests"]]
+    assert messages[1] == messages[3] == "Poison: the reason", "the last wave does not run"
+    assert (initials(other), poisonous["outcome"], poisonous["total"]) == ("p", "unavailable", 4)
 
 
 async def test_a_lost_executor_makes_tests_unavailable_not_failed() -> None:
     async with serving(attempts=1) as served:
         judged = await judge(served, {"code": "die", "tests": make_tests("p")})
     assert initials(judged) == "u"
-    assert judged["tests"][0]["message"].startswith("ExecutorLost: ")
+    assert judged["tests"][0]["message"].startswith("Poison: ")
     assert not judged["is_scorable"]
 
 
@@ -434,7 +459,7 @@ async def test_bodies_and_results_are_released() -> None:
     async with serving() as served:
         await judge(served, {"code": "code", "tests": make_tests(*"ppwf")})
         await judge(served, {"code": "code", "tests": [{"stdin": "0"}] * 4, "checker": "check"})
-        assert served.app[BODIES].buffered_bytes == 0
+        assert served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0
         table = served.dispatcher.call_table
         assert (table.unread_result_bytes, table.outstanding.calls, table.outstanding.bytes) == (0, 0, 0)
 
@@ -443,6 +468,14 @@ async def test_large_programs_are_split_into_waves(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(judging, "MAX_WAVE_BYTES", 3000)
     async with serving() as served:
         assert initials(await judge(served, {"code": "#" * 1000, "tests": make_tests(*"pppppppp")})) == "p" * 8
+
+
+async def test_very_many_tests_are_split_into_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "MAX_WAVE_CALLS", 10)
+    assert list(judging._waves([1] * 25, doubling=False)) == [(0, 10), (10, 20), (20, 25)]
+    assert list(judging._waves([1] * 30, doubling=True)) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 25), (25, 30)]
+    async with serving() as served:
+        assert initials(await judge(served, {"code": "code", "tests": make_tests(*"pw" * 15)})) == "pw" * 15
 
 
 async def test_other_tasks_run_between_the_steps_of_a_comparison() -> None:
@@ -470,4 +503,19 @@ async def test_an_expected_number_that_is_too_long_is_refused() -> None:
     async with serving() as served:
         status, answer = await served.post("/v1/judge", body, Content_Type="application/json")
     assert status == 400
-    assert answer["error"]["message"].startswith("a whole number of 5000 characters, expected at most 4300")
+    assert answer["error"]["message"].startswith("a whole number has more than 4300 digits")
+
+
+async def test_the_programs_of_a_request_are_one_request_so_a_single_call_passes_them() -> None:
+    async with serving(FakeFleet(slots=1)) as served:
+        executor = served.fleet.last_executor
+        body = {"programs": [{"code": "hang", "tests": make_tests("p")}] * 20}
+        judging_all = asyncio.create_task(served.post("/v1/judge", body))
+        await until(lambda: len(executor.calls) == 2 and served.dispatcher.call_table.waiting == 18)
+        single = asyncio.create_task(served.post("/v1/execute", {"code": "single"}))
+        await until(lambda: served.dispatcher.call_table.waiting == 19)
+        executor.finish(1)
+        assert (await single)[0] == 200
+        assert len(set(executor.request_numbers.values())) == 2
+        judging_all.cancel()
+        await asyncio.wait([judging_all])

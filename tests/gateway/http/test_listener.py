@@ -18,7 +18,8 @@ from aiohttp.test_utils import make_mocked_request
 from sandbox import client
 from sandbox.errors import ConfigError
 from sandbox.gateway import build_app, server
-from sandbox.gateway.http import codec, listener, routes
+from sandbox.gateway.http import body_reader, listener, routes
+from sandbox.gateway.http.body_reader import BodyReader, Reservation
 from sandbox.gateway.http.exchange import end
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
@@ -200,11 +201,14 @@ async def test_the_time_limit_of_a_large_body_is_renewed_for_each_chunk(monkeypa
             for chunk in (b"ab", b"cdef", b"g", b"hijklm"):
                 yield chunk
 
-    monkeypatch.setattr(codec, "CHUNK_BYTES", 4)
-    monkeypatch.setattr(asyncio.Timeout, "reschedule", record_deadline)
-    body = await codec.BodyReader(100, 100, 1, stall_s=60.0).read(cast(web.Request, FakeRequest()))
-    assert body == b"abcdefghijklm"
-    assert len(deadlines) == 3  # at the start, after 6 bytes (one chunk of 4) and after 13 (three chunks)
+    monkeypatch.setattr(body_reader, "CHUNK_BYTES", 4)
+    async with serving() as served:
+        reader = BodyReader(served.app[routes.BODIES].budget, 100, stall_s=60.0)
+        monkeypatch.setattr(asyncio.Timeout, "reschedule", record_deadline)
+        with Reservation(reader.budget, None, "bodies") as reservation:
+            body = await reader.read(cast(web.Request, FakeRequest()), reservation)
+        assert body == b"abcdefghijklm"
+        assert len(deadlines) == 3  # at the start, after 6 bytes (one chunk of 4) and after 13 (three chunks)
 
 
 async def _connect_without_reading(host: str, port: int, request: bytes) -> socket.socket:

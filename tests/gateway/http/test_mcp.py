@@ -14,6 +14,7 @@ import pytest
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
+from sandbox.gateway.http import mcp
 from sandbox.gateway.http.mcp import MAX_BODY_BYTES
 from tests.gateway.serving import Served, serving, until
 
@@ -148,3 +149,41 @@ async def test_without_the_sdk_the_route_says_what_to_install(monkeypatch: pytes
         status, body = await served.post("/mcp", {})
     assert status == 501
     assert "pip install 'rstar-sandbox[mcp]'" in body["error"]["message"]
+
+
+class BrokenServer:
+    """A server of the SDK whose manager does not start."""
+
+    session_manager: BrokenServer
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.session_manager = self
+        self.hangs = hangs
+
+    def streamable_http_app(self, **_settings: object) -> None: ...
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        raise OSError("no thread can be started")
+        yield
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_transport_that_does_not_start_is_an_error_and_the_next_request_starts_another(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mcp, "START_TIMEOUT_S", 0.01 if hangs else 1000)
+    async with serving() as served:
+        with monkeypatch.context() as patch:
+            patch.setattr("sandbox.mcp_server.build_server", lambda _run_call: BrokenServer(hangs=hangs))
+            status, body = await served.post("/mcp", {})
+        assert (status, body["error"]["message"]) == (
+            500,
+            "the MCP transport did not start; the server's log has the reason",
+        )
+        monkeypatch.undo()
+        async with client_of(served) as client:
+            assert (await client.call_tool("run_python", {"code": "1"})).content[0].text == "1"  # type: ignore[union-attr]
+    assert ("has not started in 0.01 s" if hangs else "no thread can be started") in caplog.text

@@ -121,6 +121,15 @@ async def test_the_access_log_has_a_line_for_each_request(tmp_path: Path, caplog
     assert "s3cret" not in caplog.text and "wrong" not in caplog.text
 
 
+async def test_the_access_log_has_the_calls_and_the_tenant_of_judged_programs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving(access_log="on") as served:
+            program = {"code": "1", "tests": [{"stdin": "", "expected": "1"}] * 2, "tenant": "a"}
+            await served.post("/v1/judge", {"programs": [program, program]})
+    (judged,) = _access_fields(caplog)
+    assert {"path": "/v1/judge", "status": 200, "tenant": "a", "calls": 4}.items() <= judged.items()
+
+
 async def test_a_client_that_hangs_up_is_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         async with serving(access_log="on") as served:
@@ -173,6 +182,17 @@ async def test_a_trace_has_spans_of_the_request_its_calls_and_the_response(accep
     for queue, run in zip(children[0:4:2], children[1:4:2], strict=True):
         assert (queue.name, run.name) == ("queue", "run") and queue.end_time == run.start_time
         assert request.start_time <= queue.start_time <= queue.end_time < run.end_time
+
+
+async def test_a_request_to_judge_programs_has_spans_of_their_calls() -> None:
+    async with _traced() as (url, exporter), aiohttp.ClientSession() as http:
+        program = {"code": "1", "tests": [{"stdin": "", "expected": "1"}] * 2, "tenant": "a"}
+        async with http.post(url + "/v1/judge", json=program) as response:
+            await response.read()
+        await until(lambda: exporter.get_finished_spans()[-1].name.startswith("POST"))
+        *calls, request = exporter.get_finished_spans()
+        assert sorted(span.name for span in calls if span.name != "response") == ["queue", "queue", "run", "run"]
+        assert (request.attributes["rstar.calls"], request.attributes["rstar.tenant"]) == (2, "a")
 
 
 async def test_a_request_has_spans_of_a_limited_number_of_calls() -> None:

@@ -307,7 +307,7 @@ async def test_a_failure_of_the_service_is_a_504_which_verl_sends_again(
 ) -> None:
     body = {"code": "x", "cells": []}
     async with serving(queue_calls=1) as served:
-        for error_type in ("ExecutorLost", "QueueTimeout", "Stopped"):
+        for error_type in ("NodeError", "QueueTimeout", "Stopped"):
             failure = unavailable_result("", error_type, "the reason").encode(binary=True)
             monkeypatch.setattr(fakes, "ok_result", lambda call, failure=failure: failure)
             status, answer = await served.post(route, body)
@@ -324,7 +324,7 @@ async def test_a_failure_of_the_service_is_a_504_which_verl_sends_again(
 @pytest.mark.skipif(VERL is None, reason="RSTAR_VERL names no checkout of verl")
 async def test_verl_sends_a_call_again_that_the_service_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert VERL is not None
-    ends = [unavailable_result("", "ExecutorLost", "killed"), Result("", Status.OK, stdout="ok", exit_code=0)]
+    ends = [unavailable_result("", "NodeError", "no process"), Result("", Status.OK, stdout="ok", exit_code=0)]
     monkeypatch.setattr(fakes, "ok_result", lambda call: ends.pop(0).encode(binary=True))
     process_single_case = import_reward(Path(VERL)).utils._process_single_case
     async with serving() as served:
@@ -334,14 +334,17 @@ async def test_verl_sends_a_call_again_that_the_service_lost(monkeypatch: pytest
 
 
 @pytest.mark.asyncio
-async def test_a_failure_that_would_come_again_is_a_sandbox_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = CallError("ResultTooLarge", "too large")
+@pytest.mark.parametrize("error_type", ["ResultTooLarge", "Poison"])
+async def test_a_failure_that_would_come_again_is_a_sandbox_error(
+    error_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = CallError(error_type, "too large")
     failure = Result("", Status.UNAVAILABLE, error=error).encode(binary=True)
     monkeypatch.setattr(fakes, "ok_result", lambda call: failure)
     async with serving() as served:
         status, answer = await served.post("/run_code", {"code": "x"})
     assert (status, answer["status"], answer["run_result"]) == (200, "SandboxError", None)
-    assert answer["message"] == "ResultTooLarge: too large"
+    assert answer["message"] == f"{error_type}: too large"
 
 
 CELL = '{"stdout": "", "stderr": "", "display": [], "error": []}'

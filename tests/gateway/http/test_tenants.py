@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakeFleet
+from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
@@ -158,3 +160,63 @@ async def test_a_tenant_cancels_only_its_own_calls(tmp_path: Path) -> None:
         assert result["error"]["type"] == "Cancelled"
         assert served.dispatcher.dispatched == 1 and not requests[A].done()
         requests[A].cancel()
+
+
+async def test_a_tenant_sees_its_own_calls_and_the_operator_those_of_all_tenants(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path, token="server") as served:
+        for header, codes in ((A, ["1", "1"]), (B, ["1"]), ("Bearer server", ["1"])):
+            batch = {"calls": [{"code": code} for code in codes]}
+            assert (await served.post("/v1/batch", batch, Authorization=header))[0] == 200
+        malformed = {"calls": [{"code": "1"}, {"code": 1}]}
+        assert (await served.post("/v1/batch", malformed, Authorization=B))[0] == 200
+        hanging = asyncio.create_task(
+            served.post("/v1/batch", {"calls": [{"code": "hang"}] * 5}, Authorization=A)
+        )  # of which two run, because of `max_running`
+        await until(lambda: served.dispatcher.call_table.waiting == 3)
+        own = {"a": await _stats(served, A), "b": await _stats(served, B)}
+        everything = await _stats(served, "Bearer server")
+        metrics = {header: (await served.get("/metrics", Authorization=header))[1] for header in (A, "Bearer server")}
+        hanging.cancel()
+        await asyncio.wait([hanging])
+    rows = {row["name"]: row for row in everything["tenants"]}
+    assert rows["a"]["statuses"] == {"ok": 2} and rows["b"]["statuses"] == {"ok": 2, "invalid": 1}
+    assert (rows["a"]["waiting"], rows["a"]["dispatched"], rows["a"]["bytes"] > 0) == (3, 2, True)
+    assert (rows["b"]["waiting"], rows["b"]["dispatched"], rows["b"]["bytes"]) == (0, 0, 0)
+    assert rows["a"]["cpu_s"] == rows["a"]["run_s"] == 0.002  # each fake call runs for 1 ms
+    assert everything["totals"]["statuses"] == {"ok": 5, "invalid": 1}
+    for name, body in own.items():
+        assert set(body) == {"service", "at_s", "tenants"} and body["tenants"] == [rows[name]]
+    assert 'rstar_sandbox_tenant_calls_total{status="ok",tenant="b"} 2.0' in metrics["Bearer server"]
+    lines = [line for line in metrics[A].splitlines() if not line.startswith("#")]
+    assert 'rstar_sandbox_tenant_calls_total{status="ok",tenant="a"} 2.0' in lines
+    assert 'rstar_sandbox_tenant_calls_dispatched{tenant="a"} 2.0' in lines
+    foreign = [line for line in lines if 'tenant="a"' not in line]
+    assert sorted(line.partition("{")[0].partition(" ")[0] for line in foreign) == [
+        "rstar_sandbox_build_info",
+        "rstar_sandbox_executors_ready",
+    ]
+
+
+async def test_a_tenant_that_is_removed_from_the_file_keeps_its_counters(tmp_path: Path) -> None:
+    async with serving_tenants(tmp_path, token="server") as served:
+        await served.post("/v1/execute", {"code": "1"}, Authorization=A)
+        (tmp_path / "tenants.toml").write_text('[tenants.c]\ntoken = "token-c"\n', encoding="utf-8")
+        served.dispatcher.reload_tenants()
+        await served.post("/v1/execute", {"code": "1"}, Authorization="Bearer token-c")
+        assert [row["name"] for row in (await _stats(served, "Bearer server"))["tenants"]] == ["a", "c"]
+
+
+async def test_without_a_tenants_file_the_names_that_callers_send_are_not_counted() -> None:
+    async with serving() as served:
+        for number in range(3):
+            await served.post("/v1/execute", {"code": "1", "tenant": f"name-{number}"})
+        assert json.loads((await served.get("/v1/stats"))[1])["tenants"] == []
+        assert "name-" not in (await served.get("/metrics"))[1] and not served.dispatcher.counters.by_tenant
+
+
+async def _stats(served: Served, authorization: str) -> dict[str, Any]:
+    status, text = await served.get("/v1/stats", Authorization=authorization)
+    body: dict[str, Any] = json.loads(text)
+    assert status == 200
+    assert_fits(body, SCHEMAS["Stats"])
+    return body

@@ -34,6 +34,14 @@ async def test_an_unavailable_single_call_is_a_503_with_its_result(content_type:
         assert served.dispatcher.counters.refused[503] == 0  # the request was not rejected
 
 
+async def test_a_poisonous_call_is_a_503_without_retry_after() -> None:
+    async with serving() as served, asyncio.timeout(10):
+        async with served.http.post(served.url + "/v1/execute", json={"code": "lose"}) as response:
+            result = await response.json()
+        assert (response.status, result["error"]["type"]) == (503, "Poison")
+        assert "Retry-After" not in response.headers, "HTTP clients would send the call again"
+
+
 def _begin_heartbeats_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "HEARTBEAT_S", 0.01)
 

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.asyncio
 @pytest.fixture(autouse=True)
 def _fake_checker_compares_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def ok_result(call: dict[str, Any]) -> dict[str, Any]:
-        gold, answer = json.loads(call["stdin"])
+        gold, answer = fakes.pair_of_check(call)
         if answer == "timeout":  # stands for a check that reaches its time limit: the outcome is then "unparsable"
             return Result("", Status.TIMEOUT).encode(binary=True)
         outcome = "equivalent" if gold == answer else "not_equivalent"
-        return Result("", Status.OK, value=repr(outcome)).encode(binary=True)
+        report = {"outcome": outcome, "gold": gold, "answer": answer}
+        return Result("", Status.OK, value=json.dumps(report)).encode(binary=True)
 
     monkeypatch.setattr(fakes, "ok_result", ok_result)
 
@@ -42,8 +43,9 @@ async def test_verdicts_are_in_the_order_of_the_pairs() -> None:
     assert_fits(body, SCHEMAS["Verdicts"])
     expected = ["equivalent" if number == 7 else "not_equivalent" for number in range(200)]
     assert [verdict["outcome"] for verdict in body["results"]] == expected
-    shared = verify.template_call({"limits": {"timeout_s": 2}, "tenant": "mine"})
+    shared = verify.check_template({"limits": {"timeout_s": 2}, "tenant": "mine"})
     assert first_call == verify.build_check("7", "0", shared).encode(binary=True)
+    assert body["results"][3]["extracted"] == {"gold": "7", "answer": "3"}
 
 
 async def test_a_msgpack_body_gets_a_msgpack_response() -> None:
@@ -86,8 +88,21 @@ async def test_a_request_whose_pairs_are_all_malformed_is_a_400() -> None:
         ({}, "verify.pairs: expected a list of at least one pair, got NoneType"),
         ({"pairs": []}, "verify.pairs: expected a list of at least one pair, got an empty list"),
         ({"pairs": [1] * 11}, "verify.pairs: expected at most 10 pairs, got 11"),
-        ({"pairs": [make_pair("1", "1")], "code": "1"}, "verify: unknown field 'code'; the fields are pairs, limits"),
+        (
+            {"pairs": [make_pair("1", "1")], "code": "1"},
+            "verify: unknown field 'code'; the fields are pairs, strictness, rounding",
+        ),
         ({"pairs": [make_pair("1", "1")], "limits": {"cores": 1}}, "verify.limits: unknown field 'cores'"),
+        (
+            {"pairs": [make_pair("1", "1")], "strictness": "lax"},
+            "verify.strictness: expected one of strict, math-verify",
+        ),
+        ({"pairs": [make_pair("1", "1")], "strictness": []}, "verify.strictness: expected one of strict, math-verify"),
+        ({"pairs": [make_pair("1", "1")], "rounding": 1}, "verify.rounding: expected true or false, got"),
+        (
+            {"pairs": [make_pair("1", "1")], "rounding": True, "strictness": "math-verify"},
+            "verify.rounding: expected false with strictness=math-verify",
+        ),
         ({"pairs": [make_pair("1", "1")], "queue_timeout_s": 0}, "verify.queue_timeout_s: expected seconds above 0"),
     ],
 )

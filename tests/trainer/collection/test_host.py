@@ -96,6 +96,13 @@ async def test_an_exception_of_the_environment_is_a_failure_of_the_environment(e
     assert environment.num_closed == 1
 
 
+async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment() -> None:
+    environment = CountingEnvironment(scores=lambda _: float("nan"))
+    with pytest.raises(TryError, match=f"^{PROBLEM.environment}: expected a finite score or None, got nan$") as raised:
+        await run(make_host(lambda _: environment), Episode(PROBLEM, 0))
+    assert raised.value.kind is FailureKind.ENVIRONMENT
+
+
 async def test_calls_of_one_turn_reach_a_stateful_environment_one_after_the_other() -> None:
     async def later(count: int) -> None:
         await asyncio.sleep(0.01 * (3 - count))  # if they ran at once, the first would be answered last
@@ -126,6 +133,20 @@ async def test_an_unavailable_tool_engine_or_score_is_an_infrastructure_failure(
         with pytest.raises(TryError) as error:
             await run(host, Episode(PROBLEM, 0))
         assert (error.value.kind, str(error.value)) == (FailureKind.INFRASTRUCTURE, message)
+
+
+async def test_an_episode_with_a_poisonous_call_ends_without_a_reward_and_is_not_tried_again() -> None:
+    async def poisonous(action) -> ToolCall:
+        error = "Poison: killed its zygote"
+        return ToolCall(action.name, action.arguments, ToolCallStatus.UNAVAILABLE, "", error=error, ends_episode=True)
+
+    environment = CountingEnvironment()
+    environment.step = poisonous  # type: ignore[method-assign]
+    episode = Episode(PROBLEM, 0)
+    reward, growth = await run(make_host(lambda _: environment), episode)
+    assert (reward, episode.stop_reason) == (None, StopReason.UNAVAILABLE)
+    assert merged(growth).stop_reason is StopReason.UNAVAILABLE
+    assert "Poison" in episode.error
 
 
 async def test_an_episode_that_exceeds_its_deadline_ends_without_a_reward() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from trainer.collection.store import EpisodeStore, StoreReader
-from trainer.collection.stored_collector import stored_problems
+from trainer.collection.stored_collector import StoredCollector, stored_problems
 from trainer.config import ConfigError
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.metrics import METRICS
+
+EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
+"""As a checkpoint has the groups that the next step continues."""
 
 
 def make_episode(sample: int, logprobs: list[float] | None) -> Episode:
@@ -53,6 +57,29 @@ def test_a_store_keeps_unknown_logprobs_and_grpo_refuses_them_by_name(tmp_path: 
         ConfigError, match=r"1 episodes have .* without log-probabilities, the first is sample 1 of .* p:"
     ):
         stored_problems(tmp_path, 1)
+
+
+@pytest.mark.asyncio
+async def test_a_stored_group_has_as_many_episodes_as_were_asked_for_it(tmp_path: Path) -> None:
+    with EpisodeStore(tmp_path, {}) as store:
+        store.write([make_episode(sample, [-1.0, -2.0]) for sample in range(4)])
+    problem = make_episode(0, None).problem
+    groups = [[Episode(problem, sample) for sample in range(size)] for size in (1, 3, 2)]
+    with StoreReader(tmp_path) as reader:
+        collected = await StoredCollector(reader).collect_groups(groups)
+    assert [len(group or ()) for group in collected] == [1, 3, 2]
+
+
+def test_logprobs_of_nan_are_kept_and_are_not_unknown(tmp_path: Path) -> None:
+    with EpisodeStore(tmp_path, {}) as store:
+        store.write([make_episode(0, [nan, -2.0])])
+    with StoreReader(tmp_path) as reader:
+        (episode,) = reader.episodes("has_logprobs")
+    assert isnan(episode.logprobs[0] or 0) and episode.logprobs[1:] == [-2.0, 0.0]
+    assert stored_problems(tmp_path, 1)
+    assert (METRICS["nan_logprobs"].value([episode]), METRICS["entropy"].value([episode])) == (1, 2.0)
+    pending = EPISODE_GROUPS.validate_json(EPISODE_GROUPS.dump_json([[episode]]))
+    assert isnan(pending[0][0].logprobs[0] or 0)
 
 
 def test_an_index_of_other_columns_is_built_anew(tmp_path: Path) -> None:

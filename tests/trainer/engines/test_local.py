@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.trainer.engines.qwen_model import VOCAB_SIZE, make_model, trainer_logprobs
-from trainer.engines.engine import EngineError, Generation, NonFiniteLogprobError, SamplingParams
+from trainer.engines.engine import EngineError, Generation, SamplingParams, TurnError
 from trainer.engines.local import LocalEngine
 
 torch = pytest.importorskip("torch")
@@ -229,7 +229,7 @@ async def test_nan_weights_fail_every_request_and_have_no_effect_after_valid_wei
     await engine.load_weights(broken_model.state_dict(), 1)
     requests = [engine.generate([1, 2, 3], SamplingParams(5, seed=seed)) for seed in range(5)]
     results = await asyncio.gather(*requests, engine.logprobs([1, 2, 3]), return_exceptions=True)
-    assert [type(result) for result in results] == [NonFiniteLogprobError] * 6
+    assert [type(result) for result in results] == [TurnError] * 6
     await engine.load_weights(make_model().state_dict(), 0)
     for prompt in random_prompts(4):
         expected = await valid_engine.generate(prompt, SamplingParams(20, seed=1))
@@ -252,7 +252,7 @@ async def test_a_request_with_nan_logits_fails_alone_and_does_not_affect_later_r
     failing = engine.generate([*prompts[1] * 4, nan_id, 7], SamplingParams(9, seed=1))
     other, error = await asyncio.gather(engine.generate(prompts[0], sampling), failing, return_exceptions=True)
     assert other == expected[0]
-    assert isinstance(error, NonFiniteLogprobError)
+    assert isinstance(error, TurnError)
     assert f"expected finite logits, got others at position {4 * len(prompts[1])}" in str(error)
     # The first two requests use both slots. No cached prefix of theirs overwrites the slot's old keys and values.
     later = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in reversed(prompts)))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import replace
 
 import pytest
 
 from tests.trainer.engines.markov_pool import (
+    TOKENS_PER_TURN,
     fail_with,
     hang,
     has_no_load,
@@ -22,8 +25,8 @@ from tests.trainer.engines.markov_pool import (
 )
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
-from trainer.engines.engine import EngineError, NonFiniteLogprobError, SamplingParams
-from trainer.engines.episode_handle import MAX_FAILED_TURNS, MAX_FAILURES_PER_TURN
+from trainer.engines.engine import EngineError, SamplingParams, TurnError
+from trainer.engines.episode_handle import MAX_FAILED_PROBLEMS, MAX_FAILURES_PER_TURN
 from trainer.engines.pool import MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
 
 RETRY_AFTER_S = 30
@@ -186,87 +189,145 @@ async def test_a_turn_that_fails_on_several_engines_fails_its_episode():
     async with make_pool(engines) as pool, open_episode(pool) as handle:
         for engine in engines:
             engine.before_generate = fail_with("it cannot be served")
-        with pytest.raises(EngineError, match="the same turn failed on 3 engines, the last: it cannot be served"):
+        with pytest.raises(EngineError, match="the same turn failed 3 times, the last: it cannot be served"):
             await handle.generate([1], SAMPLING)
         assert sum(state.is_up for state in pool.engine_states.values()) == 2
         assert has_no_load(pool)
 
 
-def fail_turns_with_nan(num_turns):
-    """Return a coroutine function for `before_generate` that makes the first turns fail with NaN."""
+def fail_turns(num_turns):
+    """Return a coroutine function for `before_generate` that makes the first turns fail."""
     failing_turns = iter(range(num_turns))
 
     async def fail():
         await asyncio.sleep(0)
         if next(failing_turns, None) is not None:
-            raise NonFiniteLogprobError("NaN")
+            raise TurnError("odd")
 
     return fail
 
 
 @virtual_time
-async def test_a_turn_with_nan_logprobs_runs_again_and_marks_no_engine_down():
+async def test_the_error_of_a_turn_counts_its_failures_and_not_engines():
+    (engine,) = engines = make_engines(1)
+    failures = iter([TurnError("odd"), TurnError("odd"), EngineError("gone")])
+
+    async def fail():
+        raise next(failures)
+
+    async with make_pool(engines) as pool:
+        engine.before_generate = fail
+        with pytest.raises(EngineError, match=r"^the same turn failed 3 times, the last: gone$"):
+            await run_turn(pool, problem=1)
+
+
+class NanEngine(MarkovEngine):
+    """The log-probability of the first token of each turn is NaN while `is_broken`."""
+
+    is_broken = True
+
+    async def generate(self, ids, sampling):
+        generation = await super().generate(ids, sampling)
+        logprobs = (math.nan, *generation.logprobs[1:]) if self.is_broken else generation.logprobs
+        return replace(generation, logprobs=logprobs)
+
+
+async def run_turn(pool, problem, sample=0):
+    """Run an episode of one turn, and return the turn."""
+    async with open_episode(pool, group=problem) as handle:
+        return await handle.generate([problem], SamplingParams(TOKENS_PER_TURN, seed=sample))
+
+
+@virtual_time
+async def test_a_turn_that_fails_runs_again_and_marks_no_engine_down():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:
-        engine.before_generate = fail_turns_with_nan(MAX_FAILURES_PER_TURN - 1)
+        engine.before_generate = fail_turns(MAX_FAILURES_PER_TURN - 1)
         assert [await run_episode(pool, 1)] == await ids_without_failures([1])
-        assert pool.nan_turns == MAX_FAILURES_PER_TURN - 1
         assert pool.engine_states["e0"].is_up
         assert pool.now() == 0, "the episode must not wait for a bring-up"
         assert has_no_load(pool)
 
 
 @virtual_time
-async def test_a_turn_that_always_has_nan_logprobs_fails_its_episode_alone():
+async def test_a_turn_that_always_fails_fails_its_episode_alone():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:
-        engine.before_generate = fail_turns_with_nan(MAX_FAILURES_PER_TURN)
-        with pytest.raises(EngineError, match="NaN"):
+        engine.before_generate = fail_turns(MAX_FAILURES_PER_TURN)
+        with pytest.raises(TurnError, match="odd"):
             await run_episode(pool, 1)
-        assert pool.nan_turns == MAX_FAILURES_PER_TURN
         assert pool.engine_states["e0"].is_up
         assert has_no_load(pool)
         assert [await run_episode(pool, 2)] == await ids_without_failures([2])
 
 
 @virtual_time
-async def test_an_engine_with_nan_logprobs_in_every_turn_is_marked_down_and_no_episode_is_lost():
+async def test_an_engine_whose_turns_all_fail_is_marked_down_and_no_episode_is_lost():
     engines = make_engines(2)
-    engines[0].before_generate = fail_turns_with_nan(1 << 30)
-    num_episodes = 2 * MAX_FAILED_TURNS
+    engines[0].before_generate = fail_turns(1 << 30)
+    num_episodes = 8 * MAX_FAILED_PROBLEMS  # four are of one problem
     async with make_pool(engines) as pool:
         ids = await asyncio.gather(*start_episodes(pool, num_episodes))
         assert ids == await ids_without_failures(range(num_episodes))
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]
         reason = pool.engine_states["e0"].down_reason
-        assert reason == f"{MAX_FAILED_TURNS} different turns in a row failed; the last: NaN"
+        assert reason == f"turns of {MAX_FAILED_PROBLEMS} problems in a row failed; the last: odd"
 
 
 @virtual_time
-async def test_one_turn_that_is_tried_again_and_again_marks_no_engine_down():
-    """An episode that a collection runs again has a handle of its own in each try."""
+async def test_turns_of_one_problem_mark_no_engine_down_however_many_fail():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:
-        for _ in range(2 * MAX_FAILED_TURNS):
-            engine.before_generate = fail_turns_with_nan(MAX_FAILURES_PER_TURN)
-            with pytest.raises(NonFiniteLogprobError):
-                await run_episode(pool, 1)
+        for sample in range(2 * MAX_FAILED_PROBLEMS):
+            engine.before_generate = fail_turns(MAX_FAILURES_PER_TURN)
+            with pytest.raises(TurnError):
+                await run_turn(pool, problem=1, sample=sample)
         assert pool.engine_states["e0"].is_up
 
 
 @virtual_time
-async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_nan_episodes():
+async def test_a_turn_with_nan_is_returned_at_once_and_one_problem_marks_no_engine_down():
+    engine = NanEngine("e0")
+    async with make_pool([engine]) as pool:
+        for sample in range(2 * MAX_FAILED_PROBLEMS):
+            generation = await run_turn(pool, problem=1, sample=sample)
+            assert len(generation.ids) == TOKENS_PER_TURN
+            assert [math.isnan(logprob) for logprob in generation.logprobs] == [True] + [False] * (TOKENS_PER_TURN - 1)
+        assert len(engine.requests) == 2 * MAX_FAILED_PROBLEMS, "a turn with NaN was sampled again"
+        assert pool.engine_states["e0"].is_up
+        assert has_no_load(pool)
+
+
+@virtual_time
+async def test_nan_in_turns_of_several_problems_marks_an_engine_down_and_the_last_turn_runs_elsewhere():
+    broken, sound = NanEngine("e0"), MarkovEngine("e1")
+    async with make_pool([broken, sound]) as pool:
+        turns = await asyncio.gather(*(run_turn(pool, problem) for problem in range(8 * MAX_FAILED_PROBLEMS)))
+        assert not pool.engine_states["e0"].is_up
+        assert pool.engine_states["e0"].down_reason.endswith("the last: log-probabilities of NaN")
+        assert [turn.engine for turn in turns].count("e0") == MAX_FAILED_PROBLEMS - 1
+        assert has_no_load(pool)
+
+
+@virtual_time
+async def test_engines_that_all_give_nan_lose_no_turn():
+    async with make_pool([NanEngine("e0")]) as pool:
+        turns = await asyncio.gather(*(run_turn(pool, problem) for problem in range(3 * MAX_FAILED_PROBLEMS)))
+        assert all(len(turn.ids) == TOKENS_PER_TURN for turn in turns)
+
+
+@virtual_time
+async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_failed_problems():
     (engine,) = engines = make_engines(1)
     async with make_pool(engines) as pool:
-        for number in range(2 * MAX_FAILED_TURNS):  # in each episode, valid turns follow the one with NaN
-            engine.before_generate = fail_turns_with_nan(1)
+        for number in range(8 * MAX_FAILED_PROBLEMS):  # in each episode, valid turns follow the one that fails
+            engine.before_generate = fail_turns(1)
             await run_episode(pool, number)
-        assert pool.nan_turns == 2 * MAX_FAILED_TURNS
         assert pool.now() == 0, "the engine must not have been marked down"
-        engine.before_generate = fail_turns_with_nan(MAX_FAILED_TURNS)
-        running = start_episodes(pool, MAX_FAILED_TURNS)
+        engine.before_generate = fail_turns(MAX_FAILED_PROBLEMS)
+        running = [asyncio.create_task(run_turn(pool, problem)) for problem in range(MAX_FAILED_PROBLEMS)]
         await asyncio.sleep(1)
         assert not pool.engine_states["e0"].is_up
-        engine.before_generate = fail_turns_with_nan(1)
-        assert await asyncio.gather(*running) == await ids_without_failures(range(MAX_FAILED_TURNS))
-        assert RETRY_AFTER_S <= pool.now() < 2 * RETRY_AFTER_S, "the next NaN must not mark the engine down again"
+        engine.before_generate = fail_turns(1)
+        assert all(len(turn.ids) == TOKENS_PER_TURN for turn in await asyncio.gather(*running))
+        assert RETRY_AFTER_S <= pool.now() < 2 * RETRY_AFTER_S, "the next failure must not mark the engine down again"

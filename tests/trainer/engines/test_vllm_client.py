@@ -18,7 +18,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from tests.trainer.fake_vllm import BLOCK_SIZE, FakeVllm, MarkovEngine
-from trainer.engines.engine import EngineCapacity, EngineError, NonFiniteLogprobError, SamplingParams
+from trainer.engines.engine import EngineCapacity, EngineError, SamplingParams
 from trainer.engines.vllm_client import VllmEngine
 from trainer.scheduling.scheduler import EngineStats
 
@@ -161,9 +161,8 @@ INVALID_ANSWERS = {
     "no ids": change_choice(token_ids=None),
     "no log-probabilities": change_choice(logprobs=None),
     "too few log-probabilities": change_choice(logprobs={"token_logprobs": [-1.0] * 3}),
-    "log-probabilities of null": change_choice(logprobs={"token_logprobs": [None] * 4}),
+    "log-probabilities that are text": change_choice(logprobs={"token_logprobs": ["-1"] * 4}),
     "log-probabilities above 0": change_choice(logprobs={"token_logprobs": [0.5] * 4}),
-    "a log-probability of NaN": change_choice(logprobs={"token_logprobs": [math.nan] * 4}),
     "an id outside the vocabulary": change_choice(token_ids=[1, 2, 3, 50]),
     "ids that are text": change_choice(token_ids=["1", "2", "3", "4"]),
     "fewer ids than requested without a stop": change_choice(token_ids=[1], logprobs={"token_logprobs": [-1.0]}),
@@ -183,29 +182,37 @@ async def test_an_invalid_answer_is_an_engine_error(change_answer):
             await engine.generate([1], SamplingParams(4, seed=0))
 
 
-def fail_to_encode(route, answer):
-    raise web.HTTPInternalServerError(text="ValueError: Out of range float values are not JSON compliant: nan")
+def fail_to_encode(error):
+    """Return a `change_answer` of a server that cannot write an answer with log-probabilities."""
+
+    def change_answer(route, answer):
+        if answer["choices"][0]["logprobs"]:
+            raise error(text="ValueError: Out of range float values are not JSON compliant: nan")
+        return answer
+
+    return change_answer
 
 
-def reject_as_not_encodable(route, answer):
-    raise web.HTTPBadRequest(text='{"error": {"message": "Out of range float values are not JSON compliant"}}')
-
-
+ONE_NAN, ALL_NAN = [False, True, False, False], [True] * 4
 NON_FINITE_ANSWERS = {
-    "NaN": change_choice(logprobs={"token_logprobs": [-1.0, math.nan, -1.0, -1.0]}),
-    "minus infinity": change_choice(logprobs={"token_logprobs": [-1.0, -math.inf, -1.0, -1.0]}),
-    "null": change_choice(logprobs={"token_logprobs": [-1.0, None, -1.0, -1.0]}),
-    "status 500, since NaN has no JSON": fail_to_encode,
-    "status 400, since NaN has no JSON": reject_as_not_encodable,
+    "NaN": (change_choice(logprobs={"token_logprobs": [-1.0, math.nan, -1.0, -1.0]}), ONE_NAN),
+    "minus infinity": (change_choice(logprobs={"token_logprobs": [-1.0, -math.inf, -1.0, -1.0]}), ONE_NAN),
+    "null": (change_choice(logprobs={"token_logprobs": [-1.0, None, -1.0, -1.0]}), ONE_NAN),
+    "NaN of all": (change_choice(logprobs={"token_logprobs": [math.nan] * 4}), ALL_NAN),
+    "status 500, since NaN has no JSON": (fail_to_encode(web.HTTPInternalServerError), ALL_NAN),
+    "status 400, since NaN has no JSON": (fail_to_encode(web.HTTPBadRequest), ALL_NAN),
 }
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("change_answer", NON_FINITE_ANSWERS.values(), ids=NON_FINITE_ANSWERS.keys())
-async def test_a_non_finite_logprob_is_a_non_finite_logprob_error(change_answer):
+@pytest.mark.parametrize(("change_answer", "is_nan"), NON_FINITE_ANSWERS.values(), ids=NON_FINITE_ANSWERS.keys())
+async def test_a_logprob_that_is_not_finite_is_nan_and_costs_no_token(change_answer, is_nan):
+    async with client_of(FakeVllm(MarkovEngine())) as engine:
+        expected = await engine.generate([1], SamplingParams(4, seed=0))
     async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
-        with pytest.raises(NonFiniteLogprobError, match="finite log-probabilities"):
-            await engine.generate([1], SamplingParams(4, seed=0))
+        generation = await engine.generate([1], SamplingParams(4, seed=0))
+    assert generation.ids == expected.ids
+    assert [math.isnan(logprob) for logprob in generation.logprobs] == is_nan
 
 
 @pytest.mark.asyncio
@@ -213,11 +220,10 @@ async def test_a_non_finite_logprob_is_a_non_finite_logprob_error(change_answer)
     "change_answer",
     [change_choice(logprobs={"token_logprobs": [math.nan] * 4}, token_ids=None), change_choice(token_ids=[None])],
 )
-async def test_a_non_finite_logprob_with_another_fault_is_an_engine_error(change_answer):
+async def test_a_logprob_that_is_not_finite_with_another_fault_is_an_engine_error(change_answer):
     async with client_of(FakeVllm(MarkovEngine(), change_answer)) as engine:
-        with pytest.raises(EngineError) as raised:
+        with pytest.raises(EngineError):
             await engine.generate([1], SamplingParams(4, seed=0))
-        assert not isinstance(raised.value, NonFiniteLogprobError)
 
 
 @pytest.mark.asyncio

@@ -192,8 +192,8 @@ def make_sharper_model(seed, num_layers, factor):
 async def test_rounding_alone_passes_the_check(tmp_path, dtype, num_layers):
     """The largest difference is at most 0.71 of the bound for 10,000 models (`trainer.engines.weight_sync`)."""
     probe, rng, max_ratio = make_probe(tmp_path, dtype, num_layers), random.Random(0), 0.0
-    for seed in range(12):
-        model = make_sharper_model(seed, num_layers, factor=1 + seed % 4)
+    for seed in range(4):
+        model = make_sharper_model(seed, num_layers, factor=1 + seed)
         probe.sequences = [
             rng.choices(range(VOCAB_SIZE), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.NUM_PROBES)
         ]

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ImageContent, TextContent
 
@@ -67,8 +67,8 @@ def long_line() -> str:
 
 @server.tool()
 def flood_stdout() -> str:
-    """Write lines that are no messages, and answer."""
-    for _ in range(1000):
+    """Write lines that are no messages, three times as much as a pipe holds, and answer."""
+    for _ in range(200):
         os.write(STDOUT, b"hello\n[1]\n" * 100)
     return "flooded"
 
@@ -76,7 +76,7 @@ def flood_stdout() -> str:
 @server.tool()
 def flood_stdout_forever() -> str:
     while True:
-        os.write(STDOUT, b'{"jsonrpc": "2.0"' + b" " * 60_000 + b"}\n")
+        os.write(STDOUT, b"x" * 60_000 + b"\n")  # the client rejects a line at its first byte
 
 
 @server.tool()
@@ -98,6 +98,12 @@ def leak(pid_file: str) -> str:
     while not os.path.exists(pid_file):
         time.sleep(0.01)
     return "leaked"
+
+
+@server.tool()
+def count(ctx: Context) -> str:
+    """Count the calls of this session, or those without a session."""
+    return add((ctx.headers or {}).get("mcp-session-id", "none"), 1).rpartition(" ")[2]
 
 
 def serve(fault: str = "", port: str = "0") -> None:

@@ -23,7 +23,7 @@ from trainer.environments.environment import EnvironmentFailure
 from trainer.environments.registry import check_problem, environment_class
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem, StopReason, ToolCallStatus
-from trainer.episodes.turn_parser import ToolCallRequest
+from trainer.episodes.turn_parser import ToolCallRequest, parse_turn
 
 pytest.importorskip("mcp")
 
@@ -270,15 +270,11 @@ async def http_server(port: int = 0) -> AsyncIterator[tuple[str, int]]:
 async def test_episodes_share_a_server_over_http_and_its_restart_fails_only_those_that_run() -> None:
     async with open_services() as services:
         async with http_server() as (url, port):
-            shared = problem("mcp", {"url": url, "call_timeout_s": 10})
+            shared = problem("mcp", {"url": url, "call_timeout_s": 10, "per_episode": False, "is_stateful": False})
             async with opened(shared, services) as (first, _), opened(shared, services) as (second, _):
                 assert first._session is second._session  # type: ignore[attr-defined]
                 calls = [first.step(action("add", name="a", amount=1)), second.step(action("add", name="b", amount=1))]
                 assert {call.response for call in await asyncio.gather(*calls)} == {"a is 1", "b is 1"}
-            own = problem("mcp", {"url": url, "per_episode": True})
-            async with opened(own, services) as (environment, _):
-                assert environment._session is not first._session  # type: ignore[attr-defined]
-                assert (await environment.step(action("add", name="a", amount=1))).response == "a is 2"
         async with opened(shared, services) as (environment, _):
             with pytest.raises(EnvironmentFailure, match=url):
                 await environment.step(action("add", name="a", amount=1))
@@ -287,9 +283,33 @@ async def test_episodes_share_a_server_over_http_and_its_restart_fails_only_thos
 
 
 @pytest.mark.asyncio
+async def test_each_episode_has_its_own_session_over_http_unless_it_asks_for_a_shared_one() -> None:
+    async with http_server() as (url, _), open_services() as services:
+        own = problem("mcp", {"url": url})
+        check_problem(own)
+        async with opened(own, services) as (first, _), opened(own, services) as (second, _):
+            assert first.is_stateful
+            counts = [await episode.step(ToolCallRequest("count", {})) for episode in (first, second, first)]
+            assert [count.response for count in counts] == ["1", "1", "2"]
+        shared = problem("mcp", {"url": url, "per_episode": False, "is_stateful": False})
+        async with opened(shared, services) as (first, _), opened(shared, services) as (second, _):
+            counts = [await episode.step(ToolCallRequest("count", {})) for episode in (first, second)]
+            assert [count.response for count in counts] == ["1", "2"]
+
+
+@pytest.mark.asyncio
+async def test_a_call_without_arguments_runs_a_tool_that_requires_none() -> None:
+    async with opened(stdio()) as (environment, _):
+        for text, status in (('{"name": "record"}', "ok"), ('{"name": "add", "arguments": null}', "error")):
+            (call,) = parse_turn(f"<tool_call>{text}</tool_call>").tool_calls
+            assert isinstance(call, ToolCallRequest)
+            assert (await environment.step(call)).status == status
+
+
+@pytest.mark.asyncio
 async def test_a_call_that_hangs_over_http_does_not_hold_up_other_episodes() -> None:
     async with http_server() as (url, _), open_services() as services:
-        shared = problem("mcp", {"url": url, "call_timeout_s": 2})
+        shared = problem("mcp", {"url": url, "call_timeout_s": 2, "per_episode": False, "is_stateful": False})
         async with opened(shared, services) as (first, _), opened(shared, services) as (second, _):
             with pytest.raises(EnvironmentFailure, match="did not answer a call of hang within 2 s"):
                 await first.step(action("hang"))
@@ -302,6 +322,7 @@ async def test_a_call_that_hangs_over_http_does_not_hold_up_other_episodes() -> 
         ({}, "expected either command or url"),
         ({"command": ["true"], "url": "http://x"}, "expected either command or url"),
         ({"command": []}, "options.command: "),
+        ({"url": "http://x", "per_episode": False}, "per_episode: expected true, since episodes that share a session"),
         ({"command": "true"}, "options.command: Input should be a valid tuple, got 'true'"),
         ({"url": "ftp://x"}, "options.url: String should match pattern"),
         ({"command": ["true"], "env": {"RAY_ADDRESS": "x"}}, "env.RAY_ADDRESS: variables of the trainer and of Ray"),

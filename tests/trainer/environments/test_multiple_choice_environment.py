@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sandbox.tool import TOOL_NAMES
@@ -15,6 +17,11 @@ from trainer.episodes.episode import StopReason
 VERIFIER = FakeVerifier()
 SERVICES = Services(SandboxConnection((), FakePythonTool(), VERIFIER))  # type: ignore[arg-type]
 QUESTION = problem("multiple_choice", text="Which?\n\n(A) this\n(B) that", answer="B")
+PARTICLES = problem(
+    "multiple_choice",
+    text="Which has no charge?\n\n(A) $p$,\na proton\n(B) A neutron\n(C) 5 C\n(D) -5 C",
+    answer="B",
+)
 
 
 @pytest.mark.asyncio
@@ -39,12 +46,51 @@ async def test_a_letter_with_or_without_parentheses_is_right(answer: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "answer", ["A", "(C)", "E", "", "BB", "AB", "(B", "B. that", "that", "B) that", "2", "1", "В", "ᴮ"]
+    "answer", ["B. that", "B) that", "B: that", "(B) that", "[B]", "B – that", r"\textbf{B: that}", r"(B)\ \text{that}"]
 )
+@pytest.mark.asyncio
+async def test_a_letter_with_its_text_is_right(answer: str) -> None:
+    async with opened(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(finished(QUESTION, answer)) == 1
+
+
+@pytest.mark.parametrize("answer", ["A", "(C)", "E", "", "BB", "AB", "(B", "that", "2", "1", "В", "ᴮ", "to B", "not B"])
 @pytest.mark.asyncio
 async def test_any_other_answer_is_wrong(answer: str) -> None:
     async with opened(QUESTION, SERVICES) as (environment, _):
         assert await environment.score(finished(QUESTION, answer)) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("B: neutron", "B"),
+        ("B: A neutron", "B"),
+        ("B A neutron", "B"),
+        ("B: it is neutral (b)", "B"),
+        (r"\mathbf{B}", "B"),
+        (r"\bm{B}: neutron", "B"),
+        ("C: 5 C", "C"),
+        ("C: 5 coulomb", "C"),
+        ("(A) $p$, a proton", "A"),
+        ("b) a neutron", "B"),
+        ("A neutron", None),  # an article
+        ("B neutron", None),
+        ("B: 5 C", None),  # the text of another choice
+        ("C: -5 C", None),
+        ("B or C", None),
+        ("B: or C", None),
+        ("B, C", None),
+        ("(B) and (c)", None),
+        ("B. Not A.", None),
+    ],
+)
+@pytest.mark.asyncio
+async def test_one_letter_with_its_text_is_that_letter_and_two_letters_are_wrong(answer: str, letter: str) -> None:
+    for right in "ABCD":
+        question = replace(PARTICLES, answer=right)
+        async with opened(question, SERVICES) as (environment, _):
+            assert await environment.score(finished(question, answer)) == float(right == letter)
 
 
 @pytest.mark.asyncio

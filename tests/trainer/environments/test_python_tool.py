@@ -17,7 +17,7 @@ from sandbox.client import AsyncClient
 from sandbox.errors import ConfigError, IsolationError, Overloaded
 from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
-from sandbox.types import CallError, Limits, Outcome, Result, Status, invalid_result
+from sandbox.types import CallError, Limits, Outcome, Result, Status, Verdict, invalid_result
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.environments.answer_check import AnswerChecker
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
@@ -135,6 +135,13 @@ def test_an_infrastructure_failure_is_unavailable_without_a_response(outcome: Re
     assert outcomes == [VerifyOutcome.UNAVAILABLE] * 2
 
 
+@pytest.mark.parametrize(("error_type", "ends_episode"), [("Poison", True), ("NodeError", False)])
+def test_a_poisonous_call_ends_its_episode(error_type: str, ends_episode: bool) -> None:
+    client = FakeClient(Result("", Status.UNAVAILABLE, error=CallError(error_type, "tried 3 times")))
+    reply = asyncio.run(PythonTool(client, Limits()).call(*python_call("1")))
+    assert (reply.status, reply.ends_episode) == (ToolCallStatus.UNAVAILABLE, ends_episode)
+
+
 def test_a_call_that_the_sandbox_rejects_is_logged_and_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     client = FakeClient(invalid_result("", "call.limits: expected an object"))
     reply = asyncio.run(PythonTool(client, Limits()).call(*python_call("1")))
@@ -142,6 +149,25 @@ def test_a_call_that_the_sandbox_rejects_is_logged_and_unavailable(caplog: pytes
     assert "malformed call" in reply.error and "call.limits: expected an object" in reply.error
     assert asyncio.run(AnswerChecker(client, Limits()).verify([("1", "1")])) == [VerifyOutcome.UNAVAILABLE]
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"], "of the tool and of the checker"
+
+
+def test_the_answer_checker_sends_its_rules() -> None:
+    sent: list[dict[str, Any]] = []
+
+    class RecordingClient:
+        async def verify(self, pairs: Any, **fields: Any) -> list[Verdict]:
+            sent.append(fields)
+            return [Verdict(Outcome.EQUIVALENT)] * len(pairs)
+
+    client: Any = RecordingClient()
+    for rules in ((), ("math-verify",), ("strict", True)):
+        outcomes = asyncio.run(AnswerChecker(client, Limits(), *rules).verify([("1", "1")]))
+        assert outcomes == [VerifyOutcome.EQUIVALENT]
+    assert [(fields["strictness"], fields["rounding"]) for fields in sent] == [
+        ("strict", False),
+        ("math-verify", False),
+        ("strict", True),
+    ]
 
 
 def test_the_answer_checker_returns_the_sandboxs_outcomes(address: str) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.run_folders import episode
-from trainer.episodes.episode import Episode, StopReason, ToolCall
-from trainer.episodes.metrics import METRICS, step_metrics
+from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus, Turn
+from trainer.episodes.metrics import METRICS, step_metrics, warnings
 
 
 def expected_metrics(episodes: list[Episode]) -> dict[str, float]:
@@ -50,6 +50,7 @@ def expected_metrics(episodes: list[Episode]) -> dict[str, float]:
         "one_answer": mean([episode.answer_blocks == 1 for episode in scored]),
         "tool_use": mean([bool(tool_calls([episode])) for episode in scored]),
         "entropy": -mean(sampled_logprobs),
+        "truncated_share": mean([episode.stop_reason in ("token_limit", "turn_limit") for episode in scored]),
         "tool_error_ratio": tool_error_ratio(scored),
         "tool_error_ratio_correct": tool_error_ratio(correct),
     }
@@ -91,3 +92,23 @@ def test_a_chart_has_one_axis_and_few_enough_lines_to_distinguish() -> None:
     assert all(len(axes) <= 5 for axes in charts.values())
     # The first metric of a chart sets the axis. The others repeat it or keep the default, "count".
     assert all(axis in (axes[0], "count") for axes in charts.values() for axis in axes)
+
+
+def episode_of(stop_reason: StopReason, *calls: tuple[str, ToolCallStatus]) -> Episode:
+    turns = [Turn(0, 0, "", (ToolCall("python", {"code": code}, status, ""),)) for code, status in calls]
+    return Episode(Problem("p", "", ""), 0, turns=turns, stop_reason=stop_reason, reward=0.0)
+
+
+def test_a_failed_call_that_is_repeated_to_the_turn_limit_is_measured_and_warned_of() -> None:
+    error, ok = ToolCallStatus.ERROR, ToolCallStatus.OK
+    stuck = episode_of(StopReason.TURN_LIMIT, *[("1/0", error)] * 9)
+    debugged = episode_of(StopReason.FINISHED, ("1/0", error), ("1/1", ok), ("1/1", ok), ("x", error), ("1/0", error))
+    group = [stuck] * 19 + [debugged]
+    metrics = step_metrics([group], [[]])
+    assert metrics["repeated_call_share"] == (19 * 8 + 1) / (19 * 9 + 5)
+    assert metrics["truncated_share"] == 0.95
+    assert [line.partition(":")[0] for line in warnings(metrics)] == [
+        "truncated_share is 95%",
+        "repeated_call_share is 87%",
+    ]
+    assert warnings(step_metrics([[debugged]], [[]])) == warnings({"truncated_share": None}) == []

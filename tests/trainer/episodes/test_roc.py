@@ -237,6 +237,13 @@ def test_an_unscored_episode_gives_no_signal():
     assert has_signal([CORRECT, UNSCORED, WRONG], [0, 1, 2])
 
 
+def test_rewards_that_differ_by_rounding_are_no_signal():
+    assert 0.1 * 3 != 0.3
+    group = [FakeEpisode(reward=reward) for reward in (0.1 * 3, 0.3, 0.3 + 1e-5)]
+    assert not has_signal(group, [0, 1])
+    assert has_signal(group, [0, 2])
+
+
 def test_an_episode_with_a_reward_above_zero_is_correct():
     group = [FakeEpisode(reward=0.25), FakeEpisode(reward=-1.0), FakeEpisode(reward=0.0), FakeEpisode(reward=2.0)]
     selected = resample_on_correct(group, 3, mode="paper", rng=random.Random(0))

@@ -41,7 +41,15 @@ def test_text_after_the_json_makes_a_call_malformed():
     assert "Extra data" in malformed.response
 
 
-@pytest.mark.parametrize("body", ["[]", "1", '"x"', "{}", '{"name": "p"}', '{"name": 1, "arguments": {}}'])
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": " null "'])
+def test_a_call_without_arguments_has_an_empty_object_of_them(arguments):
+    text = f'<tool_call>{{"name": "list_files"{arguments}}}</tool_call>'
+    assert parse_turn(text).tool_calls == (ToolCallRequest("list_files", {}),)
+
+
+@pytest.mark.parametrize(
+    "body", ["[]", "1", '"x"', "{}", '{"name": 1}', '{"name": "p", "arguments": 0}', '{"name": "p", "arguments": []}']
+)
 def test_json_that_is_not_a_tool_call_is_malformed(body):
     (malformed,) = parse_turn(f"<tool_call>{body}</tool_call>").tool_calls
     assert "TypeError" in malformed.response
@@ -93,6 +101,12 @@ def test_json_that_exceeds_the_limits_of_python_is_malformed():
         ("<answer>\\boxed{\\{}</answer>", 1, "\\{"),
         ("<answer>\\boxed{ }</answer>", 1, None),
         ("<answer>\\boxed{1</answer>", 1, None),
+        ("<answer>\\boxed{7} so \\boxed{</answer>", 1, "7"),
+        ("<answer>\\boxed{7} so \\boxed{8 \\}</answer>", 1, "7"),
+        ("<answer>\\boxed{{7} so \\boxed{8}</answer>", 1, "8"),
+        ("<answer>\\boxed{7}} } so</answer>", 1, "7"),
+        ("<answer>\\boxed{x = \\boxed{7}}</answer>", 1, "7"),
+        ("<answer>\\\\boxed{7}</answer>", 1, "7"),
         ("<answer>42</answer>", 1, None),
         ("\\boxed{42}", 0, None),
         ("<answer>\\boxed{42}", 0, None),
@@ -100,19 +114,55 @@ def test_json_that_exceeds_the_limits_of_python_is_malformed():
         ("<answer><answer>\\boxed{3}</answer></answer>", 1, "3"),
     ],
 )
-def test_the_answer_is_the_last_box_of_the_last_closed_answer_block(text, answer_blocks, answer):
+def test_the_answer_is_the_last_closed_box_of_the_last_closed_answer_block(text, answer_blocks, answer):
     turn = parse_turn(text)
     assert (turn.answer_blocks, turn.answer) == (answer_blocks, answer)
 
 
-@pytest.mark.parametrize("tag", ["<answer>", "<tool_call>", "<answer></answer>", "<answer>\\boxed{"])
+A, B = answer_text("1"), answer_text("2")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_calls", "answer"),
+    [
+        (f"<think>{call_text()} {A}</think>{B}", 0, "2"),
+        (f"<think>{A}</think>{call_text()}", 1, None),
+        (f"{A} <reason>no: {call_text()} {B}</reason>", 0, "1"),
+        (f"I try {call_text()} {A}</reason>{B}", 0, "2"),
+        (f"I <think>try {A}</think> {A}</reason>{B}", 0, "2"),
+        (f"<think>{A}</think>{B}</think>", 0, "2"),
+        (f"<think>{call_text()}<reason>{A}</reason>{B}", 1, "2"),
+        (f"<think>{A} <think> </think>{B} </think>", 0, "2"),
+        (f"<reason>{A}</reason>{call_text('a')}<reason>{call_text('b')}</reason>{B}", 1, "2"),
+        (f"<think>a call is in <tool_call> tags{A}</think>{call_text()}", 1, None),
+        (f"<think>{call_text('</think>')}{A}</think>{call_text('<think>')}{B}</think>", 1, "2"),
+        (f"<answer><think>{A}</think>\\boxed{{2}}</answer>", 0, "2"),
+    ],
+)
+def test_calls_and_answers_inside_a_thought_do_not_count(text, num_calls, answer):
+    turn = parse_turn(text)
+    assert (len(turn.tool_calls), turn.answer, turn.answer_blocks) == (num_calls, answer, int(answer is not None))
+
+
+@pytest.mark.parametrize("text", ["", "<think>", "so <reason>", "<think> <reason>"])
+def test_a_thought_that_is_never_closed_hides_nothing(text):
+    turn = parse_turn(f"{text}{call_text()}{A}")
+    assert (len(turn.tool_calls), turn.answer) == (1, "1")
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["<answer>", "<tool_call>", "<answer></answer>", "<answer>\\boxed{", "<think>", "</think>", "x<reason></reason>"],
+)
 def test_repeated_tags_take_linear_time(tag):
-    parse_turn(tag * 200_000)  # takes milliseconds; in quadratic time the test would time out
+    parse_turn(tag * 200_000 + A)  # takes milliseconds; in quadratic time the test would time out
 
 
 @given(
     untrusted_texts
-    | st.lists(st.sampled_from([*TAGS, "<answer>", "</answer>", "\\boxed{", "}", "{", '"', "\\"])).map("".join)
+    | st.lists(
+        st.sampled_from([*TAGS, "<reason>", "</reason>", "<answer>", "</answer>", "\\boxed{", "}", "{", '"', "\\"])
+    ).map("".join)
 )
 def test_every_text_can_be_parsed(text):
     turn = parse_turn(text)

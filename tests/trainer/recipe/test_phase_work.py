@@ -25,7 +25,7 @@ pytest.importorskip("trl")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 from tokenizers import Tokenizer, models  # noqa: E402
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 from sandbox.errors import NodeError  # noqa: E402
 from sandbox.runtime import default_python  # noqa: E402
@@ -41,7 +41,7 @@ from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
 from trainer.environments.registry import check_shared  # noqa: E402
-from trainer.json_files import read_rows  # noqa: E402
+from trainer.json_files import read_json, read_rows, write_json  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
 from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
 from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
@@ -229,6 +229,28 @@ def test_a_rollout_has_the_prompt_with_which_data_are_prepared_and_sft_trains(tm
     config, model = _config(tmp_path, "model.system_prompt="), model_folder(tmp_path / "model")
     prompt = rollout_session.load_chat_format(config, model).encode_prompt("1 + 1?")
     assert rollout_session.chat_formats(config, model)((TOOL_SCHEMA,)).encode_prompt("1 + 1?") == prompt
+
+
+@pytest.mark.parametrize(
+    ("file", "eos", "more"),
+    [
+        ("generation_config.json", [9, 7], (9, 7)),
+        ("generation_config.json", 9, (9,)),
+        ("config.json", [9, 7], (9, 7)),
+        ("", None, ()),
+    ],
+)
+def test_every_end_token_of_the_model_ends_a_turn(tmp_path: Path, file: str, eos: Any, more: tuple[int, ...]) -> None:
+    """The end tokens of a model need not be those of its tokenizer."""
+    config, model = _config(tmp_path), model_folder(tmp_path / "model")
+    end = AutoTokenizer.from_pretrained(model).eos_token_id
+    assert rollout_session.load_chat_format(config, model).stop_ids == (end,)
+    (model / "generation_config.json").unlink()
+    content = read_json(model / "config.json") if file == "config.json" else {}
+    (model / "config.json").unlink()
+    if file:
+        write_json(model / file, {**(content or {}), "eos_token_id": eos})
+    assert rollout_session.load_chat_format(config, model).stop_ids == (end, *more)
 
 
 def test_an_environment_with_a_state_is_accepted_for_stages_that_do_not_sample_here(tmp_path: Path) -> None:

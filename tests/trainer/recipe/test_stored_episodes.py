@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.trainer.collection.hosts import LIMITS, NUM_TURNS, make_host
 from tests.trainer.fakes import qwen_tokenizer
+from trainer.cli import main
 from trainer.collection.driver import Collection
 from trainer.collection.local import LocalExecutor
 from trainer.collection.store import EpisodeStore, Key, StoreReader
 from trainer.config import CollectConfig, ConfigError
+from trainer.environments.connection import SandboxConnection
 from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError
 from trainer.recipe.collect_work import LIMIT_NAMES
 from trainer.recipe.stored_episodes import ReplayError, export, replay, rescore
@@ -135,6 +141,42 @@ def test_another_environment_scores_problems_that_have_options_of_their_own(
         store.write([episode])
     with StoreReader(tmp_path / "store") as reader:
         assert rescore(reader, COUNTING, tmp_path / "scores") == {"0 -> 1": 1}
+
+
+def test_a_rescore_by_other_rules_shows_which_rewards_change(
+    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked_by: list[tuple[str, bool]] = []
+
+    @asynccontextmanager
+    async def fake_sandbox(endpoint: str, *, answer_check: str, answer_rounding: bool) -> AsyncIterator[object]:
+        async def verify(pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
+            checked_by.append((answer_check, answer_rounding))
+            equal = [gold == answer or answer_check == "math-verify" or answer_rounding for gold, answer in pairs]
+            return [VerifyOutcome.EQUIVALENT if is_equal else VerifyOutcome.NOT_EQUIVALENT for is_equal in equal]
+
+        yield SandboxConnection((), cast(Any, None), cast(Any, SimpleNamespace(verify=verify)))
+
+    monkeypatch.setattr("trainer.recipe.stored_episodes.open_sandbox", fake_sandbox)
+    problem = Problem("p", "Which root?", r"\sqrt{2}")
+    answers = (r"\sqrt{2}", "1.41421356", "1.41421356")
+    episodes = [
+        Episode(problem, n, stop_reason=StopReason.FINISHED, answer=answer, reward=1.0)
+        for n, answer in enumerate(answers)
+    ]
+    with EpisodeStore(tmp_path / "store", settings) as store:
+        store.write(episodes)
+    command = ["rescore", str(tmp_path / "store"), "--out", str(tmp_path / "scores")]
+    for options, changes in (
+        ([], "1 -> 0: 2\n1 -> 1: 1\n"),
+        (["--answer-check", "math-verify"], "1 -> 1: 3\n"),
+        (["--answer-rounding"], "1 -> 1: 3\n"),
+    ):
+        assert main([*command, *options]) in (0, None)
+        printed = capsys.readouterr()
+        assert printed.out == changes
+        assert f"{2 if not options else 0} of 3 rewards change" in printed.err
+    assert set(checked_by) == {("strict", False), ("math-verify", False), ("strict", True)}
 
 
 def test_a_wrong_condition_names_the_columns(reader: StoreReader, tmp_path: Path) -> None:

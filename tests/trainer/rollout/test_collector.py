@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 import time
 
@@ -285,6 +286,32 @@ async def test_an_environment_that_fails_gives_no_reward_of_0(chat_format, metho
     assert pool.open_groups == []
 
 
+class ScoresNan(Environment):
+    """Its scores are NaN, infinity and 1, by the number of the sample."""
+
+    async def reset(self, problem):
+        return InitialState("Go.")
+
+    async def step(self, action):
+        raise NotImplementedError
+
+    async def score(self, episode):
+        return (math.nan, math.inf, 1.0)[episode.sample]
+
+
+@pytest.mark.parametrize("is_decided", [None, lambda rewards, unfinished: False], ids=["as a group", "one by one"])
+@pytest.mark.asyncio
+async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment_by_name(chat_format, is_decided):
+    pool = ScriptedPool(turns(END, END, END))
+    (episodes,) = await collect(pool, chat_format, ScriptedTools(), [problem_of(ScoresNan)], 3, is_decided=is_decided)
+    assert [episode.reward for episode in episodes] == [None, None, 1.0]
+    name = problem_of(ScoresNan).environment
+    assert [episode.error for episode in episodes] == [
+        f"environment: EnvironmentFailure: {name}: expected a finite score or None, got {score}"
+        for score in ("nan", "inf")
+    ] + [""]
+
+
 @pytest.mark.asyncio
 async def test_an_environment_with_a_state_is_refused(chat_format):
     with pytest.raises(ConfigError, match=r"^problem p0: environment '.*:Stateful' is stateful$"):
@@ -298,21 +325,6 @@ async def test_the_cpu_time_of_a_call_is_measured(chat_format):
     collector = make_collector(ScriptedPool(turns(*CALL_THEN_ANSWER)), chat_format, ScriptedTools())
     ((episode,),) = await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
     assert (episode.reward, collector.overhead_cpu_s > 0) == (1.0, True)
-
-
-@pytest.mark.asyncio
-async def test_nan_turns_are_counted_per_call(chat_format):
-    answer = answer_text("42") + END
-    pool = ScriptedPool(turns(answer, answer), nan_turns=10)
-    collector = make_collector(pool, chat_format, ScriptedTools())
-    for new_nan_turns in (2, 0):
-
-        async def count_nan_turns(new_nan_turns=new_nan_turns):
-            pool.nan_turns += new_nan_turns
-
-        pool.pause = count_nan_turns
-        await collector.collect([PROBLEM], 1, limits=LIMITS, seed=0)
-        assert collector.nan_turns == new_nan_turns
 
 
 @pytest.mark.asyncio

@@ -127,6 +127,28 @@ async def test_tool_calls_of_the_last_turn_are_not_run(chat_format):
     assert episode.loss_mask[-1] == 1
 
 
+@pytest.mark.parametrize(
+    ("last_turn", "answer", "answer_blocks"),
+    [
+        ("Verified." + END, "42", 1),
+        (f"Wrong: {answer_text('43')}{END}", "43", 2),
+        (f"I doubt it. <answer>It has none.</answer>{END}", None, 2),
+        (f"Maybe {answer_text('43')}?</reason> Verified.{END}", "42", 1),
+        ("on and on" * 1000, "42", 1),
+    ],
+    ids=["no answer", "another answer", "an answer without a box", "an answer in a thought", "truncated"],
+)
+@pytest.mark.asyncio
+async def test_the_last_answer_of_an_episode_counts_whichever_turn_has_it(
+    chat_format, last_turn, answer, answer_blocks
+):
+    pool = ScriptedPool(turns(answer_text("42") + call_text("check") + END, last_turn))
+    limits = SamplingConfig(max_response_tokens=400, max_turns=9)
+    episode = await run_episode(chat_format, pool, limits=limits)
+    assert episode.num_turns == 2
+    assert (episode.answer, episode.answer_blocks) == (answer, answer_blocks)
+
+
 @pytest.mark.asyncio
 async def test_a_truncated_turn_ends_the_episode(chat_format):
     pool = ScriptedPool(turns(call_text("1") + END, "hm " + call_text("2") + "on and on" * 1000))

@@ -82,6 +82,15 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, show_in_terminal
     assert len(show.sample_episodes(folder, folder.episode_steps(), 100, decode_words)) == SAMPLES_PER_PROBLEM
 
 
+def test_the_terminal_warns_of_the_last_step_only(tmp_path: Path, show_in_terminal: Show) -> None:
+    folder = RunFolder(tmp_path)
+    for step, share in ((1, 1.0), (2, 0.91), (3, 0.9)):
+        folder.append_metrics({"step": step, "stage": "rl1", "truncated_share": share, "repeated_call_share": None})
+        shown = show_in_terminal(folder)
+        assert ("warning: truncated_share is" in shown) == (share > 0.9)
+        assert "truncated_share " in shown
+
+
 @pytest.mark.parametrize("text", HOSTILE_TEXTS)
 def test_untrusted_text_cannot_control_the_terminal(tmp_path: Path, show_in_terminal: Show, text: str) -> None:
     folder = RunFolder(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import TrainingArguments  # noqa: E402
 
 from tests.trainer.sampling import QUIET_LIBRARIES  # noqa: E402
 from tests.trainer.training.stage_run import ROWS_PER_STEP, SEED, STAGE  # noqa: E402
+from trainer.json_files import read_json  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 from trainer.training import adapters, context, grpo, sft  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
@@ -53,3 +55,43 @@ def test_a_single_process_trains_on_one_of_its_visible_gpus(
     assert theirs.n_gpu == 8, "TRL refuses this, and transformers would split each batch over the GPUs"
     assert ours.n_gpu == 1
     assert ours.train_batch_size == ours.per_device_train_batch_size
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_kill_while_the_best_model_is_replaced_loses_neither(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    """The kill comes after `num_steps` of the changes of folders. Some of the numbers are beyond the last one."""
+
+    def save(trainer: Any, weights: Any, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "weights").write_text(weights["accuracy"])
+
+    def keep(accuracy: float) -> None:
+        TrainingContext(model, tmp_path, RunFolder(tmp_path), seed=SEED).keep_if_best(
+            trainer=None, weights={"accuracy": str(accuracy)}, step=1, accuracy=accuracy
+        )
+
+    def dying(change: Any) -> Any:
+        def change_or_die(*args: Any, **options: Any) -> Any:
+            if next(steps, None) is None:
+                raise Killed
+            return change(*args, **options)
+
+        return change_or_die
+
+    monkeypatch.setattr(context, "save_plain_model", save)
+    keep(0.5)
+    steps = iter(range(num_steps))
+    with monkeypatch.context() as patches, contextlib.suppress(Killed):
+        patches.setattr(Path, "rename", dying(Path.rename))
+        patches.setattr(context.shutil, "rmtree", dying(context.shutil.rmtree))
+        keep(0.75)
+    keep(0.25)
+    best = (read_json(tmp_path / context.BEST_MARK) or {})["accuracy"]
+    assert best in (0.5, 0.75), "the best model and the one before it are lost"
+    assert (tmp_path / "best/weights").read_text() == str(best)

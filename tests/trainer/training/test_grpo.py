@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,14 @@ pytest.importorskip("trl", reason="needs trl")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from tests.trainer.sampling import OBSERVATION_POSITIONS, QUIET_LIBRARIES, Sampler, parity_reward, problems  # noqa: E402
+from tests.trainer.sampling import (  # noqa: E402
+    OBSERVATION_POSITIONS,
+    QUIET_LIBRARIES,
+    RESPONSE_LENGTH,
+    Sampler,
+    parity_reward,
+    problems,
+)
 from tests.trainer.training.stage_run import (  # noqa: E402
     ROWS_PER_STEP,
     STAGE,
@@ -233,18 +241,49 @@ def test_a_metric_that_trl_does_not_log_is_nan_with_one_warning(
     assert "sampling/importance_sampling_ratio/mean" in warning
 
 
-def test_turns_with_invalid_log_probabilities_are_counted(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+def test_a_token_with_a_log_probability_of_nan_has_a_ratio_of_1_and_is_counted(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    shift, nan_positions = -0.3, (0, 5)
     stage_run = StageRun(tmp_path, model, loop_thread, steps=1)
-    stage_run.run(Sampler(model, nan_turns=3))
-    assert [row["nan_turns"] for row in stage_run.run_folder.read_metrics()] == [3]
-
-
-def test_a_step_with_equal_rewards_has_no_gradient(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
-    stage_run = StageRun(tmp_path, model, loop_thread, steps=1)
-    trained = stage_run.run(Sampler(model, score=lambda *_: 1.0))
+    stage_run.run(Sampler(model, logprob_shift=shift, nan_positions=nan_positions))
     (row,) = stage_run.run_folder.read_metrics()
+    num_sampled = RESPONSE_LENGTH - len(OBSERVATION_POSITIONS)
+    assert row["nan_logprobs"] == len(nan_positions) * STAGE.problems_per_step * STAGE.samples_per_problem
+    assert row["importance_ratio_mean"] == pytest.approx(
+        (len(nan_positions) + (num_sampled - len(nan_positions)) * math.exp(-shift)) / num_sampled, abs=1e-4
+    )
+    assert math.isfinite(row["entropy"]) and math.isfinite(row["loss"])
+
+
+def test_a_step_whose_episodes_are_truncated_is_warned_of_in_the_log(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    StageRun(tmp_path, model, loop_thread, steps=1).run(Sampler(model, stop_reason=StopReason.TOKEN_LIMIT))
+    (record,) = [record for record in caplog.records if record.name == "trainer.training.grpo"]
+    assert record.getMessage().startswith("step 1: truncated_share is 100%: ")
+
+
+def test_a_step_with_equal_rewards_leaves_weights_and_optimizer_states_as_they_are(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    """The second of three steps has no signal. Momentum and weight decay must not move the weights either."""
+    sampler = Sampler(model)
+    sampler.score = lambda *episode: parity_reward(*episode) if len(sampler.collections) != 2 else 1.0
+    stage_run = StageRun(
+        tmp_path, model, loop_thread, steps=3, save_steps=1, warmup_steps=2, grpo={"weight_decay": 0.1}
+    )
+    trained = stage_run.run(sampler)
+    rows = list(stage_run.run_folder.read_metrics())
+    assert [row["skipped_update"] for row in rows] == [0, 1, 0]
+    row = rows[1]
     assert (row["loss"], row["grad_norm"], row["episodes_in_loss"], row["zero_variance_groups"]) == (0, 0, 0, 2)
-    assert are_equal(load_weights(trained.model), load_weights(model))
+    first, second, third = sampler.syncs
+    assert not are_equal(first, second) and are_equal(second, third)
+    assert not are_equal(third, load_weights(trained.model))
+    states = [torch.load(trained.checkpoint.with_name(f"checkpoint-{step}") / "optimizer.pt") for step in (2, 3)]
+    assert {int(state["step"]) for state in states[0]["state"].values()} == {1}
+    assert {int(state["step"]) for state in states[1]["state"].values()} == {2}
 
 
 def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:

@@ -1,0 +1,150 @@
+"""Reads the bodies of all requests, within a limit of one body and a budget of each tenant.
+
+- The budget of a tenant covers its bodies from the first byte until their calls are admitted or rejected. The length in
+  the request's head is reserved before the first byte is read; a body without a length is reserved as it grows. So a
+  body that does not fit is refused at once, and not after most of it has been sent.
+- No tenant's bodies count against another's budget. With a tenants file each tenant has its share of `queue_mb`, and
+  room for one body of the largest size at least, so all bodies together have at most `queue_mb` plus `body_mb` for each
+  tenant. Without a tenants file the tenant of a call is in the body, so it is unknown before the body is decoded: all
+  bodies share one budget of `queue_mb`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.codec import CHUNK_BYTES
+from sandbox.gateway.http.errors import HttpError
+from sandbox.tenants import Tenant
+
+
+class ByteBudget:
+    """Bytes that each tenant holds, and its maximum. The name of the tenant is "" for the server's token, and for all
+    requests of a server without a tenants file."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._held: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Bytes that all tenants hold."""
+        return self._held.total()
+
+    def maximum(self, owner: Tenant | None) -> int:
+        """Return the bytes that a tenant may hold."""
+        config, tenants = self._dispatcher.config, self._dispatcher.tenants
+        if tenants is None:
+            return config.queue_mb << 20
+        share = config.tenant_share if owner is None or owner.queue_share is None else owner.queue_share
+        all_shares = tenants.total_share(config.tenant_share) + config.tenant_share  # the last one: the server's token
+        return max(config.body_mb << 20, int((config.queue_mb << 20) * share / max(1.0, all_shares)))
+
+    def reserve(self, owner: Tenant | None, size: int, what: str) -> None:
+        """Add bytes to those that a tenant holds. Raises `HttpError` 429 if they do not fit; `what` names them."""
+        name = "" if owner is None else owner.name
+        maximum = self.maximum(owner)
+        if self._held[name] + size > maximum:
+            raise HttpError(
+                429,
+                f"{what} of {self._held[name]} bytes, and {size} more do not fit in {maximum}; try again in 1 s",
+                {"Retry-After": "1"},
+            )
+        self._held[name] += size
+
+    def release(self, owner: Tenant | None, size: int) -> None:
+        """Take bytes from those that a tenant holds."""
+        name = "" if owner is None else owner.name
+        self._held[name] -= size
+        if not self._held[name]:
+            del self._held[name]
+
+
+class Reservation:
+    """Bytes of a budget that one request holds until the end of its `with` block."""
+
+    def __init__(self, budget: ByteBudget, owner: Tenant | None, what: str) -> None:
+        self.size = 0
+        self._budget = budget
+        self._owner = owner
+        self._what = what
+
+    def grow(self, size: int) -> None:
+        """Reserve until `size` bytes are held. Raises `HttpError` 429."""
+        if size > self.size:
+            self._budget.reserve(self._owner, size - self.size, self._what)
+            self.size = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._budget.release(self._owner, self.size)
+        self.size = 0
+
+
+class BodyReader:
+    """Reads bodies of at most `max_body_bytes`."""
+
+    def __init__(self, budget: ByteBudget, max_body_bytes: int, stall_s: float = 30.0) -> None:
+        self.budget = budget
+        self.max_body_bytes = max_body_bytes
+        self.stall_s = stall_s
+
+    def reservation(self, request: web.Request) -> Reservation:
+        """Return a reservation for the body of a request."""
+        return Reservation(self.budget, request.get(TENANT), "bodies are being received")
+
+    async def read(self, request: web.Request, reservation: Reservation, max_bytes: int | None = None) -> bytes:
+        """Return the body, of at most `max_bytes` (default: `max_body_bytes`). Its bytes are reserved.
+
+        Raises `HttpError`: 413 if the body is too long, 429 if it does not fit in the budget, and 408 if the client
+        needs more than `stall_s` for `CHUNK_BYTES` or for the last part.
+        """
+        max_bytes = min(self.max_body_bytes, max_bytes or self.max_body_bytes)
+        if (length := request.content_length or 0) > max_bytes:
+            raise self._too_long(length, max_bytes)
+        reservation.grow(length)
+        first = b""
+        body: io.BytesIO | None = None  # it grows without copies, and many small chunks take no more memory than one
+        size = 0
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.stall_s) as timeout:
+                async for chunk in request.content.iter_any():
+                    if (size + len(chunk)) // CHUNK_BYTES > size // CHUNK_BYTES:
+                        timeout.reschedule(loop.time() + self.stall_s)
+                    size += len(chunk)
+                    if size > max_bytes:
+                        raise self._too_long(size, max_bytes)
+                    reservation.grow(size)
+                    if not first:
+                        first = chunk
+                    else:
+                        if body is None:
+                            body = io.BytesIO()
+                            body.write(first)
+                        body.write(chunk)
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"the body stopped after {size} bytes: expected the rest, or {CHUNK_BYTES} bytes more, within "
+                f"{self.stall_s:g} s; send it faster, or start the server with a larger --stall-s",
+            ) from None
+        return first if body is None else body.getvalue()
+
+    def _too_long(self, size: int, max_bytes: int) -> HttpError:
+        advice = "send smaller batches, or start the server with a larger --body-mb"
+        if max_bytes < self.max_body_bytes:
+            advice = "send less"
+        return HttpError(413, f"a body of {size} bytes or more, expected at most {max_bytes}; {advice}")

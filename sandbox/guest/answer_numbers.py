@@ -1,0 +1,144 @@
+"""Exact arithmetic of answers. A rational number is a `Fraction`, so that most answers do without sympy."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+MAX_BITS = 1 << 18
+"""Maximum bits of an integer, about 79,000 decimal digits."""
+
+Scalar = Any
+"""A `Fraction`, or a sympy expression with a root, a letter or a function."""
+
+
+class Unreadable(Exception):
+    """The text is no mathematics that the reader knows, or has two meanings, or its numbers are too large."""
+
+
+class Decimal(NamedTuple):
+    """A number as it was written, for the option `rounding`: its exact value and one unit of its last digit."""
+
+    value: Fraction
+    step: Fraction
+
+
+def sympy_module() -> Any:
+    return importlib.import_module("sympy")
+
+
+def to_sympy(value: Scalar) -> Any:
+    return sympy_module().Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else value
+
+
+def simplest(value: Any) -> Scalar:
+    """Return a sympy number as a `Fraction` if it is rational. Raises `Unreadable` for what is no number."""
+    if value.is_Rational:
+        return checked(Fraction(int(value.p), int(value.q)))
+    sympy = sympy_module()
+    if value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        raise Unreadable
+    return value
+
+
+def checked(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise Unreadable
+    return value
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is one number or expression, and not several or one with a unit."""
+    return not isinstance(value, tuple)
+
+
+def check_scalars(*values: Any) -> None:
+    if not all(map(is_scalar, values)):
+        raise Unreadable
+
+
+def add(left: Any, right: Any) -> Scalar:
+    check_scalars(left, right)
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return checked(left + right)
+    return simplest(to_sympy(left) + to_sympy(right))
+
+
+def multiply(left: Any, right: Any) -> Scalar:
+    check_scalars(left, right)
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return checked(left * right)
+    return simplest(to_sympy(left) * to_sympy(right))
+
+
+def divide(left: Any, right: Any) -> Scalar:
+    return multiply(left, power(right, Fraction(-1)))
+
+
+def power(base: Any, exponent: Any) -> Scalar:
+    check_scalars(base, exponent)
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits * abs(exponent) > MAX_BITS and abs(base) not in (0, 1):
+            raise Unreadable
+        if base == 0 and exponent <= 0:
+            raise Unreadable
+        if exponent.denominator == 1:
+            return base ** (int(exponent) if abs(base) != 1 else int(exponent) % 2)
+    return simplest(to_sympy(base) ** to_sympy(exponent))
+
+
+def factorial(value: Any) -> Scalar:
+    check_scalars(value)
+    if not isinstance(value, Fraction):
+        return sympy_module().factorial(value)
+    if value.denominator != 1 or value < 0 or value * max(1, int(value)).bit_length() > MAX_BITS:
+        raise Unreadable
+    return Fraction(math.factorial(int(value)))
+
+
+def binomial(n: Any, k: Any) -> Scalar:
+    check_scalars(n, k)
+    if not isinstance(n, Fraction) or not isinstance(k, Fraction):
+        return sympy_module().binomial(to_sympy(n), to_sympy(k))
+    if n.denominator != 1 or k.denominator != 1 or n < 0 or k < 0:
+        raise Unreadable
+    if min(k, abs(n - k)) * int(n).bit_length() > MAX_BITS:
+        raise Unreadable
+    return Fraction(math.comb(int(n), int(k)))
+
+
+def number_of(text: str) -> Fraction:
+    """Return the exact value of a number such as `12`, `0.5`, `1.5e3` and `0.1\\overline{6}`. Raises `Unreadable`."""
+    if "\\" in text:
+        whole, _, digits = text.partition(".")
+        once, _, repeated = digits.partition("\\")
+        repeated = re.sub("[^0-9]", "", repeated)
+        shift = 10 ** len(once)
+        return Fraction(int(whole + once), shift) + Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
+    exponent = re.search(r"[eE]([+-]?[0-9]+)", text)
+    if exponent and (len(exponent.group(1)) > 6 or abs(int(exponent.group(1))) * 4 > MAX_BITS):
+        raise Unreadable
+    return Fraction(text)
+
+
+_DECIMAL = re.compile(
+    r"(?P<sign>[+-]?)\s*(?P<number>[0-9]*\.?[0-9]+)"
+    r"(?:(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*)(?P<exponent>[+-]?[0-9]{1,4})\s*\}?)?(?P<percent>\s*\\?%)?"
+)
+
+
+def decimal_of(source: str) -> Decimal | None:
+    """Return a number that is written with a point or a power of ten and has two or more significant digits."""
+    match = _DECIMAL.fullmatch(source.strip())
+    if match is None:
+        return None
+    number, exponent = match.group("number"), int(match.group("exponent") or 0)
+    if ("." not in number and not match.group("exponent")) or len(number.replace(".", "").lstrip("0")) < 2:
+        return None
+    scale = Fraction(10) ** exponent * (Fraction(1, 100) if match.group("percent") else 1)
+    step = scale / 10 ** len(number.partition(".")[2])
+    return Decimal(Fraction(number) * scale * (-1 if match.group("sign") == "-" else 1), step)
