@@ -123,7 +123,7 @@ class FakeExecutor(asyncio.Protocol):
         self.frame_sizes.append(len(pairs))
         results = []
         for seq, call in pairs:
-            self.request_numbers[seq] = call.pop("request")
+            self.request_numbers[seq] = call.pop("request", 0)
             self.calls[seq] = call
             if call["code"] == "die":
                 return self.exit(1)

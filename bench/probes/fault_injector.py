@@ -51,7 +51,7 @@ def _kill(pid: int, kind: str) -> bool:
     """Kill the process, unless it is a call.
 
     A call just forked from a zygote has the zygote's command line. So a candidate is stopped first and killed only if
-    it holds the zygote's signalfd, which a fork closes before it runs a call.
+    it blocks SIGCHLD, as a zygote does; a fork unblocks it before it runs a call.
     """
     try:
         process = os.pidfd_open(pid)
@@ -60,7 +60,7 @@ def _kill(pid: int, kind: str) -> bool:
     try:
         if kind == "zygote":
             signal.pidfd_send_signal(process, signal.SIGSTOP)
-            if not (_is_stopped(pid) and _holds_signalfd(pid)):
+            if not (_is_stopped(pid) and _blocks_sigchld(pid)):
                 signal.pidfd_send_signal(process, signal.SIGCONT)
                 return False
         signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -79,10 +79,8 @@ def _is_stopped(pid: int) -> bool:
     return processes.state(pid) == "T"
 
 
-def _holds_signalfd(pid: int) -> bool:
-    with suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                if "signalfd" in os.readlink(f"/proc/{pid}/fd/{fd}"):
-                    return True
+def _blocks_sigchld(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/status") as status:
+        mask = next(line.split()[1] for line in status if line.startswith("SigBlk:"))
+        return int(mask, 16) & 1 << signal.SIGCHLD - 1 != 0
     return False

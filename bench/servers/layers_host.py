@@ -102,9 +102,9 @@ class MeasuringJail:
         self._sock.sendall(zygote_frames.pack(header, blobs))
 
     def _receive(self, expected: str) -> dict[str, Any]:
-        while not (frames := list(self._unpacker)):
+        while not (headers := [header for header, _ in self._unpacker if header["op"] != "forked"]):
             self._unpacker.feed(_receive_bytes(self._sock, "measuring zygote"))
-        ((header, _),) = frames
+        (header,) = headers
         if header["op"] != expected:
             raise BenchFailed(f"expected {expected} from the measuring zygote, got {header}")
         return header

@@ -111,12 +111,11 @@ async def test_a_client_that_reads_late_gets_all_results_and_delays_no_other_cli
         await reader.readuntil(b"\r\n\r\n")
         for n in range(20):
             assert (await served.post("/v1/execute", {"code": str(n)}))[1]["stdout"] == str(n)
-        stdout_by_index: dict[int, str] = {}
+        body = b""
         while size := int(await reader.readline(), 16):  # the chunks of the HTTP body
-            chunk = await reader.readexactly(size + 2)
-            for line in chunk[:-2].splitlines():
-                result = json.loads(line)
-                assert result["index"] not in stdout_by_index
-                stdout_by_index[result["index"]] = result["stdout"]
+            body += (await reader.readexactly(size + 2))[:-2]
         writer.close()
+        results = [json.loads(line) for line in body.splitlines()]
+        stdout_by_index = {result["index"]: result["stdout"] for result in results}
+        assert len(results) == 100
         assert stdout_by_index == {n: f"{LARGE}{n}" for n in range(100)}

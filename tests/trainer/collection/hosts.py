@@ -86,10 +86,18 @@ def make_host(
 
 
 @asynccontextmanager
-async def open_slow_host(turn_s: float, started: Path) -> AsyncIterator[RunEpisode]:
-    """A host whose turns take `turn_s`. Each try leaves a line "problem/sample turns" in the file `started`."""
+async def open_slow_host(turn_s: float, started: Path, gate: Path | None = None) -> AsyncIterator[RunEpisode]:
+    """A host whose turns take `turn_s`. Each try leaves a line "problem/sample turns" in the file `started`. With a
+    `gate`, each episode waits in its second turn until that file exists."""
+
+    async def wait_for_gate() -> None:
+        await wait_for(lambda: gate is None or gate.exists())
+
     pool = ScriptedPool(count_to_answer, pause=partial(asyncio.sleep, turn_s))
-    host = make_host(pool=pool)
+    host = make_host(
+        lambda problem: CountingEnvironment(before_step=lambda count: wait_for_gate() if count == 1 else None),
+        pool=pool,
+    )
 
     async def run(episode: Episode, on_growth: Any) -> float | None:
         line = f"{episode.problem.id}/{episode.sample} {len(episode.turns)} {os.getpid()}\n"
