@@ -10,7 +10,6 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
 
 from bench.probes import processes
 
@@ -50,8 +49,9 @@ def processes_by_kind(gateway: int) -> dict[str, list[int]]:
 def _kill(pid: int, kind: str) -> bool:
     """Kill the process, unless it is a call.
 
-    A call just forked from a zygote has the zygote's command line. So a candidate is stopped first and killed only if
-    it holds the zygote's signalfd, which a fork closes before it runs a call.
+    A call just forked from a zygote has the zygote's command line. So a candidate is stopped first, and is not killed
+    if it is a child of a zygote and leads a process group. A call becomes such a leader before its code runs, and a
+    zygote stays in the group of its parent.
     """
     try:
         process = os.pidfd_open(pid)
@@ -60,7 +60,7 @@ def _kill(pid: int, kind: str) -> bool:
     try:
         if kind == "zygote":
             signal.pidfd_send_signal(process, signal.SIGSTOP)
-            if not (_is_stopped(pid) and _holds_signalfd(pid)):
+            if not _is_stopped(pid) or _is_call(pid):
                 signal.pidfd_send_signal(process, signal.SIGCONT)
                 return False
         signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -79,10 +79,6 @@ def _is_stopped(pid: int) -> bool:
     return processes.state(pid) == "T"
 
 
-def _holds_signalfd(pid: int) -> bool:
-    with suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                if "signalfd" in os.readlink(f"/proc/{pid}/fd/{fd}"):
-                    return True
-    return False
+def _is_call(pid: int) -> bool:
+    """Return whether a process that runs `zygote.py` is a call. Every user may read this of every process."""
+    return os.getpgid(pid) == pid and "zygote.py" in processes.command(processes.parent(pid))

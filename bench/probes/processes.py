@@ -111,6 +111,11 @@ def state(pid: int) -> str:
     return "".join(_stat(pid)[:1])
 
 
+def parent(pid: int) -> int:
+    """The process id of the parent; 0 if the process is gone."""
+    return int("".join(_stat(pid)[1:2]) or 0)
+
+
 def is_zombie(pid: int) -> bool:
     """Whether the process has ended and has not been reaped."""
     return state(pid) == "Z"
