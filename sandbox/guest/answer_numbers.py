@@ -30,6 +30,11 @@ def sympy_module() -> Any:
     return importlib.import_module("sympy")
 
 
+def infinity() -> Any:
+    """Return the symbol of infinity. It is no sympy infinity, with which sympy calculates."""
+    return sympy_module().Symbol("oo", positive=True)
+
+
 def to_sympy(value: Scalar) -> Any:
     return sympy_module().Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else value
 
@@ -56,8 +61,10 @@ def is_scalar(value: Any) -> bool:
 
 
 def check_scalars(*values: Any) -> None:
-    if not all(map(is_scalar, values)):
-        raise Unreadable
+    """Raise `Unreadable` if a value is no number or expression, or if it is infinite, since infinity has no arithmetic."""
+    for value in values:
+        if not is_scalar(value) or (not isinstance(value, Fraction) and value.has(infinity())):
+            raise Unreadable
 
 
 def add(left: Any, right: Any) -> Scalar:

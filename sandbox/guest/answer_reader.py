@@ -23,6 +23,7 @@ from answer_numbers import (
     check_scalars,
     divide,
     factorial,
+    infinity,
     is_scalar,
     multiply,
     number_of,
@@ -85,9 +86,8 @@ _BRACKETS = {"(": (")", "]"), "[": ("]", ")"), r"\{": (r"\}",), r"\langle": (r"\
 _SYMPY_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot"}
 _INVERSES = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot"}
 _NUMBER_SETS = {r"\mathbbR": "reals", r"\mathbbZ": "integers", r"\mathbbN": "naturals", r"\mathbbQ": "rationals"}
-INFINITY, DEGREE, LOG_BASE = "oo", "deg", "log_base"
-"""Names of symbols: infinity is one, so that no arithmetic removes it; a degree, so that no sum confuses it; and the
-base of a logarithm that is written without one."""
+DEGREE, LOG_BASE = "deg", "log_base"
+"""Names of symbols: a degree, so that no sum confuses it, and the base of a logarithm that is written without one."""
 
 
 def read(source: str, is_real: bool = True) -> Value:
@@ -102,9 +102,15 @@ def _scaled(factor: Value, value: Value) -> Value:
     """Return a product, also that of a number and a matrix, and the negative of a quantity."""
     if isinstance(value, Items) and value.kind in ("matrix", "row") and is_scalar(factor):
         return Items(value.kind, tuple(_scaled(factor, item) for item in value.items))
+    if factor == -1 and value == infinity():
+        return -value
     if isinstance(value, Quantity) and factor == -1:
         return Quantity(multiply(factor, value.value), value.unit)
     return multiply(factor, value)
+
+
+def _is_matrix(value: Value) -> bool:
+    return isinstance(value, Items) and value.kind == "matrix"
 
 
 class _Reader:
@@ -383,8 +389,11 @@ class _Reader:
 
     def _command(self, text: str) -> Value:
         if text == "{":
-            self._index -= 1
-            return self._group()
+            bars, self._bars = self._bars, 0
+            value = self._list(expands=True)
+            self._bars = bars
+            self._expect("}")
+            return value
         if text in ("|", r"\lfloor", r"\lceil"):
             return self._fenced(text)
         if text in (r"\frac", r"\binom"):
@@ -400,11 +409,11 @@ class _Reader:
         if text == r"\pi":
             return sympy_module().pi
         if text == r"\infty":
-            return self._symbol(INFINITY)
+            return infinity()
         if text == r"\emptyset":
             return Items("set", ())
         if text == r"\mathbbR":
-            return Items("()", (-self._symbol(INFINITY), self._symbol(INFINITY)))
+            return Items("()", (-infinity(), infinity()))
         if text in _NUMBER_SETS:
             return Text(_NUMBER_SETS[text])
         raise Unreadable
@@ -487,7 +496,7 @@ class _Reader:
         return self._symbol(name)
 
     def _symbol(self, name: str) -> Any:
-        if name in (LOG_BASE, DEGREE, INFINITY):
+        if name in (LOG_BASE, DEGREE):
             return sympy_module().Symbol(name, positive=True)
         return sympy_module().Symbol(name, real=True) if self._is_real else sympy_module().Symbol(name)
 
@@ -506,7 +515,7 @@ class _Reader:
         items = value.items if isinstance(value, Items) and value.kind in ("list", "or") else (value,)
         if is_set:
             return Items("set", items)
-        if opening == "(" and closing == ")" and len(items) == 1:
+        if len(items) == 1 and (f"{opening}{closing}" == "()" or (closing == "]" and _is_matrix(value))):
             return value
         return Items(f"{opening}{closing}", items)
 
