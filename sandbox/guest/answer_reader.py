@@ -390,7 +390,7 @@ class _Reader:
     def _command(self, text: str) -> Value:
         if text == "{":
             bars, self._bars = self._bars, 0
-            value = self._list(expands=True)
+            value = self._list(expands=False)
             self._bars = bars
             self._expect("}")
             return value
@@ -508,7 +508,7 @@ class _Reader:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable
-        value = self._list(expands=is_set)
+        value = self._list(expands=is_set and self._depth <= 2)  # each level that expands is read twice
         self._depth -= 1
         self._bars = bars
         closing = self._expect(*_BRACKETS[opening])
