@@ -30,7 +30,8 @@ _NAME = re.compile(
     r"|[A-Z]{2,4}|\|[A-Z]{2}\||\[[A-Z]{3,6}\]|\([a-zA-Z](?:,[a-zA-Z])+\)|f\^\{-1\}\([a-z]\)|\\frac\{d[a-z]\}\{d[a-z]\}"
 )
 _CHOICE = re.compile(r"\(?([A-J])(?:\)|\.|:)\s*(.*)\Z", re.DOTALL)
-_UNDONE = re.compile(r"\(?([A-J])\)?\Z")
+_SECOND_ANSWER = re.compile(r"[,;+]|(?:or|and|is|not)(?![A-Za-z])|.*(?<![A-Za-z])[A-J](?![A-Za-z])", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-J])\)?\Z")
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
@@ -104,10 +105,10 @@ def _ratio(text: str) -> tuple[Fraction, ...]:
 
 def _is_choice_with_text(gold: str, answer: str) -> bool:
     r"""Return whether the gold is a letter and the answer this letter with its text, such as `(B) 12`."""
-    letter, match = _UNDONE.match(gold), _CHOICE.match(answer)
+    letter, match = _LETTER.match(gold), _CHOICE.match(answer)
     if not letter or not match or letter.group(1) != match.group(1):
         return False
-    return not re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", match.group(2))
+    return not _SECOND_ANSWER.match(match.group(2))
 
 
 # Values

@@ -460,7 +460,7 @@ class _Reader:
             below = self._argument()
             if isinstance(above, Fraction) and isinstance(below, Fraction):
                 whole_numbers = above.denominator == below.denominator == 1
-                if not whole_numbers or not 0 < above < below or whole == 0:
+                if not whole_numbers or not 0 < above < below or whole == 0 or self._token.text == r"\frac":
                     raise Unreadable
                 return whole + above / below
             self._index = start
