@@ -19,8 +19,8 @@ from answer_tokens import normalise, plain
 
 _MAX_PRECISION_BITS = 2000
 """Precision up to which a difference that may be zero is evaluated."""
-_MAX_ITEMS = 50
-"""Maximum number of values in a list or a set with roots, letters or functions, since each is compared with each."""
+_MAX_ITEMS = 100
+"""Maximum number of values in two lists or sets with roots, letters or functions; each is compared with each."""
 _POINTS = (Fraction(7, 5), Fraction(-13, 9), Fraction(5, 17), Fraction(31, 11))
 """Values of letters at which two expressions are compared; the n-th letter has the value times n + 1."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])[izw](?![A-Za-z])|\\bar|\\overline|mathbb\s*\{?C")
@@ -160,7 +160,8 @@ class _Comparison:
         if not isinstance(gold, Items) or not isinstance(answer, Items):
             return False
         gold, answer = _as_union(gold), _as_union(answer)
-        if len(gold.items) > _MAX_ITEMS and not all(isinstance(item, Fraction) for item in gold.items):
+        items = (*gold.items, *answer.items)
+        if len(items) > _MAX_ITEMS and not all(isinstance(item, Fraction) for item in items):
             return False
         unordered = {"list", "or", "set"}
         if gold.kind in unordered and answer.kind in unordered:
@@ -256,10 +257,9 @@ def _without_single(value: Value) -> Value:
 
 def _exact_side(value: Value) -> Value:
     r"""Return 22/7 for `\frac{22}{7} \approx 3.143`, if it rounds to that decimal, and other values as they are."""
-    if isinstance(value, Relation) and value.operators == ("~",) and is_scalar(value.parts[0]):
-        if _Comparison(value.sources[1])._is_rounded(value.parts[0]):
-            return value.parts[0]
-    return value
+    if not isinstance(value, Relation) or value.operators != ("~",) or not is_scalar(value.parts[0]):
+        return value
+    return value.parts[0] if _Comparison(value.sources[1])._is_rounded(value.parts[0]) else value
 
 
 def _as_named_list(value: Value) -> Value:
@@ -320,17 +320,11 @@ def _region(value: Value) -> tuple[str, Items] | None:
     r"""Return the letter and the set of `x < 3`, `1 < x \le 2`, `x \ne 3` and `x \in [1, 2]`; without a letter that of
     an interval."""
     if isinstance(value, Items):
-        return ("", _as_union(value)) if value.kind in ("union", "minus") or _is_interval(value) else None
-    if isinstance(value, Relation) and value.operators == ("in",):
-        name, members = "".join(value.sources[0].split()), _region(value.parts[1])
-        return (name, members[1]) if members and not members[0] and _NAME.fullmatch(name) else None
+        return ("", _as_union(value)) if _is_region(value) else None
     if not isinstance(value, Relation) or len(value.parts) > 3:
         return None
-    if value.operators == ("!=",):
-        name, number = "".join(value.sources[0].split()), value.parts[1]
-        if _NAME.fullmatch(name) and is_scalar(number) and not _letters(number):
-            return name, _as_union(Items("minus", (Items("()", (-infinity(), infinity())), Items("set", (number,)))))
-        return None
+    if value.operators in (("in",), ("!=",)):
+        return _membership(value)
     if not set(value.operators) <= _FLIPPED.keys():
         return None
     value = _ascending(value)
@@ -349,8 +343,23 @@ def _region(value: Value) -> tuple[str, Items] | None:
     return names[index], Items(opening + closing, (low, high))
 
 
-def _is_interval(value: Items) -> bool:
-    return len(value.items) == 2 and value.kind in ("()", "[]", "(]", "[)")
+def _membership(relation: Relation) -> tuple[str, Items] | None:
+    r"""Return the letter and the set of `x \in [1, 2]` and `x \ne 3`."""
+    name, right = "".join(relation.sources[0].split()), relation.parts[1]
+    if not _NAME.fullmatch(name):
+        return None
+    if relation.operators == ("in",):
+        return (name, _as_union(right)) if _is_region(right) else None
+    if not is_scalar(right) or _letters(right):
+        return None
+    return name, _as_union(Items("minus", (Items("()", (-infinity(), infinity())), Items("set", (right,)))))
+
+
+def _is_region(value: Value) -> bool:
+    """Return whether a value is an interval, a union or a difference of sets."""
+    if not isinstance(value, Items):
+        return False
+    return value.kind in ("union", "minus") or (len(value.items) == 2 and value.kind in ("()", "[]", "(]", "[)"))
 
 
 def _ascending(relation: Relation) -> Relation:

@@ -71,7 +71,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def check_scalars(*values: Any) -> None:
-    """Raise `Unreadable` if a value is no number or expression, or if it is infinite, since infinity has no arithmetic."""
+    """Raise `Unreadable` if a value is no number or expression, or is infinite, since infinity has no arithmetic."""
     for value in values:
         if not is_scalar(value) or (not isinstance(value, Fraction) and value.has(infinity())):
             raise Unreadable

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ from answer_units import CURRENCIES, unit_of
 
 MAX_DEPTH = 40
 """Maximum depth of brackets."""
+MAX_NESTED_FUNCTIONS = 8
+"""Maximum depth of functions, roots and exponents in each other, since the time to evaluate them doubles with each."""
 
 
 Value = Any
@@ -117,7 +120,7 @@ class _Reader:
     def __init__(self, source: str, is_real: bool) -> None:
         self._source, self._is_real = source, is_real
         self._tokens, self._index = tokens_of(source), 0
-        self._depth, self._bars = 0, 0
+        self._depth, self._bars, self._functions = 0, 0, 0
         self._sign = 1
         """The sign for which `\\pm` is read; an element that has one is read twice."""
         self._has_signs = False
@@ -325,7 +328,7 @@ class _Reader:
                     raise Unreadable
                 value = factorial(value)
             elif self._accept("^"):
-                value = power(value, self._exponent())
+                value = power(value, self._nested(self._exponent))
             elif self._accept("%", r"\%"):
                 value = divide(value, Fraction(100))
             elif self._accept(r"\degree"):
@@ -344,7 +347,15 @@ class _Reader:
             return _scaled(Fraction(-1), self._atom())
         value = self._atom()
         if self._accept("^"):
-            value = power(value, self._exponent())
+            value = power(value, self._nested(self._exponent))
+        return value
+
+    def _nested(self, read: Callable[[], Value]) -> Value:
+        self._functions += 1
+        if self._functions > MAX_NESTED_FUNCTIONS:
+            raise Unreadable
+        value = read()
+        self._functions -= 1
         return value
 
     def _group(self) -> Value:
@@ -376,7 +387,7 @@ class _Reader:
         if token.kind == "bold":
             return self._symbol(token.text)
         if token.kind == "function":
-            return self._function(token.text)
+            return self._nested(lambda: self._function(token.text))
         if token.text in CURRENCIES and token.kind in ("mark", "command"):
             amount = self._signed_factor()
             check_scalars(amount)
@@ -471,9 +482,9 @@ class _Reader:
             return sympy_module().E if letter == "e" else sympy_module().I
         if letter in ("f", "g", "h") and self._token.text == "(":
             self._next()
-            arguments = [self._sum()]
+            arguments = [self._nested(self._sum)]
             while self._accept(","):
-                arguments.append(self._sum())
+                arguments.append(self._nested(self._sum))
             self._expect(")")
             return sympy_module().Function(letter)(*map(to_sympy, arguments))
         return self._named_symbol(letter)
