@@ -13,12 +13,14 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from answer_numbers import Unreadable, decimal_of, is_scalar, to_sympy
-from answer_reader import INFINITY, Items, Quantity, Relation, Text, Value, read
+from answer_numbers import Unreadable, decimal_of, infinity, is_scalar, to_sympy
+from answer_reader import Items, Quantity, Relation, Text, Value, read
 from answer_tokens import normalise, plain
 
 _MAX_PRECISION_BITS = 2000
 """Precision up to which a difference that may be zero is evaluated."""
+_MAX_ITEMS = 100
+"""Maximum number of values in two lists or sets with roots, letters or functions; each is compared with each."""
 _POINTS = (Fraction(7, 5), Fraction(-13, 9), Fraction(5, 17), Fraction(31, 11))
 """Values of letters at which two expressions are compared; the n-th letter has the value times n + 1."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])[izw](?![A-Za-z])|\\bar|\\overline|mathbb\s*\{?C")
@@ -28,7 +30,8 @@ _NAME = re.compile(
     r"|[A-Z]{2,4}|\|[A-Z]{2}\||\[[A-Z]{3,6}\]|\([a-zA-Z](?:,[a-zA-Z])+\)|f\^\{-1\}\([a-z]\)|\\frac\{d[a-z]\}\{d[a-z]\}"
 )
 _CHOICE = re.compile(r"\(?([A-J])(?:\)|\.|:)\s*(.*)\Z", re.DOTALL)
-_UNDONE = re.compile(r"\(?([A-J])\)?\Z")
+_SECOND_ANSWER = re.compile(r"[,;+]|(?:or|and|is|not)(?![A-Za-z])|.*(?<![A-Za-z])[A-J](?![A-Za-z])", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-J])\)?\Z")
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
@@ -43,15 +46,15 @@ def are_equal(gold_text: str, answer_text: str, rounding: bool = False) -> bool:
     gold_ratio, answer_ratio = _ratio(gold_plain), _ratio(answer_plain)
     if gold_ratio or answer_ratio:
         return gold_ratio == answer_ratio
-    if _is_choice_with_text(gold_plain, answer_plain):
+    if _is_choice_with_text(gold_plain, plain(answer_source, keeps_case=True)):
         return True
     is_real = not _COMPLEX.search(gold_source + " " + answer_source)
     try:
         gold = read(gold_source, is_real)
         answer = read(answer_source, is_real)
+        return _Comparison(answer_source if rounding else "").equal(gold, answer)
     except Unreadable:
         return False
-    return _Comparison(answer_source if rounding else "").equal(gold, answer)
 
 
 # Answers that are no mathematics
@@ -102,10 +105,10 @@ def _ratio(text: str) -> tuple[Fraction, ...]:
 
 def _is_choice_with_text(gold: str, answer: str) -> bool:
     r"""Return whether the gold is a letter and the answer this letter with its text, such as `(B) 12`."""
-    letter, match = _UNDONE.match(gold), _CHOICE.match(answer)
+    letter, match = _LETTER.match(gold), _CHOICE.match(answer)
     if not letter or not match or letter.group(1) != match.group(1):
         return False
-    return not re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", match.group(2))
+    return not _SECOND_ANSWER.match(match.group(2))
 
 
 # Values
@@ -116,7 +119,10 @@ class _Comparison:
         self._rounded = decimal_of(rounded_source) if rounded_source else None
 
     def equal(self, gold: Value, answer: Value) -> bool:
-        gold, answer = _as_named_list(gold), _as_named_list(answer)
+        return self._same(_without_single(_as_named_list(gold)), _without_single(_as_named_list(answer)))
+
+    def _same(self, gold: Value, answer: Value) -> bool:
+        """Return whether two values are equal, where a set of one element is not that element."""
         if isinstance(gold, Relation) or isinstance(answer, Relation):
             return self._relations_equal(gold, answer)
         if isinstance(gold, Items) or isinstance(answer, Items):
@@ -135,10 +141,11 @@ class _Comparison:
     def _scalars_equal(self, gold: Value, answer: Value) -> bool:
         if not is_scalar(gold) or not is_scalar(answer):
             return False
-        return scalars_equal(gold, answer) or (self._rounded is not None and self._is_rounded(gold))
+        return scalars_equal(gold, answer) or self._is_rounded(gold)
 
     def _is_rounded(self, gold: Value) -> bool:
-        assert self._rounded
+        if self._rounded is None:
+            return False
         value, step = self._rounded
         if isinstance(gold, Fraction):
             return abs(gold - value) <= step / 2
@@ -150,12 +157,12 @@ class _Comparison:
     # Several values
 
     def _items_equal(self, gold: Value, answer: Value) -> bool:
-        gold, answer = _without_single(gold), _without_single(answer)
         if not isinstance(gold, Items) or not isinstance(answer, Items):
-            if isinstance(gold, Items) or isinstance(answer, Items):
-                return False
-            return self.equal(gold, answer)
+            return False
         gold, answer = _as_union(gold), _as_union(answer)
+        items = (*gold.items, *answer.items)
+        if len(items) > _MAX_ITEMS and not all(isinstance(item, Fraction) for item in items):
+            return False
         unordered = {"list", "or", "set"}
         if gold.kind in unordered and answer.kind in unordered:
             if "set" in (gold.kind, answer.kind):
@@ -165,12 +172,15 @@ class _Comparison:
             return False
         if gold.kind in ("union", "cap"):
             return self._equal_in_any_order(gold.items, answer.items)
-        return all(map(self.equal, gold.items, answer.items))
+        return all(map(self._same, gold.items, answer.items))
 
     def _distinct(self, items: tuple) -> tuple:
         distinct: list[Value] = []
-        for item in dict.fromkeys(items):
-            if not any(self.equal(item, other) for other in distinct):
+        items = tuple(dict.fromkeys(items))
+        if all(isinstance(item, Fraction) for item in items):
+            return items
+        for item in items:
+            if not any(self._same(item, other) for other in distinct):
                 distinct.append(item)
         return tuple(distinct)
 
@@ -184,7 +194,7 @@ class _Comparison:
             return False  # as x = 1, y = 2 and 2, 1
         left = list(answer)
         for item in gold:
-            index = next((index for index, other in enumerate(left) if self.equal(item, other)), None)
+            index = next((index for index, other in enumerate(left) if self._same(item, other)), None)
             if index is None:
                 return False
             del left[index]
@@ -193,6 +203,13 @@ class _Comparison:
     # Relations
 
     def _relations_equal(self, gold: Value, answer: Value) -> bool:
+        gold, answer = _exact_side(gold), _exact_side(answer)
+        if not isinstance(gold, Relation) and not isinstance(answer, Relation):
+            return self.equal(gold, answer)
+        gold_region, answer_region = _region(gold), _region(answer)
+        if gold_region and answer_region:
+            names = {gold_region[0], answer_region[0]} - {""}
+            return len(names) < 2 and self.equal(gold_region[1], answer_region[1])
         gold_name, gold_value = _named(gold)
         answer_name, answer_value = _named(answer)
         if gold_name and answer_name:
@@ -205,10 +222,6 @@ class _Comparison:
                 return self.equal(gold_value, answer_value)
             is_solved = not _letters(gold_value if gold_name else answer_value)
             return not is_solved and self._equations_equal(gold, answer)
-        gold_region, answer_region = _region(gold), _region(answer)
-        if gold_region and answer_region:
-            names = {gold_region[0], answer_region[0]} - {""}
-            return len(names) < 2 and self.equal(gold_region[1], answer_region[1])
         if gold_region or answer_region:
             return False
         if isinstance(gold, Relation) and isinstance(answer, Relation):
@@ -237,7 +250,16 @@ class _Comparison:
 
 
 def _without_single(value: Value) -> Value:
-    return value.items[0] if isinstance(value, Items) and value.kind == "set" and len(value.items) == 1 else value
+    if isinstance(value, Items) and value.kind == "set" and len(value.items) == 1:
+        return value if isinstance(value.items[0], Items) and value.items[0].kind == "set" else value.items[0]
+    return value
+
+
+def _exact_side(value: Value) -> Value:
+    r"""Return 22/7 for `\frac{22}{7} \approx 3.143`, if it rounds to that decimal, and other values as they are."""
+    if not isinstance(value, Relation) or value.operators != ("~",) or not is_scalar(value.parts[0]):
+        return value
+    return value.parts[0] if _Comparison(value.sources[1])._is_rounded(value.parts[0]) else value
 
 
 def _as_named_list(value: Value) -> Value:
@@ -247,8 +269,8 @@ def _as_named_list(value: Value) -> Value:
     first = value.items[0]
     if value.kind == "or" and all(_region(item) for item in value.items):
         regions = [_region(item) for item in value.items]
-        if len({region[0] for region in regions if region}) == 1:
-            return _Region(regions[0][0], Items("union", tuple(region[1] for region in regions if region)))  # type: ignore[index]
+        if regions[0] and regions[0][0] and len({region[0] for region in regions if region}) == 1:
+            return _Region(regions[0][0], Items("union", tuple(region[1] for region in regions if region)))
     name = _named(first)[0]
     if not name:
         return value
@@ -277,8 +299,6 @@ def _named(value: Value) -> tuple[str, Value]:
         return _named(Relation(value.parts[::-1], value.operators, value.sources[::-1]))
     parts = list(value.parts[1:])
     if not isinstance(value.parts[0], Text) and not _NAME.fullmatch(name):
-        if value.operators[-1] == "~" and len(value.parts) == 2:
-            return "", value.parts[0]  # the exact side of an approximation
         return "", value
     if len(parts) > 1 and value.operators[-1] == "~":
         parts.pop()
@@ -297,17 +317,14 @@ def _letters(value: Value) -> set:
 
 
 def _region(value: Value) -> tuple[str, Items] | None:
-    r"""Return the letter and the set of `x < 3`, `1 < x \le 2` and `x \ne 3`; without a letter that of an interval."""
+    r"""Return the letter and the set of `x < 3`, `1 < x \le 2`, `x \ne 3` and `x \in [1, 2]`; without a letter that of
+    an interval."""
     if isinstance(value, Items):
-        return ("", _as_union(value)) if value.kind in ("union", "minus") or _is_interval(value) else None
+        return ("", _as_union(value)) if _is_region(value) else None
     if not isinstance(value, Relation) or len(value.parts) > 3:
         return None
-    infinity = importlib.import_module("sympy").Symbol(INFINITY, positive=True)
-    if value.operators == ("!=",):
-        name, number = "".join(value.sources[0].split()), value.parts[1]
-        if _NAME.fullmatch(name) and is_scalar(number) and not _letters(number):
-            return name, _as_union(Items("minus", (Items("()", (-infinity, infinity)), Items("set", (number,)))))
-        return None
+    if value.operators in (("in",), ("!=",)):
+        return _membership(value)
     if not set(value.operators) <= _FLIPPED.keys():
         return None
     value = _ascending(value)
@@ -318,7 +335,7 @@ def _region(value: Value) -> tuple[str, Items] | None:
     others = [part for n, part in enumerate(value.parts) if n != index]
     if not _NAME.fullmatch(names[index]) or not all(is_scalar(part) and not _letters(part) for part in others):
         return None
-    low, opening, high, closing = -infinity, "(", infinity, ")"
+    low, opening, high, closing = -infinity(), "(", infinity(), ")"
     if index == 1:
         low, opening = value.parts[0], "(" if value.operators[0] == "<" else "["
     if index == 0 or len(names) == 3:
@@ -326,8 +343,23 @@ def _region(value: Value) -> tuple[str, Items] | None:
     return names[index], Items(opening + closing, (low, high))
 
 
-def _is_interval(value: Items) -> bool:
-    return len(value.items) == 2 and value.kind in ("()", "[]", "(]", "[)")
+def _membership(relation: Relation) -> tuple[str, Items] | None:
+    r"""Return the letter and the set of `x \in [1, 2]` and `x \ne 3`."""
+    name, right = "".join(relation.sources[0].split()), relation.parts[1]
+    if not _NAME.fullmatch(name):
+        return None
+    if relation.operators == ("in",):
+        return (name, _as_union(right)) if _is_region(right) else None
+    if not is_scalar(right) or _letters(right):
+        return None
+    return name, _as_union(Items("minus", (Items("()", (-infinity(), infinity())), Items("set", (right,)))))
+
+
+def _is_region(value: Value) -> bool:
+    """Return whether a value is an interval, a union or a difference of sets."""
+    if not isinstance(value, Items):
+        return False
+    return value.kind in ("union", "minus") or (len(value.items) == 2 and value.kind in ("()", "[]", "(]", "[)"))
 
 
 def _ascending(relation: Relation) -> Relation:
@@ -344,7 +376,7 @@ def _as_union(value: Items) -> Items:
     reals, removed = value.items
     if not isinstance(reals, Items) or reals.kind != "()" or not isinstance(removed, Items) or removed.kind != "set":
         return value
-    if [str(item) for item in reals.items] != ["-" + INFINITY, INFINITY]:
+    if list(reals.items) != [-infinity(), infinity()]:
         return value
     if not all(is_scalar(item) and not _letters(item) for item in removed.items):
         return value
@@ -382,6 +414,8 @@ def scalars_equal(gold: Any, answer: Any) -> bool:
     if _differ_numerically(gold, answer, difference):
         return False
     sympy = importlib.import_module("sympy")
+    if sympy.expand(difference.rewrite([sympy.sin, sympy.cos], sympy.exp)) == 0:
+        return True
     if difference.free_symbols:
         return bool(sympy.expand(difference) == 0 or sympy.simplify(difference) == 0)
     return bool(sympy.expand(difference) == 0 or difference.equals(0))
@@ -401,9 +435,9 @@ def _differ_numerically(gold: Any, answer: Any, difference: Any) -> bool:
             letter: to_sympy(abs(point) * (n + 1) if letter.is_positive else point * (n + 1))
             for n, letter in enumerate(letters)
         }
-        distance, size = (sympy.N(expression.subs(values), 50) for expression in (difference, abs(gold) + abs(answer)))
-        if distance.is_number and size.is_number and size.is_finite and distance.is_finite:
-            is_large = abs(distance) > size * sympy.Float("1e-30", 50)
-            if is_large:
+        left, right = (expression.evalf(50, subs=values) for expression in (gold, answer))
+        if left.is_number and right.is_number and left.is_finite and right.is_finite:
+            distance, size = abs(left - right), abs(left) + abs(right)
+            if distance > size * sympy.Float("1e-30", 50) > sympy.Float("1e-70", 50):
                 return True
     return False

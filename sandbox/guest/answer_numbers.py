@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 MAX_BITS = 1 << 18
 """Maximum bits of an integer, about 79,000 decimal digits."""
 
+MAX_MIXED_BITS = 1 << 11
+"""Maximum bits of an integer beside a root, a letter or a function, since sympy factors it."""
+MAX_MIXED_EXPONENT = 20_000
+"""Maximum exponent of a root, a letter or a function."""
+MAX_BINOMIAL = 1000
+"""Maximum k of a binomial coefficient whose n is no rational number."""
+
 Scalar = Any
 """A `Fraction`, or a sympy expression with a root, a letter or a function."""
 
@@ -30,8 +37,16 @@ def sympy_module() -> Any:
     return importlib.import_module("sympy")
 
 
+def infinity() -> Any:
+    """Return the symbol of infinity. It is no sympy infinity, with which sympy calculates."""
+    return sympy_module().Symbol("oo", positive=True)
+
+
 def to_sympy(value: Scalar) -> Any:
-    return sympy_module().Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else value
+    """Return a value for sympy. Raises `Unreadable` for a number that is too large for it."""
+    if not isinstance(value, Fraction):
+        return value
+    return sympy_module().Rational(*checked(value, MAX_MIXED_BITS).as_integer_ratio())
 
 
 def simplest(value: Any) -> Scalar:
@@ -44,8 +59,8 @@ def simplest(value: Any) -> Scalar:
     return value
 
 
-def checked(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+def checked(value: Fraction, max_bits: int = MAX_BITS) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > max_bits:
         raise Unreadable
     return value
 
@@ -56,8 +71,10 @@ def is_scalar(value: Any) -> bool:
 
 
 def check_scalars(*values: Any) -> None:
-    if not all(map(is_scalar, values)):
-        raise Unreadable
+    """Raise `Unreadable` if a value is no number or expression, or is infinite, since infinity has no arithmetic."""
+    for value in values:
+        if not is_scalar(value) or (not isinstance(value, Fraction) and value.has(infinity())):
+            raise Unreadable
 
 
 def add(left: Any, right: Any) -> Scalar:
@@ -88,7 +105,23 @@ def power(base: Any, exponent: Any) -> Scalar:
             raise Unreadable
         if exponent.denominator == 1:
             return base ** (int(exponent) if abs(base) != 1 else int(exponent) % 2)
+    _check_exponent(to_sympy(exponent))
     return simplest(to_sympy(base) ** to_sympy(exponent))
+
+
+def _check_exponent(exponent: Any) -> None:
+    """Refuse a large exponent, and towers of four exponents with letters, since their values cannot be evaluated."""
+    if exponent.is_number and not abs(exponent.evalf(15)) <= MAX_MIXED_EXPONENT:
+        raise Unreadable
+    if _tower(exponent) > 2:
+        raise Unreadable
+
+
+def _tower(value: Any) -> int:
+    """Return how many exponents with letters stand on each other."""
+    sympy = sympy_module()
+    powers = [power for power in value.atoms(sympy.Pow, sympy.exp) if power.exp.free_symbols]
+    return max((1 + _tower(power.exp) for power in powers), default=0)
 
 
 def factorial(value: Any) -> Scalar:
@@ -103,6 +136,8 @@ def factorial(value: Any) -> Scalar:
 def binomial(n: Any, k: Any) -> Scalar:
     check_scalars(n, k)
     if not isinstance(n, Fraction) or not isinstance(k, Fraction):
+        if isinstance(k, Fraction) and k > MAX_BINOMIAL:
+            raise Unreadable
         return sympy_module().binomial(to_sympy(n), to_sympy(k))
     if n.denominator != 1 or k.denominator != 1 or n < 0 or k < 0:
         raise Unreadable

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from answer_numbers import (
     check_scalars,
     divide,
     factorial,
+    infinity,
     is_scalar,
     multiply,
     number_of,
@@ -36,6 +38,8 @@ from answer_units import CURRENCIES, unit_of
 
 MAX_DEPTH = 40
 """Maximum depth of brackets."""
+MAX_NESTED_FUNCTIONS = 8
+"""Maximum depth of functions, roots and exponents in each other, since the time to evaluate them doubles with each."""
 
 
 Value = Any
@@ -85,9 +89,8 @@ _BRACKETS = {"(": (")", "]"), "[": ("]", ")"), r"\{": (r"\}",), r"\langle": (r"\
 _SYMPY_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot"}
 _INVERSES = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot"}
 _NUMBER_SETS = {r"\mathbbR": "reals", r"\mathbbZ": "integers", r"\mathbbN": "naturals", r"\mathbbQ": "rationals"}
-INFINITY, DEGREE, LOG_BASE = "oo", "deg", "log_base"
-"""Names of symbols: infinity is one, so that no arithmetic removes it; a degree, so that no sum confuses it; and the
-base of a logarithm that is written without one."""
+DEGREE, LOG_BASE = "deg", "log_base"
+"""Names of symbols: a degree, so that no sum confuses it, and the base of a logarithm that is written without one."""
 
 
 def read(source: str, is_real: bool = True) -> Value:
@@ -102,16 +105,22 @@ def _scaled(factor: Value, value: Value) -> Value:
     """Return a product, also that of a number and a matrix, and the negative of a quantity."""
     if isinstance(value, Items) and value.kind in ("matrix", "row") and is_scalar(factor):
         return Items(value.kind, tuple(_scaled(factor, item) for item in value.items))
+    if factor == -1 and value == infinity():
+        return -value
     if isinstance(value, Quantity) and factor == -1:
         return Quantity(multiply(factor, value.value), value.unit)
     return multiply(factor, value)
+
+
+def _is_matrix(value: Value) -> bool:
+    return isinstance(value, Items) and value.kind == "matrix"
 
 
 class _Reader:
     def __init__(self, source: str, is_real: bool) -> None:
         self._source, self._is_real = source, is_real
         self._tokens, self._index = tokens_of(source), 0
-        self._depth, self._bars = 0, 0
+        self._depth, self._bars, self._functions = 0, 0, 0
         self._sign = 1
         """The sign for which `\\pm` is read; an element that has one is read twice."""
         self._has_signs = False
@@ -319,7 +328,7 @@ class _Reader:
                     raise Unreadable
                 value = factorial(value)
             elif self._accept("^"):
-                value = power(value, self._exponent())
+                value = power(value, self._nested(self._exponent))
             elif self._accept("%", r"\%"):
                 value = divide(value, Fraction(100))
             elif self._accept(r"\degree"):
@@ -338,7 +347,15 @@ class _Reader:
             return _scaled(Fraction(-1), self._atom())
         value = self._atom()
         if self._accept("^"):
-            value = power(value, self._exponent())
+            value = power(value, self._nested(self._exponent))
+        return value
+
+    def _nested(self, read: Callable[[], Value]) -> Value:
+        self._functions += 1
+        if self._functions > MAX_NESTED_FUNCTIONS:
+            raise Unreadable
+        value = read()
+        self._functions -= 1
         return value
 
     def _group(self) -> Value:
@@ -370,7 +387,7 @@ class _Reader:
         if token.kind == "bold":
             return self._symbol(token.text)
         if token.kind == "function":
-            return self._function(token.text)
+            return self._nested(lambda: self._function(token.text))
         if token.text in CURRENCIES and token.kind in ("mark", "command"):
             amount = self._signed_factor()
             check_scalars(amount)
@@ -383,8 +400,11 @@ class _Reader:
 
     def _command(self, text: str) -> Value:
         if text == "{":
-            self._index -= 1
-            return self._group()
+            bars, self._bars = self._bars, 0
+            value = self._list(expands=False)
+            self._bars = bars
+            self._expect("}")
+            return value
         if text in ("|", r"\lfloor", r"\lceil"):
             return self._fenced(text)
         if text in (r"\frac", r"\binom"):
@@ -400,11 +420,11 @@ class _Reader:
         if text == r"\pi":
             return sympy_module().pi
         if text == r"\infty":
-            return self._symbol(INFINITY)
+            return infinity()
         if text == r"\emptyset":
             return Items("set", ())
         if text == r"\mathbbR":
-            return Items("()", (-self._symbol(INFINITY), self._symbol(INFINITY)))
+            return Items("()", (-infinity(), infinity()))
         if text in _NUMBER_SETS:
             return Text(_NUMBER_SETS[text])
         raise Unreadable
@@ -451,7 +471,7 @@ class _Reader:
             below = self._argument()
             if isinstance(above, Fraction) and isinstance(below, Fraction):
                 whole_numbers = above.denominator == below.denominator == 1
-                if not whole_numbers or not 0 < above < below or whole == 0:
+                if not whole_numbers or not 0 < above < below or whole == 0 or self._token.text == r"\frac":
                     raise Unreadable
                 return whole + above / below
             self._index = start
@@ -462,9 +482,9 @@ class _Reader:
             return sympy_module().E if letter == "e" else sympy_module().I
         if letter in ("f", "g", "h") and self._token.text == "(":
             self._next()
-            arguments = [self._sum()]
+            arguments = [self._nested(self._sum)]
             while self._accept(","):
-                arguments.append(self._sum())
+                arguments.append(self._nested(self._sum))
             self._expect(")")
             return sympy_module().Function(letter)(*map(to_sympy, arguments))
         return self._named_symbol(letter)
@@ -487,7 +507,7 @@ class _Reader:
         return self._symbol(name)
 
     def _symbol(self, name: str) -> Any:
-        if name in (LOG_BASE, DEGREE, INFINITY):
+        if name in (LOG_BASE, DEGREE):
             return sympy_module().Symbol(name, positive=True)
         return sympy_module().Symbol(name, real=True) if self._is_real else sympy_module().Symbol(name)
 
@@ -499,14 +519,14 @@ class _Reader:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable
-        value = self._list(expands=is_set)
+        value = self._list(expands=is_set and self._depth <= 2)  # each level that expands is read twice
         self._depth -= 1
         self._bars = bars
         closing = self._expect(*_BRACKETS[opening])
         items = value.items if isinstance(value, Items) and value.kind in ("list", "or") else (value,)
         if is_set:
             return Items("set", items)
-        if opening == "(" and closing == ")" and len(items) == 1:
+        if len(items) == 1 and (f"{opening}{closing}" == "()" or (closing == "]" and _is_matrix(value))):
             return value
         return Items(f"{opening}{closing}", items)
 

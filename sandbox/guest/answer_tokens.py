@@ -56,17 +56,21 @@ _SUBSTITUTIONS = tuple(
         (r"\\(?:var)?(?:nothing|emptyset)(?![a-zA-Z])", r"\\emptyset "),
         (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\mathbb\1 "),
         (r"\\percent(?![a-zA-Z])", r"\\%"),
+        (r"(\.[0-9]*)\\bar\s*(?:\{([0-9]+)\}|([0-9]))", r"\1\\overline{\2\3}"),
+        (r"\\\\\s*\[[0-9.]+\s*(?:pt|em|ex|mm|cm)\]", r"\\\\ "),
     )
 )
 _MARKUP = (("**", "**"), ("__", "__"), ("```", "```"), ("`", "`"), ("*", "*"))
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_PAIRED_DOLLARS = re.compile(r"(?<!\\)\$((?=[^$\s])[^$]*[^$\s\\])\$(?![0-9$])")
+"""A formula between two dollar signs; `$5 and $6` has none."""
 _DOLLARS = re.compile(r"(?<!\\)\$(?!-?[0-9.])")
 
 
 def normalise(text: str) -> str:
     """Return `text` without the marks of Markdown and LaTeX that have no meaning in mathematics."""
     text = _stripped(text.strip())
-    text = _DOLLARS.sub(" ", text).translate(_TRANSLATED)
+    text = _DOLLARS.sub(" ", _PAIRED_DOLLARS.sub(r" \1 ", text)).translate(_TRANSLATED)
     text = re.sub(r",\\!(?=[0-9]{3})", ",", text)
     text = _GROUPED.sub(lambda match: re.sub(_GROUP_SPACE, "", match.group()), text)
     for pattern, replacement in _SUBSTITUTIONS:
@@ -89,12 +93,12 @@ def _stripped(text: str) -> str:
     return text
 
 
-def plain(text: str) -> str:
-    """Return normalised text in the form in which unreadable answers are compared."""
+def plain(text: str, keeps_case: bool = False) -> str:
+    """Return normalised text in the form in which unreadable answers are compared: words are in lower case."""
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = " ".join(text.split())
     text = re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)
-    return text.lower() if re.fullmatch(r"[A-Za-z ,'()-]*[A-Za-z]{2}[A-Za-z ,'()-]*", text) else text
+    return text.lower() if not keeps_case and re.fullmatch(r"[A-Za-z ,'()-]*[A-Za-z]{2}[A-Za-z ,'()-]*", text) else text
 
 
 class Token(NamedTuple):
@@ -173,6 +177,8 @@ def _add_styled(tokens: list[Token], style: str, content: str, where: tuple[int,
         for piece in re.findall(r"[A-Za-z]+|[23^/]", content):
             kind = "word" if piece.isalpha() else "number" if piece.isdigit() else "mark"
             tokens.append(Token(kind, piece, *where))
+    elif style in ("vec", "hat"):
+        raise Unreadable
     else:
         tokens.extend(Token(token.kind, token.text, *where) for token in tokens_of(content)[:-1])
 
