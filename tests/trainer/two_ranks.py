@@ -30,7 +30,7 @@ from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
-from trainer.training.context import TrainingContext, distributed_state
+from trainer.training.context import TrainingContext, distributed_state, leave_ranks
 from trainer.training.grpo import train_stage
 
 DEFAULT_TIMEOUT_S = 5
@@ -105,6 +105,7 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
         "default_timeout_s": DEFAULT_TIMEOUT_S,
     }
     (run_dir / f"rank{rank}.json").write_text(json.dumps(recorded))
+    leave_ranks()
 
 
 def _report_cpus_as_gpus(init: Callable[..., None]) -> Callable[..., None]:

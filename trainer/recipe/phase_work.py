@@ -55,7 +55,14 @@ from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.trackers import open_trackers
-from trainer.training.context import BEST_MARK, TrainingContext, checkpoint_step, distributed_state, wait_for_ranks
+from trainer.training.context import (
+    BEST_MARK,
+    TrainingContext,
+    checkpoint_step,
+    distributed_state,
+    leave_ranks,
+    wait_for_ranks,
+)
 from trainer.training.grpo import NoRewardsError, train_stage
 from trainer.training.sft import train_sft
 from trainer.training.training_rows import problem_schedule
@@ -149,6 +156,7 @@ def sft(run: RecipeRun, phase: Phase) -> None:
     if distributed_state(config.hardware).is_main_process:
         step = context.first_step + checkpoint_step(trained.checkpoint)
         run.write_result(phase, TrainResult(run.relative(trained.model), step))
+    leave_ranks()
 
 
 def collect(run: RecipeRun, phase: Phase) -> None:
@@ -199,6 +207,7 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
         model, checkpoint = run.relative(trained.model), run.relative(trained.checkpoint)
         best = read_json(run.stage_dir(stage.name) / BEST_MARK) or {}
         run.write_result(phase, TrainResult(model, context.first_step + stage.steps, checkpoint, best))
+    leave_ranks()
 
 
 def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime, steps: int) -> float:

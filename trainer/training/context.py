@@ -223,3 +223,14 @@ def wait_for_ranks(hardware: HardwareConfig) -> None:
     """Return once every rank has called this."""
     if distributed_state(hardware).num_processes > 1:
         torch.distributed.barrier(group=waiting_group())
+
+
+def leave_ranks() -> None:
+    """End the process groups of this process, after its last exchange with other ranks.
+
+    Otherwise the threads of gloo may abort the process while it exits ("terminate called without an active exception"),
+    and a phase that has done its work counts as failed.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        waiting_group.cache_clear()

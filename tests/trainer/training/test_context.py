@@ -95,3 +95,15 @@ def test_a_kill_while_the_best_model_is_replaced_loses_neither(
     best = (read_json(tmp_path / context.BEST_MARK) or {})["accuracy"]
     assert best in (0.5, 0.75), "the best model and the one before it are lost"
     assert (tmp_path / "best/weights").read_text() == str(best)
+
+
+def test_a_process_that_leaves_its_ranks_has_no_process_group(tmp_path: Path) -> None:
+    """The threads of a group that is left open may abort the process while it exits."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    context.waiting_group.cache_clear()
+    assert context.waiting_group() is not None
+    context.leave_ranks()
+    assert not torch.distributed.is_initialized()
+    assert context.waiting_group() is None
+    context.waiting_group.cache_clear()
