@@ -368,6 +368,25 @@ async def _wait_for_silence(connection: _ExecutorProtocol, timeout_s: float) -> 
     connection.mark_lost(NodeError(f"sent no frame for {timeout_s:g} s"))
 
 
+async def start_child(module: str) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Start `python -m MODULE --fd N` in a session of its own, so that Ctrl+C in a terminal is for the gateway only.
+    `N` is one end of a socket pair. Returns the process and the other end."""
+    gateway_end, child_end = socket.socketpair()
+    with child_end:
+        fd = child_end.fileno()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, "--fd", str(fd)),
+                stdin=DEVNULL,
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+        except BaseException:
+            gateway_end.close()
+            raise
+    return process, gateway_end
+
+
 class ExecutorProcess:
     """`python -m sandbox.executor --fd N` in its own process group: the `LaunchedExecutor` of a real server."""
 
@@ -377,20 +396,7 @@ class ExecutorProcess:
 
     @classmethod
     async def launch(cls, module: str = EXECUTOR_MODULE) -> ExecutorProcess:
-        gateway_end, executor_end = socket.socketpair()
-        with executor_end:
-            fd = executor_end.fileno()
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", module, "--fd", str(fd)),
-                    stdin=DEVNULL,
-                    pass_fds=(fd,),
-                    start_new_session=True,
-                )
-            except BaseException:
-                gateway_end.close()
-                raise
-        return cls(process, gateway_end)
+        return cls(*await start_child(module))
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

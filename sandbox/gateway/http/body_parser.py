@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import socket
-import sys
-from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any
 from weakref import WeakValueDictionary
 
 from sandbox.config import ServeConfig
+from sandbox.gateway.calls.executor_handle import start_child
 from sandbox.gateway.http import body_frames, codec, validation
 from sandbox.gateway.http.body_frames import BLOB, BODY, CONFIG, ERROR, HEADER, ITEMS, LARGE
 from sandbox.gateway.http.codec import CHUNK_BYTES
@@ -97,19 +95,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, config: ServeConfig) -> _Worker:
-        gateway_end, worker_end = socket.socketpair()
-        with worker_end:
-            fd = worker_end.fileno()
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", WORKER_MODULE, "--fd", str(fd)),
-                    stdin=DEVNULL,
-                    pass_fds=(fd,),
-                    start_new_session=True,  # Ctrl+C in a terminal is for the gateway, which then ends the worker
-                )
-            except BaseException:
-                gateway_end.close()
-                raise
+        process, gateway_end = await start_child(WORKER_MODULE)
         reader, writer = await asyncio.open_unix_connection(sock=gateway_end, limit=_STREAM_LIMIT_BYTES)
         worker = cls(process, reader, writer)
         worker._send(CONFIG, body_frames.encode_config(config))
