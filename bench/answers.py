@@ -28,7 +28,8 @@ MAX_COST_RATIO = 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison. Return exit code 1 if a strict verdict is a false equivalent, or too many are wrong."""
+    """Run the comparison. Return exit code 1 if a requirement is not met: no strict verdict is a false `equivalent`,
+    and the share of wrong strict verdicts and their CPU time have maxima."""
     return command.run_benchmark(_parser(), argv, _measure, tables, draw)
 
 

@@ -27,8 +27,8 @@ class BatchRoute(Protocol[ResultT]):
     noun: str
     """What its items are, for log lines."""
     max_weight: int | None
-    """Largest sum of the weights of a request's items, except for a heavier item that is sent alone. None: the
-    transport's batch size."""
+    """Maximum sum of the weights of the items in one request. An item that is heavier is sent in a request of its own.
+    None means the transport's batch size."""
 
     def encode(self, items: Sequence[Any], fields: Mapping[str, float]) -> bytes:
         """Return the body of a request with these items, and with further `fields`."""

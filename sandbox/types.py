@@ -456,8 +456,8 @@ def signal_name(number: int | None) -> str:
 
 
 POISON = "Poison"
-"""`CallError.type` of a call that was started as often as `attempts` allows and never got a result. Whoever sends it
-again may lose more zygotes, with the calls that run in them."""
+"""`CallError.type` of a call that was started as often as `attempts` allows and never got a result. A client must
+not send it again: each start may end another zygote, with the calls that run in it."""
 RETRYABLE_ERRORS = frozenset({"Stopped", "NodeError"})
 """Values of `CallError.type` for which a client sends an `unavailable` call again: the server stopped, or no executor
 could start the call."""

@@ -226,7 +226,7 @@ class _Results:
 
 
 class ProgramRun:
-    """The run of one program: its compiled code, and the outcomes of its tests."""
+    """Runs one program. It keeps the compiled code, and the results of the tests."""
 
     def __init__(self, judge: Judge, program: Program, request: JudgeRequest) -> None:
         self.program = program
@@ -305,7 +305,8 @@ class ProgramRun:
                 await self._run_checkers(to_check)
 
     async def _run_checkers(self, to_check: Mapping[int, EncodedResult]) -> None:
-        """Run the checker on the results of tests, given by the index of the test, and set the results of the tests."""
+        """Run the checker on results of calls, which are given by the index of their test, and set the results of these
+        tests."""
         indexes = list(to_check)
         checks = [self.program.checker_call(self.program.tests[index], result) for index, result in to_check.items()]
         clamped = [self._judge.clamped(check, self._request.owner)[0] for check in checks]

@@ -22,7 +22,7 @@ _MAX_PRECISION_BITS = 2000
 _MAX_ITEMS = 100
 """Maximum number of values in two lists or sets with roots, letters or functions; each is compared with each."""
 _POINTS = (Fraction(7, 5), Fraction(-13, 9), Fraction(5, 17), Fraction(31, 11))
-"""Values of letters at which two expressions are compared; the n-th letter has the value times n + 1."""
+"""Two expressions are compared numerically with each of these values p: the n-th letter, from 0, is p * (n + 1)."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])[izw](?![A-Za-z])|\\bar|\\overline|mathbb\s*\{?C")
 _GREEK_NAME = r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|omega|rho|sigma|ell|pi)"
 _NAME = re.compile(

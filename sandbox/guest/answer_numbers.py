@@ -118,7 +118,7 @@ def _check_exponent(exponent: Any) -> None:
 
 
 def _tower(value: Any) -> int:
-    """Return how many exponents with letters stand on each other."""
+    """Return the height of the highest tower of exponents with letters: 1 for `2^x`, 2 for `2^{3^x}`."""
     sympy = sympy_module()
     powers = [power for power in value.atoms(sympy.Pow, sympy.exp) if power.exp.free_symbols]
     return max((1 + _tower(power.exp) for power in powers), default=0)

@@ -367,7 +367,7 @@ class _Reader:
         return value
 
     def _argument(self) -> Value:
-        """Read the argument of a command: a group, a digit or a letter."""
+        r"""Read the argument of a LaTeX command: a group in braces, one digit, one letter or `\pi`."""
         token = self._token
         if token.text == "{":
             return self._group()

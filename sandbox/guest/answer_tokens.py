@@ -1,4 +1,4 @@
-"""Brings the text of an answer into one form, and splits it into tokens. It never evaluates text."""
+"""Normalises the text of an answer, and splits it into tokens. The text is never evaluated."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def normalise(text: str) -> str:
 
 
 def _stripped(text: str) -> str:
-    """Remove what surrounds the whole text: bold, code and math marks, a final point."""
+    """Remove the marks around the whole text (bold, code, mathematics) and a final full stop."""
     for _ in range(8):
         before = text
         if text.endswith(".") and not text.endswith(".."):

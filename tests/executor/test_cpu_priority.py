@@ -53,7 +53,7 @@ def nice_values(tids: Iterable[int]) -> set[int]:
 
 
 def run_as_ordinary_user(code: Callable[[], int]) -> int:
-    """Run `code` in a child process without capabilities, as an ordinary user. Return what it returns."""
+    """Run `code` in a child process of an ordinary user, without capabilities. Return the number that it returns."""
     child = os.fork()
     if child == 0:
         status = 99

@@ -62,7 +62,7 @@ class Sampler:
     logprob_shift: float = 0.0
     """Added to the reported log-probabilities, so that engine and trainer disagree."""
     nan_positions: Sequence[int] = ()
-    """Positions in the response of tokens whose log-probability is reported as NaN."""
+    """Positions of tokens in the response. The log-probability of these tokens is reported as NaN."""
     on_collect: Callable[[int], None] = lambda index: None
     """Called with the index of each collection when it starts."""
     error: str = ""

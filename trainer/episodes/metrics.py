@@ -225,7 +225,7 @@ WARNINGS = {
                         "on easier problems"),
     "repeated_call_share": (0.5, "most tool calls repeat a failed one; `rstar-train show` with --html shows episodes"),
 }  # fmt: skip
-"""By metric: the value above which something is wrong with a step, and what to do."""
+"""For each metric that `warnings` checks: the value above which it warns, and the text of the warning."""
 
 
 def warnings(row: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads the bodies of all requests, within a limit of one body and a budget of each tenant.
+"""Reads the bodies of all requests. One body has a maximum length, and all bodies of a tenant have a budget of bytes.
 
 - The budget of a tenant covers its bodies from the first byte until their calls are admitted or rejected. The length in
   the request's head is reserved before the first byte is read; a body without a length is reserved as it grows. So a

@@ -123,7 +123,8 @@ async def encode_result(result: Encoded, content_type: str) -> list[bytes]:
 async def encode_results(
     results: Iterable[Encoded], count: int, content_type: str, head: Mapping[str, object] = NO_FIELDS
 ) -> list[bytes]:
-    """Encode `{**head, "results": [...]}` with `count` results. Returns the parts of the body."""
+    """Encode an object with the fields of `head` and the list `results`, which has `count` items. Returns the parts of
+    the body in order."""
     is_msgpack = content_type == MSGPACK
     if is_msgpack:
         packer = msgpack.Packer()

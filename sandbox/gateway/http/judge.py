@@ -66,7 +66,7 @@ PROGRAMS_FIELDS: dict[str, str] = {
 MAX_DECODED_CALLS = 1 << 20
 """A body may have as many objects as one with this many calls, because the arguments of tests may have many objects."""
 MAX_KEYS = 1 << 20
-"""Keys of one object in a body. The arguments of a test may be a large object."""
+"""Maximum keys of one object in a body. It is this high because an argument of a test may be a large object."""
 TESTS_PER_ITEM = 64
 """Tests that the body worker sends together, unless they are large."""
 TEST_BYTES_PER_ITEM = 256 << 10
@@ -177,7 +177,7 @@ class ProgramsForm:
             )
 
     def encode(self, item: Item) -> Iterator[list[Json]]:
-        """Yield an item as plain data. The tests of a program come before it, in parts."""
+        """Yield an item as lists of plain data. The tests of a program come before the program, some in each list."""
         match item:
             case ProgramsHead():
                 self._defaults = Program.decode_defaults(None)

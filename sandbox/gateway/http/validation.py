@@ -45,8 +45,8 @@ PAIR_FIELDS: dict[str, str] = {
 }
 STEP_S = 0.005
 """Seconds of work on the items of one body after which the task yields to the event loop."""
-ITEMS_PER_LOOK = 16
-"""Items between two looks at the clock."""
+ITEMS_PER_CLOCK_READ = 16
+"""Items that are added to a form between two readings of the clock."""
 NO_DEFAULTS = Call(code="")
 
 
@@ -229,11 +229,11 @@ class PairsForm(CallsForm):
 
 
 async def fill(form: Form, items: Iterable[Any]) -> None:
-    """Add all items to a form. Yields to the event loop after each `STEP_S`."""
+    """Add all items to a form. Yields to the event loop after each `STEP_S` of work."""
     step_ends_at = 0.0
     for number, item in enumerate(items):
         form.add(item)
-        if number % ITEMS_PER_LOOK == ITEMS_PER_LOOK - 1 and monotonic() > step_ends_at:
+        if number % ITEMS_PER_CLOCK_READ == ITEMS_PER_CLOCK_READ - 1 and monotonic() > step_ends_at:
             await asyncio.sleep(0)
             step_ends_at = monotonic() + STEP_S
 

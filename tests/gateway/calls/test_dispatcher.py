@@ -75,7 +75,8 @@ async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_n
 async def test_a_call_that_an_executor_loses_each_time_is_started_as_often_as_it_has_attempts(
     code: str, error_type: str
 ) -> None:
-    """The executor goes on. It reports that the code has started ("lose"), or that it could not be started."""
+    """The executor reports each attempt as lost and keeps running. The code has started ("lose"), or it could not be
+    started ("refuse")."""
     async with serving(attempts=2) as served:
         _, body = await served.post("/v1/batch", make_batch(code, "1"))
         lost, other = body["results"]

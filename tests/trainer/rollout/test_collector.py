@@ -287,7 +287,7 @@ async def test_an_environment_that_fails_gives_no_reward_of_0(chat_format, metho
 
 
 class ScoresNan(Environment):
-    """Its scores are NaN, infinity and 1, by the number of the sample."""
+    """The scores of the samples 0, 1 and 2 are NaN, infinity and 1."""
 
     async def reset(self, problem):
         return InitialState("Go.")
