@@ -6,8 +6,8 @@
                failed to start
 
 Invariants:
-- The code of a call is started once, and once more if the call starved at a lower CPU priority. Who sends the call
-  decides about further attempts.
+- The code of a call is started once, and once more if the call starved at a lower CPU priority. The sender of the
+  call decides about further attempts.
 - An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
   or a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).

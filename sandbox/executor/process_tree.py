@@ -43,14 +43,8 @@ MAX_NICE = 19
 _UNKNOWN_POLICY = -1
 _UNKNOWN_NICE = -21
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS, _STAT_CPU, _STAT_CHILDREN_CPU = (
-    0,
-    1,
-    3,
-    6,
-    slice(11, 13),
-    slice(13, 15),
-)
+_STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS = 0, 1, 3, 6
+_STAT_CPU, _STAT_CHILDREN_CPU = slice(11, 13), slice(13, 15)
 _STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
 """Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
 _PF_EXITING = 0x4

@@ -15,9 +15,9 @@ Invariants:
 - While unread results exceed `max_result_bytes`, no batch is admitted, except one that reads results. A batch that then
   holds more unread results than an equal share per batch gets `unavailable` in place of further results.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
-- An assignment is an attempt, and an executor starts the code of an attempt at most once. So the code of a call is
-  started at most `max_attempts` times, whatever dies: zygote, jail, executor or node. A call that was lost
-  `max_attempts` times is `unavailable`, with `POISON` unless its code has never started.
+- An assignment is an attempt. Whatever dies (zygote, jail, executor or node), a lost attempt is not repeated by the
+  executor, so a call has at most `max_attempts` of them. A call that was lost `max_attempts` times is `unavailable`,
+  with `POISON` unless its code has never started.
 - Lost calls go to the head of the queue. Each executor runs at most one call on its last attempt, so a call that kills
   zygotes or executors cannot use up the last attempt of another call that died with it.
 - An executor has two numbers of places: its window, and the reserved places. A reserved place is only for a call whose
