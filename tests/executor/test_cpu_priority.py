@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable
 
 import pytest
 
+from bench.probes import processes
 from sandbox.executor import process_tree
 from sandbox.executor.process_tree import CpuPriority, ProcessTree, nice_of_long_calls
 from sandbox.jail import IdleCgroup
@@ -52,6 +54,14 @@ def nice_values(tids: Iterable[int]) -> set[int]:
     return {os.getpriority(os.PRIO_PROCESS, tid) for tid in tids}
 
 
+def wait_until_asleep(tids: Iterable[int]) -> None:
+    """The nice value of long calls depends on how many of their threads are runnable, and a thread that has just said
+    that it is there still is."""
+    for tid in tids:
+        while processes.state(tid) != "S":
+            time.sleep(0.001)
+
+
 def run_as_ordinary_user(code: Callable[[], int]) -> int:
     """Run `code` in a child process of an ordinary user, without capabilities. Return the number that it returns."""
     child = os.fork()
@@ -75,11 +85,10 @@ def demote_own_child() -> int:
     child = os.fork()
     if child == 0:
         os.fork()
-        os.write(ready_w, b".")
+        os.write(ready_w, f"{os.getpid():8}".encode())
         while True:
             signal.pause()
-    os.read(ready_r, 1)
-    os.read(ready_r, 1)
+    wait_until_asleep([int(os.read(ready_r, 8)) for _ in range(2)])
     priority, tree = CpuPriority(), ProcessTree(child)
     for is_demoted in (True, False):
         tree.sample()
@@ -106,6 +115,7 @@ def test_without_cap_sys_nice_all_threads_get_a_higher_nice_value_and_keep_it(
     with running(THREADS, str(threads)) as pid:
         tree = ProcessTree(pid)
         tids = process_tree._thread_ids(pid)
+        wait_until_asleep(tids)
         tree.sample()
         priority.apply(tree, is_demoted=False)
         assert nice_values(tids) == {own_nice}, "the call was never demoted"
@@ -132,6 +142,7 @@ def test_sessions_that_a_call_has_started_get_a_higher_nice_value_too(monkeypatc
     own = autogroup(os.getpid())
     with running("import os\nos.setsid()\n" + THREADS, "0") as session, running(THREADS, "0") as without_session:
         for pid in (session, without_session):
+            wait_until_asleep([pid])
             tree = ProcessTree(pid)
             tries = 0
             while not tries or (pid == session and not autogroup(pid).endswith(f" nice {nice}\n")):
