@@ -55,8 +55,8 @@ def nice_values(tids: Iterable[int]) -> set[int]:
 
 
 def wait_until_asleep(tids: Iterable[int]) -> None:
-    """The nice value of long calls depends on how many of their threads are runnable, and a thread that has just said
-    that it is there still is."""
+    """Wait until these threads sleep. The nice value of long calls depends on the number of their runnable threads, and
+    a thread that has just started is runnable."""
     for tid in tids:
         while processes.state(tid) != "S":
             time.sleep(0.001)
