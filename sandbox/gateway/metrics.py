@@ -53,7 +53,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "executor_long_slots": ("gauge", "slots of the executor for long calls"),
     "executor_zygotes": ("gauge", "live zygotes, by profile"),
     "executor_zygote_restarts_total": ("counter", "restarts of zygotes"),
-    "executor_retried_total": ("counter", "calls started again because a start failed (no process, descriptor or cgroup)"),
+    "executor_retried_total": (
+        "counter",
+        "calls started again because a start failed (no process, descriptor or cgroup)",
+    ),
     "executor_demoted_total": ("counter", "demotions of long calls to a lower CPU priority"),
     "executor_promoted_total": ("counter", "promotions of long calls to normal priority"),
     "executor_missed_imports_total": ("counter", "imports by calls of modules that no zygote had preloaded, by module"),
