@@ -45,8 +45,9 @@ MIN_LONG_SLOTS = 512
 """Minimum of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000 calls, of
 which 1 % are endless loops."""
 RESERVED_PART = 1 / 8
-"""Reserved slots, as a part of the short slots. Only a request without a running call may use them, so its first call
-gets a slot at once beside a request that uses all short slots. With 16 short slots two such calls may run at once."""
+"""Reserved slots, as a part of the short slots. Only the first call of a small request may use them
+(`gateway/calls/request_queue.py`), so it gets a slot at once beside a request that uses all short slots. With 16 short
+slots two such calls may run at once."""
 CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""

@@ -54,8 +54,8 @@ class FakeExecutor(asyncio.Protocol):
         self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
         """All calls received, by seq."""
-        self.request_numbers: dict[int, int] = {}
-        """Number of the HTTP request of each call, by seq."""
+        self.reserved: list[int] = []
+        """The seqs of the calls in reserved places."""
         self.cancelled: list[int] = []
         self.received_kinds: list[str] = []
         """Kinds of the received frames, in order."""
@@ -123,7 +123,7 @@ class FakeExecutor(asyncio.Protocol):
         self.frame_sizes.append(len(pairs))
         results = []
         for seq, call in pairs:
-            self.request_numbers[seq] = call.pop("request", 0)
+            self.reserved += [seq] * call.pop("reserved", False)
             self.calls[seq] = call
             if call["code"] == "die":
                 return self.exit(1)

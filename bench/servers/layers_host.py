@@ -102,7 +102,7 @@ class MeasuringJail:
         self._sock.sendall(zygote_frames.pack(header, blobs))
 
     def _receive(self, expected: str) -> dict[str, Any]:
-        while not (headers := [header for header, _ in self._unpacker if header["op"] != "forked"]):
+        while not (headers := [header for header, _ in self._unpacker]):
             self._unpacker.feed(_receive_bytes(self._sock, "measuring zygote"))
         (header,) = headers
         if header["op"] != expected:

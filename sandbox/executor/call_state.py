@@ -70,8 +70,9 @@ class CallRequest:
     modules: frozenset[str]
     """Modules that the code appears to import."""
     profile: str
-    request_number: int
-    """Number of the HTTP request, which takes turns with others."""
+    has_reserved_place: bool
+    """Whether the gateway sent it in addition to the window. It starts before other calls, in a reserved slot if no
+    short one is free."""
 
     @classmethod
     def decode(cls, seq: int, encoded: dict[str, Any], profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
@@ -80,7 +81,7 @@ class CallRequest:
         limits = {name: requested.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
         modules = imported_modules(encoded["code"])
         profile = profiles.choose(encoded.get("profile", Profile.AUTO), modules)
-        return cls(seq, encoded, limits, modules, profile, encoded.get("request", 0))
+        return cls(seq, encoded, limits, modules, profile, encoded.get("reserved", False))
 
     @property
     def id(self) -> str:
@@ -205,10 +206,6 @@ class CallState:
     keeps_priority: bool = False
     """Whether the call got too little of a core when it was demoted and could not be promoted. It runs a second time,
     at normal priority."""
-
-    @property
-    def request_number(self) -> int:
-        return self.request.request_number
 
     def mark_cancelled(self) -> None:
         """Mark that no result is to be sent, and free the code and the input. The limits are kept, since they are used

@@ -11,9 +11,8 @@ Invariants:
 - An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
   or a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).
-- The calls of one request start in the order of their arrival, and requests take turns (`RequestQueue`). A call starts
-  on the pool with most free slots, in the smallest zygote that has the modules which it imports.
-- While all short slots are in use, a call may start in a reserved slot if its request has no running call.
+- Calls start in the order of their arrival, those in reserved places first. A call starts on the pool with most free
+  slots, in the smallest zygote that has the modules which it imports.
 - The work for one call does not grow with the number of calls.
 """
 
@@ -27,9 +26,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Set
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -49,7 +48,6 @@ from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
-from sandbox.request_queue import RequestQueue
 from sandbox.types import EncodedResult, Profile
 
 log = logging.getLogger(__name__)
@@ -131,7 +129,8 @@ class Executor:
         self._machine_memory = MachineMemory()
         self._calls: dict[int, CallState] = {}
         """All calls without a result, by seq."""
-        self._queue: RequestQueue[CallState] = RequestQueue()
+        self._queues = (OrderedDict[int, CallState](), OrderedDict[int, CallState]())
+        """Calls that wait for a slot, by seq: those in places of the window, and those in reserved places."""
         self._waiting_for_verifier: list[CallState] = []
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
@@ -225,9 +224,9 @@ class Executor:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
         call = CallState(CallRequest.decode(seq, encoded, self.profile_tree))
         self._calls[seq] = call
-        if not self._queue:
+        if not self._queued:
             self._progress_at = time.monotonic()
-        self._queue.push(call)
+        self._queues[call.request.has_reserved_place][seq] = call
 
     def cancel(self, seq: int) -> None:
         """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""
@@ -239,28 +238,28 @@ class Executor:
             attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
             attempt.kill()
         else:
-            with suppress(KeyError):  # it may wait for the `verify` zygote instead
-                self._queue.remove(call)
+            self._queues[call.request.has_reserved_place].pop(seq, None)  # it may wait for the `verify` zygote instead
 
     def start_queued_calls(self) -> None:
-        """Start calls while there are free slots and zygotes for the next one, first in short slots, then in reserved
-        ones."""
-        for reserved in (False, True):
-            while (call := self._queue.peek(resting_only=reserved)) is not None:
-                if call.is_cancelled:
-                    self._queue.remove(call)
-                    continue
-                if call.request.profile == Profile.VERIFY:
+        """Start calls while there are free slots and zygotes for the next one."""
+        for queue in reversed(self._queues):
+            while queue:
+                seq, call = next(iter(queue.items()))
+                profile, reserved = call.request.profile, False
+                if profile == Profile.VERIFY:
                     for pool in self.pools:
                         pool.request_verifier()
                     if all(pool.is_waiting_for_verifier for pool in self.pools):
-                        self._queue.remove(call)
+                        del queue[seq]
                         self._waiting_for_verifier.append(call)
                         continue
-                picked = self._pick_zygote(call.request.profile, reserved)
+                picked = self._pick_zygote(profile, reserved)
+                if picked is None and call.request.has_reserved_place:
+                    reserved = True
+                    picked = self._pick_zygote(profile, reserved)
                 if picked is None:
                     break
-                self._queue.start(call)
+                del queue[seq]
                 self._start(call, *picked, reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
@@ -269,7 +268,7 @@ class Executor:
     def stats(self) -> dict[str, Any]:
         """Return gauges and counters for `/v1/stats` and `/metrics`, as plain data."""
         return {
-            "queued": len(self._queue) + len(self._waiting_for_verifier),
+            "queued": self._queued + len(self._waiting_for_verifier),
             "running": self.running,
             "running_long": self.running_long,
             "slots": self.slots,
@@ -281,6 +280,10 @@ class Executor:
             "promoted_total": self.counts["promoted"],
             "missed_imports": dict(self.missed_imports.most_common(20)),
         }
+
+    @property
+    def _queued(self) -> int:
+        return sum(map(len, self._queues))
 
     @property
     def is_idle(self) -> bool:
@@ -310,7 +313,7 @@ class Executor:
         start, which takes memory, and no queued call would end sooner. If the calls in the short slots do not end, the
         time is divided after `STALL_S`.
         """
-        if self._queue and time.monotonic() - self._progress_at < STALL_S:
+        if self._queued and time.monotonic() - self._progress_at < STALL_S:
             return self._demote_after_s
         return self._demote_after_s / max(1.0, (self.running - self.running_long) / self._planned_cores)
 
@@ -328,7 +331,7 @@ class Executor:
         for pool in sorted(self.pools, key=free.__getitem__, reverse=True):
             if free[pool] <= 0 or not pool.slots.free:
                 return None
-            if (zygote := pool.best_zygote(profile)) is not None and zygote.takes_calls:
+            if (zygote := pool.best_zygote(profile)) is not None:
                 return pool, zygote
         return None
 
@@ -366,8 +369,7 @@ class Executor:
         if kill_reason is KillReason.RESTARTED:
             call.keeps_priority = True
             self.count("promoted")
-            self._queue.finished(call)
-            self._queue.push_first(call)
+            self._queue_first(call)
             self.start_queued_calls()
             return
         if kill_reason is KillReason.OUT_OF_MEMORY:
@@ -392,7 +394,6 @@ class Executor:
             cap_s = wall_cap_s(request.timeout_s)
             message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
             result = call.unavailable_result("Starved", message)
-        self._queue.finished(call)
         self._deliver(call, result)
         self.start_queued_calls()
 
@@ -408,11 +409,17 @@ class Executor:
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
-        """Queue the calls that wait for the `verify` zygote before others of their requests, and start queued calls."""
+        """Queue the calls that wait for the `verify` zygote before others, and start queued calls."""
         for call in reversed(self._waiting_for_verifier):
-            self._queue.push_first(call)
+            self._queue_first(call)
         self._waiting_for_verifier.clear()
         self.start_queued_calls()
+
+    def _queue_first(self, call: CallState) -> None:
+        if not call.is_cancelled:
+            queue, seq = self._queues[call.request.has_reserved_place], call.request.seq
+            queue[seq] = call
+            queue.move_to_end(seq, last=False)
 
     def on_still_running(self, pool: ZygotePool, attempt: Attempt, running: StillRunning) -> None:
         wall_s = max(0.0, min(running.wall_s, time.monotonic() - attempt.sent_at))  # the zygote is untrusted
@@ -435,7 +442,6 @@ class Executor:
     def _report_lost(self, call: CallState, reason: str) -> None:
         """Report a call whose code has started and ended without a result: its zygote exited or sent an invalid end of
         the call, or the kernel killed the call because of an outer memory limit."""
-        self._queue.finished(call)
         assert self._nursery is not None
         self._nursery.start_soon(self._report_lost_later, call, reason)
 
@@ -448,7 +454,6 @@ class Executor:
     def _start_later(self, call: CallState, reason: str) -> None:
         """Requeue a call that could not be started: there was no process, descriptor or cgroup. After
         `MAX_START_FAILURES` it is lost."""
-        self._queue.finished(call)
         call.start_failures += 1
         assert self._nursery is not None
         self._nursery.start_soon(self._requeue_later, call, reason)
@@ -459,7 +464,7 @@ class Executor:
             self._forget_lost(call, reason, has_started=False)
         elif not call.is_cancelled:
             self.count("retried")
-            self._queue.push_first(call)
+            self._queue_first(call)
         self.start_queued_calls()
 
     def _forget_lost(self, call: CallState, reason: str, *, has_started: bool) -> None:

@@ -45,10 +45,6 @@ MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
 """Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
 KILL_TIMEOUT_S = 2.0
 """Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
-MAX_UNFORKED = 8
-"""Calls that a zygote may have received and not forked. A zygote forks in the order of the frames, and it competes with
-its calls for the cores. So the call of a small request waits for at most this many forks of a large one. If it were
-much smaller, the zygote would fork fewer calls in a row, which takes more CPU time per call."""
 MAX_SLOTS_PER_POOL = 4096
 """Size of the zygote's array of confinement marks (`guest/zygote.py`)."""
 
@@ -75,8 +71,6 @@ class Zygote:
         self.jail_process = jail_process
         self.running: dict[int, Attempt] = {}
         """Attempts whose end the zygote has not reported, by run id."""
-        self._unforked: dict[int, None] = {}
-        """Run ids of the attempts that the zygote has not reported as forked, in the order in which they were sent."""
         self.modules: frozenset[str] = frozenset()
         self.python = ""
         self.missing_modules: list[str] = []
@@ -88,22 +82,8 @@ class Zygote:
         self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
-    @property
-    def takes_calls(self) -> bool:
-        """Whether the zygote has forked all but a few of the calls that it has received."""
-        return len(self._unforked) < MAX_UNFORKED
-
-    def mark_forked(self, run_id: int) -> None:
-        """Note that the zygote has forked an attempt, and so all that were sent before it."""
-        if run_id in self._unforked:
-            for sent_id in list(self._unforked):
-                del self._unforked[sent_id]
-                if sent_id == run_id:
-                    break
-
     def start_call(self, attempt: Attempt) -> None:
         self.running[attempt.run_id] = attempt
-        self._unforked[attempt.run_id] = None
         request = attempt.call.request
         self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, request.max_result_bytes)
         self.stream.write(request.encode_start(attempt.run_id, attempt.slot))
@@ -342,10 +322,7 @@ class ZygotePool:
             raise ProtocolError(f"{op!r} for a call that the zygote is not running")
         if sum(map(len, blobs)) > attempt.call.request.max_result_bytes:
             raise ProtocolError(f"{op!r} is larger than the call's limits allow")
-        zygote.mark_forked(attempt.run_id)
         match op:
-            case "forked":
-                self._owner.start_queued_calls()
             case "ended":
                 self._finish_attempt(zygote, attempt)
                 self._owner.on_call_ended(attempt, header, blobs)

@@ -9,9 +9,8 @@ of each exactly once. Only the executor, at the other end of the socket, decides
     start {address_space_bytes, report_after_s}
     cgroup_procs {slot} + descriptor              (to write to, to enter the slot's cgroup)
     cgroup_dir {slot} + descriptor                (to clone into the slot's cgroup)
-    call {run_id, slot, ...}                      forked {run_id}     so are the calls received before it
-        + code, stdin, options, files             ended {run_id, exit_code, signal, ...}
-                                                      + stdout, stderr, report, files
+    call {run_id, slot, ...}                      ended {run_id, exit_code, signal, ...}
+        + code, stdin, options, files                 + stdout, stderr, report, files
                                                   start_failed {run_id, reason}       no code has run
                                                   still_running {run_id, pid, wall_ms} + pidfd
                                                       once, after report_after_s or timeout_s of the call
@@ -112,7 +111,6 @@ class Zygote:
         self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
         # Calls that wait for their fork: (call, its frame's header, its descriptors by `_open_files`, its frame's body)
         self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
-        self.last_forked: int | None = None  # run id of the last call that was forked and not reported as forked
         self.running: dict[int, RunningCall] = {}  # by process id
         # Calls whose first process has died, with its wait status and usage; others of their processes may be left
         self.ending: list[tuple[RunningCall, int, resource.struct_rusage]] = []
@@ -128,7 +126,6 @@ class Zygote:
     def serve(self) -> None:
         """Serve until the executor closes the socket, which raises EOFError."""
         sock_fd = self.reader.sock.fileno()
-        self.last_forked = None  # it may be a call of the warm-up
         while True:
             readable = [fd for fd, _ in self.poll.poll(self._poll_timeout_ms())]
             if self.child_signal_fd in readable:
@@ -140,9 +137,6 @@ class Zygote:
                         self.fork_pending()
                     HANDLERS[header["op"]](self, header, body)
                 self.fork_pending()
-                if self.last_forked is not None:
-                    self.send({"op": "forked", "run_id": self.last_forked})
-                    self.last_forked = None
             if self.deadlines:
                 self._report_still_running()
             self.writer.flush()  # one write for all frames of one pass
@@ -226,7 +220,6 @@ class Zygote:
             if running.pid >= 0:
                 running.started = self.batch.forked_at(number)
                 self.running[running.pid] = running
-                self.last_forked = running.run_id
                 self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
             elif running.slot in self.confinement.cgroup_dir_fds and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
                 self.to_fork.append(entry)  # clone3 is refused here: fork again with clone

@@ -154,8 +154,6 @@ class FakeZygote:
             case "call":
                 code = body[: header["blobs"][0]].decode()
                 self.calls[header["run_id"]] = code
-                if self.fleet.zygotes_report_forks:
-                    self.send(frame({"op": "forked", "run_id": header["run_id"]}))
                 self.fleet.behave(self, header["run_id"], code)
             case "kill" if header["run_id"] in self.calls:
                 self.send(ended_json(header["run_id"], exit_code=None, signal=signal.SIGKILL))
@@ -269,7 +267,6 @@ class Fleet:
         """How often each code was started."""
         self.on_start = FakeZygote.send_ready
         """Called with the first zygote of each jail when the pool has configured it."""
-        self.zygotes_report_forks = True
         self._nursery = nursery
 
     def start_jail(self, _pool: zygote_pool.ZygotePool, sock: socket.socket) -> FakeJail:
@@ -318,11 +315,11 @@ class ExecutorDriver:
         self._changed.set()
         self._changed = trio.Event()
 
-    def submit(self, *codes: str, request: int = 0, **fields: Any) -> list[int]:
-        """Submit a call per code, all of one request; return their seqs."""
+    def submit(self, *codes: str, reserved: bool = False, **fields: Any) -> list[int]:
+        """Submit a call per code, all in reserved places or none; return their seqs."""
         seqs = list(itertools.islice(self._seqs, len(codes)))
         for seq, code in zip(seqs, codes, strict=True):
-            self.attempts.start(seq, {**Call(code, **fields).encode(binary=True), "request": request})
+            self.attempts.start(seq, {**Call(code, **fields).encode(binary=True), "reserved": reserved})
         self.executor.start_queued_calls()
         return seqs
 
@@ -339,7 +336,7 @@ class ExecutorDriver:
 
     def check_idle(self) -> None:
         """Assert that no call runs and that each slot is in the list of free slots exactly once."""
-        assert self.executor.is_idle and self.executor._queue.is_unused
+        assert self.executor.is_idle and not self.executor._queued
         for pool in self.executor.pools:
             assert sorted(pool.slots.free) == list(range(pool.slots.count)) and not pool.slots.reserved
             assert not any(zygote.running for zygote in pool.zygotes.values())

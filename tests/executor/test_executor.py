@@ -23,7 +23,7 @@ from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
 from sandbox.types import POISON, Profile, Status
 from tests.executor.calling import OWN_PYTHON
-from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, frame, until
+from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until
 
 
 @pytest.mark.trio
@@ -204,7 +204,7 @@ async def test_cancelled_calls_in_the_queue_hold_no_code(
         (blocking,) = driver.submit("hang")
         for seq in driver.submit(*["ok" * 100_000] * 100):
             driver.executor.cancel(seq)
-        assert not driver.executor._queue and driver.executor.stats()["queued"] == 0
+        assert not driver.executor._queued and driver.executor.stats()["queued"] == 0
         driver.executor.cancel(blocking)
         assert (await driver.run("ok"))[0].status is Status.OK
 
@@ -237,58 +237,20 @@ async def test_cancelling_an_unknown_call_is_ignored(
 
 
 @pytest.mark.trio
-async def test_a_small_request_starts_at_once_although_a_large_one_uses_all_short_slots(
+async def test_a_call_in_a_reserved_place_starts_at_once_although_others_wait_for_a_slot(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     async with driven_executor(monkeypatch, zygote_pools=1, slots=8, profiles=("bare",)) as driver:
-        large = driver.submit(*["hang"] * 20, request=1)
+        large = driver.submit(*["hang"] * 20)
         await trio.testing.wait_all_tasks_blocked()
         assert driver.executor.running == 8
-        for request in (2, 3):
-            (result,) = await driver.run("ok", request=request)
-            assert result.status is Status.OK
-        small = driver.submit("hang", "hang", request=4)
+        small = driver.submit("hang", "hang", reserved=True)
         await trio.testing.wait_all_tasks_blocked()
-        assert driver.executor.running == 9, "one slot is reserved, and request 4 has a running call"
-        driver.executor.cancel(small[0])
+        assert driver.executor.running == 9, "one slot is reserved"
+        driver.executor.cancel(large[0])
         await trio.testing.wait_all_tasks_blocked()
-        assert driver.executor.running == 9, "now the other call of request 4 has the reserved slot"
+        assert driver.executor.running == 9, "the other call in a reserved place has the short slot"
         assert driver.executor.stats()["queued"] == 12
-        for seq in [*large, *small]:
-            driver.executor.cancel(seq)
-        await until(lambda: driver.executor.running == 0)
-        driver.check_idle()
-
-
-@pytest.mark.trio
-async def test_requests_take_turns_in_the_executor(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
-    async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
-        order: list[str] = []
-        behave = driver.fleet.behave
-        monkeypatch.setattr(
-            driver.fleet, "behave", lambda zygote, run_id, code: (order.append(code), behave(zygote, run_id, code))
-        )
-        seqs = driver.submit(*(f"ok 99 a{n}" for n in range(4)), request=1)
-        seqs += driver.submit(*(f"ok 99 b{n}" for n in range(2)), request=2)
-        await driver.wait_for(seqs)
-        assert [code.split()[-1] for code in order] == ["a0", "b0", "a1", "b1", "a2", "a3"]
-
-
-@pytest.mark.trio
-async def test_a_zygote_that_has_not_forked_its_calls_gets_no_further_ones(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    limit = zygote_pool.MAX_UNFORKED
-    async with driven_executor(monkeypatch, zygote_pools=1, slots=4 * limit, profiles=("bare",)) as driver:
-        driver.fleet.zygotes_report_forks = False
-        large = driver.submit(*["hang"] * 2 * limit, request=1)
-        await trio.testing.wait_all_tasks_blocked()
-        (zygote,) = driver.fleet.zygotes
-        assert len(zygote.calls) == limit
-        small = driver.submit("hang", request=2)
-        zygote.send(frame({"op": "forked", "run_id": list(zygote.calls)[1]}))  # the first two calls are forked
-        await until(lambda: len(zygote.calls) == limit + 2)
-        assert driver.executor.stats()["queued"] == limit - 1, "one of the two is the call of request 2"
         for seq in [*large, *small]:
             driver.executor.cancel(seq)
         await until(lambda: driver.executor.running == 0)

@@ -33,7 +33,7 @@ FIELDS = st.dictionaries(
 INVALID_RUN_IDS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
 """Run ids of no running call. Ids of other calls are left out, since the executor cannot notice that a zygote has
 swapped the results of two of its calls."""
-OPS = st.sampled_from(("ended", "forked", "start_failed", "still_running", "ready", "spawn", "call", ""))
+OPS = st.sampled_from(("ended", "start_failed", "still_running", "ready", "spawn", "call", ""))
 
 
 @st.composite

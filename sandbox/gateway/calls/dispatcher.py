@@ -420,18 +420,18 @@ class Dispatcher:
         return max(1, sum(window - slots - math.ceil(slots * RESERVED_PART) for window, slots in ready))
 
     def _send_frame(self, max_per_tenant: float, executor: ExecutorHandle) -> bool:
-        """Send an executor one frame of calls, for places of its window or else for reserved places. Returns False if
+        """Send an executor one frame of calls, for reserved places or else for places of its window. Returns False if
         it may run none of the waiting calls: it has no place for them, they are on their last attempt and the executor
         already runs such a call, or their tenants have reached their bounds."""
-        for reserved, free in ((False, self._free_window(executor)), (True, self._free_reserved(executor))):
+        for reserved, free in ((True, self._free_reserved(executor)), (False, self._free_window(executor))):
             max_calls = min(free, MAX_FRAME_CALLS)
             now = monotonic()
             calls = self.call_table.assign(
                 executor.number, max_calls, TARGET_FRAME_BYTES, now, max_per_tenant, reserved=reserved
             )
             if calls:
-                pairs = [[call.seq, {**_encode_call(call), "request": call.request_number}] for call in calls]
-                executor.send_calls(pairs)
+                marks = {"reserved": True} if reserved else {}
+                executor.send_calls([[call.seq, _encode_call(call) | marks] for call in calls])
                 return True
         return False
 

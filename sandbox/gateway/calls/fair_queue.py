@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from sandbox.request_queue import RequestQueue
+from sandbox.gateway.calls.request_queue import RequestQueue
 
 
 class Queued(Protocol):
@@ -85,7 +85,7 @@ class FairQueue(Generic[Item]):
     def pop(self, max_per_tenant: float = math.inf, *, reserved: bool = False) -> Item | None:
         """Remove and return the next call, which counts as running from now on; None if no call may run. New calls come
         from tenants with fewer than `max_per_tenant` running calls only. `reserved`: the call is for a reserved place.
-        It is then the first running call of its request, and of the tenant whose turn it is."""
+        It is then a first call (`request_queue`) of the tenant whose turn it is."""
         for priority in sorted(self._levels):
             level = self._levels[priority]
             if level.requeued and not reserved:
@@ -96,7 +96,7 @@ class FairQueue(Generic[Item]):
             elif level.rings and (fewest := min(level.rings)) < max_per_tenant:
                 tenant = next(iter(level.rings[fewest].values()))
                 requests = tenant.requests[priority]
-                next_item = requests.peek(resting_only=reserved)
+                next_item = requests.peek(first_calls_only=reserved)
                 if next_item is None:
                     continue
                 item = next_item

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.request_queue import RequestQueue
+from sandbox.gateway.calls.request_queue import MAX_SMALL_CALLS, RequestQueue
 
 BOUNDS = {"a": math.inf, "b": 2, "c": 1}
 """Running calls that each tenant may have."""
@@ -75,7 +75,7 @@ class SlowQueue:
             else:
                 candidates = [item for item in allowed if item.priority == priority]
                 requests = self.requests[priority, min(candidates, key=self.sort_key).tenant]
-                if (first := requests.peek(resting_only=reserved)) is None:
+                if (first := requests.peek(first_calls_only=reserved)) is None:
                     continue
                 requests.start(first)
                 self.items.remove(first)
@@ -165,10 +165,10 @@ def test_a_small_request_passes_a_large_one_of_its_tenant() -> None:
     assert [item.request_number for item in running if item] == [1, 1, 2, 1]
 
 
-def test_a_reserved_place_is_for_the_first_running_call_of_a_request() -> None:
+def test_a_reserved_place_is_for_the_first_running_call_of_a_small_request() -> None:
     queue: FairQueue[Item] = FairQueue()
-    queue.push(Item(request_number=1), Item(request_number=1))
-    assert queue.pop() and queue.pop(reserved=True) is None
+    queue.push(*(Item(request_number=1) for _ in range(MAX_SMALL_CALLS + 1)))
+    assert queue.pop(reserved=True) is None, "the request is large"
     queue.push(first := Item(request_number=2), second := Item(request_number=2))
     assert queue.pop(reserved=True) is first and queue.pop(reserved=True) is None
     queue.finished(first)

@@ -516,6 +516,5 @@ async def test_the_programs_of_a_request_are_one_request_so_a_single_call_passes
         await until(lambda: served.dispatcher.call_table.waiting == 19)
         executor.finish(1)
         assert (await single)[0] == 200
-        assert len(set(executor.request_numbers.values())) == 2
         judging_all.cancel()
         await asyncio.wait([judging_all])

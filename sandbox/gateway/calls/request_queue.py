@@ -1,15 +1,17 @@
 """Waiting calls of several HTTP requests, which take turns.
 
-    requests with waiting calls:   none running   A -> B -> C     a start takes the first request of one of the rings,
-                                   some running   D -> E          then of the other; the request goes to the end of its
-                                                                  new ring
+    requests with waiting calls:   next is a first call   A -> B -> C     a start takes the first request of one ring,
+                                   the others             D -> E          then of the other; the request goes to the
+                                                                          end of its new ring
+
+The next call of a request is a *first call* if the request is small (`MAX_SMALL_CALLS`) and none of its calls runs.
 
 Invariants:
 - The calls of one request start in the order in which they were pushed.
-- A request without a running call waits for at most one start of each request before it in its ring, and for as many
-  starts of the other ring. So a small request passes a large one.
-- No request starves: a request that is n-th in its ring starts a call within 2n starts, or its last running call ends
-  and the same holds in the other ring.
+- A first call waits for at most one start of each request before it in its ring, and for as many starts of the other
+  ring. So a small request passes large ones, and also a large one that its client sends as many requests.
+- No request starves: a request that is n-th in its ring starts a call within 2n starts, or it changes to the other
+  ring, where the same holds.
 - The cost of a step does not depend on how many calls or requests wait.
 - No clock and no I/O.
 """
@@ -30,6 +32,9 @@ class OfRequest(Protocol):
 
 Item = TypeVar("Item", bound=OfRequest)
 
+MAX_SMALL_CALLS = 16
+"""A request is small if it has had at most this many calls. A group of 16 episodes makes as many tool calls at once."""
+
 
 class RequestQueue(Generic[Item]):
     """Waiting calls in order, and the number of running calls of each request. `finished` must be called once for each
@@ -38,12 +43,12 @@ class RequestQueue(Generic[Item]):
     def __init__(self) -> None:
         self._requests: dict[int, _Request[Item]] = {}
         """Requests with waiting or running calls, by number."""
-        self._resting: OrderedDict[int, _Request[Item]] = OrderedDict()
-        """Requests with waiting calls and without a running one."""
-        self._running: OrderedDict[int, _Request[Item]] = OrderedDict()
-        """Requests with waiting calls and running ones."""
-        self._is_running_next = False
-        """Whether the next start is one of `_running`, if it has a request."""
+        self._first_calls: OrderedDict[int, _Request[Item]] = OrderedDict()
+        """Requests with waiting calls, the next of which is a first call."""
+        self._others: OrderedDict[int, _Request[Item]] = OrderedDict()
+        """The other requests with waiting calls."""
+        self._is_other_next = False
+        """Whether the next start is one of `_others`, if it has a request."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -63,32 +68,31 @@ class RequestQueue(Generic[Item]):
     def push(self, *items: Item) -> None:
         """Add calls of one request, behind its other calls."""
         request = self._request(items[0].request_number)
-        if not request.waiting:
-            self._ring(request)[request.number] = request
+        before = self._ring(request) if request.waiting else {}
+        request.calls += len(items)
         request.waiting.update(dict.fromkeys(items))
         self._count += len(items)
+        after = self._ring(request)
+        if after is not before:
+            before.pop(request.number, None)
+            after[request.number] = request
 
-    def push_first(self, item: Item) -> None:
-        """Add a call before the other calls of its request."""
-        self.push(item)
-        self._requests[item.request_number].waiting.move_to_end(item, last=False)
-
-    def peek(self, *, resting_only: bool = False) -> Item | None:
-        """Return the call that is to start next, or None. `resting_only`: a call of a request without running calls."""
-        if self._running and not resting_only and (self._is_running_next or not self._resting):
-            ring = self._running
+    def peek(self, *, first_calls_only: bool = False) -> Item | None:
+        """Return the call that is to start next, or None."""
+        if self._others and not first_calls_only and (self._is_other_next or not self._first_calls):
+            ring = self._others
         else:
-            ring = self._resting
+            ring = self._first_calls
         return next(iter(next(iter(ring.values())).waiting)) if ring else None
 
     def start(self, item: Item) -> None:
         """Remove a call that `peek` has returned. It counts as running, and the turn of its request is over."""
         request = self._requests[item.request_number]
-        self._is_running_next = not request.running
+        self._is_other_next = self._ring(request) is self._first_calls
         self.remove(item)
         self.count_running(item)
         if request.waiting:
-            self._running.move_to_end(request.number)
+            self._others.move_to_end(request.number)
 
     def remove(self, item: Item) -> None:
         """Remove a waiting call."""
@@ -116,7 +120,7 @@ class RequestQueue(Generic[Item]):
         self._remove_if_unused(request)
 
     def _ring(self, request: _Request[Item]) -> OrderedDict[int, _Request[Item]]:
-        return self._running if request.running else self._resting
+        return self._others if request.running or request.calls > MAX_SMALL_CALLS else self._first_calls
 
     def _request(self, number: int) -> _Request[Item]:
         request = self._requests.get(number)
@@ -132,9 +136,11 @@ class RequestQueue(Generic[Item]):
 class _Request(Generic[Item]):
     """The calls of one request."""
 
-    __slots__ = ("number", "running", "waiting")
+    __slots__ = ("calls", "number", "running", "waiting")
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.calls = 0
+        """Number of all calls that were pushed since the request last had neither waiting nor running calls."""
         self.waiting: OrderedDict[Item, None] = OrderedDict()
         self.running = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.request_queue import RequestQueue
+from sandbox.gateway.calls.request_queue import MAX_SMALL_CALLS, RequestQueue
 
 
 @dataclass(eq=False)
@@ -19,30 +20,35 @@ class Item:
 class SlowQueue:
     """A queue with the order of `RequestQueue` that searches lists.
 
-    The next request is the one with the oldest position in its group: those with running calls, or those without. The
-    groups take turns. A request gets a new position when it starts to wait, when its group changes, and after a start.
+    The next request is the one with the oldest position in its group: those whose next call is a first call, or the
+    others. The groups take turns. A request gets a new position when it starts to wait, when its group changes, and
+    after a start.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Item] = []
         self.running: list[Item] = []
+        self.calls: Counter[int] = Counter()
+        """Number of calls of each request since it last had none."""
         self.positions: dict[int, int] = {}
         self.groups: dict[int, bool] = {}
+        """By request that waits: whether it is one of the others."""
         self.next_position = itertools.count()
-        self.is_running_next = False
+        self.is_other_next = False
 
-    def push(self, item: Item, *, first: bool = False) -> None:
-        self.waiting.insert(0 if first else len(self.waiting), item)
+    def push(self, *items: Item) -> None:
+        self.waiting += items
+        self.calls[items[0].request_number] += len(items)
         self.update()
 
-    def peek(self, resting_only: bool) -> Item | None:
+    def peek(self, first_calls_only: bool) -> Item | None:
         ring = {group: [n for n in self.positions if self.groups[n] is group] for group in (False, True)}
-        group = not resting_only and bool(ring[True]) and (self.is_running_next or not ring[False])
+        group = not first_calls_only and bool(ring[True]) and (self.is_other_next or not ring[False])
         number = min(ring[group], key=self.positions.__getitem__, default=None)
         return next((item for item in self.waiting if item.request_number == number), None)
 
     def start(self, item: Item) -> None:
-        self.is_running_next = not self.groups[item.request_number]
+        self.is_other_next = not self.groups[item.request_number]
         self.waiting.remove(item)
         self.running.append(item)
         self.positions.pop(item.request_number)
@@ -59,17 +65,17 @@ class SlowQueue:
     def update(self) -> None:
         running = {item.request_number for item in self.running}
         waiting = {item.request_number for item in self.waiting}
-        self.positions = {
-            n: at for n, at in self.positions.items() if n in waiting and self.groups[n] is (n in running)
-        }
+        self.calls = Counter({n: calls for n, calls in self.calls.items() if n in running | waiting})
+        groups = {number: number in running or self.calls[number] > MAX_SMALL_CALLS for number in waiting}
+        self.positions = {n: at for n, at in self.positions.items() if n in waiting and self.groups[n] is groups[n]}
         for number in waiting - set(self.positions):
             self.positions[number] = next(self.next_position)
-        self.groups = {number: number in running for number in waiting}
+        self.groups = groups
 
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["push", "push_first"]), st.integers(0, 3)),
+        st.tuples(st.sampled_from(["push", "push 9"]), st.integers(0, 3)),
         st.tuples(st.just("start"), st.integers(0, 1)),
         st.tuples(st.sampled_from(["finished", "remove"]), st.integers(0, 50)),
     ),
@@ -83,17 +89,17 @@ def test_the_order_equals_that_of_the_slow_queue_and_no_call_is_lost(steps: list
     slow = SlowQueue()
     for kind, number in steps:
         if kind.startswith("push"):
-            item = Item(number)
-            slow.push(item, first=kind == "push_first")
-            (fast.push_first if kind == "push_first" else fast.push)(item)
+            items = [Item(number) for _ in range(9 if kind == "push 9" else 1)]
+            slow.push(*items)
+            fast.push(*items)
         elif kind == "start":
-            next_item = fast.peek(resting_only=bool(number))
+            next_item = fast.peek(first_calls_only=bool(number))
             assert next_item is slow.peek(bool(number))
             if next_item is not None:
                 fast.start(next_item)
                 slow.start(next_item)
-        elif items := slow.running if kind == "finished" else slow.waiting:
-            item = items[number % len(items)]
+        elif candidates := slow.running if kind == "finished" else slow.waiting:
+            item = candidates[number % len(candidates)]
             getattr(fast, kind)(item)
             getattr(slow, kind)(item)
         assert sorted(map(id, fast)) == sorted(map(id, slow.waiting)) and len(fast) == len(slow.waiting)
