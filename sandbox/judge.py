@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -48,7 +49,12 @@ MAX_COMPILED_BYTES = 128 << 10
 (`guest/wiped_memory.py`) costs the zygote more than compiling costs; the other half is for the source and the input."""
 INPUT_FILE, EXPECTED_FILE, ACTUAL_FILE = "input", "expected", "actual"
 """Names of the files in the working directory of a checker."""
+_PRELUDE = "\n# rstar_prelude: leetcode"
 _FUNCTION_CALL = "\n\n__import__('rstar_function_call').run()\n"
+PRELUDES = ("", "leetcode")
+TEXT_ROOM, NUMBER_ROOM = 2, 8
+"""A program may write so many times the length of the expected output. White space may differ; where numbers are
+compared, 0.30000000000000004 may stand for 0.3, and where a checker compares, another right answer may be longer."""
 _CALL_FIELDS = ("code", "limits", "profile", "priority", "tenant", "id")
 """Fields of a program that are also fields of `Call`, with the same rules."""
 
@@ -59,6 +65,8 @@ PROGRAM_FIELDS: dict[str, str] = {
     "checker": "Python source of a program that compares, instead of compare. Its working directory has the files "
     "input, expected and actual. Exit code 0: passed; 1: wrong answer; anything else: unjudged. Its stdout is the "
     "message of the test",
+    "prelude": "`leetcode`: the program finds the names of typing, collections, heapq, math and others without "
+    "imports, as on LeetCode",
     "stop_at_first_failure": "whether to skip the tests after the first one that the program fails",
     **{name: CALL_FIELDS[name] for name in ("limits", "profile", "priority", "tenant")},
     "id": "your name for the program, returned with its result",
@@ -135,6 +143,7 @@ class Program:
     comparison: Comparison = TextComparison.LINES
     checker: str = ""
     stop_at_first_failure: bool = False
+    prelude: str = ""
 
     @classmethod
     def decode(cls, raw: Any, defaults: Program | None = None, where: str = "program") -> Program:
@@ -175,12 +184,16 @@ class Program:
             checker = check_text(mapping["checker"], f"{where}.checker", MAX_CODE_CHARS)
             if not checker:
                 raise InvalidCall(f"{where}.checker: expected Python source, got an empty text")
-        max_chars = MAX_CODE_CHARS - len(_FUNCTION_CALL)
-        if len(call.code) > max_chars and any(test.function_call for test in tests):
-            raise InvalidCall(f"{where}.code: expected at most {max_chars} characters, since a test calls a function")
+        prelude = mapping.get("prelude", base.prelude)
+        if prelude not in PRELUDES:
+            raise InvalidCall(f"{where}.prelude: expected leetcode, or an empty text, got {shown(prelude)}")
+        max_chars = MAX_CODE_CHARS - len(_PRELUDE) - len(_FUNCTION_CALL)
+        if len(call.code) > max_chars and (prelude or any(test.function_call for test in tests)):
+            reason = "since a test calls a function" if not prelude else "since a prelude is added"
+            raise InvalidCall(f"{where}.code: expected at most {max_chars} characters, {reason}, got {len(call.code)}")
         stop = mapping.get("stop_at_first_failure", base.stop_at_first_failure)
         check_flag(stop, f"{where}.stop_at_first_failure")
-        return cls(call, tests, comparison, checker, stop)
+        return cls(call, tests, comparison, checker, stop, prelude)
 
     @property
     def size(self) -> int:
@@ -191,17 +204,32 @@ class Program:
         """Return this program with this tenant as its owner."""
         return replace(self, call=self.call.with_checked(tenant=tenant))
 
-    def calls(self, start: int = 0, end: int | None = None) -> list[Call]:
+    def calls(self, start: int = 0, end: int | None = None, *, max_output_kb: int = sys.maxsize) -> list[Call]:
         """Return the calls that run the tests from `start` to before `end`. Calls with the same code share the text."""
-        with_function_call, tests = self.call, self.tests[start:end]
+        tests = self.tests[start:end]
+        with_function_call = call = (
+            self.call.with_checked(code=self.call.code + _PRELUDE) if self.prelude else self.call
+        )
         if any(test.function_call for test in tests):
-            with_function_call = self.call.with_checked(code=self.call.code + _FUNCTION_CALL, echo=True)
-        return [
+            with_function_call = call.with_checked(code=call.code + _FUNCTION_CALL, echo=True)
+        calls = [
             with_function_call.with_checked(files={FUNCTION_CALL_FILE: test.function_call.encode()})
             if test.function_call
-            else self.call.with_checked(stdin=test.stdin)
+            else call.with_checked(stdin=test.stdin)
             for test in tests
         ]
+        limits, room_kb = self.call.limits, [min(self._room_kb(test), max_output_kb) for test in tests]
+        return [
+            call.with_limits(replace(limits, output_kb=kb)) if kb > limits.output_kb else call
+            for call, kb in zip(calls, room_kb, strict=True)
+        ]
+
+    def _room_kb(self, test: ProgramTest) -> int:
+        """Return the KiB that a program must be able to write to pass a test."""
+        room = NUMBER_ROOM if self.checker or isinstance(self.comparison, Tolerance) else TEXT_ROOM
+        expected = test.expected or ""
+        size = len(expected) if expected.isascii() else len(expected.encode("utf-8", "surrogatepass"))
+        return -(-room * size // 1024)
 
     def checker_call(self, test: ProgramTest, result: EncodedResult) -> Call:
         """Return the call that runs the checker on the result of a test. It has the default limits."""

@@ -185,6 +185,11 @@ class Judge:
             lowered |= lowered_further
         return (call.with_limits(limits) if lowered else call), lowered
 
+    def max_output_kb(self, owner: Tenant | None) -> int:
+        """Return the maximum of `output_kb` of the server and of its tenant."""
+        maxima = [self._dispatcher.config.max_limits, *([owner.max_limits] if owner is not None else [])]
+        return min(limits.output_kb for limits in maxima)
+
     async def _admit(self, batch: Batch, admit: Callable[[Batch], None]) -> None:
         """Admit a batch, and wait for room in the queue if necessary. Raises `Overloaded` after its `queue_timeout_s`
         or if the server stops, and `RequestRefused` if the queue is too small for it."""
@@ -268,8 +273,9 @@ class ProgramRun:
     async def _judge_waves(self) -> None:
         program, num_tests = self.program, len(self.program.tests)
         sizes = [program.call.size + test.size for test in program.tests]
+        max_output_kb = self._judge.max_output_kb(self._request.owner)
         for start, end in _waves(sizes, doubling=program.stop_at_first_failure):
-            await self._judge_wave(start, program.calls(start, end))
+            await self._judge_wave(start, program.calls(start, end, max_output_kb=max_output_kb))
             if self._rest is not None:
                 break
             failed = next((index for index, test in enumerate(self._tests) if test and test.outcome in FAILURES), None)

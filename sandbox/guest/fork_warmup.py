@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import confine
 import frames
+import originals
 import runner
 import system_calls
 
@@ -41,10 +42,10 @@ _SLOT = -1  # no call has it
 _FIRST_OUTPUT_SIZES = struct.pack("<3Q", 2, 0, 0)  # bytes of stdout, stderr and report of the first script
 _STUBS = (
     (system_calls, "syscall", system_calls.do_nothing),
-    (os, "_exit", os.WEXITSTATUS),
-    (gc, "freeze", gc.isenabled),
-    (gc, "enable", gc.isenabled),
-    (atexit, "_run_exitfuncs", gc.isenabled),
+    (originals.own(os), "_exit", os.WEXITSTATUS),
+    (originals.own(gc), "freeze", gc.isenabled),
+    (originals.own(gc), "enable", gc.isenabled),
+    (originals.own(atexit), "_run_exitfuncs", gc.isenabled),
 )
 """Functions that must not run in the zygote, and for each a function without effect that replaces it."""
 

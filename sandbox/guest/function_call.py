@@ -11,6 +11,11 @@ import json
 import sys
 from typing import Any
 
+import originals
+
+originals.use_builtins(globals())
+_loads, _dumps, _modules = json.loads, json.dumps, sys.modules
+
 FILE = "function_call.json"
 LINE = "\n__import__('rstar_function_call').run()\n"
 """The end of a judged program; `sandbox/judge.py` appends the same."""
@@ -28,14 +33,18 @@ class _JsonText(str):
 def run() -> str:
     """Call the function and return its result as JSON. Raises what the function raises, and `NameError` if the code
     does not define the function."""
-    with open(FILE, encoding="utf-8") as file:
-        request = json.load(file)
+    with open(FILE, "rb") as file:
+        request = originals.call(_loads, file.read())
     outer, _, method = request["call"].partition(".")
-    scope = sys.modules["__main__"].__dict__
+    scope = _modules["__main__"].__dict__
     if outer not in scope:
         raise NameError(f"the test calls {request['call']}, but the code does not define {outer}")
     function = getattr(scope[outer](), method) if method else scope[outer]
-    return _JsonText(json.dumps(function(*request["args"]), default=_as_plain))
+    return _JsonText(originals.call(_to_json, function(*request["args"])))
+
+
+def _to_json(value: Any) -> str:
+    return _dumps(value, default=_as_plain)
 
 
 def _as_plain(value: Any) -> Any:

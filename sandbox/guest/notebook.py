@@ -26,6 +26,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import originals
+
+originals.use_builtins(globals())
+os, _modules = originals.own(os), sys.modules
 MAX_STREAM_BYTES = 1 << 20
 """Bytes of a cell's stdout, and of its stderr, that are returned."""
 _MAX_LINE_CHARS = 80
@@ -45,7 +49,7 @@ _displayed: list = []
 
 def run(*cells: str) -> None:
     """Run the cells, and write the result of each to the standard output of the call."""
-    scope = sys.modules["__main__"].__dict__
+    scope = _modules["__main__"].__dict__
     scope["display"] = display
     results_fd = os.dup(1)
     streams = [_redirect(1), _redirect(2)]
@@ -53,7 +57,7 @@ def run(*cells: str) -> None:
         errors = _run_cell(source, f"Cell In[{number}]", scope)
         stdout, stderr = (_take_output(fd) for fd in streams)
         cell = {"stdout": stdout, "stderr": stderr, "display": _displayed, "error": errors}
-        line = memoryview(_encode(cell).encode() + b"\n")
+        line = memoryview(originals.call(_encode, cell).encode() + b"\n")
         _displayed.clear()
         while line:
             line = line[os.write(results_fd, line) :]
@@ -112,14 +116,19 @@ def _evaluate(tree: Any, name: str, mode: str, scope: dict) -> Any:
 
 def _display_figures() -> None:
     """Display the open figures of matplotlib as PNG, and close them."""
-    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    pyplot: Any = _modules.get("matplotlib.pyplot")
     for number in pyplot.get_fignums() if pyplot else ():
         figure = pyplot.figure(number)
-        png = io.BytesIO()
-        figure.savefig(png, format="png", bbox_inches="tight")
-        image = importlib.import_module("base64").b64encode(png.getvalue()).decode()
+        image = originals.call(_encode_image, figure)
         _displayed.append({"text/plain": repr(figure), "image/png": image})
         pyplot.close(figure)
+
+
+def _encode_image(figure: Any) -> str:
+    png = io.BytesIO()
+    figure.savefig(png, format="png", bbox_inches="tight")
+    text: str = importlib.import_module("base64").b64encode(png.getvalue()).decode()
+    return text
 
 
 def _encode(value: object) -> str:
@@ -147,8 +156,12 @@ def _plain_text(value: object) -> str:
     text = repr(value)
     if len(text) < _MAX_LINE_CHARS or type(value) not in (list, dict, tuple, set, frozenset):
         return text
-    formatted: str = importlib.import_module("pprint").pformat(value, sort_dicts=False)
-    return formatted
+    return originals.call(_pretty_text, value)
+
+
+def _pretty_text(value: object) -> str:
+    text: str = importlib.import_module("pprint").pformat(value, sort_dicts=False)
+    return text
 
 
 def _describe(error: BaseException) -> dict:
@@ -160,7 +173,7 @@ def _describe(error: BaseException) -> dict:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     try:
-        lines = traceback.format_exception(type(error), error, trace)
+        lines = originals.call(traceback.format_exception, type(error), error, trace)
     except BaseException:  # no memory is left
         lines = [f"{type(error).__name__}: {message}\n"]
     return {"ename": type(error).__name__, "evalue": message, "traceback": lines}

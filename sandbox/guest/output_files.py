@@ -14,6 +14,10 @@ import fcntl
 import mmap
 import os
 
+import originals
+
+originals.use_builtins(globals())
+_write = os.write
 PAGE_BYTES = 4096
 _F_ADD_SEALS = 1033
 _SEAL, _SHRINK, _GROW, _WRITE = 0x1, 0x2, 0x4, 0x8  # F_SEAL_*
@@ -83,7 +87,7 @@ def input_file(content: memoryview) -> int:
 def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        view = view[_write(fd, view) :]
 
 
 def _memory_file(name: str) -> int:

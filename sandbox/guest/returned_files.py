@@ -13,7 +13,6 @@ executor trusts no entry, and the bounds here only save the call from useless wo
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import os
@@ -25,8 +24,11 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+import originals
 import output_files
 
+originals.use_builtins(globals())
+_modules = sys.modules
 FILES_FD = 4
 ENTRY = struct.Struct("<IQ")
 FIGURE_INDEX = 2**32 - 1
@@ -52,17 +54,17 @@ class FileWriter:
     def render_figures(self) -> str:
         """Render the open figures of pyplot, and return the text of what failed. Do nothing if the code has not
         imported pyplot."""
-        pyplot: Any = sys.modules.get("matplotlib.pyplot")
+        pyplot: Any = _modules.get("matplotlib.pyplot")
         numbers, failures = [], ""
         if pyplot is not None:
-            with contextlib.suppress(Exception):  # the code may have replaced pyplot by anything
+            try:
                 numbers = list(pyplot.get_fignums())
+            except Exception:  # the code may have replaced pyplot by anything
+                numbers = []
         self._is_truncated = len(numbers) > MAX_FIGURES
         for number in numbers[:MAX_FIGURES]:
-            image = io.BytesIO()
             try:
-                pyplot.figure(number).savefig(image, format="png")
-                self._images.append(image.getvalue())
+                self._images.append(originals.call(_render, pyplot.figure(number)))
             except BaseException as error:
                 failures += f"figure {number} was not rendered: {type(error).__qualname__}: {error}\n"
         return failures
@@ -71,17 +73,23 @@ class FileWriter:
         """Write the files of all paths, then of all patterns, then the figures. Return whether something was left out
         because there was too much of it."""
         try:
-            for index, path in enumerate(return_files):
-                if not _is_pattern(path) and path not in self._returned:
-                    self._add_file(index, path, b"")
-            for index, pattern in enumerate(return_files):
-                if _is_pattern(pattern):
-                    self._add_matches(index, pattern)
-            for image in self._images:
-                self._add(FIGURE_INDEX, b"", image)
+            originals.call(self._send_all, return_files)
         except Exception:  # no memory is left, for example; the call's report is still sent
             self._is_truncated = True
         return self._is_truncated
+
+    def _send_all(self, return_files: list) -> None:
+        """Write all entries, from the start of the file on."""
+        os.lseek(FILES_FD, 0, os.SEEK_SET)
+        self._returned, self._scans_left = set(), MAX_SCANNED_ENTRIES
+        for index, path in enumerate(return_files):
+            if not _is_pattern(path) and path not in self._returned:
+                self._add_file(index, path, b"")
+        for index, pattern in enumerate(return_files):
+            if _is_pattern(pattern):
+                self._add_matches(index, pattern)
+        for image in self._images:
+            self._add(FIGURE_INDEX, b"", image)
 
     def _add_matches(self, index: int, pattern: str) -> None:
         is_matched, returned_before = False, ""
@@ -169,6 +177,12 @@ class FileWriter:
             return stat.S_ISDIR(os.lstat(os.path.join(self._working_dir, path)).st_mode)
         except OSError:
             return False
+
+
+def _render(figure: Any) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
 
 
 def _matches(name: str, part: str) -> bool:

@@ -4,6 +4,8 @@ Invariants:
 - The code finds what a script finds: a new `__main__`, `sys.argv == ["main.py", *argv]`, its working directory first on
   the path, and tracebacks of its own lines. The zygote leaves nothing that changes the code's behaviour.
 - Output goes to descriptors 1 and 2 unbuffered, so a killed call loses none of it.
+- Nothing that the code replaces, such as `os._exit` or `builtins.len`, changes how its end is reported
+  (`originals.py`).
 - The report (descriptor 3) holds value and error only. The code can forge it, because it is written by the code's own
   process. The status of the call is decided outside, from how the process ended.
 
@@ -51,9 +53,13 @@ from _random import Random as _Random
 from typing import Any
 
 import function_call
+import originals
 import output_files
+import prelude
 import returned_files
 
+originals.use_builtins(globals())
+atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
 SCRIPT = "main.py"
 COMPILED = "compiled"
 """File in which a call with `compile_only` returns its compiled code."""
@@ -78,18 +84,40 @@ _LIBRARY_PREFIXES = tuple(
 )
 _MAX_TRACEBACK_FRAMES = 200
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
+_excepthook = sys.__excepthook__
 _memory_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 """Address space that is released to report a MemoryError. It is never written to, so it uses no memory."""
 
 
-class _Output(io.FileIO):
+_write_file: Any = io.FileIO.write
+
+
+class _OutputFile(io.FileIO):
     """An output file of fixed size: the first write beyond its end exits the process."""
+
+    __slots__ = ()
 
     def write(self, data):  # type: ignore[no-untyped-def]
         try:
-            return super().write(data)
+            return _write_file(self, data)
         except PermissionError:
             os._exit(1)  # the file is full: its seal refuses the write. The zygote sees that by the length
+
+
+class _OutputBuffer(io.BufferedWriter):
+    """The `buffer` of an output stream. It has the attributes of Python's own and keeps nothing back, so that a killed
+    call loses no output. It does not call the file's method, which would cost a print 0.5 us."""
+
+    __slots__ = ()
+
+    def write(self, data):  # type: ignore[no-untyped-def]
+        try:
+            return _write_file(self.raw, data)
+        except PermissionError:
+            os._exit(1)
+
+
+_OutputFile.__name__, _OutputBuffer.__name__ = "_io.FileIO", "_io.BufferedWriter"  # as their `repr` shows it
 
 
 def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
@@ -114,9 +142,10 @@ def prepare(directory: str) -> None:
     copy more memory, page by page.
     """
     for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
-        raw = _Output(fd, "wb", closefd=False)
+        raw = _OutputFile(fd, "wb", closefd=False)
         raw.name = f"<{name}>"
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, newline="\n", write_through=True)
+        is_stderr = name == "stderr"
+        stream = io.TextIOWrapper(_OutputBuffer(raw), "utf-8", errors, "\n", is_stderr, write_through=True)
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -133,11 +162,13 @@ _logging: Any = None
 _handlers: list = []
 
 
-def take_over_logging() -> None:
-    """Unregister the exit function of `logging`, once in a zygote after all imports.
+def keep_originals() -> None:
+    """Keep what reports need (`originals.keep`), and unregister the exit function of `logging`. Called once in a zygote
+    after all imports.
 
-    The function is slow, and only a call that has added handlers needs it; `_finalize` runs it for such a call.
+    The exit function is slow, and only a call that has added handlers needs it; `_finalize` runs it for such a call.
     """
+    originals.keep()
     global _logging, _handlers
     logging: Any = sys.modules.get("logging")
     if hasattr(logging, "_handlerList"):
@@ -183,8 +214,10 @@ def _prepare_call(has_stdin: bool) -> None:
     if sys.path[0] == os.devnull:
         sys.path[0] = os.getcwd()
     if has_stdin:
-        raw = io.BufferedReader(io.FileIO(0, closefd=False))
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="\n")
+        raw = io.FileIO(0, closefd=False)
+        raw.name = "<stdin>"
+        stream = io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", errors="surrogateescape", newline="\n")
+        stream.mode = "r"  # type: ignore[misc]
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     _reseed()
     getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
@@ -236,10 +269,15 @@ def _run_script(call: dict, source: bytes, compiled: bytes | memoryview, files: 
         if "compile_only" in call:
             _write_files([(COMPILED, MAGIC_NUMBER + marshal.dumps((body, last)))])
             return 0
-        if text.endswith(function_call.LINE):
+        is_function_test = text.endswith(function_call.LINE)
+        if is_function_test:
             scope["__name__"] = function_call.MODULE
             sys.modules[function_call.MODULE] = main_module
+        if text.removesuffix(function_call.LINE).rstrip("\n").endswith(prelude.LINE):
+            prelude.run(scope)
         exec(body, scope)
+        if is_function_test:
+            scope["__import__"] = _import_function_call  # the code may have replaced the one that the last line needs
         value = eval(last, scope) if last else None
         if value is not None:
             report.value = repr(value)
@@ -252,6 +290,10 @@ def _run_script(call: dict, source: bytes, compiled: bytes | memoryview, files: 
             report.out_of_memory = True
         report.error = _describe(error)
         return 130 if isinstance(error, KeyboardInterrupt) else 1  # 128 + SIGINT
+
+
+def _import_function_call(_name: str) -> types.ModuleType:
+    return function_call
 
 
 def _decode_source(source: bytes) -> str:
@@ -341,11 +383,12 @@ def _describe(error: BaseException) -> tuple:
     """Return type, message, traceback and line of an uncaught exception. Writes the traceback to stderr."""
     _strip_internal_frames(error)
     text = _traceback_text(error)
-    if sys.excepthook is sys.__excepthook__:
+    hook = getattr(sys, "excepthook", _excepthook)
+    if hook is _excepthook:
         _write_stderr(text)
     else:
         try:
-            sys.excepthook(type(error), error, error.__traceback__)
+            hook(type(error), error, error.__traceback__)
         except BaseException as hook_error:
             _write_stderr(f"Error in sys.excepthook:\n{_traceback_text(hook_error)}\nOriginal exception was:\n{text}")
     return type(error).__qualname__, _message(error), text, _error_line(error)
@@ -353,9 +396,13 @@ def _describe(error: BaseException) -> tuple:
 
 def _traceback_text(error: BaseException) -> str:
     try:
-        return "".join(traceback.TracebackException.from_exception(error).format())
+        return originals.call(_format, error)
     except BaseException:  # a __str__ method that raises, or no memory is left
         return f"{type(error).__qualname__}: {_message(error)}\n"
+
+
+def _format(error: BaseException) -> str:
+    return "".join(traceback.TracebackException.from_exception(error).format())
 
 
 def _strip_internal_frames(error: BaseException) -> None:
@@ -418,25 +465,38 @@ def _write_stderr(text: str) -> None:
 
 def _finalize(code: int) -> int:
     """Do what an interpreter does at exit: wait for threads, run exit handlers, delete globals, flush."""
-    try:
-        if _thread._count():  # threads that have not ended
-            threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        if _logging is not None and _logging._handlerList != _handlers:
-            _logging.shutdown()  # last, because exit handlers run in reverse order of their registration
-    except Exception as error:
-        _write_stderr(_traceback_text(error))
+    # `logging` is last, because exit handlers run in reverse order of their registration.
+    for step in (_wait_for_threads, atexit._run_exitfuncs, _shut_down_logging):
+        try:
+            step()
+        except Exception as error:
+            _write_stderr(_traceback_text(error))
+    code = _flush(code)  # a stream of the code may need the globals
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, name, getattr(sys, f"__{name}__", None))
     scope = main_module.__dict__
     for name in list(scope):  # closes files and runs finalizers, which still find the builtins
         if name != "__builtins__":
             scope.pop(name, None)
-    return _flush(code)
+    _flush(0)  # what finalizers have written; as in Python, a failure changes no exit code here
+    return code
+
+
+def _wait_for_threads() -> None:
+    if _thread._count():  # threads that have not ended
+        threading._shutdown()  # type: ignore[attr-defined]
+
+
+def _shut_down_logging() -> None:
+    if _logging is not None and _logging._handlerList != _handlers:
+        _logging.shutdown()
 
 
 def _flush(code: int) -> int:
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name, None)
         try:
-            if stream is not None:
+            if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
         except Exception:
             code = code or 120  # the exit code of Python if its output cannot be flushed

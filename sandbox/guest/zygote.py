@@ -381,7 +381,7 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     if refused:
         _send_ready(frames.FrameWriter(sock), [], [], {"refused": refused})
         raise EOFError
-    runner.take_over_logging()
+    runner.keep_originals()
     _warm_up(sock, confinement)
     fork_memory.remap_code()
     fork_memory.compact_heap()

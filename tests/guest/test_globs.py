@@ -121,10 +121,10 @@ def test_hostile_names_do_not_slow_the_search_down(guest: Caller) -> None:
     assert (result.status, result.files) == (Status.OK, {})
 
 
-def test_code_that_replaces_what_the_search_uses_harms_only_itself(guest: Caller) -> None:
+def test_files_are_found_after_the_code_has_replaced_what_the_search_uses(guest: Caller) -> None:
     code = "import os, fnmatch\nopen('f', 'w')\nos.scandir = os.lstat = None\n5"
     result = guest.run(code, return_files=("*",))
-    assert (result.status, result.value, result.files, result.missing_files) == (Status.OK, "5", {}, ("*",))
+    assert (result.status, result.value, result.files, result.missing_files) == (Status.OK, "5", {"f": b""}, ())
     assert guest.run("open('f', 'w')\nNone", return_files=("*",)).files == {"f": b""}
 
 

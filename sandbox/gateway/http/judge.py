@@ -45,6 +45,7 @@ from sandbox.gateway.http.validation import (
 )
 from sandbox.gateway.judging import Judge, JudgeRequest
 from sandbox.judge import (
+    PRELUDES,
     PROGRAM_FIELDS,
     TEST_FIELDS,
     TOLERANCE,
@@ -362,6 +363,7 @@ def _schemas() -> dict[str, Schema]:
         "compare": comparison,
         "checker": {"type": "string", "minLength": 1, "description": PROGRAM_FIELDS["checker"]},
         "stop_at_first_failure": {"type": "boolean", "description": PROGRAM_FIELDS["stop_at_first_failure"]},
+        "prelude": {"enum": list(PRELUDES), "description": PROGRAM_FIELDS["prelude"]},
         **{name: call_properties[name] for name in PROGRAM_FIELDS if name in CALL_FIELDS and name != "code"},
     }
     timeout = {"type": "number", "exclusiveMinimum": 0, "description": PROGRAMS_FIELDS["queue_timeout_s"]}
