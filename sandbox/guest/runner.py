@@ -53,6 +53,7 @@ from _random import Random as _Random
 from typing import Any
 
 import function_call
+import interpreter_variables
 import originals
 import output_files
 import prelude
@@ -197,7 +198,7 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output_bytes"])
         returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
         files = list(zip(options.get("files", ()), contents))
-        exit_code = _run_script(call, bytes(source), compiled, files, report)
+        exit_code = _run_script(call, bytes(source), compiled, files, options.get("env", {}), report)
         if returned is not None and options.get("figures"):
             _write_stderr(returned.render_figures())
         exit_code = _finalize(exit_code)
@@ -258,10 +259,14 @@ def _write_files(files: list) -> None:
             file.write(content)
 
 
-def _run_script(call: dict, source: bytes, compiled: bytes | memoryview, files: list, report: _Report) -> int:
+def _run_script(
+    call: dict, source: bytes, compiled: bytes | memoryview, files: list, env: dict, report: _Report
+) -> int:
     scope = main_module.__dict__
     try:
         _write_files(files)
+        if env:
+            interpreter_variables.apply(env)
         text = _decode_source(source)
         # Split lines as the compiler does; str.splitlines would also split at form feeds.
         linecache.cache[SCRIPT] = (len(text), None, [line + "\n" for line in text.split("\n")], SCRIPT)

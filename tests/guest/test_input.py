@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
 import pytest
 
-from sandbox.types import Call
-from tests.executor.calling import Caller
+from sandbox.types import Call, Status
+from tests.executor.calling import OWN_PYTHON, Caller
 from tests.guest.test_script import stdout_of
 
 UNUSUAL_TEXTS = ["", " a b ", "π=東京", "line\nline", "-x", "\udcff\udc80", "🐍" * 1000]
@@ -55,12 +60,66 @@ def test_a_time_zone_applies_to_the_call(guest: Caller) -> None:
     assert stdout_of(guest.run(code)).split()[0] == "0"
 
 
-def test_variables_of_the_interpreter_and_of_the_loader_change_nothing_in_the_call(guest: Caller) -> None:
-    """They are read at the start of a program, and the call is a fork of a running one."""
-    env = {"PYTHONPATH": "/elsewhere", "PYTHONSTARTUP": "x.py", "LD_PRELOAD": "/lib/none.so", "PYTHONHASHSEED": "7"}
-    code = "import os, sys\nprint('/elsewhere' in sys.path, hash('a'))"
+def test_variables_that_are_read_at_the_start_of_a_program_change_nothing_in_the_call(guest: Caller) -> None:
+    """The call is a fork of a running program."""
+    env = {"PYTHONOPTIMIZE": "2", "PYTHONSTARTUP": "x.py", "LD_PRELOAD": "/lib/none.so", "PYTHONHASHSEED": "7"}
+    code = "import sys\nprint(sys.flags.optimize, hash('a'))"
     usual = stdout_of(guest.run(code))
     assert stdout_of(guest.run(code, env=env)) == usual
+
+
+SHOWN = {
+    "PYTHONINTMAXSTRDIGITS=0": "len(str(10**9999))",
+    "PYTHONINTMAXSTRDIGITS=640": "sys.get_int_max_str_digits()",
+    "PYTHONWARNINGS=error": "warnings.filters[0][0], sys.warnoptions",
+    "PYTHONWARNINGS=ignore::UserWarning,error::FutureWarning": "[f[0] for f in warnings.filters[:2]]",
+    "PYTHONPATH=lib:/elsewhere": "[os.path.relpath(p) for p in sys.path[1:2]], sys.path[2]",
+    "PYTHONIOENCODING=latin-1": "[(s.encoding, s.errors) for s in (sys.stdin, sys.stdout, sys.stderr)]",
+    "PYTHONIOENCODING=:replace": "[s.errors for s in (sys.stdin, sys.stdout, sys.stderr)]",
+    "PYTHONIOENCODING=ascii:ignore": "[(s.encoding, s.errors) for s in (sys.stdin, sys.stdout, sys.stderr)]",
+    "PYTHONDONTWRITEBYTECODE=1": "sys.dont_write_bytecode",
+    "PYTHONPYCACHEPREFIX=/tmp/x": "sys.pycache_prefix",
+    "PYTHONFAULTHANDLER=1": "__import__('faulthandler').is_enabled()",
+    "PYTHONTRACEMALLOC=3": "__import__('tracemalloc').get_traceback_limit()",
+    "PYTHONINTMAXSTRDIGITS=": "sys.get_int_max_str_digits()",
+}
+"""What to print to see the effect of a variable."""
+SHOWN_NAMES = {variable.partition("=")[0] for variable in SHOWN}
+
+
+@pytest.mark.parametrize("variable", SHOWN)
+def test_a_variable_of_the_interpreter_has_the_effect_that_it_has_in_a_fresh_one(guest: Caller, variable: str) -> None:
+    name, _, value = variable.partition("=")
+    code = f"import os, sys, warnings\nprint({SHOWN[variable]})"
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory, "main.py")
+        script.write_text(code)
+        env = {"PYTHONUTF8": "1", name: value}
+        expected = subprocess.run([OWN_PYTHON, script], env=env, cwd=directory, capture_output=True, text=True)
+    assert expected.returncode == 0, expected.stderr
+    assert stdout_of(guest.run(code, stdin="x", env={name: value})) == expected.stdout
+
+
+@pytest.mark.parametrize("variable", ["PYTHONINTMAXSTRDIGITS=5", "PYTHONTRACEMALLOC=x", "PYTHONIOENCODING=none"])
+def test_a_malformed_variable_of_the_interpreter_is_an_error_that_names_it(guest: Caller, variable: str) -> None:
+    name, _, value = variable.partition("=")
+    result = guest.run("print(1)", env={name: value})
+    assert (result.status, result.exit_code, result.stdout) == (Status.ERROR, 1, "")
+    assert result.error is not None
+    assert result.error.type == "ValueError"
+    assert result.error.message.startswith(f"{name}={value!r}: ")
+
+
+def test_the_document_names_all_variables_of_the_interpreter() -> None:
+    text = (Path(__file__).parents[2] / "docs/python.md").read_text()
+    documented = set(re.findall(r"`(PYTHON\w+)`", text))
+    honoured, ignored = (
+        set(re.findall(r"`(PYTHON\w+)`", part)) for part in text.split("The other variables have no effect")
+    )
+    help_text = subprocess.run([OWN_PYTHON, "--help-env"], capture_output=True, text=True, check=False).stdout
+    assert set(re.findall(r"\bPYTHON[A-Z0-9_]+\b", help_text)) <= documented
+    assert {*SHOWN_NAMES} <= honoured
+    assert not honoured & ignored
 
 
 @pytest.mark.parametrize("data", [b"\0\xff\xfe\n", bytes(range(256)) * 300, b"plain"])
