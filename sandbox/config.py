@@ -55,7 +55,7 @@ call; the call itself takes several milliseconds of a core."""
 MAX_TOKEN_CHARS = 1 << 16
 """Maximum length of a token file, so that a wrong path (a device, a log) does not fill the memory."""
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
-"""All levels, the strongest first."""
+"""All levels, none before a stronger one; `nsjail` and `namespaces` are equal."""
 ZYGOTE_PROFILES = tuple(profile.value for profile in PARENTS)
 """Profiles that `--profiles` may name. `auto` is resolved to one of them; the zygote of `verify` is spawned on first
 use and needs no setting."""

@@ -26,12 +26,18 @@ _REQUIREMENT = re.compile(
 
 
 def read_requirements(file: Path) -> list[str]:
-    """Return the requirements of a file: one per line, with comments after #. Raises `ConfigError`."""
+    """Return the requirements of a file: one per line, with comments after #. Raises `ConfigError`, with the line of a
+    malformed one."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--requirements {file}: cannot be read ({error})") from None
-    return [text for line in lines if (text := line.partition("#")[0].strip())]
+    requirements = []
+    for number, line in enumerate(lines, 1):
+        if text := line.partition("#")[0].strip():
+            _check_requirement(text, f"--requirements {file}, line {number}:")
+            requirements.append(text)
+    return requirements
 
 
 def build_with(
@@ -46,8 +52,7 @@ def build_with(
     Raises `ConfigError` if `added` is malformed, and `RuntimeBuildError` if it cannot be resolved or built.
     """
     for requirement in added:
-        if not _REQUIREMENT.fullmatch(requirement):
-            raise ConfigError(f"--with {requirement!r:.80}: expected a package of an index, such as scikit-learn>=1.7")
+        _check_requirement(requirement, "--with")
     packages = PackageSet(_resolve(python, added, log), tuple(sorted(set(added))))
     digest = hashlib.sha256("\n".join(packages.requirements).encode()).hexdigest()[:10]
     default = runtime.default_dir(version, environ)
@@ -68,6 +73,11 @@ def installed_runtimes(environ: Mapping[str, str] = os.environ) -> Iterator[tupl
             text = f"with {', '.join(packages.added)}" if packages.added else "default packages"
             is_current = set(runtime.REQUIREMENTS) <= set(packages.requirements)
             yield python, text if is_current else f"{text}; pins of another version of rstar-sandbox"
+
+
+def _check_requirement(text: str, where: str) -> None:
+    if not _REQUIREMENT.fullmatch(text):
+        raise ConfigError(f"{where} {text!r:.80}: expected a package of an index, such as scikit-learn>=1.7")
 
 
 def _resolve(python: Path, added: Sequence[str], log: Log) -> tuple[str, ...]:

@@ -75,12 +75,26 @@ def test_levels_without_a_root_of_their_own_need_equal_paths(level: Level, tmp_p
         check_mounts([("/data", str(tmp_path))], level, has_uids=False)
 
 
-def test_a_directory_that_the_users_of_calls_cannot_enter_is_refused_at_level_landlock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", [Level.LANDLOCK, Level.NAMESPACES, Level.NSJAIL])
+@pytest.mark.parametrize("mode", [0o700, 0o711, 0o754])
+def test_a_directory_that_the_users_of_calls_cannot_read_is_refused(level: Level, mode: int, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
-    closed.mkdir(mode=0o700)
-    tmp_path.chmod(0o755)
+    closed.mkdir()
+    closed.chmod(mode)
+    mounts = [(str(closed), str(closed))]
+    with pytest.raises(ConfigError, match=f"calls run as other users, who cannot read {closed}; chmod o\\+rx {closed}"):
+        check_mounts(mounts, level, has_uids=True)
+    check_mounts(mounts, level, has_uids=False)
+
+
+def test_a_directory_above_that_the_users_of_calls_cannot_enter_is_refused_at_level_landlock(tmp_path: Path) -> None:
+    data = tmp_path / "closed" / "data"
+    data.mkdir(parents=True)
+    data.parent.chmod(0o700)
+    mounts = [(str(data), str(data))]
     with pytest.raises(ConfigError, match="calls run as other users, who cannot enter"):
-        check_mounts([(str(closed), str(closed))], Level.LANDLOCK, has_uids=True)
+        check_mounts(mounts, Level.LANDLOCK, has_uids=True)
+    check_mounts(mounts, Level.NAMESPACES, has_uids=True)  # the jail mounts the directory itself
 
 
 @pytest.mark.usefixtures("needs_isolation")

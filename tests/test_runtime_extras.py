@@ -123,6 +123,16 @@ def test_paths_urls_and_options_are_refused(
     assert fake_pip == []
 
 
+def test_a_malformed_requirement_of_a_file_is_refused_with_the_file_and_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "more.txt"
+    file.write_text("a\n# b\n-r c.txt  # d\n")
+    with pytest.raises(
+        ConfigError, match=r"--requirements .*more\.txt, line 3: '-r c\.txt': expected a package"
+    ) as error:
+        runtime_extras.read_requirements(file)
+    assert "--with" not in str(error.value)
+
+
 @pytest.mark.parametrize("arguments", [["--force"], ["--check"], ["--path", "x"]])
 def test_flags_of_the_default_runtime_are_refused(arguments: list[str], data_home: Path) -> None:
     assert cli.main(["runtime", "--with", "a", *arguments]) == 2

@@ -167,7 +167,7 @@ class CallRequest:
         if "compiled" in encoded:
             header["has_compiled"] = True
             blobs.append(encoded["compiled"])
-        if "compile_only" in encoded:
+        if encoded.get("compile_only"):
             header["compile_only"] = True
         return zygote_frames.pack(header, blobs)
 

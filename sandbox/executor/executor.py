@@ -101,7 +101,7 @@ class Executor:
         capacity = resolve_capacity(config, self.granted_cores)
         self.level = jail.choose_level(config.isolation).level
         self._mounts = config.mounts
-        has_uids = self.level is jail.Level.LANDLOCK and jail.host_uids(0, 1, self.level)[0] is not None
+        has_uids = jail.host_uids(0, 1, self.level)[0] is not None
         jail.check_mounts(self._mounts, self.level, has_uids=has_uids)
         self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
         """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""

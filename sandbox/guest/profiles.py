@@ -117,23 +117,26 @@ pairs = [
 
 
 _OWN_WARMUP_FILE = "<warm-up>"
-_loaded: set = set()
+_loaded: dict = {}
+"""The missing modules and other problems of each profile that has been loaded, with those of its parents."""
 
 
 def load(profile: str) -> tuple[list[str], list[str]]:
     """Import and warm up a profile and its parents, each once.
 
-    Return the missing modules, and other problems, which only make calls slower.
+    Return the missing modules, and other problems, which only make calls slower. A second load returns the same.
     """
+    if profile in _loaded:
+        found: tuple[list[str], list[str]] = _loaded[profile]
+        return found
     parent = PARENT_PROFILE[profile]
     missing, problems = load(parent) if parent else ([], [])
-    if profile in _loaded:
-        return missing, problems
-    _loaded.add(profile)
     own_missing, import_problems = _import(profile)
     warm_up_problems = _warm_up(profile)
     # A missing module also makes the warm-up fail; then only the module is reported.
-    return sorted({*missing, *own_missing}), problems + import_problems + ([] if own_missing else warm_up_problems)
+    problems = problems + import_problems + ([] if own_missing else warm_up_problems)
+    _loaded[profile] = sorted({*missing, *own_missing}), problems
+    return load(profile)
 
 
 def load_from(header: dict) -> tuple[list[str], list[str], str]:
@@ -156,7 +159,7 @@ def load_own(own: dict) -> tuple[list[str], list[str], str]:
     name = own["name"]
     PARENT_PROFILE[name] = own["extends"]
     missing, problems = load(own["extends"])
-    _loaded.add(name)  # so that a profile that extends this one does not load it again
+    _loaded[name] = missing, problems  # so that a profile that extends this one does not load it again
     step = ""
     try:
         for module in own["imports"]:

@@ -2,8 +2,8 @@
 
     server ── launcher ── (init) ── guest (the zygote) ── calls
 
-- A launcher watches the server by pidfd. PR_SET_PDEATHSIG fires when the *thread* that forked a process ends, and the
-  server forks launchers in Trio's worker threads, which end when idle.
+- A launcher watches the process that started it, which is called the server here, by pidfd. PR_SET_PDEATHSIG fires when
+  the *thread* that forked a process ends, and a launcher may be started in any thread.
 - Processes below the launcher have a parent with a single thread and use PR_SET_PDEATHSIG.
 """
 

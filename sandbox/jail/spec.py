@@ -34,7 +34,8 @@ GUEST_DIR_IN_JAIL = "/guest"
 
 
 class Level(StrEnum):
-    """Isolation levels, from the strongest to the weakest."""
+    """Isolation levels in the order in which `auto` tries them. `nsjail` and `namespaces` stop the same attacks
+    (docs/isolation.md); the others are weaker, each than the one before."""
 
     NSJAIL = "nsjail"
     """nsjail builds the namespaces around the zygote."""

@@ -44,6 +44,14 @@ def test_missing_packages_are_reported_and_cause_no_other_problem(profile: str, 
     assert load(OWN_PYTHON, profile) == (missing, [])
 
 
+def test_a_second_load_and_that_of_a_child_profile_report_the_same_missing_packages() -> None:
+    """A zygote of profile `symbolic` is a child of one that has loaded `numeric`."""
+    code = LOAD.replace("import profiles\n", "import profiles\nprofiles.load('numeric')\n")
+    for profile, missing in (("numeric", ["numpy"]), ("symbolic", ["mpmath", "numpy", "sympy"])):
+        argv = [OWN_PYTHON, "-I", "-S", "-c", code, str(GUEST), profile]
+        assert json.loads(subprocess.run(argv, capture_output=True, check=True).stdout) == [missing, []]
+
+
 def test_a_module_that_exists_and_cannot_be_imported_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('libopenblas.so is missing')")

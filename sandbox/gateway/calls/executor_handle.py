@@ -5,9 +5,10 @@
       +------------------------------- back-off <-------------------------------+
 
 Invariants:
-- `is_ready` holds from the executor's "ready" frame to the first sign of its end: EOF, exit, a malformed frame, a
-  "failed" frame, or `silence_timeout_s` without a frame.
-- The executor's process group is killed before the owner learns of the loss.
+- `is_ready` holds from the executor's "ready" frame until the loss is handled. EOF, exit, a malformed frame, a "failed"
+  frame, or `silence_timeout_s` without a frame is a loss; calls that are sent before it is handled are lost with it.
+- Before the owner learns of the loss, the executor's process group is killed. On another machine the connection is
+  closed instead, and the agent there kills it.
 - Each start has a connection of its own, which is closed before the owner learns of the loss. So a result of an earlier
   start cannot arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
 - If the first start fails, `started` gets the reason and there is no further start. Later starts are retried with
