@@ -49,8 +49,8 @@ def own(module: types.ModuleType) -> Any:
 
 
 def keep() -> None:
-    """Keep the attributes of the modules that have been imported, once in a zygote after all imports."""
-    _originals.clear()
+    """Keep the modules that have been imported, and their attributes, once in a zygote after all imports."""
+    _originals[:] = [(_modules, dict(_modules))]
     for name in _MODULES.split():
         if name in _modules:
             scope = _modules[name].__dict__

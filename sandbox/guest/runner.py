@@ -119,6 +119,7 @@ class _OutputBuffer(io.BufferedWriter):
 
 
 _OutputFile.__name__, _OutputBuffer.__name__ = "_io.FileIO", "_io.BufferedWriter"  # as their `repr` shows it
+_OutputFile.__module__ = _OutputBuffer.__module__ = "_io"
 
 
 def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
