@@ -50,8 +50,10 @@ from _frozen_importlib_external import MAGIC_NUMBER
 from _random import Random as _Random
 from typing import Any
 
+import fd_paths
 import function_call
 import output_files
+import replacements
 import returned_files
 
 SCRIPT = "main.py"
@@ -121,6 +123,7 @@ def prepare(directory: str) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
+    replacements.install()
     main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main_module
     for file in os.listdir(_GUEST_DIR):
@@ -166,6 +169,9 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output_bytes"])
         returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
         files = list(zip(options.get("files", ()), contents))
+        sources = [bytes(content) for path, content in files if path.endswith(".py")]
+        if fd_paths.are_in(bytes(source), *sources, *map(os.fsencode, options.get("argv", ()))):
+            fd_paths.install()
         exit_code = _run_script(call, bytes(source), compiled, files, report)
         if returned is not None and options.get("figures"):
             _write_stderr(returned.render_figures())

@@ -98,6 +98,7 @@ FIRST_UNKNOWN_NUMBER = X86_64["map_shadow_stack"]
 _NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
 _CLONE_PARENT = 0x8000
 _LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
+_READ_WRITE_FLAGS = 0x1 | 0x2 | 0x4 | 0x10
 _OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
@@ -108,15 +109,21 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "ioctl": (ArgumentCheck(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (ArgumentCheck(0, (3, 15, 16, 39)),),
-    # Allowed are F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC and F_GETPIPE_SZ.
+    # Allowed are F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC, F_SETPIPE_SZ and
+    # F_GETPIPE_SZ. The kernel bounds a pipe to 1 MiB, and all pipes of a user to 64 MiB.
     # Refused are leases (other calls would wait to open the file), F_NOTIFY (it reports what other calls read), owners
-    # and signals, and hints (they would stay on files that all calls share). Setting a lock only seems to succeed,
-    # because a lock on a shared file would pass a bit to other calls. sqlite still works: no other call can open a
-    # call's own files.
-    "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), fake_success_values=(6, 7, 37, 38)),),
-    # Flags must be 0: RWF_NOWAIT would reveal which files other calls have read recently.
-    "preadv2": (ArgumentCheck(5, (0,)),),
-    "pwritev2": (ArgumentCheck(5, (0,)),),
+    # and signals, and hints (they would stay on files that all calls share). Setting a record lock only seems to
+    # succeed: nothing bounds the kernel's memory for locks (CVE-2022-0480), each lock on a shared file delays all other
+    # calls that close the file, and passes a bit to them. So sqlite works in one process of a call, but several
+    # processes do not exclude each other. Setting an open file description lock fails.
+    "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1031, 1032), fake_success_values=(6, 7)),),
+    # RWF_HIPRI, RWF_DSYNC, RWF_SYNC and RWF_APPEND. RWF_NOWAIT would reveal which files other calls have read recently,
+    # and RWF_DONTCACHE would make the next call wait for the disk.
+    "preadv2": (ArgumentCheck(5, (0,), mask=~_READ_WRITE_FLAGS & 0xFFFFFFFF),),
+    "pwritev2": (ArgumentCheck(5, (0,), mask=~_READ_WRITE_FLAGS & 0xFFFFFFFF),),
+    # POSIX_FADV_NORMAL, RANDOM, SEQUENTIAL and NOREUSE change only the caller's own open file; WILLNEED reads ahead.
+    # DONTNEED would remove pages that other calls use; a kernel may ignore this advice, as the filter does.
+    "fadvise64": (ArgumentCheck(3, (0, 1, 2, 3, 5), fake_success_values=(4,)),),
     # All limits but RLIMIT_CORE: see launcher.NO_CORE_DUMP.
     "setrlimit": (ArgumentCheck(0, _LIMITS),),
     "prlimit64": (ArgumentCheck(1, _LIMITS),),
@@ -133,7 +140,7 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 #                                         call and need the garbage collector of AF_UNIX. For data there are sendto
 #                                         and write
 #   splice, tee, vmsplice, sendfile       put page cache of shared files into pipes (Dirty Pipe); Python falls back
-#   readahead, fadvise64                  change the page cache, which all calls share
+#   readahead                             changes the page cache, which all calls share
 #   sync, syncfs                          would flush the host's disks
 #   unshare, setns, clone's namespaces    a user namespace gives all capabilities inside it
 #   io_uring_*, bpf, userfaultfd, perf_event_open, keyctl, io_submit   kernel code that Python does not need
