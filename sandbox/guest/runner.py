@@ -51,6 +51,7 @@ from _random import Random as _Random
 from typing import Any
 
 import fd_paths
+import file_locks
 import function_call
 import output_files
 import replacements
@@ -124,6 +125,7 @@ def prepare(directory: str) -> None:
         setattr(sys, f"__{name}__", stream)
     socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
     replacements.install()
+    file_locks.install()
     main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main_module
     for file in os.listdir(_GUEST_DIR):
@@ -192,6 +194,7 @@ def _prepare_call(has_stdin: bool) -> None:
         raw = io.BufferedReader(io.FileIO(0, closefd=False))
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="\n")
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
+    file_locks.set_first_process()
     _reseed()
     getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
 

@@ -91,8 +91,9 @@ _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pw
 _SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
 # For these the result is ENOSYS: then the C library uses clone instead of clone3, whereas after EPERM it gives up. The
-# same holds for system calls that are newer than this policy, from map_shadow_stack on.
-_NOT_IMPLEMENTED = "clone3"
+# same holds for system calls that are newer than this policy, from map_shadow_stack on. Libraries that lock files if
+# they can take ENOSYS of flock for a file system without locks; a lock on a shared file would make other calls wait.
+_NOT_IMPLEMENTED = "clone3 flock"
 FIRST_UNKNOWN_NUMBER = X86_64["map_shadow_stack"]
 
 _NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
@@ -115,7 +116,8 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     # and signals, and hints (they would stay on files that all calls share). Setting a record lock only seems to
     # succeed: nothing bounds the kernel's memory for locks (CVE-2022-0480), each lock on a shared file delays all other
     # calls that close the file, and passes a bit to them. So sqlite works in one process of a call, but several
-    # processes do not exclude each other. Setting an open file description lock fails.
+    # processes do not exclude each other; `guest/file_locks.py` makes Python's own functions raise an error then.
+    # Setting an open file description lock fails.
     "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1031, 1032), fake_success_values=(6, 7)),),
     # RWF_HIPRI, RWF_DSYNC, RWF_SYNC and RWF_APPEND. RWF_NOWAIT would reveal which files other calls have read recently,
     # and RWF_DONTCACHE would make the next call wait for the disk.
@@ -148,7 +150,6 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 CALL_POLICY: Mapping[str, SyscallRule] = {
     **dict.fromkeys((_FILES + _MEMORY + _PROCESSES + _SIGNALS_AND_TIME + _EVENTS + _SOCKETPAIRS).split(), ALLOW),
     **dict.fromkeys(_NOT_IMPLEMENTED.split(), ENOSYS),
-    "flock": FAKE_SUCCESS,
     **_CHECKED_ARGUMENTS,
 }
 

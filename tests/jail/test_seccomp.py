@@ -269,7 +269,7 @@ for name in (":memory:", "test.db"):
 import fcntl, mmap
 with open("mapped", "wb+") as file:
     file.write(bytes(8192)); file.flush()
-    fcntl.flock(file, fcntl.LOCK_EX), fcntl.lockf(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX)
     with mmap.mmap(file.fileno(), 0) as area: area[0] = 1; area.flush(); area.resize(16384)
 mmap.mmap(-1, 1 << 20).close()""",
     "signals": """
