@@ -69,6 +69,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "no /proc: a call would see mounts, memory maps and processes", r"/proc/|external_inspection|main_thread_exists"
     ),
+    Reason("the working directory is the home directory, so pdb reads one .pdbrc twice", r"test_pdbrc"),
     Reason("the headers of C are not in the jail", r"pyconfig\.h"),
     Reason(
         "no warning that a process with threads forks: Python counts them in /proc", r"test_fork_warns_when_non_python"

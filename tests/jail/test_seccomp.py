@@ -377,3 +377,26 @@ def test_filter_cannot_be_replaced(tmp_path: Path) -> None:
     code = "assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0) == -1  # PR_SET_SECCOMP"
     run = run_under_filter(sys.executable, code, tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+ADVICE_OF_READS: list[tuple[str, int, int, int]] = [
+    *(("preadv2", 5, flags, seccomp.ALLOW) for flags in (0, os.RWF_HIPRI, os.RWF_SYNC | os.RWF_DSYNC)),
+    *(("pwritev2", 5, flags, seccomp.ALLOW) for flags in (0, os.RWF_SYNC, os.RWF_APPEND)),
+    *((name, 5, flags, seccomp.EPERM) for name in ("preadv2", "pwritev2") for flags in (os.RWF_NOWAIT, 0x80, 0x81)),
+    *(("fadvise64", 3, advice, seccomp.ALLOW) for advice in (os.POSIX_FADV_NORMAL, os.POSIX_FADV_WILLNEED)),
+    ("fadvise64", 3, os.POSIX_FADV_DONTNEED, seccomp.FAKE_SUCCESS),
+    ("fadvise64", 3, 6, seccomp.EPERM),
+]
+
+
+@pytest.mark.parametrize(("name", "index", "value", "expected"), ADVICE_OF_READS)
+def test_no_call_learns_or_changes_what_is_in_the_page_cache(name: str, index: int, value: int, expected: int) -> None:
+    registers = [0] * 6
+    registers[index] = value
+    assert emulate(seccomp.program(), X86_64[name], registers)[0] == expected
+
+
+@pytest.mark.parametrize("command", [6, 7, 37, 38])  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+def test_no_lock_reaches_the_kernel(command: int) -> None:
+    assert emulate(seccomp.program(), X86_64["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
+    assert emulate(seccomp.program(), X86_64["flock"], [0] * 6)[0] == seccomp.ENOSYS
