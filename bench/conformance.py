@@ -27,7 +27,7 @@ from typing import Any
 from bench.harness import arguments, command, requirements
 from bench.harness.tables import Block, Result, Table
 from bench.servers import service
-from bench.workloads.known_differences import excluded_modules, reason_for
+from bench.workloads.known_differences import EXCLUDED_MODULES, excluded_modules, reason_for
 from sandbox.client import AsyncClient
 from sandbox.jail import kernel
 from sandbox.types import Call, Limits, Status
@@ -140,8 +140,7 @@ class Comparison:
             now = inside.tests.get(name) or Outcome(NOT_REACHED if skip is None else SKIPPED, skip or cause)
             row = {"test": name, "outcome": now.outcome, "detail": now.detail}
             if now.outcome in FAILURES:
-                reason = reason_for(name, now.detail)
-                self.differences.append({**row, "reason": reason.text if reason else ""})
+                self.differences.append(row)
             elif now.outcome == SKIPPED and before.outcome == PASSED:
                 self.skipped_inside.append(row)
 
@@ -256,7 +255,7 @@ def parse(text: str, how: str) -> ModuleRun:
 
 def summarize(comparison: Comparison, num_modules: int) -> dict[str, Any]:
     """The result."""
-    unexplained = [row["test"] for row in comparison.differences if not row["reason"]]
+    unexplained = [row["test"] for row in comparison.differences if not reason_of(row)]
     num_differences = len(comparison.differences)
     return {
         "modules": num_modules,
@@ -271,20 +270,32 @@ def summarize(comparison: Comparison, num_modules: int) -> dict[str, Any]:
     }
 
 
+def reason_of(difference: Mapping[str, str]) -> str:
+    """Why a test fails only in a call, or an empty text if no reason is known."""
+    reason = reason_for(difference["test"], difference["detail"])
+    return reason.text if reason else ""
+
+
 def tables(result: Result) -> list[Block]:
-    """A row for each reason."""
-    counts = Counter(row["reason"] or "no reason is known" for row in result["differences"])
-    examples = {row["reason"]: row["test"] for row in reversed(result["differences"])}
+    """A row for each reason, and a row for each group of modules that are left out."""
+    examples = {reason_of(row): row["test"].removeprefix("test.") for row in reversed(result["differences"])}
+    counts = Counter(map(reason_of, result["differences"]))
     rows = [
-        (reason, f"{number}", f"`{examples.get(reason, '').removeprefix('test.')}`")
+        (reason or "no reason is known", f"`{examples[reason]}`", f"{number}")
         for reason, number in counts.most_common()
     ]
+    left_out = [(needs, f"{len(names.split())}") for needs, names in EXCLUDED_MODULES.items()]
     differences, skipped = len(result["differences"]), len(result["skipped_inside"])
     text = (
         f"{result['modules']} modules with {result['tests']:,} tests: {differences} fail in a call and not in a fresh "
         f"interpreter; {skipped} pass there and skip themselves in a call."
     )
-    return [text, *([Table(("reason", "tests", "for example"), rows)] if rows else []), *requirements.unmet(result)]
+    return [
+        text,
+        *([Table(("why the test fails in a call", "for example", "tests"), rows)] if rows else []),
+        Table(("modules that are left out, by what they need", "modules"), left_out),
+        *requirements.unmet(result),
+    ]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ EXCLUDED_MODULES: dict[str, str] = {
         test_kqueue test_launcher test_msvcrt test_peg_generator test_perf_profiler test_startfile test_tools
         test_winapi test_winconsoleio test_winreg test_winsound test_wmi
     """,
-    "minutes: process pools of each start method, and the suite's own runner": """
+    "minutes of time: process pools of each start method, and the suite's own runner": """
         test_concurrent_futures test_multiprocessing_fork test_multiprocessing_forkserver test_multiprocessing_spawn
         test_regrtest
     """,
@@ -58,14 +58,17 @@ REASONS: tuple[Reason, ...] = (
         "no shell and no programs but Python", r"'/bin/sh'|test_find_library_with_(gcc|ld)|No such file.*'(ls|sh|id)'"
     ),
     Reason(
-        "changes of identity and priority are refused",
+        "changes of identity, priority and cores are refused: a call could take cores that the server does not use",
         r"set(res|re)?[ug]id|resetids|setscheduler|set_get_priority|setaffinity|cpu_count_affinity",
     ),
     Reason("splice is refused: it puts page cache of shared files into pipes (Dirty Pipe)", r"splice"),
     Reason(
-        "locks of other processes are not seen: the kernel's memory for locks has no limit", r"lockf|MultiprocessTests"
+        "no locks between the processes of a call: no limit bounds the kernel's memory for locks",
+        r"lockf|MultiprocessTests",
     ),
-    Reason("watching files, and leases, would report what other calls do", r"test_fcntl_64_bit|test_lease"),
+    Reason(
+        "watching directories and leases are refused: they report what other calls do", r"test_fcntl_64_bit|test_lease"
+    ),
     Reason(
         "no /proc: a call would see mounts, memory maps and processes", r"/proc/|external_inspection|main_thread_exists"
     ),
