@@ -51,6 +51,8 @@ class ArgumentCheck:
     mask: int = 0xFFFFFFFF
     fake_success_values: tuple[int, ...] = ()
     """Further values, for which the result is `FAKE_SUCCESS`."""
+    bounded_value: tuple[int, int, int] | None = None
+    """A further value, the index of another argument, and the maximum of that argument (its low 32 bits)."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -99,6 +101,7 @@ FIRST_UNKNOWN_NUMBER = X86_64["map_shadow_stack"]
 _NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
 _CLONE_PARENT = 0x8000
 _LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
+PIPE_BYTES = 1 << 16  # the size of a new pipe
 _READ_WRITE_FLAGS = 0x1 | 0x2 | 0x4 | 0x10
 _OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
@@ -111,14 +114,18 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (ArgumentCheck(0, (3, 15, 16, 39)),),
     # Allowed are F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC, F_SETPIPE_SZ and
-    # F_GETPIPE_SZ. The kernel bounds a pipe to 1 MiB, and all pipes of a user to 64 MiB.
+    # F_GETPIPE_SZ. A pipe cannot be made larger than a new one: all pipes of a user share 64 MiB.
     # Refused are leases (other calls would wait to open the file), F_NOTIFY (it reports what other calls read), owners
     # and signals, and hints (they would stay on files that all calls share). Setting a record lock only seems to
     # succeed: nothing bounds the kernel's memory for locks (CVE-2022-0480), each lock on a shared file delays all other
     # calls that close the file, and passes a bit to them. So sqlite works in one process of a call, but several
     # processes do not exclude each other; `guest/file_locks.py` makes Python's own functions raise an error then.
     # Setting an open file description lock fails.
-    "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1031, 1032), fake_success_values=(6, 7)),),
+    "fcntl": (
+        ArgumentCheck(
+            1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), fake_success_values=(6, 7), bounded_value=(1031, 2, PIPE_BYTES)
+        ),
+    ),
     # RWF_HIPRI, RWF_DSYNC, RWF_SYNC and RWF_APPEND. RWF_NOWAIT would reveal which files other calls have read recently,
     # and RWF_DONTCACHE would make the next call wait for the disk.
     "preadv2": (ArgumentCheck(5, (0,), mask=~_READ_WRITE_FLAGS & 0xFFFFFFFF),),
@@ -283,7 +290,14 @@ def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruct
             yield bpf.Instruction(bpf.AND, check.mask)
         for value in check.fake_success_values:
             yield bpf.Instruction(bpf.IF_EQUAL, value, yes=_ACTION_LABELS[FAKE_SUCCESS])
+        bound = f"{name} {check.index} bound"
+        if check.bounded_value is not None:
+            yield bpf.Instruction(bpf.IF_EQUAL, check.bounded_value[0], yes=bound)
         for value in check.values:
             is_last = value == check.values[-1]
             yield bpf.Instruction(bpf.IF_EQUAL, value, yes=passed, no=_ACTION_LABELS[EPERM] if is_last else None)
+        if check.bounded_value is not None:
+            _, index, maximum = check.bounded_value
+            yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * index, label=bound)
+            yield bpf.Instruction(bpf.IF_AT_LEAST, maximum + 1, yes=_ACTION_LABELS[EPERM], no=passed)
         label = passed

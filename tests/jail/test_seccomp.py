@@ -23,7 +23,10 @@ from tests.jail.jails import find_python_minor
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
-checked_values = {value for rule in seccomp._CHECKED_ARGUMENTS.values() for check in rule for value in check.values}
+# 1031: F_SETPIPE_SZ, with sizes around its bound
+checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1} | {
+    value for rule in seccomp._CHECKED_ARGUMENTS.values() for check in rule for value in check.values
+}
 words = st.one_of(
     st.sampled_from(sorted(checked_values)), st.sampled_from([1 << bit for bit in range(64)]), st.integers(0, 2**64 - 1)
 )
@@ -43,6 +46,10 @@ def evaluate(
         value = arguments[check.index] & check.mask
         if value in check.fake_success_values:
             return seccomp.FAKE_SUCCESS
+        if check.bounded_value is not None and value == check.bounded_value[0]:
+            _, index, maximum = check.bounded_value
+            if arguments[index] & 0xFFFFFFFF <= maximum:
+                continue
         if value not in check.values:
             return seccomp.EPERM
     return seccomp.ALLOW
@@ -400,3 +407,11 @@ def test_no_call_learns_or_changes_what_is_in_the_page_cache(name: str, index: i
 def test_no_lock_reaches_the_kernel(command: int) -> None:
     assert emulate(seccomp.program(), X86_64["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
     assert emulate(seccomp.program(), X86_64["flock"], [0] * 6)[0] == seccomp.ENOSYS
+
+
+@pytest.mark.parametrize(
+    ("size", "is_allowed"), [(4096, True), (1 << 16, True), ((1 << 16) + 1, False), (1 << 20, False)]
+)
+def test_a_pipe_can_shrink_and_not_grow(size: int, is_allowed: bool) -> None:
+    result = emulate(seccomp.program(), X86_64["fcntl"], [0, 1031, size, 0, 0, 0])[0]  # F_SETPIPE_SZ
+    assert result == (seccomp.ALLOW if is_allowed else seccomp.EPERM)
