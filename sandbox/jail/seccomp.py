@@ -117,9 +117,9 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     # F_GETPIPE_SZ. A pipe cannot be made larger than a new one: all pipes of a user share 64 MiB.
     # Refused are leases (other calls would wait to open the file), F_NOTIFY (it reports what other calls read), owners
     # and signals, and hints (they would stay on files that all calls share). Setting a record lock only seems to
-    # succeed: no limit counts the kernel's memory for locks (docs/isolation.md), each lock on a shared file delays all other
-    # calls that close the file, and passes a bit to them. So sqlite works in one process of a call, but several
-    # processes do not exclude each other; `guest/file_locks.py` makes Python's own functions raise an error then.
+    # succeed: no limit counts the kernel's memory for locks (docs/isolation.md), and each lock on a shared file delays
+    # all other calls that close the file, and passes a bit to them. So sqlite works in one process of a call, but
+    # several processes do not exclude each other; `guest/file_locks.py` makes Python's own functions raise an error.
     # Setting an open file description lock fails.
     "fcntl": (
         ArgumentCheck(
