@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from sandbox.errors import InvalidCall
-from sandbox.fields import check_label
+from sandbox.fields import check_label, with_encoded_texts
 from sandbox.judge import JudgedProgram
 from sandbox.judge_requests import MAX_TESTS_AT_ONCE, RawProgram, decode_all
 from sandbox.pending_results import Submission
@@ -43,7 +43,8 @@ MAX_CONNECTIONS = 256
 """Requests at once; each needs a connection."""
 
 AnyCall = str | Call | Mapping[str, Any]
-"""Source, a `Call`, or a mapping as in `calls` of POST /v1/batch."""
+"""Source, a `Call`, or a mapping as in `calls` of POST /v1/batch, except that a text in `files` is the file's text, not
+base64. `Call.decode` takes a mapping from JSON."""
 Pair = tuple[str, str] | Mapping[str, str]
 """`(gold, answer)`: the right answer and the answer to check; or a mapping as in `pairs` of POST /v1/verify."""
 T = TypeVar("T")
@@ -128,7 +129,7 @@ class AsyncClient:
         returned a result.
         """
         if not isinstance(code, Call) or fields:
-            code = Call.decode({**_wire_fields(code, "code"), **fields})
+            code = Call.decode(_with_encoded_texts({**_wire_fields(code, "code"), **fields}))
         pending = self._opened().submit(_submission(code, ""))
         try:
             return await pending.future
@@ -392,14 +393,14 @@ def _submissions(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -
 
 def _decode_calls(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -> list[Call]:
     """Return valid calls. Raises `TypeError` or `InvalidCall`."""
-    base = None if defaults is None else Call.decode_defaults(defaults)
+    base = None if defaults is None else Call.decode_defaults(_with_encoded_texts(defaults))
     decoded: list[Call] = []
     for index, call in enumerate(_as_list(calls, "calls", _EXPECTED_CALL)):
         if isinstance(call, Call) and base is None:
             decoded.append(call)
         else:
             where = f"calls[{index}]"
-            decoded.append(Call.decode(_wire_fields(call, where), base, where))
+            decoded.append(Call.decode(_with_encoded_texts(_wire_fields(call, where)), base, where))
     return decoded
 
 
@@ -412,6 +413,12 @@ def _wire_fields(call: Any, where: str) -> Mapping[str, Any]:
     if isinstance(call, Mapping):
         return call
     raise TypeError(f"{where}: expected {_EXPECTED_CALL}, got {type(call).__name__}")
+
+
+def _with_encoded_texts(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a mapping in which the files that are text are bytes."""
+    has_files = isinstance(call, Mapping) and "files" in call
+    return {**call, "files": with_encoded_texts(call["files"])} if has_files else call
 
 
 def _decode_pair(pair: Any, where: str) -> tuple[str, str]:
