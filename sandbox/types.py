@@ -488,8 +488,8 @@ CALL_FIELDS: dict[str, str] = {
     "code": "Python source, run as a script",
     "stdin": "text on standard input; in msgpack also raw bytes",
     "stdin_base64": "bytes on standard input as base64 text, instead of stdin",
-    "files": 'files to create in the scratch directory: relative path to content, which is base64 text, {"text": "..."} '
-    "with the text itself, or raw bytes in msgpack",
+    "files": "files to create in the scratch directory: relative path to content, which is base64 text, or an object "
+    'such as {"text": "a,b"}, or raw bytes in msgpack',
     "return_files": "relative paths of files to return after the run, or patterns such as *.png and out/**/*.csv",
     "limits": "resource limits of the call",
     "echo": "whether to return the value of the last expression, as a notebook does",

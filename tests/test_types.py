@@ -194,7 +194,9 @@ def test_a_file_in_json_is_base64_or_an_object_with_its_text() -> None:
 
 @pytest.mark.parametrize("content", ["pear\napple", 5, None, {"text": b"a"}, {"text": "a", "mode": "x"}, {}, ["a"]])
 def test_the_error_of_a_malformed_file_names_both_forms(content: Any) -> None:
-    with pytest.raises(InvalidCall, match=r"""^call\.files\['a'\]: expected base64 text, or {"text": "\.\.\."} for text"""):
+    with pytest.raises(
+        InvalidCall, match=r"""^call\.files\['a'\]: expected base64 text, or {"text": "\.\.\."} for text"""
+    ):
         Call.decode({"code": "", "files": {"a": content}})
 
 
