@@ -28,6 +28,8 @@ MAX_ENV_BYTES = MAX_ARGV_BYTES = 64 << 10
 """Bytes of all environment variables, or of all arguments. The kernel passes at most 128 KiB in one text to a program
 (MAX_ARG_STRLEN), so the code can start programs with any of them."""
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PARENT = re.compile(r"\.(\w+(\[\d+\])?)$")
+"""The last part of the place of an object, such as `limits` in `calls[3].limits`."""
 _MAX_SHOWN_CHARS = 60
 """Characters of a hostile text that an error message repeats."""
 
@@ -80,8 +82,8 @@ def check_names(
     if mapping.keys() <= known.keys():
         return
     unknown = next(name for name in mapping if name not in known)
-    parent = where.rpartition(".")[2] + "." if "." in where else ""
-    paths = {name: parent + name for name in known}
+    parent = match[1] if (match := _PARENT.search(where)) else ""
+    paths = {name: f"{parent}.{name}" if parent else name for name in known}
     for outer, names in (nested or {}).items():
         paths = {name: f"{outer}.{name}" for name in names} | paths
     similar = difflib.get_close_matches(unknown[:_MAX_SHOWN_CHARS], paths, n=1) if isinstance(unknown, str) else []
