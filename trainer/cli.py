@@ -1,6 +1,7 @@
 """The commands of `rstar-train`: parse the command line, call one module, turn errors into an exit code.
 
-Exit codes: 0 success, 1 failure, 2 misuse, 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 failure, 2 misuse, 130 interrupted, 143 terminated. `recipe` ends with that of the phase that
+failed.
 
 Each command imports its modules itself, so that `--help` is fast and loads no torch.
 """
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not type(error).__module__.startswith("trainer."):
             raise
         print(f"rstar-train: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        exit_code: int = getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1)
+        return exit_code
 
 
 def _install_advice(module: str) -> str:

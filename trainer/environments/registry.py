@@ -37,6 +37,8 @@ def environment_class(name: str) -> type[Environment]:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"environment {name!r}: cannot be imported ({error})") from error
+    except Exception as error:  # of the module's own code
+        raise ConfigError(f"environment {name!r}: cannot be imported ({type(error).__name__}: {error})") from error
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment {name!r}: expected a subclass of {Environment.__module__}.Environment")
     return kind
