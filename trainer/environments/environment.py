@@ -106,8 +106,8 @@ class Environment(ABC):
 
 
 def parse_options(environment: type[Environment], options: Mapping[str, Any]) -> Any:
-    """Return `options` as the environment's `options_type`. Raises `ConfigError`, also for an unknown option: with a typo
-    it would silently have no effect."""
+    """Return `options` as the environment's `options_type`. Raises `ConfigError`, also for an unknown option, which may
+    be a typo."""
     try:
         return TypeAdapter(environment.options_type).validate_python(dict(options), extra="forbid")
     except ValidationError as invalid:
