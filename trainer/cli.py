@@ -201,6 +201,19 @@ def rollout(args: argparse.Namespace) -> None:
     phase_work.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
 
 
+def try_env(args: argparse.Namespace) -> None:
+    """Run scripted turns in the environments of problems, without a model: prompts, tool responses, rewards."""
+    import asyncio
+
+    from trainer.recipe.try_env import try_env as run_scripts
+
+    async def show() -> None:
+        async for line in run_scripts(_config(args), args.answers):
+            print(line, flush=True)
+
+    asyncio.run(show())
+
+
 def collect(args: argparse.Namespace) -> None:
     """Collect episodes into a store, in this process or on a Ray cluster; after a kill, the same command continues."""
     if args.stage:
@@ -338,6 +351,10 @@ def _parser() -> argparse.ArgumentParser:
     option("--num-problems", type=int, default=16, metavar="N", help="use the first N problems (default: 16)")
     option("--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)")
     option("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+
+    option = add("try-env", try_env, run).add_argument
+    text = 'JSONL with a row {"problem": ID, "turns": [TEXT, ...]} for each episode'
+    option("--answers", required=True, type=Path, metavar="FILE", help=text)
 
     command = add("collect", collect, run, skip, as_json)
     option = command.add_mutually_exclusive_group().add_argument
