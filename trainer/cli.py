@@ -96,7 +96,12 @@ def recipe(args: argparse.Namespace) -> None:
         return _dry_run(args)
     from trainer.recipe.runner import run_recipe
 
-    run = run_recipe(_config(args), has_preflight=not args.no_preflight)
+    if args.smoke:
+        from trainer.recipe.smoke import run_smoke
+
+        run = run_smoke(_config(args), has_preflight=not args.no_preflight)
+    else:
+        run = run_recipe(_config(args), has_preflight=not args.no_preflight)
     summary = run.summary()
     if args.json:
         print(json.dumps(summary))
@@ -322,6 +327,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add("preflight", preflight, run)
     option = add("recipe", recipe, run, skip, as_json).add_argument
+    text = "run every phase with the smallest sizes, in a folder RUN_DIR-smoke that begins anew each time"
+    option("--smoke", action="store_true", help=text)
     option("--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing")
     doc = "Write a run's data, and its model if it is generated, to its folder."
     add("prepare", run_phase, run, skip, doc=doc).set_defaults(stage="initial")

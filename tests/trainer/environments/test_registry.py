@@ -142,6 +142,6 @@ def test_the_problems_in_the_documents_are_valid(tmp_path: Path) -> None:
     rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     problems = read_problems(str(tmp_path / "rows.jsonl"))
-    assert [row.environment for row in problems] == ["text", "mcp"]
+    assert [row.environment for row in problems] == ["text", "code", "mcp"]
     for row in problems:
         check_problem(row)
