@@ -23,7 +23,21 @@ from trainer.runs.run_folder import RunFolder
 
 MAX_HELP_CPU_S = 0.5
 """CPU seconds that any `--help` may use."""
-COMMANDS = ("", "preflight", "recipe", "prepare", "sft", "filter", "grpo", "eval", "compare", "rollout", "try-env", "data", "show")
+COMMANDS = (
+    "",
+    "preflight",
+    "recipe",
+    "prepare",
+    "sft",
+    "filter",
+    "grpo",
+    "eval",
+    "compare",
+    "rollout",
+    "try-env",
+    "data",
+    "show",
+)
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

@@ -1,7 +1,8 @@
 """The smallest version of a run: every phase with the smallest sizes, to see that all of them work together.
 
 The smoke run has a folder of its own, beside that of the run, and begins anew each time. If the run has no sandbox of
-its own, one is started for all phases, since each phase would take seconds to start its own.
+its own, one is started for all phases, and the libraries are imported once (`phase_server`): each phase would take
+seconds for either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from trainer.config import ConfigError, RunConfig, SamplingConfig
 from trainer.data.problems import write_problems
 from trainer.data.sources import GENERATED_SOURCES, iter_problems, read_conversations
 from trainer.json_files import write_rows
+from trainer.recipe.phase_server import phase_server
 from trainer.recipe.phases import RecipeRun
 from trainer.recipe.rollout_session import connect_sandbox
 from trainer.recipe.runner import run_recipe
@@ -35,12 +37,11 @@ SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
 def run_smoke(config: RunConfig, *, has_preflight: bool) -> RecipeRun:
     """Run the smallest version of a run. Raises as `run_recipe` does, and `SandboxUnavailable`."""
     config = smoke_config(config)
-    if config.sandbox.endpoints:
-        return run_recipe(config, has_preflight=has_preflight)
-    with LoopThread() as loop_thread:
-        sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
-        config = replace(config, sandbox=replace(config.sandbox, endpoints=sandbox.endpoints))
-        return run_recipe(config, has_preflight=has_preflight)
+    with phase_server() as run_phase, LoopThread() as loop_thread:
+        if not config.sandbox.endpoints:
+            sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
+            config = replace(config, sandbox=replace(config.sandbox, endpoints=sandbox.endpoints))
+        return run_recipe(config, run_phase=run_phase, has_preflight=has_preflight)
 
 
 def smoke_config(config: RunConfig) -> RunConfig:

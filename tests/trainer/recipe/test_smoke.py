@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from trainer import cli
 from trainer.config import ConfigError, RunConfig
 from trainer.config_loading import load_config
 from trainer.data.sources import read_conversations, read_problems
-from trainer.recipe import runner, smoke
-from trainer.recipe.phases import RecipeRun
+from trainer.recipe import smoke
+from trainer.recipe.phase_server import phase_server
+from trainer.recipe.phases import Phase, RecipeRun
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -86,7 +88,20 @@ def test_all_phases_of_a_smoke_run_share_one_sandbox(tmp_path: Path, monkeypatch
         return 3
 
     monkeypatch.setattr(smoke, "connect_sandbox", connect)
-    monkeypatch.setattr(runner, "run_child", run_child)
+    monkeypatch.setattr(smoke, "phase_server", lambda: nullcontext(run_child))
     arguments = ["recipe", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--smoke", "--no-preflight"]
     assert cli.main(arguments) == 3
     assert (commands, opened) == (["prepare"], ["open", "closed"])
+
+
+@pytest.mark.slow
+def test_the_phases_of_a_smoke_run_are_forks_of_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    trainer = [sys.executable, "-m", "trainer"]
+    with phase_server() as run_phase:
+        assert run_phase(Phase("show"), [*trainer, "--version"], 0) == 0
+        assert run_phase(Phase("sft"), [*trainer, "sft", str(tmp_path / "no.toml")], 0) == 2
+        with (tmp_path / "lock").open("w") as lock:  # a command of a launcher is no fork
+            assert run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()) == 3
+    printed = capfd.readouterr()
+    assert printed.out.startswith("rstar-train ") and "no.toml: cannot be read" in printed.err
