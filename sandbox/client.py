@@ -218,10 +218,11 @@ class AsyncClient:
         return [judged[index] for index in range(len(judged))]
 
     async def rewards(
-        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = True
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = False
     ) -> list[float | None]:
-        """Judge programs as `judge` does, and return the reward of each in the same order: the share of its tests that
-        it passed, or without `partial` 1.0 if it passed all of them and else 0.0.
+        """Judge programs as `judge` does, and return the reward of each in the same order: 1.0 if it passed all of its
+        tests and else 0.0, or with `partial` the share of its tests that it passed. Without `partial`, a program's
+        tests end at its first failure unless `defaults` or the program sets `stop_at_first_failure`.
 
         The reward is None if the program is not scorable: it says nothing about the program, so it must not become 0.
         """
@@ -230,7 +231,9 @@ class AsyncClient:
             share = program.passed / program.total if program.is_scorable else None
             return share if partial or share is None else float(share == 1)
 
-        return await _converted(self.judge(programs, defaults), reward)
+        return await _converted(
+            self.judge(programs, {"stop_at_first_failure": not partial, **(defaults or {})}), reward
+        )
 
     def stream_judged(
         self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
@@ -353,7 +356,7 @@ class Client:
         return self._wait(lambda: self._client.judge(programs, defaults))
 
     def rewards(
-        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = True
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = False
     ) -> list[float | None]:
         """Judge programs and return the reward of each in the same order; None if a program is not scorable."""
         return self._wait(lambda: self._client.rewards(programs, defaults, partial=partial))

@@ -169,8 +169,8 @@ ANSWERS = {
 async def test_rewards_are_as_many_as_programs_and_none_stands_for_what_is_not_scorable() -> None:
     programs = [{**PASSING, "code": code} for code in ANSWERS]
     async with scripted(lambda _number, program: ANSWERS[program["code"]]) as (url, _), AsyncClient(url) as client:
-        assert await client.rewards(programs) == [0.5, None, None, None, 1.0, 0.0]
-        assert await client.rewards(programs, partial=False) == [0.0, None, None, None, 1.0, 0.0]
+        assert await client.rewards(programs, partial=True) == [0.5, None, None, None, 1.0, 0.0]
+        assert await client.rewards(programs) == [0.0, None, None, None, 1.0, 0.0]
 
 
 @pytest.mark.asyncio
@@ -184,7 +184,7 @@ async def test_the_error_of_programs_has_the_results_that_had_arrived() -> None:
             await client.judge(programs)  # type: ignore[arg-type]
         assert [program and program.passed for program in raised.value.results] == [1, None, None]
         with pytest.raises(Unreachable) as raised:
-            await client.rewards([{**PASSING, "code": code} for code in ("e", "a", "hang")])
+            await client.rewards([{**PASSING, "code": code} for code in ("e", "a", "hang")], partial=True)
         assert raised.value.results == [1.0, 0.5, None]
 
 
