@@ -48,7 +48,7 @@ $(VENV)/.train: $(VENV)/.dev requirements/train.txt
 runtime: $(VENV)/.installed  ## the Python that runs the calls, made once
 	@$(BIN)/rstar-sandbox runtime >/dev/null
 
-demo: runtime  ## a server, a sample of calls through it, a table (CALLS=file.jsonl for your own)
+demo: runtime  ## calls on a server beside fresh interpreters, a table (CALLS=file.jsonl for your own)
 	@$(BIN)/python -m bench.demo $(if $(CALLS),--calls '$(CALLS)')
 
 test: $(VENV)/.train runtime  ## the tests

@@ -134,7 +134,7 @@ def runtime(args: argparse.Namespace) -> int:
     """Build the guest runtime, the Python that runs the calls, unless it exists, and print its path."""
     from sandbox import runtime as runtimes
 
-    if args.list or args.added or args.requirements:
+    if args.list or args.remove or args.added or args.requirements:
         return _runtime_extras(args)
     current = runtimes.find()
     if current is not None and not (args.python or args.path or args.force):
@@ -161,13 +161,17 @@ def runtime(args: argparse.Namespace) -> int:
 
 
 def _runtime_extras(args: argparse.Namespace) -> int:
-    """List all runtimes, or build one with more packages and print its path."""
+    """List all runtimes, remove some, or build one with more packages and print its path."""
     from sandbox import runtime as runtimes
     from sandbox import runtime_extras as extras
 
     if args.list:
         for python, packages in extras.installed_runtimes():
             print(f"{python}  {packages}")
+        return 0
+    if args.remove:
+        for name in args.remove:
+            print(f"removed {extras.remove(name)}")
         return 0
     if args.path or args.check or args.force:
         raise ConfigError("runtime: --with and --requirements cannot be combined with --path, --check or --force")
@@ -350,6 +354,8 @@ def _add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requirements", type=Path, metavar="FILE", help="file with such packages, one per line")
     parser.add_argument("--list", action="store_true", help="list all runtimes, build nothing")
+    text = "remove this runtime, named as --list shows it or by its directory's name (can be repeated)"
+    parser.add_argument("--remove", metavar="NAME", action="append", default=[], help=text)
 
 
 def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,22 +15,41 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from sandbox.errors import InvalidCall
-from sandbox.fields import check_label
-from sandbox.judge import JudgedProgram
+from sandbox.errors import InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable
+from sandbox.fields import check_label, with_encoded_texts
+from sandbox.judge import JudgedProgram, JudgeOutcome
 from sandbox.judge_requests import MAX_TESTS_AT_ONCE, RawProgram, decode_all
 from sandbox.pending_results import Submission
 from sandbox.transport import CALL_ROUTE, Transport
-from sandbox.types import Call, Result, Verdict
+from sandbox.types import Call, Limits, Outcome, Result, Status, Verdict
 from sandbox.verify import build_check, check_template, decode_pair, verdict_of
 
+__all__ = [
+    "AsyncClient",
+    "Call",
+    "Client",
+    "InvalidCall",
+    "JudgeOutcome",
+    "JudgedProgram",
+    "Limits",
+    "Outcome",
+    "Overloaded",
+    "RequestRefused",
+    "Result",
+    "SandboxError",
+    "ServiceError",
+    "Status",
+    "TooLarge",
+    "Unreachable",
+    "Verdict",
+]
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
 """Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and
@@ -43,10 +62,12 @@ MAX_CONNECTIONS = 256
 """Requests at once; each needs a connection."""
 
 AnyCall = str | Call | Mapping[str, Any]
-"""Source, a `Call`, or a mapping as in `calls` of POST /v1/batch."""
+"""Source, a `Call`, or a mapping as in `calls` of POST /v1/batch, except that a text in `files` is the file's text, not
+base64. `Call.decode` takes a mapping from JSON."""
 Pair = tuple[str, str] | Mapping[str, str]
 """`(gold, answer)`: the right answer and the answer to check; or a mapping as in `pairs` of POST /v1/verify."""
 T = TypeVar("T")
+U = TypeVar("U")
 
 _NOT_OPEN = """this {name} is not open: it was never opened, or was closed. Open it around its use:
     {keyword} {name}("http://127.0.0.1:8642") as client:
@@ -128,7 +149,7 @@ class AsyncClient:
         returned a result.
         """
         if not isinstance(code, Call) or fields:
-            code = Call.decode({**_wire_fields(code, "code"), **fields})
+            code = Call.decode(_with_encoded_texts({**_wire_fields(code, "code"), **fields}))
         pending = self._opened().submit(_submission(code, ""))
         try:
             return await pending.future
@@ -138,12 +159,15 @@ class AsyncClient:
     async def run_batch(self, calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None = None) -> list[Result]:
         """Run all `calls` and return their results in the same order. `defaults` sets fields that a call omits.
 
-        Raises as `execute` does; the message contains the index of the call.
+        Raises as `execute` does; the message contains the index of the call, and `ServiceError.results` has the results
+        that had arrived.
         """
         submissions, transport = _submissions(calls, defaults), self._opened()
         submitted = [transport.submit(submission) for submission in submissions]
         try:
             return await asyncio.gather(*(pending.future for pending in submitted))
+        except ServiceError as error:
+            raise error.with_results([_result_of(pending.future) for pending in submitted]) from None
         finally:
             transport.abandon(submitted)
 
@@ -165,9 +189,7 @@ class AsyncClient:
         decoded = [
             _decode_pair(pair, f"pairs[{index}]") for index, pair in enumerate(_as_list(pairs, "pairs", _EXPECTED_PAIR))
         ]
-        return [
-            verdict_of(result) for result in await self.run_batch([build_check(*pair, template) for pair in decoded])
-        ]
+        return await _converted(self.run_batch([build_check(*pair, template) for pair in decoded]), verdict_of)
 
     async def cancel(self, call_id: str) -> int:
         """Cancel all unfinished calls with this id, those of other clients too, and return their number.
@@ -187,8 +209,31 @@ class AsyncClient:
         A program is a mapping as in `programs` of POST /v1/judge. `defaults` sets fields that a program omits, such as
         `tests`. Raises as `run_batch` does.
         """
-        judged = {index: program async for index, program in self.stream_judged(programs, defaults)}
+        programs, judged = _as_list(programs, "programs", _EXPECTED_PROGRAM), dict[int, JudgedProgram]()
+        try:
+            async for index, program in self.stream_judged(programs, defaults):
+                judged[index] = program
+        except ServiceError as error:
+            raise error.with_results([judged.get(index) for index in range(len(programs))]) from None
         return [judged[index] for index in range(len(judged))]
+
+    async def rewards(
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = False
+    ) -> list[float | None]:
+        """Judge programs as `judge` does, and return the reward of each in the same order: 1.0 if it passed all of its
+        tests and else 0.0, or with `partial` the share of its tests that it passed. Without `partial`, a program's
+        tests end at its first failure unless `defaults` or the program sets `stop_at_first_failure`.
+
+        The reward is None if the program is not scorable: it says nothing about the program, so it must not become 0.
+        """
+
+        def reward(program: JudgedProgram) -> float | None:
+            share = program.passed / program.total if program.is_scorable else None
+            return share if partial or share is None else float(share == 1)
+
+        return await _converted(
+            self.judge(programs, {"stop_at_first_failure": not partial, **(defaults or {})}), reward
+        )
 
     def stream_judged(
         self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
@@ -310,6 +355,12 @@ class Client:
         """Run programs against their tests, and return the results in the same order."""
         return self._wait(lambda: self._client.judge(programs, defaults))
 
+    def rewards(
+        self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = False
+    ) -> list[float | None]:
+        """Judge programs and return the reward of each in the same order; None if a program is not scorable."""
+        return self._wait(lambda: self._client.rewards(programs, defaults, partial=partial))
+
     def stream_judged(
         self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None
     ) -> Generator[tuple[int, JudgedProgram], None, None]:
@@ -381,6 +432,20 @@ def check_url(url: Any, where: str) -> str:
     return url.rstrip("/")
 
 
+def _result_of(future: asyncio.Future[T]) -> T | None:
+    """Return the result of a call, or None if it has none yet."""
+    has_result = future.done() and not future.cancelled() and future.exception() is None
+    return future.result() if has_result else None
+
+
+async def _converted(results: Awaitable[list[T]], convert: Callable[[T], U]) -> list[U]:
+    """Return converted results. Those of a `ServiceError` are converted too."""
+    try:
+        return [convert(result) for result in await results]
+    except ServiceError as error:
+        raise error.with_results([None if result is None else convert(result) for result in error.results]) from None
+
+
 def _submission(call: Call, default_id: str) -> Submission[Result]:
     return Submission(CALL_ROUTE, call, call.id, call.id or default_id, call.size)
 
@@ -392,14 +457,14 @@ def _submissions(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -
 
 def _decode_calls(calls: Sequence[AnyCall], defaults: Mapping[str, Any] | None) -> list[Call]:
     """Return valid calls. Raises `TypeError` or `InvalidCall`."""
-    base = None if defaults is None else Call.decode_defaults(defaults)
+    base = None if defaults is None else Call.decode_defaults(_with_encoded_texts(defaults))
     decoded: list[Call] = []
     for index, call in enumerate(_as_list(calls, "calls", _EXPECTED_CALL)):
         if isinstance(call, Call) and base is None:
             decoded.append(call)
         else:
             where = f"calls[{index}]"
-            decoded.append(Call.decode(_wire_fields(call, where), base, where))
+            decoded.append(Call.decode(_with_encoded_texts(_wire_fields(call, where)), base, where))
     return decoded
 
 
@@ -412,6 +477,12 @@ def _wire_fields(call: Any, where: str) -> Mapping[str, Any]:
     if isinstance(call, Mapping):
         return call
     raise TypeError(f"{where}: expected {_EXPECTED_CALL}, got {type(call).__name__}")
+
+
+def _with_encoded_texts(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a mapping in which the files that are text are bytes."""
+    has_files = isinstance(call, Mapping) and "files" in call
+    return {**call, "files": with_encoded_texts(call["files"])} if has_files else call
 
 
 def _decode_pair(pair: Any, where: str) -> tuple[str, str]:

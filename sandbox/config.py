@@ -318,6 +318,8 @@ FORMER_SETTINGS = {
     "zygotes": "was renamed to zygote_pools",
 }
 """Error messages for settings that no longer exist, by name."""
+TABLES = {"mounts": "[mounts]", "profiles": "[profiles.NAME]"}
+"""Tables of the TOML file by name. `profiles` is also a setting."""
 
 
 def resolve_capacity(config: ExecutorConfig, cores: int) -> dict[str, int]:
@@ -441,8 +443,12 @@ def _find(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
         return settings[name]
     if name in FORMER_SETTINGS:
         raise ConfigError(f"{where}: {FORMER_SETTINGS[name]}")
-    near = difflib.get_close_matches(name, settings, n=1)
-    advice = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(settings)}"
+    if name in TABLES:
+        raise ConfigError(f"{where}: is the table {TABLES[name]} of the TOML file; use --config FILE")
+    shown = {setting: setting for setting in settings} | TABLES
+    near = difflib.get_close_matches(name, shown, n=1)
+    tables = f"; the tables of the TOML file are {', '.join(TABLES.values())}"
+    advice = f"did you mean {shown[near[0]]}?" if near else f"the settings are {', '.join(settings)}{tables}"
     raise ConfigError(f"{where}: unknown setting; {advice}")
 
 

@@ -17,6 +17,9 @@ SandboxError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Self
+
 
 class SandboxError(Exception):
     """Base class of all errors of this package."""
@@ -47,11 +50,20 @@ class NodeError(SandboxError):
 
 
 class ServiceError(SandboxError):
-    """The client got no result. This error says nothing about the code of the call."""
+    """The client got no result. This error says nothing about the code of the call.
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    `results` has an entry for each item of the list that a method got: what it would have returned for the item, or
+    None if no result had arrived. It is empty for methods without a list.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, results: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.results = results
+
+    def with_results(self, results: Sequence[Any]) -> Self:
+        """Return this error with other results. Several calls may have failed with the same object."""
+        return type(self)(str(self), retry_after_s=self.retry_after_s, results=results)
 
 
 class Overloaded(ServiceError):

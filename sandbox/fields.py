@@ -1,7 +1,7 @@
 """Checks of single input fields. Each raises `InvalidCall` with the field's name, the expected and the received value.
 
 - A hostile value may have any type, size and nesting. A check raises nothing but `InvalidCall`, with a short text.
-- Bytes are base64 text in JSON and raw `bin` in msgpack; `decode_bytes` takes both.
+- Bytes are base64 text in JSON and raw `bin` in msgpack; `decode_bytes` takes both. A file may also be `{"text": ...}`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MAX_ENV_BYTES = MAX_ARGV_BYTES = 64 << 10
 """Bytes of all environment variables, or of all arguments. The kernel passes at most 128 KiB in one text to a program
 (MAX_ARG_STRLEN), so the code can start programs with any of them."""
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PARENT = re.compile(r"\.(\w+(\[\d+\])?)$")
+"""The last part of the place of an object, such as `limits` in `calls[3].limits`."""
 _MAX_SHOWN_CHARS = 60
 """Characters of a hostile text that an error message repeats."""
 
@@ -80,8 +82,8 @@ def check_names(
     if mapping.keys() <= known.keys():
         return
     unknown = next(name for name in mapping if name not in known)
-    parent = where.rpartition(".")[2] + "." if "." in where else ""
-    paths = {name: parent + name for name in known}
+    parent = match[1] if (match := _PARENT.search(where)) else ""
+    paths = {name: f"{parent}.{name}" if parent else name for name in known}
     for outer, names in (nested or {}).items():
         paths = {name: f"{outer}.{name}" for name in names} | paths
     similar = difflib.get_close_matches(unknown[:_MAX_SHOWN_CHARS], paths, n=1) if isinstance(unknown, str) else []
@@ -131,7 +133,7 @@ def check_files(value: Any, where: str) -> Mapping[str, bytes]:
     mapping = check_mapping(value, where)
     if len(mapping) > MAX_FILES:
         raise InvalidCall(f"{where}: expected at most {MAX_FILES} files, got {len(mapping)}")
-    files = {check_path(path, where): decode_bytes(data, f"{where}[{shown(path)}]") for path, data in mapping.items()}
+    files = {check_path(path, where): _decode_file(data, f"{where}[{shown(path)}]") for path, data in mapping.items()}
     for path in files:
         slash = path.find("/")
         while slash >= 0:
@@ -206,15 +208,33 @@ def check_path(path: Any, where: str) -> str:
     return str(path)
 
 
-def decode_bytes(value: Any, where: str) -> bytes:
+def decode_bytes(value: Any, where: str, expected: str = "base64 text") -> bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise InvalidCall(f"{where}: expected base64 text (or bytes in msgpack), got {shown(value)}")
+        raise InvalidCall(f"{where}: expected {expected} (or bytes in msgpack), got {shown(value)}")
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidCall(f"{where}: expected base64 text, got {shown(value)} ({error})") from None
+        raise InvalidCall(f"{where}: expected {expected}, got {shown(value)} ({error})") from None
+
+
+def _decode_file(value: Any, where: str) -> bytes:
+    if isinstance(value, Mapping) and value.keys() == {"text"} and isinstance(value["text"], str):
+        return encode_text(value["text"])
+    return decode_bytes(value, where, 'base64 text, or {"text": "..."} for text')
+
+
+def encode_text(text: str) -> bytes:
+    """Return the content of a file with this text. A lone surrogate becomes bytes that are not UTF-8."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def with_encoded_texts(files: Any) -> Any:
+    """Return the `files` of a Python caller, for whom a text is a file's text, in a form that `check_files` takes."""
+    if not isinstance(files, Mapping):
+        return files
+    return {path: encode_text(data) if isinstance(data, str) else data for path, data in files.items()}
 
 
 def with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:

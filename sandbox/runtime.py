@@ -290,6 +290,14 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
+def remove(directory: Path, log: Log = log_to_stderr) -> None:
+    """Remove a runtime. If the removal is interrupted, the next build of the runtime removes what is left."""
+    with _locked(directory, log):
+        hidden = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
+        directory.rename(hidden / "old")
+        shutil.rmtree(hidden)
+
+
 def _build_and_swap(python: Path, directory: Path, packages: PackageSet) -> None:
     for stale in directory.parent.glob(f".{directory.name}.new-*"):  # the lock excludes other builders
         shutil.rmtree(stale, ignore_errors=True)

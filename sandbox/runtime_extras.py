@@ -62,17 +62,38 @@ def build_with(
 
 def installed_runtimes(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Path, str]]:
     """Yield the interpreter of each runtime beside the default one, and a text about its packages."""
-    default = runtime.default_dir((0, 0), environ)  # only its parent is used, which is the same for all versions
-    for marker in sorted(default.parent.glob(f"*/{runtime.MARKER}")):
-        python = marker.parent / "bin" / "python"
+    for directory in _directories(environ):
+        python = directory / "bin" / "python"
         try:
-            packages = PackageSet.decode(json.loads(marker.read_text(encoding="utf-8")))
+            packages = PackageSet.decode(json.loads((directory / runtime.MARKER).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if python.exists():
             text = f"with {', '.join(packages.added)}" if packages.added else "default packages"
             is_current = set(runtime.REQUIREMENTS) <= set(packages.requirements)
             yield python, text if is_current else f"{text}; pins of another version of rstar-sandbox"
+
+
+def remove(name: str, environ: Mapping[str, str] = os.environ, log: Log = log_to_stderr) -> Path:
+    """Remove the runtime with this name, which may also be its path or that of its interpreter. Return its directory.
+    Raises `ConfigError` if there is none, and `RuntimeBuildError` if it cannot be removed."""
+    directories = _directories(environ)
+    for directory in directories:
+        if name in (directory.name, str(directory), str(directory / "bin" / "python")):
+            try:
+                runtime.remove(directory, log)
+            except OSError as error:
+                raise RuntimeBuildError(f"{directory} cannot be removed: {error}") from error
+            return directory
+    names = ", ".join(directory.name for directory in directories)
+    expected = f"one of {names}" if names else "the name of a runtime, but there is none"
+    raise ConfigError(f"runtime --remove {name}: expected {expected}")
+
+
+def _directories(environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories of all runtimes beside the default one, also of those that no longer work."""
+    default = runtime.default_dir((0, 0), environ)  # only its parent is used, which is the same for all versions
+    return sorted(marker.parent for marker in default.parent.glob(f"*/{runtime.MARKER}"))
 
 
 def _check_requirement(text: str, where: str) -> None:

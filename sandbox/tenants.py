@@ -148,7 +148,7 @@ def _check_names(name: str, raw: Mapping[str, Any], where: str) -> None:
         check_label(name, f"{where}: the name")
         check_names(raw, _KEYS, where)
     except InvalidCall as error:
-        raise ConfigError(f"{error}; correct it") from None
+        raise ConfigError(str(error)) from None
     if not name:
         raise ConfigError(f"{where}: the name is empty; name the tenant")
 

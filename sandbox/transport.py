@@ -245,6 +245,7 @@ class Transport:
         submitted = [*chain(self._waiting, *self._pausing, *(request.items for request in self._requests))]
         own = [pending for pending in submitted if pending.submission.id == call_id]
         cancelled = 0
+        sent_at = _now()
         for attempt in count(1):
             for pending in own:
                 if not pending.future.done() and not (pending.request is not None and pending.request.is_sent):
@@ -255,7 +256,8 @@ class Transport:
             cancelled += sum(number for number in counts if isinstance(number, int))
             errors = [error for error in counts if isinstance(error, BaseException)]
             if len(errors) == len(counts):
-                raise errors[0]
+                error = errors[0]
+                raise self._final_error(error, attempt, sent_at) if isinstance(error, ServiceError) else error
             unfinished = [pending.future for pending in own if not pending.future.done()]
             if not unfinished:
                 break
@@ -363,7 +365,7 @@ class Transport:
                 for pending in request.unfinished():
                     pending.count_failure(sent_at, is_first=has_results)
                     if pending.failures > self._retries:
-                        pending.set_error(self._final_error(error, pending))
+                        pending.set_error(self._final_error(error, pending.failures, pending.failing_since))
                 if retried := request.unfinished():
                     failures = max(pending.failures for pending in retried)
                     what = f"{len(retried)} {request.route.noun}"
@@ -452,11 +454,10 @@ class Transport:
         log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self._retries, what, delay_s)
         return delay_s
 
-    def _final_error(self, error: ServiceError, pending: PendingResult[Any]) -> ServiceError:
-        """Return the error of a call whose last attempt failed with `error`."""
+    def _final_error(self, error: ServiceError, failures: int, failing_since: float) -> ServiceError:
+        """Return the error after this number of failures in a row, of which the last was `error`."""
         urls = ", ".join(endpoint.url for endpoint in self.endpoints.all)
-        seconds = _now() - pending.failing_since
-        tries = f"{pending.failures} tries in {seconds:.1f} s" if pending.failures > 1 else "1 try"
+        tries = f"{failures} tries in {_now() - failing_since:.1f} s" if failures > 1 else "1 try"
         question = f"; is `rstar-sandbox serve` running at {urls}?" if isinstance(error, Unreachable) else ""
         return type(error)(f"{error} ({tries}){question}", retry_after_s=error.retry_after_s)
 

@@ -40,6 +40,7 @@ from sandbox.fields import (
     shown,
     to_base64,
     with_decoded_stdin,
+    with_encoded_texts,
 )
 
 MAX_CODE_CHARS = 4 << 20
@@ -170,7 +171,8 @@ class Call:
     """One piece of Python code with its input and limits. `files` maps relative paths to the contents of files that are
     created in the scratch directory before the code runs. `env` maps the names of environment variables to their texts.
 
-    The constructor accepts each field in its final type or in its JSON form. Raises `InvalidCall`.
+    The constructor accepts each field in its final type or in its JSON form, except that a text in `files` is the text
+    of the file, not base64. Raises `InvalidCall`.
     """
 
     code: str
@@ -191,6 +193,7 @@ class Call:
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
             if (value := getattr(self, name)) is not default:
+                value = with_encoded_texts(value) if name == "files" else value
                 _set(self, name, _decode_field(name, value, DEFAULT_LIMITS, f"call.{name}"))
 
     @classmethod
@@ -485,7 +488,8 @@ CALL_FIELDS: dict[str, str] = {
     "code": "Python source, run as a script",
     "stdin": "text on standard input; in msgpack also raw bytes",
     "stdin_base64": "bytes on standard input as base64 text, instead of stdin",
-    "files": "files to create in the scratch directory: relative path to content, base64 text or raw bytes in msgpack",
+    "files": "files to create in the scratch directory: relative path to content, which is base64 text, or an object "
+    'such as {"text": "a,b"}, or raw bytes in msgpack',
     "return_files": "relative paths of files to return after the run, or patterns such as *.png and out/**/*.csv",
     "limits": "resource limits of the call",
     "echo": "whether to return the value of the last expression, as a notebook does",

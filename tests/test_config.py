@@ -73,6 +73,26 @@ def test_an_unknown_name_is_refused_in_every_source(tmp_path: Path) -> None:
         load(None, {"RSTAR_SANDBOX_PROT": "1"}, {})
 
 
+@pytest.mark.parametrize(
+    ("table", "advice"),
+    [
+        ('[mount]\n"/data" = "x"\n', "mount: unknown setting; did you mean [mounts]?"),
+        ('[profile.ml]\nimports = ["sklearn"]\n', "profile: unknown setting; did you mean [profiles.NAME]?"),
+        ("[server]\nport = 1\n", "; the tables of the TOML file are [mounts], [profiles.NAME]"),
+    ],
+)
+def test_a_table_with_a_typo_gets_the_name_of_the_table(tmp_path: Path, table: str, advice: str) -> None:
+    file = _write_toml(tmp_path, table)
+    with pytest.raises(ConfigError) as caught:
+        load(file, {}, {})
+    assert str(caught.value).startswith(f"{file}: ") and str(caught.value).endswith(advice)
+
+
+def test_a_table_cannot_be_set_in_the_environment() -> None:
+    with pytest.raises(ConfigError, match=r"RSTAR_SANDBOX_MOUNTS: is the table \[mounts\] of the TOML file"):
+        load(None, {"RSTAR_SANDBOX_MOUNTS": "/data"}, {})
+
+
 def test_toml_values_must_have_the_right_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"port: expected a whole number from 0 to 65535, got '1'"):
         load(_write_toml(tmp_path, 'port = "1"\n'), {}, {})

@@ -103,6 +103,37 @@ def test_all_runtimes_are_listed_with_their_packages(
     assert capsys.readouterr().out.count("pins of another version") == 2
 
 
+def test_a_runtime_can_be_removed_by_its_name_or_its_path(
+    data_home: Path,
+    fake_pip: list[runtime.PackageSet],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in "abc":
+        assert cli.main(["runtime", "--with", package]) == 0
+    pythons = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    first, second, third = (python.parents[1] for python in pythons)
+    assert cli.main(["runtime", "--remove", first.name, "--remove", str(pythons[1])]) == 0
+    assert capsys.readouterr().out == f"removed {first}\nremoved {second}\n"
+    assert [path for path in data_home.iterdir() if path.name != third.name] == [], "the removed ones left something"
+    (third / runtime.MARKER).write_text("[1]")  # a runtime that no longer works
+    assert cli.main(["runtime", "--remove", str(third)]) == 0
+    assert list(data_home.iterdir()) == []
+
+
+def test_only_runtimes_can_be_removed(
+    data_home: Path, fake_pip: list[runtime.PackageSet], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["runtime", "--remove", "x"]) == 2
+    assert "runtime --remove x: expected the name of a runtime, but there is none" in capsys.readouterr().err
+    assert cli.main(["runtime", "--with", "a"]) == 0
+    directory = Path(capsys.readouterr().out.strip()).parents[1]
+    (data_home / "mine").mkdir()
+    for name in ("mine", str(data_home / "mine"), "..", "/", ""):
+        assert cli.main(["runtime", "--remove", name]) == 2
+        assert f"expected one of {directory.name}" in capsys.readouterr().err
+    assert {path.name for path in data_home.iterdir()} == {"mine", directory.name}
+
+
 def test_requirements_come_from_a_file_without_its_comments(
     data_home: Path, fake_pip: list[runtime.PackageSet], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from sandbox.errors import ConfigError
 from sandbox.tenants import Tenants, load_tenants
+from sandbox.types import LIMIT_FIELDS
 
 
 def _load(directory: Path, text: str, server_token: str | None = None) -> Tenants:
@@ -45,6 +46,10 @@ def test_a_token_finds_its_tenant_with_its_bounds(tmp_path: Path) -> None:
         ),
         ('[tenants.a]\ntoken = "server"\n', "tenant 'a': has the token of the server; give the tenant a token"),
         ('[tenants.a]\ntoken = "s3cret"\nmax_runing = 1\n', "unknown field 'max_runing'; the fields are token"),
+        (
+            '[tenants."a.b c"]\ntoken = "s3cret"\nmax_timeout = 1\n',
+            f"max_{', max_'.join(LIMIT_FIELDS)}; did you mean max_timeout_s?\n",
+        ),
         ('[tenants.a]\ntoken = "s3cret"\nmax_running = 0\n', "max_running: expected a whole number from 1 to"),
         ('[tenants.a]\ntoken = "s3cret"\nmax_timeout_s = true\n', "tenant 'a': max_timeout_s: expected a number"),
         ('[tenants.""]\ntoken = "s3cret"\n', "tenant '': the name is empty"),
@@ -68,7 +73,7 @@ def test_a_wrong_file_is_one_line_with_the_file_and_the_advice(tmp_path: Path, t
     with pytest.raises(ConfigError) as caught:
         _load(tmp_path, text, "server")
     received = str(caught.value)
-    assert received.startswith(str(tmp_path / "tenants.toml")) and message in received
+    assert received.startswith(str(tmp_path / "tenants.toml")) and message in f"{received}\n"
     assert "\n" not in received and "s3cret" not in received
 
 

@@ -186,6 +186,24 @@ def test_a_path_is_a_file_or_a_directory(paths: tuple[str, ...]) -> None:
     assert set(Call.decode({"code": "", "files": {"a-b": "", "a/b": "", "a.c": ""}}).files) == {"a-b", "a/b", "a.c"}
 
 
+def test_a_file_in_json_is_base64_or_an_object_with_its_text() -> None:
+    files = {"a": "cGVhcg==", "b": {"text": "pear\napple é"}, "c": {"text": "cGVhcg=="}, "d": {"text": "\ud800"}}
+    decoded = {"a": b"pear", "b": "pear\napple é".encode(), "c": b"cGVhcg==", "d": b"\xed\xa0\x80"}
+    assert Call.decode({"code": "", "files": files}).files == decoded
+
+
+@pytest.mark.parametrize("content", ["pear\napple", 5, None, {"text": b"a"}, {"text": "a", "mode": "x"}, {}, ["a"]])
+def test_the_error_of_a_malformed_file_names_both_forms(content: Any) -> None:
+    with pytest.raises(
+        InvalidCall, match=r"""^call\.files\['a'\]: expected base64 text, or {"text": "\.\.\."} for text"""
+    ):
+        Call.decode({"code": "", "files": {"a": content}})
+
+
+def test_a_text_in_the_files_of_a_call_object_is_the_text_of_the_file() -> None:
+    assert Call("", files={"a": "cGVhcg==", "b": b"\xff"}).files == {"a": b"cGVhcg==", "b": b"\xff"}  # type: ignore[dict-item]
+
+
 def test_too_many_files_are_refused() -> None:
     with pytest.raises(InvalidCall, match=f"at most {MAX_FILES} files, got {MAX_FILES + 1}"):
         Call.decode({"code": "", "files": {f"f{i}": "" for i in range(MAX_FILES + 1)}})

@@ -1,6 +1,7 @@
 """The commands of `rstar-train`: parse the command line, call one module, turn errors into an exit code.
 
-Exit codes: 0 success, 1 failure, 2 misuse, 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 failure, 2 misuse, 130 interrupted, 143 terminated. `recipe` ends with that of the phase that
+failed.
 
 Each command imports its modules itself, so that `--help` is fast and loads no torch.
 """
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not type(error).__module__.startswith("trainer."):
             raise
         print(f"rstar-train: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        exit_code: int = getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1)
+        return exit_code
 
 
 def _install_advice(module: str) -> str:
@@ -94,7 +96,12 @@ def recipe(args: argparse.Namespace) -> None:
         return _dry_run(args)
     from trainer.recipe.runner import run_recipe
 
-    run = run_recipe(_config(args), has_preflight=not args.no_preflight)
+    if args.smoke:
+        from trainer.recipe.smoke import run_smoke
+
+        run = run_smoke(_config(args), has_preflight=not args.no_preflight)
+    else:
+        run = run_recipe(_config(args), has_preflight=not args.no_preflight)
     summary = run.summary()
     if args.json:
         print(json.dumps(summary))
@@ -197,6 +204,19 @@ def rollout(args: argparse.Namespace) -> None:
     from trainer.recipe import phase_work
 
     phase_work.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
+
+
+def try_env(args: argparse.Namespace) -> None:
+    """Run scripted turns in the environments of problems, without a model: prompts, tool responses, rewards."""
+    import asyncio
+
+    from trainer.recipe.try_env import try_env as run_scripts
+
+    async def show() -> None:
+        async for line in run_scripts(_config(args), args.answers):
+            print(line, flush=True)
+
+    asyncio.run(show())
 
 
 def collect(args: argparse.Namespace) -> None:
@@ -307,6 +327,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add("preflight", preflight, run)
     option = add("recipe", recipe, run, skip, as_json).add_argument
+    text = "run every phase with the smallest sizes, in a folder RUN_DIR-smoke that begins anew each time"
+    option("--smoke", action="store_true", help=text)
     option("--dry-run", action="store_true", help="show what the run needs and whether it fits; run nothing")
     doc = "Write a run's data, and its model if it is generated, to its folder."
     add("prepare", run_phase, run, skip, doc=doc).set_defaults(stage="initial")
@@ -336,6 +358,10 @@ def _parser() -> argparse.ArgumentParser:
     option("--num-problems", type=int, default=16, metavar="N", help="use the first N problems (default: 16)")
     option("--samples-per-problem", type=int, default=4, metavar="N", help="episodes per problem (default: 4)")
     option("--out", required=True, metavar="DIR", type=Path, help="folder for the episodes")
+
+    option = add("try-env", try_env, run).add_argument
+    text = 'JSONL with a row {"problem": ID, "turns": [TEXT, ...]} for each episode'
+    option("--answers", required=True, type=Path, metavar="FILE", help=text)
 
     command = add("collect", collect, run, skip, as_json)
     option = command.add_mutually_exclusive_group().add_argument

@@ -7,6 +7,7 @@ shell, no polling, output into a file, and a thread per core that only waits.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -63,15 +64,21 @@ class FreshInterpreters:
         self._running: set[int] = set()
 
     def run_all(
-        self, calls: Sequence[Mapping[str, Any]], on_run: Callable[[], object] = lambda: None
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        on_run: Callable[[], object] = lambda: None,
+        *,
+        seconds: float = math.inf,
     ) -> list[FreshRun]:
-        """Run all calls. `on_run()` is called after each, from several threads. Ctrl-C kills the running calls."""
+        """Run all calls, or those that can be started within `seconds`. `on_run()` is called after each, from several
+        threads. Ctrl-C kills the running calls."""
         runs: dict[int, FreshRun] = {}
         pending = iter(range(len(calls)))
         lock = threading.Lock()
+        stop_at = time.monotonic() + seconds
 
         def work() -> None:
-            while not self._stopped:
+            while not self._stopped and time.monotonic() < stop_at:
                 with lock:
                     index = next(pending, None)
                 if index is None:
@@ -88,7 +95,7 @@ class FreshInterpreters:
         except BaseException:
             self._stop(threads)
             raise
-        return [runs[index] for index in range(len(calls))]
+        return [runs[index] for index in sorted(runs)]
 
     def run(self, call: Mapping[str, Any]) -> FreshRun:
         """Run one call and wait for it."""

@@ -52,11 +52,14 @@ from _frozen_importlib_external import MAGIC_NUMBER
 from _random import Random as _Random
 from typing import Any
 
+import fd_paths
+import file_locks
 import function_call
 import interpreter_variables
 import originals
 import output_files
 import prelude
+import replacements
 import returned_files
 
 originals.use_builtins(globals())
@@ -152,6 +155,8 @@ def prepare(directory: str) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
+    replacements.install()
+    file_locks.install()
     main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main_module
     for file in os.listdir(_GUEST_DIR):
@@ -199,6 +204,9 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output_bytes"])
         returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
         files = list(zip(options.get("files", ()), contents))
+        sources = [bytes(content) for path, content in files if path.endswith(".py")]
+        if fd_paths.are_in(bytes(source), *sources, *map(os.fsencode, options.get("argv", ()))):
+            fd_paths.install()
         exit_code = _run_script(call, bytes(source), compiled, files, options.get("env", {}), report)
         if returned is not None and options.get("figures"):
             _write_stderr(returned.render_figures())
@@ -221,6 +229,7 @@ def _prepare_call(has_stdin: bool) -> None:
         stream = io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8", errors="surrogateescape", newline="\n")
         stream.mode = "r"  # type: ignore[misc]
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
+    file_locks.set_first_process()
     _reseed()
     getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
 

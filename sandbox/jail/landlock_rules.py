@@ -20,7 +20,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import kernel
 from sandbox.jail.interpreter import Interpreter
 from sandbox.jail.python_access import closed_dirs, paths_used_by
-from sandbox.jail.root_fs import DEVICES, first_unreadable
+from sandbox.jail.root_fs import DEVICES, LOCALE_DIRS, first_unreadable
 from sandbox.jail.spec import JailSpec
 
 # linux/landlock.h
@@ -64,6 +64,7 @@ def rules_for(spec: JailSpec, abi: int) -> LandlockRules:
     rights = {
         **dict.fromkeys((*mounts, spec.guest_dir_in_jail), READ_FILE | READ_DIR),
         **dict.fromkeys((source for _, source in spec.data), READ_FILE | READ_DIR),
+        **dict.fromkeys(filter(os.path.isdir, LOCALE_DIRS), READ_FILE | READ_DIR),
         **dict.fromkeys(binaries, READ_FILE | EXECUTE),
         **dict.fromkeys(_config_files(spec.python), READ_FILE),
         **dict.fromkeys((f"/dev/{name}" for name in DEVICES), READ_FILE | WRITE_FILE),

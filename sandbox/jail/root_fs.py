@@ -4,7 +4,8 @@
     /lib...     the shared libraries, at the paths where the loader searches by default
     /guest      a copy of the guest's own source
     /dev        null, zero, full, random, urandom; shm -> /tmp, for POSIX semaphores
-    /etc        passwd, group and hosts of a few lines
+    /etc        passwd and group with the uids of calls; hosts
+    /usr/lib/locale/C.utf8    the locale that calls use, if the host has it
     /tmp        empty: the mount point of each call's scratch directory
     ...         directories of the operator (`JailSpec.data`), read-only and without programs
 
@@ -22,7 +23,7 @@ import stat
 
 from sandbox.jail import kernel
 from sandbox.jail.interpreter import PYTHON_DIR_IN_JAIL, Interpreter
-from sandbox.jail.spec import GUEST_DIR_IN_JAIL, JailSpec
+from sandbox.jail.spec import FIRST_SLOT_UID, GUEST_DIR_IN_JAIL, JailSpec
 
 ROOT_STAGING_DIR = "/proc"
 """Directory over which the new root is mounted until the process pivots to the root or moves it. Every Linux host has
@@ -36,6 +37,10 @@ ETC = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
+USER = "sandbox"
+"""Name of the user of all calls, whatever the uid, as in the variables USER and LOGNAME."""
+LOCALE_DIRS = ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8")
+"""Where the C library looks for the locale C.UTF-8. A host that has only an archive of locales has neither."""
 _READ_ONLY = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 
 
@@ -46,7 +51,8 @@ def build(spec: JailSpec) -> None:
     kernel.mount("jail", ROOT_STAGING_DIR, "tmpfs", kernel.MS_NOSUID, "mode=755")
     for name in ("tmp", "dev", "etc", "python/bin", "guest"):
         os.makedirs(f"{ROOT_STAGING_DIR}/{name}")
-    _write_etc()
+    _write_etc(spec)
+    _copy_locale()
     _copy_guest(spec.guest_dir)
     _add_python(spec.python)
     _make_devices()
@@ -80,10 +86,21 @@ def first_unreadable(python: Interpreter) -> str | None:
     return None
 
 
-def _write_etc() -> None:
+def _write_etc(spec: JailSpec) -> None:
+    uids = range(FIRST_SLOT_UID, spec.uid_count)
+    users = {
+        "passwd": "".join(f"{USER}:x:{uid}:{uid}::/tmp:/bin/false\n" for uid in uids),
+        "group": "".join(f"{USER}:x:{uid}:\n" for uid in uids),
+    }
     for name, text in ETC.items():
         with open(f"{ROOT_STAGING_DIR}/etc/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+            file.write(text + users.get(name, ""))
+
+
+def _copy_locale() -> None:
+    for path in LOCALE_DIRS:
+        if os.path.isdir(path):
+            shutil.copytree(path, ROOT_STAGING_DIR + path)
 
 
 def _copy_guest(guest_dir: str) -> None:

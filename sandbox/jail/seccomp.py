@@ -51,6 +51,8 @@ class ArgumentCheck:
     mask: int = 0xFFFFFFFF
     fake_success_values: tuple[int, ...] = ()
     """Further values, for which the result is `FAKE_SUCCESS`."""
+    bounded_value: tuple[int, int, int] | None = None
+    """A further value, the index of another argument, and the maximum of that argument (its low 32 bits)."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -91,13 +93,16 @@ _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pw
 _SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
 # For these the result is ENOSYS: then the C library uses clone instead of clone3, whereas after EPERM it gives up. The
-# same holds for system calls that are newer than this policy, from map_shadow_stack on.
-_NOT_IMPLEMENTED = "clone3"
+# same holds for system calls that are newer than this policy, from map_shadow_stack on. Libraries that lock files if
+# they can take ENOSYS of flock for a file system without locks; a lock on a shared file would make other calls wait.
+_NOT_IMPLEMENTED = "clone3 flock"
 FIRST_UNKNOWN_NUMBER = X86_64["map_shadow_stack"]
 
 _NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
 _CLONE_PARENT = 0x8000
 _LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
+PIPE_BYTES = 1 << 16  # the size of a new pipe
+_READ_WRITE_FLAGS = 0x1 | 0x2 | 0x4 | 0x10
 _OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
@@ -108,15 +113,26 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "ioctl": (ArgumentCheck(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
     "prctl": (ArgumentCheck(0, (3, 15, 16, 39)),),
-    # Allowed are F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC and F_GETPIPE_SZ.
+    # Allowed are F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC, F_SETPIPE_SZ and
+    # F_GETPIPE_SZ. A pipe cannot be made larger than a new one: all pipes of a user share 64 MiB.
     # Refused are leases (other calls would wait to open the file), F_NOTIFY (it reports what other calls read), owners
-    # and signals, and hints (they would stay on files that all calls share). Setting a lock only seems to succeed,
-    # because a lock on a shared file would pass a bit to other calls. sqlite still works: no other call can open a
-    # call's own files.
-    "fcntl": (ArgumentCheck(1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), fake_success_values=(6, 7, 37, 38)),),
-    # Flags must be 0: RWF_NOWAIT would reveal which files other calls have read recently.
-    "preadv2": (ArgumentCheck(5, (0,)),),
-    "pwritev2": (ArgumentCheck(5, (0,)),),
+    # and signals, and hints (they would stay on files that all calls share). Setting a record lock only seems to
+    # succeed: no limit counts the kernel's memory for locks (docs/isolation.md), and each lock on a shared file delays
+    # all other calls that close the file, and passes a bit to them. So sqlite works in one process of a call, but
+    # several processes do not exclude each other; `guest/file_locks.py` makes Python's own functions raise an error.
+    # Setting an open file description lock fails.
+    "fcntl": (
+        ArgumentCheck(
+            1, (0, 1, 2, 3, 4, 5, 36, 1030, 1032), fake_success_values=(6, 7), bounded_value=(1031, 2, PIPE_BYTES)
+        ),
+    ),
+    # RWF_HIPRI, RWF_DSYNC, RWF_SYNC and RWF_APPEND. RWF_NOWAIT would reveal which files other calls have read recently,
+    # and RWF_DONTCACHE would make the next call wait for the disk.
+    "preadv2": (ArgumentCheck(5, (0,), mask=~_READ_WRITE_FLAGS & 0xFFFFFFFF),),
+    "pwritev2": (ArgumentCheck(5, (0,), mask=~_READ_WRITE_FLAGS & 0xFFFFFFFF),),
+    # POSIX_FADV_NORMAL, RANDOM, SEQUENTIAL and NOREUSE change only the caller's own open file; WILLNEED reads ahead.
+    # DONTNEED would remove pages that other calls use; a kernel may ignore this advice, as the filter does.
+    "fadvise64": (ArgumentCheck(3, (0, 1, 2, 3, 5), fake_success_values=(4,)),),
     # All limits but RLIMIT_CORE: see launcher.NO_CORE_DUMP.
     "setrlimit": (ArgumentCheck(0, _LIMITS),),
     "prlimit64": (ArgumentCheck(1, _LIMITS),),
@@ -133,7 +149,7 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 #                                         call and need the garbage collector of AF_UNIX. For data there are sendto
 #                                         and write
 #   splice, tee, vmsplice, sendfile       put page cache of shared files into pipes (Dirty Pipe); Python falls back
-#   readahead, fadvise64                  change the page cache, which all calls share
+#   readahead                             changes the page cache, which all calls share
 #   sync, syncfs                          would flush the host's disks
 #   unshare, setns, clone's namespaces    a user namespace gives all capabilities inside it
 #   io_uring_*, bpf, userfaultfd, perf_event_open, keyctl, io_submit   kernel code that Python does not need
@@ -141,7 +157,6 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 CALL_POLICY: Mapping[str, SyscallRule] = {
     **dict.fromkeys((_FILES + _MEMORY + _PROCESSES + _SIGNALS_AND_TIME + _EVENTS + _SOCKETPAIRS).split(), ALLOW),
     **dict.fromkeys(_NOT_IMPLEMENTED.split(), ENOSYS),
-    "flock": FAKE_SUCCESS,
     **_CHECKED_ARGUMENTS,
 }
 
@@ -275,7 +290,14 @@ def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruct
             yield bpf.Instruction(bpf.AND, check.mask)
         for value in check.fake_success_values:
             yield bpf.Instruction(bpf.IF_EQUAL, value, yes=_ACTION_LABELS[FAKE_SUCCESS])
+        bound = f"{name} {check.index} bound"
+        if check.bounded_value is not None:
+            yield bpf.Instruction(bpf.IF_EQUAL, check.bounded_value[0], yes=bound)
         for value in check.values:
             is_last = value == check.values[-1]
             yield bpf.Instruction(bpf.IF_EQUAL, value, yes=passed, no=_ACTION_LABELS[EPERM] if is_last else None)
+        if check.bounded_value is not None:
+            _, index, maximum = check.bounded_value
+            yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * index, label=bound)
+            yield bpf.Instruction(bpf.IF_AT_LEAST, maximum + 1, yes=_ACTION_LABELS[EPERM], no=passed)
         label = passed

@@ -22,6 +22,19 @@ async def test_malformed_calls_are_refused_before_they_are_sent() -> None:
     assert server.requests == []
 
 
+@pytest.mark.asyncio
+async def test_a_text_in_files_is_sent_as_the_text_of_the_file() -> None:
+    files, sent = {"a": "cGVhcg==", "b": b"\xff"}, {"a": b"cGVhcg==", "b": b"\xff"}
+    async with scripted_server(respond_ok) as server, AsyncClient(server.url) as client:
+        await client.execute("1", files=files)
+        await client.execute({"code": "1", "files": files})
+        await client.run_batch([{"code": "1", "files": files}])
+        await client.run_batch(["1"], defaults={"files": files})
+        with pytest.raises(InvalidCall, match=r"^call\.files\['a'\]: expected base64 text, or .* for text .*, got 5"):
+            await client.execute("1", files={"a": 5})
+    assert [call["files"] for calls in server.requests for call in calls] == [sent] * 4
+
+
 MALFORMED_CALLS: list[tuple[Any, type[Exception], str]] = [
     ("print(1)", TypeError, r"calls: expected a list, each item Python source .*; got str"),
     (b"print(1)", TypeError, "calls: expected a list, .*; got bytes"),

@@ -153,6 +153,41 @@ async def test_a_failure_that_persists_raises(answered: int | None, error: type[
     assert len(requests) == attempts
 
 
+PASSED_ONE_OF_TWO = (JudgedTest(JudgeOutcome.PASSED), JudgedTest(JudgeOutcome.WRONG_ANSWER))
+ANSWERS = {
+    "a": JudgedProgram.of("", PASSED_ONE_OF_TWO, {}).encode(),
+    "b": result(JudgeOutcome.UNJUDGED),
+    "c": JudgedProgram("", JudgeOutcome.INVALID, message="malformed").encode(),
+    "d": result(JudgeOutcome.UNAVAILABLE, "QueueTimeout: x"),
+    "e": result(JudgeOutcome.PASSED),
+    "f": result(JudgeOutcome.FAILED),
+}
+"""The results of programs by their code."""
+
+
+@pytest.mark.asyncio
+async def test_rewards_are_as_many_as_programs_and_none_stands_for_what_is_not_scorable() -> None:
+    programs = [{**PASSING, "code": code} for code in ANSWERS]
+    async with scripted(lambda _number, program: ANSWERS[program["code"]]) as (url, _), AsyncClient(url) as client:
+        assert await client.rewards(programs, partial=True) == [0.5, None, None, None, 1.0, 0.0]
+        assert await client.rewards(programs) == [0.0, None, None, None, 1.0, 0.0]
+
+
+@pytest.mark.asyncio
+async def test_the_error_of_programs_has_the_results_that_had_arrived() -> None:
+    def answer(_number: int, program: dict[str, Any]) -> dict[str, Any] | None:
+        return None if program["code"] == "hang" else ANSWERS[program["code"]]
+
+    programs = ({**PASSING, "code": code} for code in ("a", "hang", "e"))
+    async with scripted(answer) as (url, _), AsyncClient(url, retries=0) as client:
+        with pytest.raises(Unreachable) as raised:
+            await client.judge(programs)  # type: ignore[arg-type]
+        assert [program and program.passed for program in raised.value.results] == [1, None, None]
+        with pytest.raises(Unreachable) as raised:
+            await client.rewards([{**PASSING, "code": code} for code in ("e", "a", "hang")], partial=True)
+        assert raised.value.results == [1.0, 0.5, None]
+
+
 @pytest.mark.asyncio
 async def test_programs_of_a_request_that_is_too_large_are_sent_in_smaller_requests() -> None:
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any] | int:
@@ -290,6 +325,7 @@ async def test_the_tests_that_are_submitted_at_once_are_bounded(monkeypatch: pyt
 def test_the_client_without_an_event_loop_has_the_same_method() -> None:
     with gateway_in_a_thread() as url, Client(url) as client:
         assert [program.passed for program in client.judge([PASSING, FAILING])] == [1, 0]
+        assert client.rewards([PASSING, FAILING]) == [1.0, 0.0]
         assert {index: program.passed for index, program in client.stream_judged([PASSING, FAILING])} == {0: 1, 1: 0}
 
 

@@ -9,10 +9,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from sandbox.client import TIMEOUT_S, AsyncClient
-from sandbox.errors import InvalidCall, RequestRefused, Unreachable
+import sandbox.client
+from sandbox.client import TIMEOUT_S, AsyncClient, Client
+from sandbox.errors import InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable
 from sandbox.gateway.http import codec
-from sandbox.types import Call, Limits, Status
+from sandbox.judge import JudgedProgram, JudgeOutcome
+from sandbox.types import Call, Limits, Outcome, Result, Status, Verdict
 from tests.client.servers import (
     EncodedCall,
     encode_results,
@@ -233,20 +235,33 @@ async def test_a_batch_whose_calls_are_all_malformed_has_one_result_per_call() -
 
 
 @pytest.mark.asyncio
-async def test_checks_raise_if_no_server_responds() -> None:
-    async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=0) as client:
-        with pytest.raises(Unreachable):
-            await client.verify([("1", "1")])
+async def test_checks_take_no_code() -> None:
+    async with AsyncClient(f"http://127.0.0.1:{unused_port()}") as client:
         with pytest.raises(InvalidCall, match="unknown field 'code'"):
             await client.verify([("1", "1")], code="print(1)")
 
 
 @pytest.mark.asyncio
-async def test_a_closed_port_is_unreachable() -> None:
-    async with AsyncClient(f"http://127.0.0.1:{unused_port()}", retries=1) as client:
+async def test_a_closed_port_is_the_same_error_in_every_method() -> None:
+    url = f"http://127.0.0.1:{unused_port()}"
+    programs = [{"code": "", "tests": [{"expected": ""}]}]
+    async with AsyncClient(url, retries=1) as client:
         assert not await client.ready()
-        with pytest.raises(Unreachable):
-            await client.execute("1")
+        lists = [client.run_batch(["1"]), client.judge(programs), client.rewards(programs), client.verify([("1", "1")])]
+        streams = [anext(client.stream(["1"])), anext(client.stream_judged(programs))]
+        attempts = [client.execute("1"), client.cancel("1"), *lists, *streams]
+        errors = await asyncio.gather(*attempts, return_exceptions=True)
+    expected = (
+        rf"{url}: connection refused \((1 try|2 tries in \d+\.\d s)\); is `rstar-sandbox serve` running at {url}\?"
+    )
+    assert [type(error) for error in errors] == [Unreachable] * len(attempts)
+    assert [str(error) for error in errors if not re.fullmatch(expected, str(error))] == []
+
+
+def test_the_public_names_of_the_client_have_its_errors_and_the_types_of_its_results() -> None:
+    expected = {InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable}
+    expected |= {Call, Limits, Result, Status, Verdict, Outcome, JudgedProgram, JudgeOutcome, AsyncClient, Client}
+    assert {getattr(sandbox.client, name) for name in sandbox.client.__all__} == expected
 
 
 @pytest.mark.asyncio

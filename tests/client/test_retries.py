@@ -210,6 +210,41 @@ async def test_an_unavailable_call_is_retried_while_its_request_continues() -> N
 
 
 @pytest.mark.asyncio
+async def test_the_error_of_a_batch_has_the_results_that_had_arrived() -> None:
+    server_goes_away = [abort_before_last_result, refuse_with(502)]
+    async with scripted_server(*server_goes_away) as server, AsyncClient(server.url, retries=1) as client:
+        with pytest.raises(Unreachable, match="answered 502") as raised:
+            await client.run_batch(["a", "b", "c"])
+        assert [result and result.stdout for result in raised.value.results] == ["a", "b", None]
+        with pytest.raises(Unreachable) as raised:
+            await client.execute("a")
+        assert raised.value.results == ()
+
+
+@pytest.mark.asyncio
+async def test_the_error_of_answer_checks_has_the_verdicts_that_had_arrived() -> None:
+    async with (
+        scripted_server(respond_verdicts, refuse_with(502)) as server,
+        AsyncClient(server.url, retries=0) as client,
+    ):
+        with pytest.raises(Unreachable) as raised:
+            await client.verify([("1", "1"), ("1", "die"), ("1", "1")])
+    assert [verdict and verdict.outcome.value for verdict in raised.value.results] == [
+        "equivalent",
+        "not_equivalent",
+        None,
+    ]
+
+
+@pytest.mark.asyncio
+async def test_batches_that_share_a_failed_request_each_have_their_own_results() -> None:
+    async with scripted_server(refuse_with(401)) as server, AsyncClient(server.url) as client:
+        errors = await asyncio.gather(client.run_batch(["a"]), client.run_batch(["b", "c"]), return_exceptions=True)
+    assert server.batch_sizes == [3]
+    assert [error.results for error in errors if isinstance(error, RequestRefused)] == [[None], [None, None]]
+
+
+@pytest.mark.asyncio
 async def test_a_call_that_stays_unavailable_does_not_affect_other_calls() -> None:
     async with (
         scripted_server(respond_unavailable("NodeError", "die")) as server,

@@ -21,7 +21,8 @@ for path in ("/proc/kallsyms", "/proc/modules", "/proc/self/stack", "/proc/self/
     "directories of the host": "for path in (HOST['directory'], '/proc', '/sys', '/root', '/home', '/var', '/boot'):\n"
     "    if names(path): breach(path)",
     "whether a path exists": "if works(os.stat, HOST['file']): breach(HOST['file'])",
-    "user accounts": "import pwd\nfor entry in pwd.getpwall():\n    if entry.pw_uid not in (0, 65534): breach(entry)",
+    "user accounts": "import pwd\nfor entry in pwd.getpwall():\n"
+    "    if entry.pw_uid not in (0, 65534) and entry.pw_name != 'sandbox': breach(entry)",
     "paths of the server": "for part in (*sys.path, sys.prefix, sys.executable, os.__file__):\n"
     "    if part and not part.startswith(('/python', '/tmp', '/guest')): breach(part)",
     "environment variables of the server": "for name in os.environ:\n"

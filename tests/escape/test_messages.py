@@ -131,12 +131,24 @@ raw(250, 9, key, -4)
     # In a jail PROTECTED_PATHS has many files, and this is the second; a control has only one.
     "a lock on a file": (
         "kept = open(PROTECTED_PATHS[:2][-1]); attempt(fcntl.flock, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "if not works(fcntl.flock, open(PROTECTED_PATHS[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB): breach(MESSAGE)",
+        "got = attempt(fcntl.flock, open(PROTECTED_PATHS[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "if isinstance(got, BlockingIOError): breach(MESSAGE)",
     ),
     "a lock on a device": (
         "kept = open(DEVICE, 'r+b', buffering=0); attempt(fcntl.lockf, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "got = attempt(fcntl.lockf, open(DEVICE, 'r+b', buffering=0), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "if isinstance(got, OSError): breach(MESSAGE)",
+    ),
+    "a lock on a file by the system call itself": (
+        "kept = open(PROTECTED_PATHS[:2][-1]); raw(73, kept.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "kept = open(PROTECTED_PATHS[:2][-1])\n"
+        "if raw(73, kept.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) == -errno.EAGAIN: breach(MESSAGE)",
+    ),
+    "a record lock on a file, seen without setting one": (
+        "kept = open(PROTECTED_PATHS[:2][-1])\n"
+        "for command in (6, 37): raw(72, kept.fileno(), command, struct.pack('hhqqi4x', 0, 0, 0, 0, 0))  # F_RDLCK",
+        "kept, lock = open(PROTECTED_PATHS[:2][-1]), ctypes.create_string_buffer(struct.pack('hhqqi4x', 1, 0, 0, 0, 0))  # F_WRLCK\n"
+        "if raw(72, kept.fileno(), 36, lock) == 0 and lock.raw[:2] == b'\\0\\0': breach(MESSAGE)",
     ),
     "inherited shared memory": (
         SHARED_MEMORY + "for address in shared(): ctypes.memmove(address, MESSAGE.encode(), len(MESSAGE))",

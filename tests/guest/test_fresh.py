@@ -130,15 +130,15 @@ def test_the_hundredth_call_has_the_same_state_as_the_first(guest: Caller) -> No
     assert {result.attempts for result in results} == {1}
 
 
-def test_every_lock_is_granted(guest: Caller) -> None:
+def test_a_process_alone_in_its_call_gets_every_lock(guest: Caller) -> None:
     """No other call can open a call's own files, and locks of shared files must not carry information between calls."""
     code = """
 import fcntl, os, sqlite3
 for path in ("own", os.__file__):
-    first, second = (open(path, "a" if path == "own" else "r") for _ in range(2))
     for lock in (fcntl.flock, fcntl.lockf):
         kind = fcntl.LOCK_EX if path == "own" or lock is fcntl.flock else fcntl.LOCK_SH
-        lock(first, kind | fcntl.LOCK_NB), lock(second, kind | fcntl.LOCK_NB), lock(first, fcntl.LOCK_UN)
+        for file in [open(path, "a" if path == "own" else "r") for _ in range(2)]:
+            lock(file, kind | fcntl.LOCK_NB), lock(file, fcntl.LOCK_UN)
 database = sqlite3.connect("base.db")
 database.execute("create table t (n)"), database.execute("insert into t values (42)"), database.commit()
 sqlite3.connect("base.db").execute("select n from t").fetchone()

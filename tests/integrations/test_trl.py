@@ -73,6 +73,34 @@ def test_the_example_trains_on_tool_calls_that_ran(
     assert all(row["tools/failure_frequency"] == 0 for row in rows)
 
 
+def test_trl_gives_no_advantage_to_a_completion_whose_reward_is_none(model: Path, tmp_path: Path) -> None:
+    scored: list[Any] = []
+
+    class Trainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            scored.append(output["advantages"].tolist())
+            return output
+
+    def reward(completions: list[Any], **_: Any) -> list[float | None]:
+        return [1.0, None, None, 0.0]
+
+    config = GRPOConfig(
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=2,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    rows = Dataset.from_list([load_example("trl_grpo").PROBLEM] * 2)
+    Trainer(str(model), reward, config, rows).train()
+    advantage = 0.5 / 0.5**0.5  # 0.5 is the mean of 1 and 0, and 0.5**0.5 their standard deviation
+    assert scored == [[pytest.approx(advantage, abs=1e-3), 0.0, 0.0, pytest.approx(-advantage, abs=1e-3)]]
+
+
 def test_the_schema_that_trl_shows_the_model_is_that_of_the_tool() -> None:
     expected = tool_schema("run_python")["function"]
     schema = get_json_schema(PythonEnvironment("http://127.0.0.1:9").run_python)["function"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.jail import Interpreter, JailSpec, Level, kernel, launch_argv, launcher
+from sandbox.jail.root_fs import LOCALE_DIRS
 from tests.jail import jails
 from tests.jail.conftest import GUEST_EXIT_STATUS, JailSetup, find_interpreter
 
@@ -64,7 +65,9 @@ send(paths)
     guest = {"/guest/zygote.py", "/guest/init.py"}
     devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "shm")}
     etc = {f"/etc/{name}" for name in ("passwd", "group", "hosts")}
-    assert set(jail_setup.run(code)) == libraries | library_dirs | directories | guest | devices | etc
+    locale_dirs = [Path(path) for path in LOCALE_DIRS if os.path.isdir(path)]
+    locale = {str(file) for path in locale_dirs for file in (path, *path.parents, *path.rglob("*"))} - {"/"}
+    assert set(jail_setup.run(code)) == libraries | library_dirs | directories | guest | devices | etc | locale
 
 
 def test_packages_of_the_base_interpreter_are_hidden_in_a_virtual_environment(

@@ -23,7 +23,10 @@ from tests.jail.jails import find_python_minor
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
-checked_values = {value for rule in seccomp._CHECKED_ARGUMENTS.values() for check in rule for value in check.values}
+# 1031: F_SETPIPE_SZ, with sizes around its bound
+checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1} | {
+    value for rule in seccomp._CHECKED_ARGUMENTS.values() for check in rule for value in check.values
+}
 words = st.one_of(
     st.sampled_from(sorted(checked_values)), st.sampled_from([1 << bit for bit in range(64)]), st.integers(0, 2**64 - 1)
 )
@@ -43,6 +46,10 @@ def evaluate(
         value = arguments[check.index] & check.mask
         if value in check.fake_success_values:
             return seccomp.FAKE_SUCCESS
+        if check.bounded_value is not None and value == check.bounded_value[0]:
+            _, index, maximum = check.bounded_value
+            if arguments[index] & 0xFFFFFFFF <= maximum:
+                continue
         if value not in check.values:
             return seccomp.EPERM
     return seccomp.ALLOW
@@ -269,7 +276,7 @@ for name in (":memory:", "test.db"):
 import fcntl, mmap
 with open("mapped", "wb+") as file:
     file.write(bytes(8192)); file.flush()
-    fcntl.flock(file, fcntl.LOCK_EX), fcntl.lockf(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX)
     with mmap.mmap(file.fileno(), 0) as area: area[0] = 1; area.flush(); area.resize(16384)
 mmap.mmap(-1, 1 << 20).close()""",
     "signals": """
@@ -377,3 +384,34 @@ def test_filter_cannot_be_replaced(tmp_path: Path) -> None:
     code = "assert libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(header)), 0, 0) == -1  # PR_SET_SECCOMP"
     run = run_under_filter(sys.executable, code, tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+ADVICE_OF_READS: list[tuple[str, int, int, int]] = [
+    *(("preadv2", 5, flags, seccomp.ALLOW) for flags in (0, os.RWF_HIPRI, os.RWF_SYNC | os.RWF_DSYNC)),
+    *(("pwritev2", 5, flags, seccomp.ALLOW) for flags in (0, os.RWF_SYNC, os.RWF_APPEND)),
+    *((name, 5, flags, seccomp.EPERM) for name in ("preadv2", "pwritev2") for flags in (os.RWF_NOWAIT, 0x80, 0x81)),
+    *(("fadvise64", 3, advice, seccomp.ALLOW) for advice in (os.POSIX_FADV_NORMAL, os.POSIX_FADV_WILLNEED)),
+    ("fadvise64", 3, os.POSIX_FADV_DONTNEED, seccomp.FAKE_SUCCESS),
+    ("fadvise64", 3, 6, seccomp.EPERM),
+]
+
+
+@pytest.mark.parametrize(("name", "index", "value", "expected"), ADVICE_OF_READS)
+def test_no_call_learns_or_changes_what_is_in_the_page_cache(name: str, index: int, value: int, expected: int) -> None:
+    registers = [0] * 6
+    registers[index] = value
+    assert emulate(seccomp.program(), X86_64[name], registers)[0] == expected
+
+
+@pytest.mark.parametrize("command", [6, 7, 37, 38])  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+def test_no_lock_reaches_the_kernel(command: int) -> None:
+    assert emulate(seccomp.program(), X86_64["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
+    assert emulate(seccomp.program(), X86_64["flock"], [0] * 6)[0] == seccomp.ENOSYS
+
+
+@pytest.mark.parametrize(
+    ("size", "is_allowed"), [(4096, True), (1 << 16, True), ((1 << 16) + 1, False), (1 << 20, False)]
+)
+def test_a_pipe_can_shrink_and_not_grow(size: int, is_allowed: bool) -> None:
+    result = emulate(seccomp.program(), X86_64["fcntl"], [0, 1031, size, 0, 0, 0])[0]  # F_SETPIPE_SZ
+    assert result == (seccomp.ALLOW if is_allowed else seccomp.EPERM)

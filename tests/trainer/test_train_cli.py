@@ -23,7 +23,21 @@ from trainer.runs.run_folder import RunFolder
 
 MAX_HELP_CPU_S = 0.5
 """CPU seconds that any `--help` may use."""
-COMMANDS = ("", "preflight", "recipe", "prepare", "sft", "filter", "grpo", "eval", "compare", "rollout", "data", "show")
+COMMANDS = (
+    "",
+    "preflight",
+    "recipe",
+    "prepare",
+    "sft",
+    "filter",
+    "grpo",
+    "eval",
+    "compare",
+    "rollout",
+    "try-env",
+    "data",
+    "show",
+)
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -244,3 +258,17 @@ def test_data_prints_a_line_of_progress_for_every_items_per_line_rows(
     monkeypatch.setattr(progress_bar, "ITEMS_PER_LINE", 2000)
     assert cli.main(["data", "generated:5000", "--out", str(tmp_path / "many.jsonl")]) == 0
     assert capsys.readouterr().err.splitlines() == ["rows: 2000", "rows: 4000"]
+
+
+@pytest.mark.parametrize(("of_the_phase", "expected"), [(1, 1), (2, 2), (143, 143), (-9, 137)])
+def test_a_recipe_ends_with_the_exit_code_of_the_phase_that_failed(
+    of_the_phase: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("trainer.recipe.runner.run_child", lambda *_: of_the_phase)
+    arguments = ["recipe", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path)]
+    assert cli.main([*arguments, "--no-preflight"]) == expected
+    assert f"prepare failed with exit code {of_the_phase}" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from trainer.episodes.turn_parser import boxed_answer
 
 GENERATED = "generated:"
 GENERATED_GAIA_FORMAT = "generated-gaia-format:"
+GENERATED_SOURCES = (GENERATED, GENERATED_GAIA_FORMAT)
 GAIA_FORMAT = "gaia:"
 CONVERSATION_SEED_OFFSET = 1 << 20
 """Added to the seed for conversations, so that they are not about the problems of the training."""
@@ -115,7 +116,7 @@ def check_source(source: str, *, has_conversations: bool = False) -> None:
     With `has_conversations`, raise it also if the first row of a file is not a conversation. For a data set on the hub,
     only its description is read, not its rows.
     """
-    if source.startswith((GENERATED, GENERATED_GAIA_FORMAT)):
+    if source.startswith(GENERATED_SOURCES):
         _generated_count(source)
         return
     if source.startswith(GAIA_FORMAT):
@@ -151,6 +152,11 @@ def _generated_count(source: str) -> int:
     if not (count.isdecimal() and count.isascii()):
         raise DataError(f"{source}: expected {kind}:N with a whole number")
     return int(count)
+
+
+def is_on_hub(source: str) -> bool:
+    """Return whether a source names a data set on the hub."""
+    return not source.startswith((*GENERATED_SOURCES, GAIA_FORMAT)) and _match_hub_name(source) is not None
 
 
 def _match_hub_name(source: str) -> re.Match[str] | None:

@@ -17,6 +17,7 @@ from sandbox.errors import SandboxError, ServiceError
 from sandbox.local import local_service
 from sandbox.types import Limits, Strictness
 from trainer.environments.answer_check import AnswerChecker
+from trainer.environments.program_judge import ProgramJudge
 from trainer.environments.python_tool import PythonTool
 
 BATCH_WINDOW_S = 0.02
@@ -34,8 +35,10 @@ class SandboxUnavailable(Exception):
 @dataclass(frozen=True, slots=True)
 class SandboxConnection:
     endpoints: tuple[str, ...]
+    """URLs of the servers."""
     python_tool: PythonTool
     answer_checker: AnswerChecker
+    program_judge: ProgramJudge
 
 
 @asynccontextmanager
@@ -70,7 +73,7 @@ async def open_sandbox(
         await stack.enter_async_context(client)
         await _smoke_test(client, endpoints, limits)
         checker = AnswerChecker(client, limits, answer_check, answer_rounding)
-        yield SandboxConnection(endpoints, PythonTool(client, limits), checker)
+        yield SandboxConnection(endpoints, PythonTool(client, limits), checker, ProgramJudge(client, limits))
 
 
 async def _smoke_test(client: AsyncClient, endpoints: Sequence[str], limits: Limits) -> None:

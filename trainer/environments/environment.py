@@ -70,7 +70,8 @@ class Environment(ABC):
     instructions: ClassVar[str] = ""
     """What the model reads after the problem, for example the form of an answer."""
     options_type: ClassVar[Any] = NoOptions
-    """The type of `Problem.options`: a dataclass, or another type that pydantic can validate."""
+    """The type of `Problem.options`: a dataclass, or another type that pydantic can validate. Options that it does not
+    have are refused; `dict` takes any."""
 
     def __init__(self, services: Services, options: Any) -> None:
         """`options` is an `options_type`."""
@@ -105,9 +106,10 @@ class Environment(ABC):
 
 
 def parse_options(environment: type[Environment], options: Mapping[str, Any]) -> Any:
-    """Return `options` as the environment's `options_type`. Raises `ConfigError`."""
+    """Return `options` as the environment's `options_type`. Raises `ConfigError`, also for an unknown option, which may
+    be a typo."""
     try:
-        return TypeAdapter(environment.options_type).validate_python(dict(options))
+        return TypeAdapter(environment.options_type).validate_python(dict(options), extra="forbid")
     except ValidationError as invalid:
         error = invalid.errors()[0]
         path = ".".join(["options", *map(str, error["loc"])])

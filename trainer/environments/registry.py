@@ -17,6 +17,7 @@ from trainer.episodes.episode import Problem
 ENVIRONMENTS = {
     "python": "trainer.environments.python_environment:PythonEnvironment",
     "multiple_choice": "trainer.environments.multiple_choice_environment:MultipleChoiceEnvironment",
+    "code": "trainer.environments.code_environment:CodeEnvironment",
     "qa": "trainer.environments.qa_environment:QaEnvironment",
     "mcp": "trainer.environments.mcp_environment:McpEnvironment",
     "text": "trainer.environments.text_environment:TextEnvironment",
@@ -37,6 +38,8 @@ def environment_class(name: str) -> type[Environment]:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"environment {name!r}: cannot be imported ({error})") from error
+    except Exception as error:  # of the module's own code
+        raise ConfigError(f"environment {name!r}: cannot be imported ({type(error).__name__}: {error})") from error
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment {name!r}: expected a subclass of {Environment.__module__}.Environment")
     return kind

@@ -27,6 +27,7 @@ _CALL_OR_THOUGHT_TAG = re.compile(
     re.DOTALL,
 )
 _BLANKS, _JSON = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
+_FENCED_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _EXAMPLE = f'{TOOL_CALL_OPEN}{{"name": "{PYTHON_TOOL_NAME}", "arguments": {{"code": "print(1)"}}}}{TOOL_CALL_CLOSE}'
 
 
@@ -91,6 +92,13 @@ def boxed_answer(text: str) -> str | None:
             if opening["box"] and opening.end() > start:
                 start, end = opening.end(), brace.start()
     return text[start:end].strip() or None if start >= 0 else None
+
+
+def fenced_block(text: str) -> str | None:
+    """Return the content of the last closed block between lines of three backquotes, outside of thoughts; None if there
+    is none. The first line may name a language."""
+    blocks = _FENCED_BLOCK.findall(_without_thoughts(text))
+    return str(blocks[-1]) if blocks else None
 
 
 def _without_thoughts(text: str) -> str:

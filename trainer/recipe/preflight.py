@@ -3,9 +3,10 @@
 Invariants:
 - Everything that is missing is reported at once. Each missing thing has one line, which says what to do.
 - Nothing is left behind: a sandbox that is started for a check is stopped, and no file is written.
+- Each check is printed before it starts. A check that waits for another machine has a limit of seconds.
 
-Three things are not checked, since only the work itself shows them: whether vLLM starts, whether the rows of a data set
-are well-formed, and whether other machines see the run folder.
+Four things are not checked, since only the work itself shows them: whether vLLM starts, whether the rows of a data set
+are well-formed, the problems of a data set on the hub, and whether other machines see the run folder.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -26,10 +28,12 @@ import aiohttp
 
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
-from trainer.data.sources import check_source
+from trainer.data.sources import GENERATED_SOURCES, check_source, is_on_hub, iter_problems
 from trainer.engines.engine import EngineError
 from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, WORKER_EXTENSION, option_words
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
+from trainer.environments.registry import check_problem, check_shared
+from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
 from trainer.recipe.resource_plan import GB, LESS_MEMORY_ADVICE, disk_bytes, known_shape, misfits, resource_plan
@@ -38,8 +42,12 @@ from trainer.recipe.runner import NotReady
 SAMPLING_PHASES = ("filter", "collect", "grpo", "eval", "rollout")
 """The phases that need engines and the sandbox."""
 ENGINE_TIMEOUT_S = 10.0
+HUB_TIMEOUT_S = 20.0
+"""Seconds within which a hub must describe a data set, or give a tokenizer. The hub's client tries for a minute."""
 REPORT_TIMEOUT_S = 60.0
 """Seconds within which a Python must report whether it has vLLM, or a vLLM server its settings and its machine."""
+MAX_PROBLEM_ERRORS = 5
+"""Lines for the problems of one source."""
 FIND_VLLM_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -56,47 +64,150 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     """Return a line for each thing that `phases` need and that is missing, with what to do."""
     config, commands = run.config, {phase.command for phase in phases}
     needs_weights = commands != {"prepare"} and config.engines.kind != "openai"
-    lines = [*_check_data(config, phases), *_check_model(config, needs_weights=needs_weights)]
+    lines = [*_check_sources_and_model(config, phases, needs_weights=needs_weights), *_check_problems(config, phases)]
     try:
         shape = known_shape(config)
     except ConfigError:  # reported by `_check_model`
         shape = None
     if shape:
+        _log("disk and memory")
         lines += [*_check_disk(run, phases, shape), *_check_memory(config, phases, shape)]
     if commands & {*DISTRIBUTED_PHASES}:
         lines += [*_check_packages(config), *_check_passed_options(config, phases)]
     if commands & {*SAMPLING_PHASES}:
+        _log("engines and the sandbox")
         lines += [*_check_own_engines(config), *asyncio.run(_check_servers(config))]
     return [" ".join(line.split()) for line in lines]
 
 
-def _check_data(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
+def _log(text: str) -> None:
+    print(f"preflight: checks {text}", file=sys.stderr, flush=True)
+
+
+def _problem_sources(config: RunConfig) -> dict[str, Sequence[str]]:
+    """Return the sources of problems by the setting that names them."""
+    stages = {f"stages.{name}.data": stage.data for name, stage in config.stages.items()}
+    return {"data.train": config.data.train, **stages, "eval.data": config.eval.data}
+
+
+def _check_sources_and_model(config: RunConfig, phases: Sequence[Phase], *, needs_weights: bool) -> Iterator[str]:
+    """Check that all sources exist, and the model. What is on a hub is checked at the same time, within a limit."""
     sources: dict[str, Sequence[str]] = {}
     if any(phase.command == "prepare" for phase in phases):
-        sources |= {"data.train": config.data.train, "data.decontaminate_against": config.data.decontaminate_against}
-        sources |= {f"stages.{name}.data": stage.data for name, stage in config.stages.items()}
-        sources |= {"eval.data": config.eval.data}
+        of_problems = _problem_sources(config)
+        sources |= {"data.train": of_problems.pop("data.train")}
+        sources |= {"data.decontaminate_against": config.data.decontaminate_against, **of_problems}
     if any(phase.command == "sft" for phase in phases):
         sources |= {"sft.data": config.sft.data}
-    # A source in several settings is reported once, under the first setting: items are added from last to first.
+    # A source in several settings is reported once, under the first setting.
     setting_of = {source: setting for setting, names in reversed(sources.items()) for source in reversed(names)}
-    with ThreadPoolExecutor() as threads:  # for an unreachable hub, each source takes half a minute
-        yield from filter(None, threads.map(_source_error, reversed(setting_of.values()), reversed(setting_of)))
+    checks = {
+        f"{setting}: {source}": (is_on_hub(source), partial(_source_error, setting, source))
+        for source, setting in reversed(setting_of.items())
+    }
+    model = config.model.path
+    if model != TINY_MODEL:
+        checks[f"model.path: {model}"] = (not Path(model).exists(), partial(_model_error, config, needs_weights))
+    remote = {title: check for title, (is_remote, check) in checks.items() if is_remote}
+    results = _within_limit(remote) if remote else {}
+    for title, (_, check) in checks.items():
+        if title not in remote:
+            _log(title)
+        yield from filter(None, (results[title] if title in remote else check()).splitlines())
+
+
+def _within_limit(checks: Mapping[str, Callable[[], str]]) -> dict[str, str]:
+    """Return what each check of something on a hub returns, or a line that says that the hub did not answer in time.
+    The thread of such a check ends with the process, since nothing can interrupt the hub's client."""
+    import datasets  # noqa: F401  before the clock starts
+    import transformers  # noqa: F401
+
+    for title in checks:
+        _log(f"{title} (at most {HUB_TIMEOUT_S:g} s)")
+    results: dict[str, str | BaseException] = {}
+
+    def work(title: str) -> None:
+        try:
+            results[title] = checks[title]()
+        except BaseException as error:
+            results[title] = error
+
+    threads = [threading.Thread(target=work, args=[title], daemon=True) for title in checks]
+    for thread in threads:
+        thread.start()
+    give_up_at = time.monotonic() + HUB_TIMEOUT_S
+    for thread in threads:
+        thread.join(max(0.0, give_up_at - time.monotonic()))
+    finished = dict(results)
+    for result in finished.values():
+        if isinstance(result, BaseException):
+            raise result
+    late = f"the hub gave no answer within {HUB_TIMEOUT_S:g} s; repair the network, or name a file or a folder here"
+    return {title: str(finished.get(title, f"{title}: {late}")) for title in checks}
+
+
+def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
+    """Check the environments and options of all problems in files, and that none of the sources to train on has the
+    problems of the evaluation."""
+    if all(phase.command != "prepare" for phase in phases):
+        return
+    evaluated: set[str] = set()
+    for setting, names in reversed(_problem_sources(config).items()):  # the evaluation first
+        is_eval = setting == "eval.data"
+        own = setting.removeprefix("stages.").removesuffix(".data")
+        users = [s for s in config.stages.values() if s.name == own or (setting == "data.train" and not s.data)]
+        is_online = is_eval or any(stage.episodes == "online" for stage in users)
+        for source in names:
+            if source.startswith(GENERATED_SOURCES):
+                continue
+            lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
+            yield from (f"{setting}: {source}: {line}" for line in lines)
+            if is_eval:
+                evaluated |= {source, *texts}
+            elif source in evaluated or (texts and texts <= evaluated):
+                yield f"{setting}: {source}: all its problems are also in eval.data; train or evaluate on others"
+
+
+def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list[str], set[str]]:
+    """Return what is wrong with the environments and options in a file, one line for each kind, and the texts of its
+    problems. Both are empty for a source that cannot be read, which another check reports, and for one on the hub."""
+    if is_on_hub(source):
+        return [], set()
+    _log(f"the problems of {source}")
+    lines: dict[str, str] = {}
+    texts: set[str] = set()
+    try:
+        for problem in iter_problems(source, lambda *_: None):
+            texts.add(problem.text)
+            kind = f"{problem.environment} {problem.options}"
+            if kind not in lines:
+                lines[kind] = ""
+                try:
+                    check(problem)
+                except ConfigError as error:
+                    lines[kind] = str(error)
+    except (DataError, OSError):
+        return [], set()
+    found = [line for line in lines.values() if line]
+    more = [f"{len(found) - MAX_PROBLEM_ERRORS} more like these"] if len(found) > MAX_PROBLEM_ERRORS else []
+    return [*found[:MAX_PROBLEM_ERRORS], *more], texts
 
 
 def _source_error(setting: str, source: str) -> str:
     try:
         check_source(source, has_conversations=setting == "sft.data")
     except (DataError, OSError) as error:
-        return f"{setting}: {error}; name another source, or put the file there"
+        return " ".join(f"{setting}: {error}; name another source, or put the file there".split())
     return ""
+
+
+def _model_error(config: RunConfig, needs_weights: bool) -> str:
+    return "\n".join(" ".join(line.split()) for line in _check_model(config, needs_weights=needs_weights))
 
 
 def _check_model(config: RunConfig, *, needs_weights: bool) -> Iterator[str]:
     """Check the tokenizer, the chat template and, if phases load them, sizes and weights."""
     path = Path(config.model.path)
-    if config.model.path == TINY_MODEL:
-        return
     if needs_weights and path.is_dir():
         patterns = {"config.json": ("config.json",), "weights": ("*.safetensors", "*.bin")}
         absent = [part for part, names in patterns.items() if not any(f for name in names for f in path.glob(name))]

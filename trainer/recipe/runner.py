@@ -58,6 +58,11 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 class PhaseFailed(Exception):
     """A child failed. It has printed the reason itself."""
 
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code if exit_code > 0 else 128 - exit_code
+        """Exit code of the child; 128 and the signal's number if a signal ended it, as a shell has it."""
+
 
 class NotReady(ConfigError):
     """Something that a run needs is missing, and nothing was started."""
@@ -120,7 +125,8 @@ def _run_logged(
         log(f"recipe: interrupted in {phase}; `rstar-train recipe {run.dir}` continues there")
         raise
     if exit_code:
-        raise PhaseFailed(f"{phase} failed with exit code {exit_code}; `rstar-train recipe {run.dir}` continues there")
+        message = f"{phase} failed with exit code {exit_code}; `rstar-train recipe {run.dir}` continues there"
+        raise PhaseFailed(message, exit_code)
 
 
 def _time_left(run: RecipeRun) -> str:
@@ -144,7 +150,7 @@ def _preflight(config: RunConfig, run_phase: RunPhase, lock_fd: int) -> None:
     if exit_code == EXIT_MISUSE:
         raise NotReady(f"nothing was started; repair what is listed above, or start anyway with {NO_PREFLIGHT}")
     if exit_code:
-        raise PhaseFailed(f"{phase} failed with exit code {exit_code}; nothing was started")
+        raise PhaseFailed(f"{phase} failed with exit code {exit_code}; nothing was started", exit_code)
 
 
 def phase_command(phase: Phase, config: RunConfig) -> list[str]:

@@ -207,6 +207,13 @@ class Dispatcher:
         """Reject new calls, answer waiting calls with `unavailable`, and give running calls `timeout_s` to finish.
         Calls that still run then get `unavailable` too."""
         self.is_draining = True
+        log.info(
+            "stopping: %d running calls get up to %g s to finish, %d waiting calls get `Stopped`; a second signal "
+            "(Ctrl-C or SIGTERM) stops at once, and calls that still run are then lost",
+            self.dispatched,
+            timeout_s,
+            self.call_table.waiting,
+        )
         self._schedule_dispatch()
         self._check_idle()
         try:

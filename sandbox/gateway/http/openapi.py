@@ -232,6 +232,8 @@ def call_schema() -> Schema:
     properties["priority"] |= _range(PRIORITY)
     properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE))
     properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
+    text = input_schema("a file that is text", {"text": _field("string", "the text, as UTF-8 in the file")}, "text")
+    properties["files"]["additionalProperties"] = {"anyOf": [_schema_of_hint(bytes), text]}
     properties["stdin_base64"] = {**_schema_of_hint(bytes), "description": CALL_FIELDS["stdin_base64"]}
     schema["properties"] = {name: properties[name] for name in CALL_FIELDS}
     return schema

@@ -15,7 +15,7 @@ from trainer.environments.services import Services
 from trainer.episodes.episode import StopReason
 
 VERIFIER = FakeVerifier()
-SERVICES = Services(SandboxConnection((), FakePythonTool(), VERIFIER))  # type: ignore[arg-type]
+SERVICES = Services(SandboxConnection((), FakePythonTool(), VERIFIER, None))  # type: ignore[arg-type]
 QUESTION = problem("multiple_choice", text="Which?\n\n(A) this\n(B) that", answer="B")
 PARTICLES = problem(
     "multiple_choice",

@@ -16,7 +16,7 @@ PROBLEM = problem("python", text="What is 6 * 7?", answer="42")
 
 @pytest.mark.asyncio
 async def test_an_episode_runs_code_and_its_answer_is_checked() -> None:
-    fake = SandboxConnection((), FakePythonTool({"6 * 7": "42"}), FakeVerifier())  # type: ignore[arg-type]
+    fake = SandboxConnection((), FakePythonTool({"6 * 7": "42"}), FakeVerifier(), None)  # type: ignore[arg-type]
     async with opened(PROBLEM, Services(fake)) as (environment, initial):
         assert (initial.text, initial.tools) == ("What is 6 * 7?", (TOOL_SCHEMA,))
         assert not environment.is_stateful

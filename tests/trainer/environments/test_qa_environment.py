@@ -37,7 +37,7 @@ class FileTool(FakePythonTool):
 
 
 TOOL = FileTool()
-SERVICES = Services(SandboxConnection((), TOOL, FakeVerifier()))  # type: ignore[arg-type]
+SERVICES = Services(SandboxConnection((), TOOL, FakeVerifier(), None))  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio

@@ -62,6 +62,54 @@ def test_a_wrong_option_is_an_error_that_names_it(name: str, options: dict[str, 
     assert "\n" not in str(raised.value)
 
 
+OWN_ENVIRONMENT = """
+import dataclasses
+from trainer.environments.environment import Environment
+
+@dataclasses.dataclass
+class Style:
+    colour: str = ""
+
+@dataclasses.dataclass
+class Options:
+    tests: list[str]
+    style: Style = dataclasses.field(default_factory=Style)
+
+class Own(Environment):
+    options_type = Options
+
+class Free(Environment):
+    options_type = dict
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected_text"),
+    [
+        ({"tests": [], "testz": ["x"]}, "options.testz: Unexpected keyword argument, got ['x']"),
+        ({"tests": [], "style": {"color": "red"}}, "options.style.color: Unexpected keyword argument, got 'red'"),
+        ({}, "options.tests: Field required"),
+    ],
+)
+def test_an_unknown_option_of_an_own_environment_is_refused(
+    options: dict[str, object], expected_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_options.py").write_text(OWN_ENVIRONMENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_problem(problem("own_options:Own", {"tests": ["x"], "style": {"colour": "red"}}))
+    check_problem(problem("own_options:Free", {"anything": 1}))
+    with pytest.raises(ConfigError) as raised:
+        check_problem(problem("own_options:Own", options))
+    assert expected_text in str(raised.value)
+
+
+def test_any_error_of_the_import_of_an_environment_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_environment.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
+        check_problem(problem("broken_environment:Own"))
+
+
 def test_only_environments_that_run_code_need_a_sandbox() -> None:
     assert needs_sandbox(problem("python"))
     assert not needs_sandbox(problem("text"))
@@ -94,6 +142,6 @@ def test_the_problems_in_the_documents_are_valid(tmp_path: Path) -> None:
     rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     problems = read_problems(str(tmp_path / "rows.jsonl"))
-    assert [row.environment for row in problems] == ["text", "mcp"]
+    assert [row.environment for row in problems] == ["text", "code", "mcp"]
     for row in problems:
         check_problem(row)

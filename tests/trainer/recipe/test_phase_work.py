@@ -364,7 +364,8 @@ def test_an_unusable_model_is_an_error_of_one_line(
     _config(tmp_path)
     sets = ["--set", f"model.path={model(tmp_path / 'bad')}", "--set", f"model.chat_format={chat}"]
     assert cli.main(["prepare", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "run"), *sets]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *progress, line = capsys.readouterr().err.splitlines()
+    assert all(text.startswith("preflight: checks ") for text in progress)
     assert re.match(f"rstar-train: model {tmp_path}/bad.*({reason})", line)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -74,6 +75,19 @@ def _missing(config: RunConfig, *commands: str) -> list[str]:
     """Return what is missing for the phases with these commands, or for all phases."""
     run = RecipeRun(config)
     return missing(run, [phase for phase in run.phases() if not commands or phase.command in commands])
+
+
+def _without_progress(stderr: str) -> list[str]:
+    """Return the lines that say what is missing."""
+    return [line for line in stderr.splitlines() if not line.startswith("preflight: checks ")]
+
+
+def _problems(file: Path, *rows: dict[str, Any]) -> Path:
+    numbered = (
+        {"id": f"p{n}", "text": f"problem {n}", "answer": "1", "source": "s"} | row for n, row in enumerate(rows)
+    )
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in numbered), encoding="utf-8")
+    return file
 
 
 @pytest.fixture(autouse=True)
@@ -164,12 +178,80 @@ def test_all_that_is_missing_is_named_at_once(
 
     argv = ["preflight", str(tmp_path / "run.toml"), *(f"--set={key}={value}" for key, value in sets.items())]
     assert cli.main(argv) == 2
-    error_lines = capsys.readouterr().err.splitlines()
+    error_lines = _without_progress(capsys.readouterr().err)
     assert error_lines[0] == f"rstar-train: {len(beginnings)} things are missing"
     # The command line above has no --run-dir.
     assert [line.strip() for line in error_lines[1:]] == [
         line.replace(str(tmp_path / "run"), "runs/run") for line in lines
     ]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"environment": "no_such_module:Own"}, "environment 'no_such_module:Own': cannot be imported"),
+        ({"environment": "json:Decoder"}, "environment 'json:Decoder': cannot be imported"),
+        ({"environment": "pyhton"}, "environment 'pyhton': did you mean python?"),
+        ({"options": {"timeout": 3}}, "options.timeout: Unexpected keyword argument"),
+        (
+            {"environment": "text", "options": {"game": "tower_of_hanoi"}},
+            "expected one whose responses do not depend on",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_found_before_anything_starts(
+    row: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    file = _problems(tmp_path / "problems.jsonl", {}, row, row)
+    (line,) = _missing(_config(tmp_path, f"data.train={file}"), "prepare")
+    assert line.startswith(f"data.train: {file}: problem p1: ") and expected in line
+    (line,) = _missing(_config(tmp_path, f"eval.data={file}"), "prepare")
+    assert line.startswith(f"eval.data: {file}: problem p1: ") and expected in line
+
+
+def test_a_stage_whose_episodes_are_collected_may_have_stateful_environments(tmp_path: Path) -> None:
+    row = {"environment": "text", "options": {"game": "tower_of_hanoi"}}
+    sets = [f"stages.rl1.data={_problems(tmp_path / 'games.jsonl', row)}", "stages.rl1.episodes=collected"]
+    assert _missing(_config(tmp_path, *sets), "prepare") == []
+
+
+def test_many_wrong_problems_are_a_few_lines(tmp_path: Path) -> None:
+    file = _problems(tmp_path / "problems.jsonl", *({"options": {f"a{n}": 1}} for n in range(9)))
+    lines = _missing(_config(tmp_path, f"data.train={file}"), "prepare")
+    assert len(lines) == 6 and lines[-1] == f"data.train: {file}: 4 more like these"
+
+
+def test_training_problems_that_are_those_of_the_evaluation_are_found(tmp_path: Path) -> None:
+    first, copy = (_problems(tmp_path / name, {}, {}) for name in ("a.jsonl", "b.jsonl"))
+    for train in (first, copy):
+        (line,) = _missing(_config(tmp_path, f"data.train={train}", f"eval.data={first}"), "prepare")
+        assert line.startswith(f"data.train: {train}: all its problems are also in eval.data; ")
+    (line,) = _missing(_config(tmp_path, f"stages.rl1.data={copy}", f"eval.data={first}"), "prepare")
+    assert line.startswith(f"stages.rl1.data: {copy}: all its problems are also in eval.data; ")
+    more = _problems(tmp_path / "c.jsonl", {}, {}, {})  # the run drops the first two and keeps the third
+    assert _missing(_config(tmp_path, f"data.train={more}", f"eval.data={first}"), "prepare") == []
+
+
+def test_a_hub_that_does_not_answer_delays_the_preflight_by_its_limit_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = threading.Event()
+
+    def hang(*_: Any, **__: Any) -> Any:
+        end.wait()
+
+    monkeypatch.setattr(preflight, "check_source", lambda source, **_: hang() if "/" in source else None)
+    monkeypatch.setattr(preflight, "_check_model", hang)
+    monkeypatch.setattr(preflight, "HUB_TIMEOUT_S", 0.05)
+    try:
+        lines = _missing(_config(tmp_path, "data.train=owner/problems", "model.path=owner/model"), "prepare")
+    finally:
+        end.set()
+    late = "the hub gave no answer within 0.05 s; repair the network, or name a file or a folder here"
+    assert lines == [f"data.train: owner/problems: {late}", f"model.path: owner/model: {late}"]
+    shown = capsys.readouterr().err
+    assert "preflight: checks data.train: owner/problems (at most 0.05 s)\n" in shown
+    assert "preflight: checks model.path: owner/model (at most 0.05 s)\n" in shown
 
 
 def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Path) -> None:
@@ -294,7 +376,7 @@ def test_a_phase_that_runs_alone_has_a_preflight_too(tmp_path: Path, capsys: pyt
     run.write_result(Phase("prepare"), TrainResult("tiny", 0))
     argv = ["sft", str(tmp_path / "run.toml"), f"--run-dir={run.dir}", "--set=sft.data=gone.jsonl"]
     assert cli.main(argv) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = _without_progress(capsys.readouterr().err)
     assert line == "rstar-train: sft.data: gone.jsonl: no such file; name another source, or put the file there"
 
 

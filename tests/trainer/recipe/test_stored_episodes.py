@@ -155,7 +155,7 @@ def test_a_rescore_by_other_rules_shows_which_rewards_change(
             equal = [gold == answer or answer_check == "math-verify" or answer_rounding for gold, answer in pairs]
             return [VerifyOutcome.EQUIVALENT if is_equal else VerifyOutcome.NOT_EQUIVALENT for is_equal in equal]
 
-        yield SandboxConnection((), cast(Any, None), cast(Any, SimpleNamespace(verify=verify)))
+        yield SandboxConnection((), cast(Any, None), cast(Any, SimpleNamespace(verify=verify)), cast(Any, None))
 
     monkeypatch.setattr("trainer.recipe.stored_episodes.open_sandbox", fake_sandbox)
     problem = Problem("p", "Which root?", r"\sqrt{2}")

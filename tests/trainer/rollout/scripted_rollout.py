@@ -48,7 +48,7 @@ async def run_episode(chat_format, pool, tools=None, *, limits=LIMITS, sample=0,
 
 def make_collector(pool, chat_format, tools):
     """Return a collector whose problems have the environment `python`, with scripted tools in place of the sandbox."""
-    services = Services(SandboxConnection((), python_tool=tools, answer_checker=tools))
+    services = Services(SandboxConnection((), python_tool=tools, answer_checker=tools, program_judge=tools))
     return EpisodeCollector(pool, lambda _: chat_format, lambda problem: open_environment(problem, services))
 
 

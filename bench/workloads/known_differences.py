@@ -1,0 +1,94 @@
+"""Why a test of CPython's own suite fails in a call and not in a fresh interpreter."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import chain
+
+EXCLUDED_MODULES: dict[str, str] = {
+    "network: a call has no sockets of the Internet": """
+        test_asyncio test_docxmlrpc test_epoll test_ftplib test_httplib test_httpservers test_imaplib test_logging
+        test_poplib test_robotparser test_smtplib test_smtpnet test_socket test_socketserver test_ssl test_telnetlib
+        test_timeout test_urllib test_urllib2 test_urllib2_localnet test_urllib2net test_urllib_response test_urllibnet
+        test_wsgiref test_xmlrpc
+    """,
+    "terminals: the jail has no /dev/ptmx and no /dev/tty": "test_openpty test_pty test_termios test_tty",
+    "a display: the jail has no Tk": """
+        test_idle test_tcl test_tk test_tkinter test_ttk test_ttk_textonly test_turtle
+    """,
+    "other systems, debuggers and compilers": """
+        test__osx_support test_android test_cext test_clinic test_cppext test_gdb test_generated_cases test_ioctl
+        test_kqueue test_launcher test_msvcrt test_peg_generator test_perf_profiler test_startfile test_tools
+        test_winapi test_winconsoleio test_winreg test_winsound test_wmi
+    """,
+    "minutes of time: process pools of each start method, and the suite's own runner": """
+        test_concurrent_futures test_multiprocessing_fork test_multiprocessing_forkserver test_multiprocessing_spawn
+        test_regrtest
+    """,
+}
+"""Modules that a run without `--modules` leaves out, by what they need or test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A reason, and how a test with it is recognised."""
+
+    text: str
+    pattern: str
+    """Matches the name of the test, a colon, and the end of its traceback."""
+
+
+REASONS: tuple[Reason, ...] = (
+    Reason("the library's directory is read-only", r"Read-only file system|Permission denied: '/python"),
+    Reason(
+        "no terminals: the jail has no /dev/ptmx and no /dev/tty",
+        r"out of pty devices|test_(openpty|termios|tty|pty)\.|PseudoterminalTests|test_\w*(tcgetpgrp|tcsetpgrp)",
+    ),
+    Reason(
+        "no sockets but AF_UNIX pairs",
+        r"socket\.py:__init__|_socket\.socket\.__init__|test_stat\.|PydocServer|base_events\.py:create_server|"
+        r"sendmsg cannot send descriptors|could not bind",
+    ),
+    Reason(
+        "files in the scratch directory cannot be executed: it is mounted noexec",
+        r"Permission denied: '/tmp/|test_shutil.TestWhich|test_executable_without_cwd",
+    ),
+    Reason(
+        "no shell and no programs but Python", r"'/bin/sh'|test_find_library_with_(gcc|ld)|No such file.*'(ls|sh|id)'"
+    ),
+    Reason(
+        "changes of identity, priority and cores are refused: a call could take cores that the server does not use",
+        r"set(res|re)?[ug]id|resetids|setscheduler|set_get_priority|setaffinity|cpu_count_affinity",
+    ),
+    Reason("splice is refused: it puts page cache of shared files into pipes (Dirty Pipe)", r"splice"),
+    Reason(
+        "no locks between the processes of a call: no limit bounds the kernel's memory for locks",
+        r"lockf|MultiprocessTests",
+    ),
+    Reason(
+        "watching directories and leases are refused: they report what other calls do", r"test_fcntl_64_bit|test_lease"
+    ),
+    Reason(
+        "no /proc: a call would see mounts, memory maps and processes", r"/proc/|external_inspection|main_thread_exists"
+    ),
+    Reason("the working directory is the home directory, so pdb reads one .pdbrc twice", r"test_pdbrc"),
+    Reason("the headers of C are not in the jail", r"pyconfig\.h"),
+    Reason(
+        "no warning that a process with threads forks: Python counts them in /proc", r"test_fork_warns_when_non_python"
+    ),
+    Reason(
+        "a limit of the call: threads, processes, open files, or the size of a file",
+        r"fsize_ismax|File too large|Too many open files|can't start new thread|Resource temporarily unavailable",
+    ),
+)
+
+
+def excluded_modules() -> frozenset[str]:
+    """The names of all modules in `EXCLUDED_MODULES`."""
+    return frozenset(chain.from_iterable(names.split() for names in EXCLUDED_MODULES.values()))
+
+
+def reason_for(test: str, detail: str) -> Reason | None:
+    """The first reason whose pattern matches."""
+    return next((reason for reason in REASONS if re.search(reason.pattern, f"{test}: {detail}", re.DOTALL)), None)

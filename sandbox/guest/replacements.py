@@ -1,0 +1,60 @@
+"""Functions of `os` that stand for system calls which a jail refuses, or answers in another way than a usual machine.
+
+`Replacement` makes such a function behave like a built-in one: assigned to a class, it does not become a method.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+class Replacement:
+    """A callable object in place of a built-in function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Replace functions of `os`, once in the zygote."""
+    os.unlink = os.remove = unlink
+    os.supports_dir_fd.add(unlink)
+    if hasattr(os, "memfd_create"):
+        os.memfd_create = memfd_create
+
+
+_unlink, _memfd_create = os.unlink, getattr(os, "memfd_create", None)
+
+
+@Replacement
+def unlink(path: Any, *, dir_fd: int | None = None) -> None:
+    """Remove a file. In a read-only directory the kernel refuses before it looks for the file; programs expect
+    FileNotFoundError for a file that is not there."""
+    try:
+        _unlink(path, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            os.lstat(path, dir_fd=dir_fd)  # raises FileNotFoundError
+        raise
+
+
+@Replacement
+def memfd_create(name: Any, flags: int = 1) -> int:
+    """Create a file without a name. The filter refuses the system call, because no limit of a call bounds such memory,
+    so the file is in the scratch directory, which `disk_mb` bounds. It cannot be sealed."""
+    assert _memfd_create is not None
+    try:
+        return int(_memfd_create(name, flags))
+    except PermissionError:
+        if flags & ~(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
+            raise
+    fd = os.open(os.environ.get("TMPDIR", "/tmp"), os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.set_inheritable(fd, not flags & os.MFD_CLOEXEC)
+    return fd

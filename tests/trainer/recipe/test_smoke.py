@@ -1,0 +1,107 @@
+"""`recipe --smoke`: the phases of the run with the smallest sizes, in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer import cli
+from trainer.config import ConfigError, RunConfig
+from trainer.config_loading import load_config
+from trainer.data.sources import read_conversations, read_problems
+from trainer.recipe import smoke
+from trainer.recipe.phase_server import phase_server
+from trainer.recipe.phases import Phase, RecipeRun
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def _rows(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def _load(name: str, folder: Path, *sets: str) -> RunConfig:
+    return load_config(CONFIGS / name, {}, [f"run_dir={folder / 'run'}", *sets])
+
+
+@pytest.mark.parametrize("name", ["tiny.toml", "qwen2.5-1.5b-single-gpu.toml"])
+def test_a_smoke_run_has_all_phases_and_settings_of_the_run_with_small_sizes(name: str, tmp_path: Path) -> None:
+    problems = [{"id": f"p{n}", "text": f"problem {n}", "answer": "1", "source": "s"} for n in range(100)]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    train, held_out = (_rows(tmp_path / f"{name}.jsonl", problems) for name in ("train", "eval"))
+    chats = _rows(tmp_path / "chats.jsonl", [{"messages": messages}] * 100)
+    data = (f"data.train={train}", f"eval.data={held_out}", f"sft.data={chats}", "data.decontaminate_against=[]")
+    config = _load(name, tmp_path, *data)
+    small = smoke.smoke_config(config)
+    assert RecipeRun(small).phases() == RecipeRun(config).phases()
+    assert small.run_dir == f"{config.run_dir}-smoke" and not Path(config.run_dir).exists()
+    assert [stage.steps for stage in small.stages.values()] == [1] * len(config.stages)
+    for stage in small.stages.values():
+        assert (stage.problems_per_step, stage.samples_per_problem, stage.kept_per_problem) == (2, 2, 2)
+        assert stage.max_response_tokens <= smoke.MAX_RESPONSE_TOKENS and stage.max_turns <= smoke.MAX_TURNS
+    assert len(read_problems(*small.data.train)) == len(read_problems(*small.eval.data)) == smoke.NUM_PROBLEMS
+    assert len(read_conversations(*small.sft.data)) == smoke.NUM_CONVERSATIONS
+    assert (small.model, small.engines, small.hardware) == (config.model, config.engines, config.hardware)
+
+
+def test_a_smoke_run_begins_anew_each_time_and_leaves_the_run_alone(tmp_path: Path) -> None:
+    config = _load("tiny.toml", tmp_path)
+    smoke.smoke_config(config)
+    (tmp_path / "run").mkdir()
+    for folder in (tmp_path / "run", tmp_path / "run-smoke"):
+        (folder / "mine").touch()
+    small = smoke.smoke_config(config)
+    assert small.data.train == small.eval.data == (f"generated:{smoke.NUM_PROBLEMS}",)
+    assert (tmp_path / "run" / "mine").exists() and not (tmp_path / "run-smoke" / "mine").exists()
+
+
+def test_a_folder_that_is_no_smoke_run_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "run-smoke").mkdir()
+    (tmp_path / "run-smoke" / "mine").touch()
+    with pytest.raises(ConfigError, match="expected the folder of an earlier smoke run"):
+        smoke.smoke_config(_load("tiny.toml", tmp_path))
+    assert (tmp_path / "run-smoke" / "mine").exists()
+
+
+def test_all_phases_of_a_smoke_run_share_one_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    commands: list[str] = []
+
+    @asynccontextmanager
+    async def connect(config: object) -> AsyncIterator[SimpleNamespace]:
+        opened.append("open")
+        yield SimpleNamespace(endpoints=("http://127.0.0.1:1",))
+        opened.append("closed")
+
+    def run_child(phase: object, command: list[str], lock_fd: int) -> int:
+        commands.append(command[3])
+        config = load_config(tmp_path / "run-smoke", {})
+        assert config.sandbox.endpoints == ("http://127.0.0.1:1",) and opened == ["open"]
+        return 3
+
+    monkeypatch.setattr(smoke, "connect_sandbox", connect)
+    monkeypatch.setattr(smoke, "phase_server", lambda: nullcontext(run_child))
+    arguments = ["recipe", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--smoke", "--no-preflight"]
+    assert cli.main(arguments) == 3
+    assert (commands, opened) == (["prepare"], ["open", "closed"])
+
+
+@pytest.mark.slow
+def test_the_phases_of_a_smoke_run_are_forks_of_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    trainer = [sys.executable, "-m", "trainer"]
+    with phase_server() as run_phase:
+        assert run_phase(Phase("show"), [*trainer, "--version"], 0) == 0
+        assert run_phase(Phase("sft"), [*trainer, "sft", str(tmp_path / "no.toml")], 0) == 2
+        with (tmp_path / "lock").open("w") as lock:  # a command of a launcher is no fork
+            assert run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()) == 3
+    printed = capfd.readouterr()
+    assert printed.out.startswith("rstar-train ") and "no.toml: cannot be read" in printed.err

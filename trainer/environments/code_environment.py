@@ -1,0 +1,63 @@
+"""The environment `code`: a program against tests, judged by the sandbox's /v1/judge, and the Python tool to try it.
+
+The program is the last closed block between lines of three backquotes, outside of thoughts, in the last turn that has
+one. The model never meets the expected outputs, and neither does its program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from sandbox.judge import Program
+from trainer.config import STRICT
+from trainer.environments.environment import parse_options
+from trainer.environments.python_environment import PythonEnvironment
+from trainer.episodes.episode import Episode, Problem
+from trainer.episodes.reward import INFRASTRUCTURE_STOPS
+from trainer.episodes.turn_parser import fenced_block
+
+
+@dataclass(frozen=True, config=STRICT)
+class CodeOptions:
+    """`tests`, `compare` and `checker` are those of /v1/judge (docs/judge.md)."""
+
+    tests: list[dict[str, Any]]
+    compare: str | dict[str, float] = "lines"
+    checker: str = ""
+    partial: bool = False
+    """Whether the reward is the share of the tests that the program passes, instead of 1 for all and else 0."""
+    limits: dict[str, float] = Field(default_factory=dict)
+    """Limits of the program in each test, in place of those of `[sandbox]`."""
+
+    def __post_init__(self) -> None:
+        Program.decode(self.program(""), where="options")
+
+    def program(self, code: str) -> dict[str, Any]:
+        """Return what /v1/judge takes."""
+        rule = {"checker": self.checker} if self.checker else {"compare": self.compare}
+        limits = {"limits": self.limits} if self.limits else {}
+        return {"code": code, "tests": self.tests, "stop_at_first_failure": not self.partial, **rule, **limits}
+
+
+class CodeEnvironment(PythonEnvironment):
+    options_type = CodeOptions
+
+    @classmethod
+    def prompt(cls, problem: Problem) -> str:
+        names = dict.fromkeys(str(test["call"]) for test in parse_options(cls, problem.options).tests if "call" in test)
+        kind = f"defines {' and '.join(names)}" if names else "reads standard input and prints the answer"
+        block = "Put the whole program into one block that begins with ```python and ends with ```, inside <answer>."
+        return f"{problem.text}\n\nWrite a Python program that {kind}. {block}"
+
+    async def score(self, episode: Episode) -> float | None:
+        if episode.stop_reason in INFRASTRUCTURE_STOPS:
+            return None
+        programs = (fenced_block(turn.text) for turn in reversed(episode.turns))
+        code = next((program for program in programs if program is not None), None)
+        if code is None:
+            return 0.0
+        options: CodeOptions = self.options
+        return await self._sandbox.program_judge.reward(options.program(code), partial=options.partial)

@@ -1,0 +1,69 @@
+"""Runs phases as forks of one process that has imported the libraries: their import takes most of a smoke run's time.
+
+A phase is still a process of its own. The server is single-threaded and computes nothing, so its forks are as good as
+new processes. It ends with its parent, and a phase ends with the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trainer.recipe.phases import Phase
+from trainer.recipe.runner import RunPhase, run_child
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@contextmanager
+def phase_server() -> Iterator[RunPhase]:
+    """Start the server, and yield a function that runs a phase in it. Other commands than `python -m trainer`, such as
+    those of a launcher, and the preflight run as usual."""
+    (jobs_read, jobs_write), (codes_read, codes_write) = os.pipe(), os.pipe()
+    command = [sys.executable, "-m", __name__, str(jobs_read), str(codes_write)]
+    with os.fdopen(jobs_write, "w") as jobs, os.fdopen(codes_read) as codes:
+        server = subprocess.Popen(command, pass_fds=[jobs_read, codes_write])
+        os.close(jobs_read)
+        os.close(codes_write)
+
+        def run_phase(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
+            if phase.command == "preflight" or command[:3] != [sys.executable, "-m", "trainer"]:
+                return run_child(phase, command, lock_fd)
+            print(json.dumps(command[3:]), file=jobs, flush=True)
+            return int(codes.readline() or 1)
+
+        try:
+            yield run_phase
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def main(jobs_fd: int, codes_fd: int) -> None:
+    """Run the command lines that come, one after the other, and write the exit code of each."""
+    parent, libc = os.getppid(), ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the phase and the parent, which then ends the server
+    import trainer.recipe.phase_work  # noqa: F401
+
+    with os.fdopen(jobs_fd) as jobs, os.fdopen(codes_fd, "w") as codes:
+        while job := jobs.readline():
+            if not (pid := os.fork()):
+                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                sys.argv = ["rstar-train", *json.loads(job)]
+                runpy.run_module("trainer", run_name="__main__")  # exits
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=codes, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,127 @@
+"""The smallest version of a run: every phase with the smallest sizes, to see that all of them work together.
+
+The smoke run has a folder of its own, beside that of the run, and begins anew each time. If the run has no sandbox of
+its own, one is started for all phases, and the libraries are imported once (`phase_server`): each phase would take
+seconds for either.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.config import ConfigError, RunConfig, SamplingConfig
+from trainer.data.problems import write_problems
+from trainer.data.sources import GENERATED_SOURCES, iter_problems, read_conversations
+from trainer.json_files import write_rows
+from trainer.recipe.phase_server import phase_server
+from trainer.recipe.phases import RecipeRun
+from trainer.recipe.rollout_session import connect_sandbox
+from trainer.recipe.runner import run_recipe
+from trainer.rollout.loop_thread import LoopThread
+
+LOCK_FILE = "lock"
+"""The file that every run folder has (`trainer.recipe.runner`)."""
+NUM_PROBLEMS = 8
+"""Problems of each source. Some may be dropped, for example because their answers are no integers."""
+NUM_CONVERSATIONS = 8
+MAX_RESPONSE_TOKENS = 64
+MAX_TURNS = 2
+SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
+
+
+def run_smoke(config: RunConfig, *, has_preflight: bool) -> RecipeRun:
+    """Run the smallest version of a run. Raises as `run_recipe` does, and `SandboxUnavailable`."""
+    config = smoke_config(config)
+    with phase_server() as run_phase, LoopThread() as loop_thread:
+        if not config.sandbox.endpoints:
+            sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
+            config = replace(config, sandbox=replace(config.sandbox, endpoints=sandbox.endpoints))
+        return run_recipe(config, run_phase=run_phase, has_preflight=has_preflight)
+
+
+def smoke_config(config: RunConfig) -> RunConfig:
+    """Return the settings of the smoke run, and write its data. Raises `DataError` and `ConfigError`."""
+    folder = Path(f"{config.run_dir.rstrip('/')}-smoke")
+    if folder.exists():
+        if not (folder / LOCK_FILE).exists():
+            raise ConfigError(f"{folder}: expected the folder of an earlier smoke run, or none; remove it")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / LOCK_FILE).touch()
+    data = _Data(folder / "smoke", config.seed)
+    stages = {
+        name: replace(
+            _short(stage),
+            steps=1,
+            data=data.problems(stage.data),
+            problems_per_step=2,
+            samples_per_problem=2,
+            kept_per_problem=2,
+            difficulty_filter_samples=min(stage.difficulty_filter_samples, 2),
+            dynamic_sampling_rounds=min(stage.dynamic_sampling_rounds, 1),
+            warmup_steps=0,
+            max_unavailable_share=stage.max_unavailable_share,
+        )
+        for name, stage in config.stages.items()
+    }
+    return replace(
+        config,
+        run_dir=str(folder),
+        data=replace(config.data, train=data.problems(config.data.train), decontaminate_against=()),
+        sft=replace(config.sft, data=data.conversations(config.sft.data), epochs=1.0, batch_size=4, micro_batch_size=4),
+        stages=stages,
+        eval=replace(_short(config.eval), data=data.problems(config.eval.data), samples_per_problem=1, every_steps=0),
+        collect=replace(_short(config.collect), data=data.problems(config.collect.data), samples_per_problem=2),
+        tracking=replace(config.tracking, trackers=()),
+    )
+
+
+def _short(sampling: SamplingT) -> SamplingT:
+    return replace(
+        sampling,
+        max_response_tokens=min(sampling.max_response_tokens, MAX_RESPONSE_TOKENS),
+        max_turns=min(sampling.max_turns, MAX_TURNS),
+    )
+
+
+class _Data:
+    """The first rows of each source, in files of a folder."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._seed = folder, seed
+        self._files: dict[str, str] = {}
+
+    def problems(self, sources: Sequence[str]) -> tuple[str, ...]:
+        return tuple(map(self._problems_of, sources))
+
+    def conversations(self, sources: Sequence[str]) -> tuple[str, ...]:
+        """Return sources with the first conversations of `sources`."""
+        return tuple(map(self._conversations_of, sources))
+
+    def _problems_of(self, source: str) -> str:
+        if source.startswith(GENERATED_SOURCES):
+            return _first_generated(source, NUM_PROBLEMS)
+        if source not in self._files:
+            file = self._folder / f"problems-{len(self._files)}.jsonl"
+            write_problems(islice(iter_problems(source, lambda *_: None, seed=self._seed), NUM_PROBLEMS), file)
+            self._files[source] = str(file)
+        return self._files[source]
+
+    def _conversations_of(self, source: str) -> str:
+        if source.startswith(GENERATED_SOURCES):
+            return _first_generated(source, NUM_CONVERSATIONS)
+        file = self._folder / f"conversations-{len(list(self._folder.glob('*')))}.jsonl"
+        rows = read_conversations(source, seed=self._seed)[:NUM_CONVERSATIONS]
+        write_rows(file, ({"messages": messages} for messages in rows))
+        return str(file)
+
+
+def _first_generated(source: str, count: int) -> str:
+    """Return `generated:N` with at most `count`. Wrong text is left to the preflight."""
+    kind, _, number = source.partition(":")
+    return f"{kind}:{min(int(number), count)}" if number.isdecimal() and number.isascii() else source
