@@ -30,6 +30,8 @@ import output_files
 originals.use_builtins(globals())
 _modules = sys.modules
 FILES_FD = 4
+SCRIPT = "main.py"
+"""File with the code, as `runner` names it."""
 ENTRY = struct.Struct("<IQ")
 FIGURE_INDEX = 2**32 - 1
 MAX_FILES, MAX_FIGURES = 256, 20
@@ -50,6 +52,8 @@ class FileWriter:
         self._returned: set = set()
         self._scans_left = MAX_SCANNED_ENTRIES
         self._is_truncated = False
+        self.script = b""
+        """The code, if its file was written. Patterns return this file only if the code has changed it."""
 
     def render_figures(self) -> str:
         """Render the open figures of pyplot, and return the text of what failed. Do nothing if the code has not
@@ -94,6 +98,8 @@ class FileWriter:
     def _add_matches(self, index: int, pattern: str) -> None:
         is_matched, returned_before = False, ""
         for path in self._find(pattern.split("/")):
+            if path == SCRIPT and self._is_unchanged_script():
+                continue
             if path in self._returned:
                 returned_before = path
             elif len(self._returned) == MAX_FILES:
@@ -103,6 +109,13 @@ class FileWriter:
                 is_matched = True
         if returned_before and not is_matched:
             self._add(index, os.fsencode(returned_before) + b"\0", b"")
+
+    def _is_unchanged_script(self) -> bool:
+        try:
+            with open(os.path.join(self._working_dir, SCRIPT), "rb") as file:
+                return bool(self.script) and file.read(len(self.script) + 1) == self.script
+        except OSError:
+            return False
 
     def _add_file(self, index: int, path: str, prefix: bytes) -> bool:
         """Write the entry of a file. Return False if it is not a regular file, cannot be read or does not fit."""

@@ -65,6 +65,18 @@ import returned_files
 originals.use_builtins(globals())
 atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
 SCRIPT = "main.py"
+_NEEDS_SCRIPT = (
+    b"__file__",
+    b"main.py",
+    b"argv",
+    b"multiprocessing",
+    b"concurrent",
+    b"joblib",
+    b"n_jobs",
+    b"subprocess",
+)
+"""Code with one of these may read its own file, or start a process that runs it, so the file is written. A write takes
+20 us, which other calls are spared."""
 COMPILED = "compiled"
 """File in which a call with `compile_only` returns its compiled code."""
 REPORT_FD = 3
@@ -204,9 +216,14 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output_bytes"])
         returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
         files = list(zip(options.get("files", ()), contents))
-        sources = [bytes(content) for path, content in files if path.endswith(".py")]
-        if fd_paths.are_in(bytes(source), *sources, *map(os.fsencode, options.get("argv", ()))):
+        sources = [bytes(source), *(bytes(content) for path, content in files if path.endswith(".py"))]
+        if fd_paths.are_in(*sources, *map(os.fsencode, options.get("argv", ()))):
             fd_paths.install()
+        if any(name in text for text in sources for name in _NEEDS_SCRIPT):
+            script = bytes(source).removesuffix(function_call.LINE.encode())  # a process that runs it calls no function
+            files.insert(0, (SCRIPT, script))  # a file of the call with this name replaces it
+            if returned is not None:
+                returned.script = script
         exit_code = _run_script(call, bytes(source), compiled, files, options.get("env", {}), report)
         if returned is not None and options.get("figures"):
             _write_stderr(returned.render_figures())
