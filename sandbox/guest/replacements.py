@@ -26,11 +26,15 @@ def install() -> None:
     """Replace functions of `os`, once in the zygote."""
     os.unlink = os.remove = unlink
     os.supports_dir_fd.add(unlink)
+    os.system = system
     if hasattr(os, "memfd_create"):
         os.memfd_create = memfd_create
 
 
 _unlink, _memfd_create = os.unlink, getattr(os, "memfd_create", None)
+_system = os.system
+NO_PROGRAMS = "The sandbox has no shell, and no programs but Python."
+"""What stderr says if a call starts another program. A shell would only help an attacker."""
 
 
 @Replacement
@@ -43,6 +47,15 @@ def unlink(path: Any, *, dir_fd: int | None = None) -> None:
         if error.errno == errno.EROFS:
             os.lstat(path, dir_fd=dir_fd)  # raises FileNotFoundError
         raise
+
+
+@Replacement
+def system(command: Any) -> int:
+    """Run a command in a shell. If there is none, stderr says so, as a shell does for a program that it does not find."""
+    status = _system(command)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 127 and not os.path.exists("/bin/sh"):
+        os.write(2, f"{NO_PROGRAMS}\n".encode())
+    return status
 
 
 @Replacement

@@ -413,6 +413,7 @@ def _exit_code(error: SystemExit, report: _Report) -> int:
 
 def _describe(error: BaseException) -> tuple:
     """Return type, message, traceback and line of an uncaught exception. Writes the traceback to stderr."""
+    _add_hint(error)
     _strip_internal_frames(error)
     text = _traceback_text(error)
     hook = getattr(sys, "excepthook", _excepthook)
@@ -424,6 +425,18 @@ def _describe(error: BaseException) -> tuple:
         except BaseException as hook_error:
             _write_stderr(f"Error in sys.excepthook:\n{_traceback_text(hook_error)}\nOriginal exception was:\n{text}")
     return type(error).__qualname__, _message(error), text, _error_line(error)
+
+
+def _add_hint(error: BaseException) -> None:
+    """Note, if a program was not found, that the jail has none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    is_of_subprocess = trace is not None and trace.tb_frame.f_code.co_name == "_execute_child"
+    if is_of_subprocess and isinstance(error, FileNotFoundError) and hasattr(error, "add_note"):  # since Python 3.11
+        path = str(error.filename)
+        if "/" not in path or path.startswith(("/bin/", "/usr/", "/sbin/")):
+            error.add_note(replacements.NO_PROGRAMS)
 
 
 def _traceback_text(error: BaseException) -> str:

@@ -79,3 +79,14 @@ print(user.pw_name, user.pw_dir, group.gr_name, group.gr_gid in os.getgrouplist(
     if guest.ready["isolation"] not in (Level.NAMESPACES, Level.NSJAIL):
         pytest.skip("without a root of its own a call sees the users of the machine")
     assert stdout_of(guest.run(code)) in ("sandbox /tmp sandbox True\n", "nobody / nogroup True\n")
+
+
+def test_the_error_of_a_program_that_is_not_there_says_that_there_are_none(guest: Caller) -> None:
+    if guest.ready["isolation"] not in (Level.NAMESPACES, Level.NSJAIL):
+        pytest.skip("without a root of its own a call sees the programs of the machine")
+    result = guest.run("import subprocess\nsubprocess.run(['ls'])")
+    assert result.error is not None and result.error.type == "FileNotFoundError"
+    if not guest.ready["python"].startswith("3.10"):  # it has no notes
+        assert "The sandbox has no shell, and no programs but Python." in result.error.traceback
+    result = guest.run("import os\nprint(os.WEXITSTATUS(os.system('ls')))")
+    assert (result.stdout, result.stderr) == ("127\n", "The sandbox has no shell, and no programs but Python.\n")
