@@ -51,7 +51,7 @@ def unlink(path: Any, *, dir_fd: int | None = None) -> None:
 
 @Replacement
 def system(command: Any) -> int:
-    """Run a command in a shell. If there is none, stderr says so, as a shell does for a program that it does not find."""
+    """Run a command in a shell. If there is none, stderr says so, as a shell does for a program that it cannot find."""
     status = _system(command)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 127 and not os.path.exists("/bin/sh"):
         os.write(2, f"{NO_PROGRAMS}\n".encode())
