@@ -88,7 +88,7 @@ _SIGNALS_AND_TIME = """
     timerfd_create timerfd_settime timerfd_gettime
 """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
-# A call can create sockets only in pairs. setsockopt is missing, because SO_ATTACH_FILTER loads BPF, and SO_PASSCRED
+# A call can connect sockets only in pairs. setsockopt is missing, because SO_ATTACH_FILTER loads BPF, and SO_PASSCRED
 # gives the socket a name to which other calls could send.
 _SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
@@ -104,11 +104,14 @@ _LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
 PIPE_BYTES = 1 << 16  # the size of a new pipe
 _READ_WRITE_FLAGS = 0x1 | 0x2 | 0x4 | 0x10
 _OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
+_UNIX_STREAM = (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1,), mask=~0x80800 & 0xFFFFFFFF))
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
     # Only AF_UNIX streams, with or without SOCK_CLOEXEC and SOCK_NONBLOCK. The calls of a zygote share a network
-    # namespace, and other calls could send to a datagram socket by its name.
-    "socketpair": (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1,), mask=~0x80800 & 0xFFFFFFFF)),
+    # namespace, and other calls could send to a datagram socket by its name. A single socket can do nothing: bind,
+    # connect and listen are refused. Libraries create one to see what the system has.
+    "socket": _UNIX_STREAM,
+    "socketpair": _UNIX_STREAM,
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": (ArgumentCheck(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_NO_NEW_PRIVS
@@ -144,7 +147,7 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 
 # System calls that are refused for a reason that is not obvious:
 #   memfd_create, shm*, sem*, msg*, mq_*  memory that neither an rlimit nor the size of a tmpfs limits
-#   socket, bind, connect, inotify_*      a call could reach or watch another call
+#   bind, connect, listen, inotify_*      a call could reach or watch another call
 #   sendmsg, sendmmsg                     can queue descriptors (SCM_RIGHTS), which then count towards no limit of the
 #                                         call and need the garbage collector of AF_UNIX. For data there are sendto
 #                                         and write

@@ -23,7 +23,9 @@ if works(lambda: socket.socket(socket.AF_UNIX).connect(HOST["abstract"])): breac
 for family in range(1, 46):
     for kind in (1, 2, 3, 5):
         fd = raw(41, family, kind, 0)  # socket(2)
-        if fd >= 0: breach((family, kind)); os.close(fd)
+        if fd >= 0:
+            if (family, kind) != (socket.AF_UNIX, socket.SOCK_STREAM): breach((family, kind))
+            os.close(fd)
 """,
     "a pair of sockets with names": """
 for family in range(1, 46):
@@ -66,9 +68,10 @@ if works(serve): breach("listening")
 """,
     "an old socket by a new name": """
 one_end, other_end = socket.socketpair()
-for action in (lambda: one_end.bind("\\0name"), lambda: one_end.connect(HOST["abstract"]), lambda: one_end.listen(),
-             lambda: one_end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
-    if works(action): breach("named")
+for own in (one_end, socket.socket(socket.AF_UNIX)):
+    for action in (lambda: own.bind("\\0name"), lambda: own.connect(HOST["abstract"]), lambda: own.listen(),
+                   lambda: own.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
+        if works(action): breach("named")
 """,
 }
 

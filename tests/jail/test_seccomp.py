@@ -176,7 +176,7 @@ def test_policy_names_existing_system_calls_only() -> None:
 @pytest.mark.parametrize(
     "name",
     """ptrace process_vm_readv process_vm_writev mount umount2 unshare setns pivot_root chroot bpf perf_event_open
-    userfaultfd io_uring_setup io_uring_enter keyctl add_key request_key kexec_load init_module finit_module socket
+    userfaultfd io_uring_setup io_uring_enter keyctl add_key request_key kexec_load init_module finit_module
     connect bind listen accept accept4 setsockopt memfd_create memfd_secret pidfd_getfd open_by_handle_at shmget semget
     msgget mq_open setuid setgid setresuid setgroups capset fanotify_init inotify_init1 clock_settime splice vmsplice
     tee sendfile sync syncfs move_mount open_tree fsopen mount_setattr seccomp personality modify_ldt kcmp syslog
@@ -344,7 +344,9 @@ def test_other_python_versions_work_under_the_filter(minor: int, tmp_path: Path)
 
 ATTACKS = {
     "internet socket": "import socket; socket.socket()",
-    "unix socket": "import socket; socket.socket(socket.AF_UNIX)",
+    "naming a unix socket": "import socket; socket.socket(socket.AF_UNIX).bind('name')",
+    "connecting a unix socket": "import socket; socket.socket(socket.AF_UNIX).connect('name')",
+    "unix datagrams": "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "datagram pair, which could be sent to by name": "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
     "binding an end of a pair": "import socket; socket.socketpair()[0].bind('\\0name')",
     "option that names a socket": "import socket; socket.socketpair()[0].setsockopt(1, socket.SO_PASSCRED, 1)",
