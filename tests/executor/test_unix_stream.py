@@ -127,7 +127,7 @@ async def test_too_many_received_descriptors_are_a_protocol_error(
 ) -> None:
     stream, peer = pair
     fds_before = open_fds()
-    for _ in range(20):
+    for _ in range(5):  # the kernel allows a user who is not root as many in flight as RLIMIT_NOFILE, often 1024
         socket.send_fds(peer, [b"x"], [null_fd] * 100)
     with pytest.raises(ProtocolError, match="unexpected descriptors"):
         await read_to_end(stream)

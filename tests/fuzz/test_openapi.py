@@ -52,6 +52,7 @@ RULES_WITHOUT_SCHEMA = (
     "no unfinished call or program has the id",
     "expected each path to be a file or a directory",
     "expected a value, or a checker",
+    "tests: expected a list of at least one test, but the field is missing",
     "expected compare or checker, got both",
     "expected false with strictness=",
 )
