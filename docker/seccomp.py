@@ -23,10 +23,10 @@ _SERVER_CALLS = """
     bind listen accept accept4 connect setsockopt sendmsg sendmmsg
     memfd_create sendfile
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
-    capset setresuid setresgid setgroups
+    capset setresuid setresgid setgroups flock
 """
-"""System calls that the server makes to serve HTTP, to pass descriptors, to create memory files for output, and to set
-the filters and uids of calls."""
+"""System calls that the server makes to serve HTTP, to pass descriptors, to create memory files for output, to set the
+filters and uids of calls, and to lock what it removes at its next start."""
 _RUNTIME_CALLS = "setuid setgid"
 """System calls of the container runtime, which loads the profile before it changes to the container's uid."""
 
@@ -75,7 +75,7 @@ def profile() -> str:
     rules = {name: seccomp.rule_for(number) for name, number in X86_64.items()}
     allowed = {name for name in seccomp.CALL_POLICY if rules[name] != seccomp.ENOSYS}
     allowed = (allowed | {*_SERVER_CALLS.split(), *_RUNTIME_CALLS.split()}) - checked
-    not_implemented = {name for name, rule in rules.items() if rule == seccomp.ENOSYS}
+    not_implemented = {name for name, rule in rules.items() if rule == seccomp.ENOSYS} - allowed
     document = {
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": seccomp.EPERM & 0xFFFF,
