@@ -129,6 +129,12 @@ class ProgramTest:
         return cls("", _to_json(request, f"{where}.args"), expected)
 
     @property
+    def expected_bytes(self) -> int:
+        """Bytes of the expected output."""
+        expected = self.expected or ""
+        return len(expected) if expected.isascii() else len(expected.encode("utf-8", "surrogatepass"))
+
+    @property
     def size(self) -> int:
         """Approximate memory in bytes."""
         return sum(map(memory_bytes, (self.stdin, self.function_call, self.expected or "")))
@@ -227,9 +233,7 @@ class Program:
     def _room_kb(self, test: ProgramTest) -> int:
         """Return the KiB that a program must be able to write to pass a test."""
         room = NUMBER_ROOM if self.checker or isinstance(self.comparison, Tolerance) else TEXT_ROOM
-        expected = test.expected or ""
-        size = len(expected) if expected.isascii() else len(expected.encode("utf-8", "surrogatepass"))
-        return -(-room * size // 1024)
+        return -(-room * test.expected_bytes // 1024)
 
     def checker_call(self, test: ProgramTest, result: EncodedResult) -> Call:
         """Return the call that runs the checker on the result of a test. It has the default limits."""

@@ -260,6 +260,8 @@ class ProgramRun:
         """Run and judge all tests."""
         call, clamped = self._judge.clamped(self.program.call, self._request.owner)
         self.program = replace(self.program, call=call)
+        if problem := self._too_long_expected():
+            return JudgedProgram(call.id, JudgeOutcome.INVALID, message=problem)
         try:
             if self._rest is None:
                 async with asyncio.timeout(None) as self._scope:  # `cancel` lets it expire
@@ -269,6 +271,17 @@ class ProgramRun:
                 raise
         tests = tuple(test or self._rest for test in self._tests)
         return JudgedProgram.of(call.id, tuple(test for test in tests if test is not None), clamped)
+
+    def _too_long_expected(self) -> str:
+        """Return what is wrong if no program may print the expected output of a test here."""
+        max_kb = self._judge.max_output_kb(self._request.owner)
+        for index, test in enumerate(() if self.program.checker else self.program.tests):
+            if test.expected_bytes > max_kb << 10:
+                return (
+                    f"tests[{index}].expected has {test.expected_bytes} bytes, and the maximum of output_kb is "
+                    f"{max_kb}; start the server with a larger --max-output-kb, or use a checker"
+                )
+        return ""
 
     async def _judge_waves(self) -> None:
         program, num_tests = self.program, len(self.program.tests)

@@ -207,7 +207,7 @@ class ProgramsForm:
         comparison = program.comparison
         encoded = asdict(comparison) if isinstance(comparison, Tolerance) else comparison.value
         call = program.call.encode_changes(self._defaults.call)
-        return [call, encoded, program.checker, program.stop_at_first_failure]
+        return [call, encoded, program.checker, program.stop_at_first_failure, program.prelude]
 
     def receive(self, encoded: list[Json]) -> None:
         """Add an encoded item."""
@@ -224,10 +224,10 @@ class ProgramsForm:
             case _:
                 self.add(MalformedCall(*values))
 
-    def _decode_program(self, call: Json, comparison: Json, checker: str, stop: bool) -> Program:
+    def _decode_program(self, call: Json, comparison: Json, checker: str, stop: bool, prelude: str) -> Program:
         tests, self._tests = tuple(self._tests) or self._defaults.tests, []
         compared = Tolerance(**comparison) if isinstance(comparison, dict) else TextComparison(comparison)
-        return Program(Call.decode(call, self._defaults.call), tests, compared, checker, stop)
+        return Program(Call.decode(call, self._defaults.call), tests, compared, checker, stop, prelude)
 
     def add(self, item: Item) -> None:
         """Add an item to the programs."""

@@ -146,7 +146,7 @@ async def test_an_object_with_too_many_keys_is_refused_while_the_body_is_decoded
 # A body that is checked in the worker is answered like one that is checked in the gateway.
 
 SUBMISSION = {"type": "python", "solution": "1", "sub_id": "s"}
-PROGRAM = {"code": "1", "stop_at_first_failure": True}
+PROGRAM = {"code": "1", "stop_at_first_failure": True, "prelude": "leetcode"}
 FILES = {"a": base64.b64encode(bytes(range(256)) * 4100).decode(), "b/c": ""}
 """The first file is longer than `body_frames.BLOB_BYTES`, so that it comes in a frame of its own."""
 TEXT = "é\U0001f600\ud800" * 100

@@ -20,7 +20,7 @@ from sandbox.gateway.http.exchange import BODIES
 from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.judge import JudgedProgram, ProgramTest
 from sandbox.own_profiles import OwnProfile
-from sandbox.types import CallError, Result, Status, unavailable_result
+from sandbox.types import CallError, Limits, Result, Status, unavailable_result
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
@@ -518,3 +518,13 @@ async def test_the_programs_of_a_request_are_one_request_so_a_single_call_passes
         assert (await single)[0] == 200
         judging_all.cancel()
         await asyncio.wait([judging_all])
+
+
+async def test_an_expected_output_longer_than_the_maximum_of_output_kb_makes_a_program_invalid() -> None:
+    body = {"code": "1", "tests": [{"expected": "x" * 1024}, {"expected": "x" * 1025}]}
+    async with serving(max_limits=Limits(output_kb=1)) as served:
+        judged = (await served.post("/v1/judge", body))[1]
+        assert judged["outcome"] == "invalid" and judged["is_scorable"] is False
+        assert judged["message"].startswith("tests[1].expected has 1025 bytes, and the maximum of output_kb is 1;")
+        with_checker = (await served.post("/v1/judge", {**body, "checker": "1"}))[1]
+        assert with_checker["outcome"] != "invalid"
