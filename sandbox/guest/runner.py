@@ -77,6 +77,8 @@ _NEEDS_SCRIPT = (
 )
 """Code with one of these may read its own file, or start a process that runs it, so the file is written. A write takes
 20 us, which other calls are spared."""
+_OWN_PROGRAM = b"__import__('rstar_"
+"""Start of the server's own programs, such as the cells of a notebook, which has no file."""
 COMPILED = "compiled"
 """File in which a call with `compile_only` returns its compiled code."""
 REPORT_FD = 3
@@ -219,7 +221,7 @@ def run(call: dict, blobs: list) -> None:
         sources = [bytes(source), *(bytes(content) for path, content in files if path.endswith(".py"))]
         if fd_paths.are_in(*sources, *map(os.fsencode, options.get("argv", ()))):
             fd_paths.install()
-        if any(name in text for text in sources for name in _NEEDS_SCRIPT):
+        if not sources[0].startswith(_OWN_PROGRAM) and any(name in text for text in sources for name in _NEEDS_SCRIPT):
             script = bytes(source).removesuffix(function_call.LINE.encode())  # a process that runs it calls no function
             files.insert(0, (SCRIPT, script))  # a file of the call with this name replaces it
             if returned is not None:

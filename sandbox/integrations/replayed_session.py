@@ -71,6 +71,8 @@ home = os.getcwd()
 with open({_SESSION_FILE!r}) as file:
     content = json.load(file)
 os.unlink({_SESSION_FILE!r})
+with contextlib.suppress(OSError):
+    os.unlink("main.py")  # this program, which is no file of the session
 replay_without_output(content["steps"])
 code = content["code"]
 linecache.cache["main.py"] = len(code), None, [line + "\\n" for line in code.split("\\n")], "main.py"

@@ -72,3 +72,8 @@ def test_patterns_return_the_code_only_if_it_was_changed(guest: Caller, change: 
 
 def test_code_that_does_not_name_its_file_finds_an_empty_directory(guest: Caller) -> None:
     assert stdout_of(guest.run("import os; print(os.listdir())")) == "[]\n"
+
+
+def test_the_cells_of_a_notebook_have_no_file(guest: Caller) -> None:
+    cell = "import multiprocessing, os\nprint(os.listdir())"
+    assert "[]\\n" in stdout_of(guest.run(f"__import__('rstar_notebook').run({cell!r})"))
