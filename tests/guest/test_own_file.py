@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.executor.calling import Caller
@@ -76,4 +78,5 @@ def test_code_that_does_not_name_its_file_finds_an_empty_directory(guest: Caller
 
 def test_the_cells_of_a_notebook_have_no_file(guest: Caller) -> None:
     cell = "import multiprocessing, os\nprint(os.listdir())"
-    assert "[]\\n" in stdout_of(guest.run(f"__import__('rstar_notebook').run({cell!r})"))
+    output = stdout_of(guest.run(f"__import__('rstar_notebook').run({cell!r})"))
+    assert json.loads(output)["stdout"] == "[]\n"
