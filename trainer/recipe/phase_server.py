@@ -1,7 +1,7 @@
 """Runs phases as forks of one process that has imported the libraries: their import takes most of a smoke run's time.
 
 A phase is still a process of its own. The server is single-threaded and computes nothing, so its forks are as good as
-new processes. It ends with its parent, and a phase ends with the server.
+new processes. The server ends with its parent, stops its phase first, and a phase ends with the server.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from trainer.recipe.phases import Phase
-from trainer.recipe.runner import RunPhase, run_child
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+from trainer.recipe.runner import PR_SET_PDEATHSIG, RunPhase, child_process, run_child
 
 
 @contextmanager
@@ -28,8 +25,11 @@ def phase_server() -> Iterator[RunPhase]:
     those of a launcher, and the preflight run as usual."""
     (jobs_read, jobs_write), (codes_read, codes_write) = os.pipe(), os.pipe()
     command = [sys.executable, "-m", __name__, str(jobs_read), str(codes_write)]
-    with os.fdopen(jobs_write, "w") as jobs, os.fdopen(codes_read) as codes:
-        server = subprocess.Popen(command, pass_fds=[jobs_read, codes_write])
+    with (
+        os.fdopen(jobs_write, "w") as jobs,
+        os.fdopen(codes_read) as codes,
+        child_process(command, [jobs_read, codes_write]),
+    ):
         os.close(jobs_read)
         os.close(codes_write)
 
@@ -39,30 +39,39 @@ def phase_server() -> Iterator[RunPhase]:
             print(json.dumps(command[3:]), file=jobs, flush=True)
             return int(codes.readline() or 1)
 
-        try:
-            yield run_phase
-        finally:
-            server.terminate()
-            server.wait()
+        yield run_phase
 
 
 def main(jobs_fd: int, codes_fd: int) -> None:
     """Run the command lines that come, one after the other, and write the exit code of each."""
-    parent, libc = os.getppid(), ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        return
+    phase_pid = 0
+
+    def stop(*_: object) -> None:
+        if phase_pid:
+            with suppress(ProcessLookupError, ChildProcessError):  # it has just ended
+                os.kill(phase_pid, signal.SIGTERM)
+                os.waitpid(phase_pid, 0)
+        os._exit(128 + signal.SIGTERM)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the phase and the parent, which then ends the server
+    signal.signal(signal.SIGTERM, stop)
     import trainer.recipe.phase_work  # noqa: F401
 
     with os.fdopen(jobs_fd) as jobs, os.fdopen(codes_fd, "w") as codes:
         while job := jobs.readline():
-            if not (pid := os.fork()):
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            # A signal between the fork and the assignment would find no phase to stop.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            if not (phase_pid := os.fork()):
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
                 sys.argv = ["rstar-train", *json.loads(job)]
                 runpy.run_module("trainer", run_name="__main__")  # exits
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=codes, flush=True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            _, status = os.waitpid(phase_pid, 0)
+            phase_pid = 0
+            print(os.waitstatus_to_exitcode(status), file=codes, flush=True)
 
 
 if __name__ == "__main__":

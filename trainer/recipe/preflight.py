@@ -99,32 +99,36 @@ def _check_sources_and_model(config: RunConfig, phases: Sequence[Phase], *, need
         sources |= {"data.decontaminate_against": config.data.decontaminate_against, **of_problems}
     if any(phase.command == "sft" for phase in phases):
         sources |= {"sft.data": config.sft.data}
-    # A source in several settings is reported once, under the first setting.
+    # A source that several settings name is checked once, and reported under the first of them.
     setting_of = {source: setting for setting, names in reversed(sources.items()) for source in reversed(names)}
     checks = {
-        f"{setting}: {source}": (is_on_hub(source), partial(_source_error, setting, source))
+        f"{setting}: {source}": (is_on_hub(source), partial(_source_errors, setting, source))
         for source, setting in reversed(setting_of.items())
     }
     model = config.model.path
     if model != TINY_MODEL:
-        checks[f"model.path: {model}"] = (not Path(model).exists(), partial(_model_error, config, needs_weights))
+        checks[f"model.path: {model}"] = (
+            not Path(model).exists(),
+            partial(_check_model, config, needs_weights=needs_weights),
+        )
     remote = {title: check for title, (is_remote, check) in checks.items() if is_remote}
     results = _within_limit(remote) if remote else {}
     for title, (_, check) in checks.items():
         if title not in remote:
             _log(title)
-        yield from filter(None, (results[title] if title in remote else check()).splitlines())
+        yield from results[title] if title in remote else check()
 
 
-def _within_limit(checks: Mapping[str, Callable[[], str]]) -> dict[str, str]:
-    """Return what each check of something on a hub returns, or a line that says that the hub did not answer in time.
-    The thread of such a check ends with the process, since nothing can interrupt the hub's client."""
+def _within_limit(checks: Mapping[str, Callable[[], list[str]]]) -> dict[str, list[str]]:
+    """Make checks that ask a hub, all at the same time. Return the lines of each, or for a check that has not ended
+    within `HUB_TIMEOUT_S` a line that says so. The thread of such a check ends with the process, since nothing can
+    interrupt the hub's client."""
     import datasets  # noqa: F401  before the clock starts
     import transformers  # noqa: F401
 
     for title in checks:
         _log(f"{title} (at most {HUB_TIMEOUT_S:g} s)")
-    results: dict[str, str | BaseException] = {}
+    results: dict[str, list[str] | BaseException] = {}
 
     def work(title: str) -> None:
         try:
@@ -138,17 +142,19 @@ def _within_limit(checks: Mapping[str, Callable[[], str]]) -> dict[str, str]:
     give_up_at = time.monotonic() + HUB_TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, give_up_at - time.monotonic()))
-    finished = dict(results)
-    for result in finished.values():
+    late = f"the hub gave no answer within {HUB_TIMEOUT_S:g} s; repair the network, or name a file or a folder here"
+    lines: dict[str, list[str]] = {}
+    for title in checks:
+        result = results.get(title, [f"{title}: {late}"])
         if isinstance(result, BaseException):
             raise result
-    late = f"the hub gave no answer within {HUB_TIMEOUT_S:g} s; repair the network, or name a file or a folder here"
-    return {title: str(finished.get(title, f"{title}: {late}")) for title in checks}
+        lines[title] = result
+    return lines
 
 
 def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
-    """Check the environments and options of all problems in files, and that none of the sources to train on has the
-    problems of the evaluation."""
+    """Check the environments and options of all problems in files. Check also that no source of the training consists
+    of problems of the evaluation only."""
     if all(phase.command != "prepare" for phase in phases):
         return
     evaluated: set[str] = set()
@@ -193,33 +199,32 @@ def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list
     return [*found[:MAX_PROBLEM_ERRORS], *more], texts
 
 
-def _source_error(setting: str, source: str) -> str:
+def _source_errors(setting: str, source: str) -> list[str]:
     try:
         check_source(source, has_conversations=setting == "sft.data")
     except (DataError, OSError) as error:
-        return " ".join(f"{setting}: {error}; name another source, or put the file there".split())
-    return ""
+        return [f"{setting}: {error}; name another source, or put the file there"]
+    return []
 
 
-def _model_error(config: RunConfig, needs_weights: bool) -> str:
-    return "\n".join(" ".join(line.split()) for line in _check_model(config, needs_weights=needs_weights))
-
-
-def _check_model(config: RunConfig, *, needs_weights: bool) -> Iterator[str]:
+def _check_model(config: RunConfig, *, needs_weights: bool) -> list[str]:
     """Check the tokenizer, the chat template and, if phases load them, sizes and weights."""
-    path = Path(config.model.path)
+    path, lines = Path(config.model.path), list[str]()
     if needs_weights and path.is_dir():
         patterns = {"config.json": ("config.json",), "weights": ("*.safetensors", "*.bin")}
         absent = [part for part, names in patterns.items() if not any(f for name in names for f in path.glob(name))]
         if absent:
-            yield f"model {path}: has no {' and no '.join(absent)}; put them there, or name another in model.path"
+            lines.append(
+                f"model {path}: has no {' and no '.join(absent)}; put them there, or name another in model.path"
+            )
     from trainer.recipe.rollout_session import load_chat_format
 
     try:
         load_chat_format(config, path)
         known_shape(config)
     except ConfigError as error:
-        yield f"{error}; see model.path, model.chat_format, model.chat_template and model.system_prompt"
+        lines.append(f"{error}; see model.path, model.chat_format, model.chat_template and model.system_prompt")
+    return lines
 
 
 def _check_disk(run: RecipeRun, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:

@@ -52,7 +52,7 @@ CHANGEABLE_SETTINGS = (
 EXIT_MISUSE = 2
 """Exit code of a child that reports a wrong setting."""
 NO_PREFLIGHT = "--no-preflight"
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class PhaseFailed(Exception):
@@ -161,27 +161,35 @@ def phase_command(phase: Phase, config: RunConfig) -> list[str]:
 
 
 def run_child(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
-    """Run a command and return its exit code. The child ends with this process, and has `STOP_TIMEOUT_S` to stop."""
+    """Run a command and return its exit code."""
+    with child_process(command, [lock_fd]) as child:
+        return child.wait()
+
+
+@contextmanager
+def child_process(command: Sequence[str], fds: Sequence[int]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command that inherits `fds`. At the end of the block the child has `STOP_TIMEOUT_S` to stop. It ends with
+    this process."""
     # The child reads the configuration in the run folder, so no variable may change it again.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def die_with_parent() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(1)
 
     # Ctrl-C must not raise between the start of the child and the return of `Popen`: there would be no `child` to stop.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
-        child = subprocess.Popen(command, env=environ, pass_fds=[lock_fd], preexec_fn=die_with_parent)
+        child = subprocess.Popen(command, env=environ, pass_fds=fds, preexec_fn=die_with_parent)
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return child.wait()
+        yield child
     finally:
         child.terminate()  # no effect on a child that has exited
         try:

@@ -45,7 +45,7 @@ def run_smoke(config: RunConfig, *, has_preflight: bool) -> RecipeRun:
 
 
 def smoke_config(config: RunConfig) -> RunConfig:
-    """Return the settings of the smoke run, and write its data. Raises `DataError` and `ConfigError`."""
+    """Write the data of the smoke run, and return its settings. Raises `DataError` and `ConfigError`."""
     folder = Path(f"{config.run_dir.rstrip('/')}-smoke")
     if folder.exists():
         if not (folder / LOCK_FILE).exists():
@@ -65,7 +65,6 @@ def smoke_config(config: RunConfig) -> RunConfig:
             difficulty_filter_samples=min(stage.difficulty_filter_samples, 2),
             dynamic_sampling_rounds=min(stage.dynamic_sampling_rounds, 1),
             warmup_steps=0,
-            max_unavailable_share=stage.max_unavailable_share,
         )
         for name, stage in config.stages.items()
     }

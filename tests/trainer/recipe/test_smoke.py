@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,3 +107,18 @@ def test_the_phases_of_a_smoke_run_are_forks_of_one_process(tmp_path: Path, capf
             assert run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()) == 3
     printed = capfd.readouterr()
     assert printed.out.startswith("rstar-train ") and "no.toml: cannot be read" in printed.err
+
+
+@pytest.mark.slow
+def test_the_server_stops_its_phase_before_it_ends(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    config = tmp_path / "config.toml"
+    os.mkfifo(config)  # the phase waits for its configuration
+    command = [sys.executable, "-m", "trainer", "sft", str(config)]
+    with ThreadPoolExecutor(1) as pool:
+        with phase_server() as run_phase:
+            pool.submit(run_phase, Phase("sft"), command, 0)
+            writing = os.open(config, os.O_WRONLY)  # waits until the phase reads
+        with pytest.raises(BrokenPipeError):
+            os.write(writing, b"x")
+    os.close(writing)
