@@ -65,16 +65,7 @@ import returned_files
 originals.use_builtins(globals())
 atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
 SCRIPT = "main.py"
-_NEEDS_SCRIPT = (
-    b"__file__",
-    b"main.py",
-    b"argv",
-    b"multiprocessing",
-    b"concurrent",
-    b"joblib",
-    b"n_jobs",
-    b"subprocess",
-)
+_NEEDS_SCRIPT = (b"__file__", b"main.py", b"argv", b"multiprocessing", b"concurrent", b"subprocess")
 """Code with one of these may read its own file, or start a process that runs it, so the file is written. A write takes
 20 us, which other calls are spared."""
 _OWN_PROGRAM = b"__import__('rstar_"
@@ -123,8 +114,8 @@ class _OutputFile(io.FileIO):
 
 
 class _OutputBuffer(io.BufferedWriter):
-    """The `buffer` of an output stream. It has the attributes of Python's own and keeps nothing back, so that a killed
-    call loses no output. It does not call the file's method, which would cost a print 0.5 us."""
+    """The `buffer` of an output stream. It has the attributes of Python's own and writes at once, so that a killed call
+    loses no output. It does not call the file's method, which would cost a print 0.5 us."""
 
     __slots__ = ()
 
@@ -218,15 +209,15 @@ def run(call: dict, blobs: list) -> None:
         report = _Report(call["output_bytes"])
         returned = returned_files.FileWriter(working_dir, call["return_bytes"]) if call["returns_files"] else None
         files = list(zip(options.get("files", ()), contents))
-        sources = [bytes(source), *(bytes(content) for path, content in files if path.endswith(".py"))]
+        source = bytes(source)
+        sources = [source, *(bytes(content) for path, content in files if path.endswith(".py"))]
         if fd_paths.are_in(*sources, *map(os.fsencode, options.get("argv", ()))):
             fd_paths.install()
-        if not sources[0].startswith(_OWN_PROGRAM) and any(name in text for text in sources for name in _NEEDS_SCRIPT):
-            script = bytes(source).removesuffix(function_call.LINE.encode())  # a process that runs it calls no function
-            files.insert(0, (SCRIPT, script))  # a file of the call with this name replaces it
+        if not source.startswith(_OWN_PROGRAM) and any(name in text for text in sources for name in _NEEDS_SCRIPT):
+            script = _write_script(source)
             if returned is not None:
                 returned.script = script
-        exit_code = _run_script(call, bytes(source), compiled, files, options.get("env", {}), report)
+        exit_code = _run_script(call, source, compiled, files, options.get("env", {}), report)
         if returned is not None and options.get("figures"):
             _write_stderr(returned.render_figures())
         exit_code = _finalize(exit_code)
@@ -286,6 +277,18 @@ def _write_files(files: list) -> None:
             os.makedirs(directory, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content)
+
+
+def _write_script(source: bytes) -> bytes:
+    """Write the file of the code before those of the call, which may have one with the same name. Return its content.
+    If the scratch directory has no room for it, the code runs without the file."""
+    script = source.removesuffix(function_call.LINE.encode())  # a process that runs the file calls no function
+    try:
+        _write_files([(SCRIPT, script)])
+    except OSError:
+        if os.path.exists(SCRIPT):
+            os.unlink(SCRIPT)
+    return script
 
 
 def _run_script(

@@ -80,3 +80,8 @@ def test_the_cells_of_a_notebook_have_no_file(guest: Caller) -> None:
     cell = "import multiprocessing, os\nprint(os.listdir())"
     output = stdout_of(guest.run(f"__import__('rstar_notebook').run({cell!r})"))
     assert json.loads(output)["stdout"] == "[]\n"
+
+
+def test_code_for_which_the_scratch_directory_has_no_room_runs_without_its_file(guest: Caller) -> None:
+    code = f"import os\nprint(__file__, os.listdir())\n# {'x' * (2 << 20)}"
+    assert stdout_of(guest.run(code, disk_mb=1)) == "main.py []\n"
