@@ -11,14 +11,14 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from bench.harness import arguments, command, requirements
-from bench.harness.load import closed_loop
+from bench.harness.load import Answers, closed_loop
 from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result, Table, number, show
 from bench.servers import service
@@ -75,17 +75,10 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _on_server(url: str, calls: Sequence[dict[str, Any]], batch: int, seconds: float) -> dict[str, Any]:
     """Keep `REQUESTS` requests of `batch` calls in flight, and send none after `seconds`."""
-    latencies_ms: list[float] = []
-    statuses: Counter[str] = Counter()
+    answers = Answers()
     repeated = cycle([Call.decode(call) for call in calls])
     async with AsyncClient(url, batch_size=batch) as client:
         await client.execute("pass")  # connect before the clock starts
-
-        async def send(request: Sequence[Call]) -> None:
-            sent_at = time.perf_counter()
-            async for _, result in client.stream(request):
-                latencies_ms.append((time.perf_counter() - sent_at) * 1e3)
-                statuses[result.status.value] += 1
 
         stop_at = time.perf_counter() + seconds
 
@@ -93,13 +86,13 @@ async def _on_server(url: str, calls: Sequence[dict[str, Any]], batch: int, seco
             while time.perf_counter() < stop_at:
                 yield [next(repeated) for _ in range(batch)]
 
-        wall_s = await closed_loop(requests(), send, REQUESTS)
+        wall_s = await closed_loop(requests(), partial(answers.receive, client), REQUESTS)
     return {
-        "calls": len(latencies_ms),
-        "calls_per_s": round(len(latencies_ms) / wall_s, 1),
+        "calls": len(answers.latencies_ms),
+        "calls_per_s": round(len(answers.latencies_ms) / wall_s, 1),
         "in_flight": REQUESTS * batch,
-        "answer_ms": percentiles(latencies_ms),
-        "statuses": dict(statuses.most_common()),
+        "answer_ms": percentiles(answers.latencies_ms),
+        "statuses": dict(answers.statuses.most_common()),
     }
 
 

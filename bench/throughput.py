@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bench.harness import arguments, command, requirements
-from bench.harness.load import closed_loop
+from bench.harness.load import Answers, closed_loop
 from bench.harness.plots import grouped_bars
 from bench.harness.rounds import median_of_ratios
 from bench.harness.statistics import median, percentiles
@@ -143,23 +144,15 @@ async def _over_http(server: service.Service, raw_calls: Sequence[dict[str, Any]
     """All calls in batches of `BATCH`, `IN_FLIGHT` of them at a time."""
     calls = [Call.decode(call) for call in raw_calls]
     batches = iter([calls[start : start + BATCH] for start in range(0, len(calls), BATCH)])
-    latencies: list[float] = []
-    statuses: Counter[str] = Counter()
+    answers = Answers()
     async with AsyncClient(server.url, batch_size=BATCH) as client:
         await client.execute("pass")  # connect before the clock starts
-
-        async def send(batch: Sequence[Call]) -> None:
-            sent_at = time.perf_counter()
-            async for _, result in client.stream(batch):
-                latencies.append((time.perf_counter() - sent_at) * 1e3)
-                statuses[result.status.value] += 1
-
         meter = processes.CpuMeter(server.pid)
-        wall_s = await closed_loop(batches, send, IN_FLIGHT)
+        wall_s = await closed_loop(batches, partial(answers.receive, client), IN_FLIGHT)
         cpu_s = meter.total_s()
-    if unavailable := statuses[Status.UNAVAILABLE.value]:
+    if unavailable := answers.statuses[Status.UNAVAILABLE.value]:
         raise command.BenchFailed(f"{unavailable} of {len(calls)} calls were unavailable, expected none")
-    return Round(len(calls) / wall_s, cpu_s * 1e3 / len(calls), tuple(latencies), statuses)
+    return Round(len(calls) / wall_s, cpu_s * 1e3 / len(calls), tuple(answers.latencies_ms), answers.statuses)
 
 
 def _in_fresh_interpreters(fresh: FreshInterpreters, calls: Sequence[dict[str, Any]]) -> Round:

@@ -23,6 +23,7 @@ import msgpack
 
 from bench.harness.command import BenchFailed
 from bench.workloads.checked_calls import CheckedCall
+from sandbox.client import AsyncClient, Call
 
 WHOLE: dict[str, Callable[[bytes], Any]] = {"application/json": json.loads, "application/msgpack": msgpack.unpackb}
 """Content types of a whole response, and how each is decoded."""
@@ -137,6 +138,21 @@ async def http_session(connect_timeout_s: float | None = None) -> AsyncIterator[
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
         yield http
+
+
+@dataclass(slots=True)
+class Answers:
+    """Results of calls that went out by a client."""
+
+    latencies_ms: list[float] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    async def receive(self, client: AsyncClient, calls: Sequence[Call]) -> None:
+        """Send calls in one batch, and record the status of each result and its time since the sending."""
+        sent_at = time.perf_counter()
+        async for _, result in client.stream(calls):
+            self.latencies_ms.append((time.perf_counter() - sent_at) * 1e3)
+            self.statuses[result.status.value] += 1
 
 
 async def closed_loop(
