@@ -437,8 +437,7 @@ class Dispatcher:
                 executor.number, max_calls, TARGET_FRAME_BYTES, now, max_per_tenant, reserved=reserved
             )
             if calls:
-                marks = {"reserved": True} if reserved else {}
-                executor.send_calls([[call.seq, _encode_call(call) | marks] for call in calls])
+                executor.send_calls([[call.seq, _encode_call(call, reserved=reserved)] for call in calls])
                 return True
         return False
 
@@ -521,6 +520,9 @@ def _check_frame_size(call: PendingCall) -> None:
             )
 
 
-def _encode_call(call: PendingCall) -> dict[str, object]:
+def _encode_call(call: PendingCall, *, reserved: bool = False) -> dict[str, object]:
     assert call.call is not None
-    return call.call.encode(binary=True)
+    encoded = call.call.encode(binary=True)
+    if reserved:
+        encoded["reserved"] = True
+    return encoded
