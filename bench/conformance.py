@@ -41,7 +41,7 @@ slower in a call, which shares its cores with the server."""
 PASSED, SKIPPED, NOT_REACHED = "passed", "skipped", "not reached"
 FAILURES = ("failed", "error", NOT_REACHED)
 MARK = "\x1e"
-"""Begins each line of `PROGRAM` in the output. What tests print has no line that begins with this character."""
+"""The character with which `PROGRAM` begins each line of its own. The tests print no line that begins with it."""
 
 PROGRAM = """
 import fcntl, json, os, sys, traceback, unittest

@@ -53,8 +53,9 @@ _PRELUDE = "\n# rstar_prelude: leetcode"
 _FUNCTION_CALL = "\n\n__import__('rstar_function_call').run()\n"
 PRELUDES = ("", "leetcode")
 TEXT_ROOM, NUMBER_ROOM = 2, 8
-"""A program may write so many times the length of the expected output. White space may differ; where numbers are
-compared, 0.30000000000000004 may stand for 0.3, and where a checker compares, another right answer may be longer."""
+"""The output limit of a test is at least the length of the expected output, multiplied by this number. A right output
+may have more white space. With a tolerance it may have more digits (0.30000000000000004 for 0.3), and with a checker it
+may be another, longer answer."""
 _CALL_FIELDS = ("code", "limits", "profile", "priority", "tenant", "id")
 """Fields of a program that are also fields of `Call`, with the same rules."""
 

@@ -455,7 +455,7 @@ class Transport:
         return delay_s
 
     def _final_error(self, error: ServiceError, failures: int, failing_since: float) -> ServiceError:
-        """Return the error after this number of failures in a row, of which the last was `error`."""
+        """Return `error` with the number of failures in a row, of which it is the last, and the seconds they took."""
         urls = ", ".join(endpoint.url for endpoint in self.endpoints.all)
         tries = f"{failures} tries in {_now() - failing_since:.1f} s" if failures > 1 else "1 try"
         question = f"; is `rstar-sandbox serve` running at {urls}?" if isinstance(error, Unreachable) else ""

@@ -27,7 +27,7 @@ EXCLUDED_MODULES: dict[str, str] = {
         test_regrtest
     """,
 }
-"""Modules that a run without `--modules` leaves out, by what they need or test."""
+"""Modules that `bench.conformance` leaves out unless `--modules` names them, by the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Reason:
 
     text: str
     pattern: str
-    """Matches the name of the test, a colon, and the end of its traceback."""
+    """Regular expression for the name of the test, a colon, and the end of its traceback."""
 
 
 REASONS: tuple[Reason, ...] = (

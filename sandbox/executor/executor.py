@@ -86,11 +86,11 @@ OnLost = Callable[[int, str, bool], None]
 
 
 class Executor:
-    """Runs calls on its zygote pools. `submit`, `cancel` and `start_queued_calls` have to be called from one task.
+    """Runs calls on its zygote pools. All methods have to be called in the thread that runs Trio.
 
-    `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call. `is_replacement`: the
-    executor replaces one that has died, so it is ready with its first zygote. Raises `IsolationError` if the machine
-    lacks the isolation level.
+    `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call that is not cancelled,
+    and at most once for a cancelled one. `is_replacement`: the executor replaces one that has died, so it is ready with
+    its first zygote. Raises `IsolationError` if the machine lacks the isolation level.
     """
 
     def __init__(

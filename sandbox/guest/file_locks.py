@@ -93,7 +93,8 @@ def _is_filtered() -> bool:
 
 
 def _require_alone() -> None:
-    """Raise `OSError` if this call may have another process. A child that has ended counts until it is waited for."""
+    """Raise `OSError` (ENOLCK) if this call may have another process, which is so while this process has a child that
+    it has not waited for."""
     if os.getpid() == _first_process:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

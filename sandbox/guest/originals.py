@@ -1,5 +1,5 @@
-"""Keeps what the guest uses after the code has run, so that nothing that the code replaces changes how its end is
-reported. Guards such as `builtins.open = os._exit = None` are common at the head of judged programs.
+"""Original builtins and modules for the guest's own code. The code of a call may replace any of them, and its end is
+reported in the same way. Guards such as `builtins.open = os._exit = None` are common at the head of judged programs.
 
 - A module of the guest that runs after the code begins with `use_builtins`. It uses `own` copies of modules for single
   functions, which costs a call nothing.

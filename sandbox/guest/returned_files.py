@@ -53,7 +53,8 @@ class FileWriter:
         self._scans_left = MAX_SCANNED_ENTRIES
         self._is_truncated = False
         self.script = b""
-        """The code, if its file was written. Patterns return this file only if the code has changed it."""
+        """Content with which the file of the code was written; empty if it was not. A pattern returns this file only if
+        the code has changed it."""
 
     def render_figures(self) -> str:
         """Render the open figures of pyplot, and return the text of what failed. Do nothing if the code has not

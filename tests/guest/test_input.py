@@ -83,7 +83,7 @@ SHOWN = {
     "PYTHONTRACEMALLOC=3": "__import__('tracemalloc').get_traceback_limit()",
     "PYTHONINTMAXSTRDIGITS=": "sys.get_int_max_str_digits()",
 }
-"""What to print to see the effect of a variable."""
+"""By variable: an expression whose value shows the effect of the variable."""
 SHOWN_NAMES = {variable.partition("=")[0] for variable in SHOWN}
 
 

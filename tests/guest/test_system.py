@@ -1,4 +1,4 @@
-"""What programs ask of the operating system, and what no other call can notice, works as on a usual machine."""
+"""Requests to the operating system that no other call can notice work as on a usual machine."""
 
 from __future__ import annotations
 

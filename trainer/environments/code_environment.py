@@ -22,7 +22,7 @@ from trainer.episodes.turn_parser import fenced_block
 
 @dataclass(frozen=True, config=STRICT)
 class CodeOptions:
-    """`tests`, `compare` and `checker` are those of /v1/judge (docs/judge.md)."""
+    """Options of a problem. `tests`, `compare` and `checker` have the form that /v1/judge takes (docs/judge.md)."""
 
     tests: list[dict[str, Any]]
     compare: str | dict[str, float] = "lines"

@@ -28,11 +28,11 @@ from trainer.recipe.rollout_session import connect_sandbox
 from trainer.rollout.episode_runner import EpisodeRunner
 
 STOP_ID = 0x110000
-"""The id after the last character of a turn. No character has it."""
+"""The token id that ends a turn. It is larger than every code point, so it is not the id of a character."""
 
 
 class _CharacterFormat:
-    """A chat format whose ids are characters."""
+    """A chat format without a tokenizer: the token ids are code points."""
 
     stop_ids = (STOP_ID,)
 
