@@ -43,8 +43,11 @@ FAILURES = ("failed", "error", NOT_REACHED)
 MARK = "\x1e"
 """The character with which `PROGRAM` begins each line of its own. The tests print no line that begins with it."""
 
+TEST_LIMIT_S = 30
+"""Seconds after which a test fails. Without this limit, a test that waits for ever would keep all later tests of its
+module from running."""
 PROGRAM = """
-import fcntl, json, os, sys, traceback, unittest
+import fcntl, json, os, signal, sys, traceback, unittest
 from test import support
 
 # What the suite runs without `-u`: no tests that take minutes, fill the disk, or need the internet or a display.
@@ -54,12 +57,21 @@ fd = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 100)  # tests replace and close descr
 def write(**line):
     os.write(fd, f"\\n{MARK}{json.dumps(line)}\\n".encode())
 
+class TestTimeout(BaseException):
+    pass
+
+def stop_test(*_):
+    raise TestTimeout("not at its end after {TEST_LIMIT_S} s")
+
 class Outcomes(unittest.TestResult):
     def startTest(self, test):
         super().startTest(test)
         self.outcome, self.detail = "passed", ""
+        signal.signal(signal.SIGALRM, stop_test)
+        signal.alarm({TEST_LIMIT_S})
 
     def stopTest(self, test):
+        signal.alarm(0)
         super().stopTest(test)
         write(test=test.id(), outcome=self.outcome, detail=self.detail)
 
@@ -242,7 +254,7 @@ def drop_privileges() -> None:
 
 def program(module: str) -> str:
     """The script that runs a module on both sides."""
-    return PROGRAM.replace("{module}", module).replace("{MARK}", MARK)
+    return PROGRAM.replace("{module}", module).replace("{MARK}", MARK).replace("{TEST_LIMIT_S}", str(TEST_LIMIT_S))
 
 
 def parse(text: str, how: str) -> ModuleRun:

@@ -212,14 +212,20 @@ async def ask(
 ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
     """Send one request and yield (index of the call, result) as results come. `calls` may be encoded already.
 
-    `single` sends the one call to `/v1/execute`. Raises `Refused` for a status other than 200.
+    `single` sends the one call to `/v1/execute`, which answers 503 with the result if the call is unavailable. Raises
+    `Refused` for every other status than 200.
     """
     body = calls if isinstance(calls, bytes) else encode_calls(calls, single=single)
     headers = {"Content-Type": "application/msgpack", "Accept": accept}
     path = "execute" if single else "batch"
     async with http.post(f"{url}/v1/{path}", data=io.BytesIO(body), headers=headers) as response:
         if response.status != 200:
-            raise Refused(response.status, (await response.text())[:500])
+            content = await response.read()
+            result = WHOLE[response.content_type](content) if single and response.content_type in WHOLE else {}
+            if "status" not in result:
+                raise Refused(response.status, content[:500].decode(errors="replace"))
+            yield 0, result
+            return
         if accept in WHOLE:
             decoded = WHOLE[accept](await response.read())
             for indexed in enumerate([decoded] if single else decoded["results"]):

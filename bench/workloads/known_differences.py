@@ -47,7 +47,8 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "no sockets but AF_UNIX pairs",
-        r"socket\.py:__init__|_socket\.socket\.__init__|test_stat\.|PydocServer|base_events\.py:create_server|"
+        r"socket\.py:__init__|_socket\.socket\.__init__|PydocServer|base_events\.py:create_server|"
+        r"forkserver\.py.{0,30}ensure_running|"
         r"sendmsg cannot send descriptors|could not bind",
     ),
     Reason(
@@ -64,7 +65,7 @@ REASONS: tuple[Reason, ...] = (
     Reason("splice is refused: it puts page cache of shared files into pipes (Dirty Pipe)", r"splice"),
     Reason(
         "no locks between the processes of a call: no limit bounds the kernel's memory for locks",
-        r"lockf|MultiprocessTests",
+        r"lockf|MultiprocessTests|test_lock_conflict",
     ),
     Reason(
         "watching directories and leases are refused: they report what other calls do", r"test_fcntl_64_bit|test_lease"

@@ -1,0 +1,47 @@
+"""The requests of the benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import msgpack
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from bench.harness.load import Refused, ask, http_session
+
+RESULT = {"id": "a", "status": "unavailable", "error": {"type": "Poison"}}
+
+
+def answers(body: bytes, content_type: str) -> list[tuple[int, dict[str, object]]]:
+    """What `ask` yields for one call if `/v1/execute` answers 503 with this body."""
+
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(status=503, body=body, content_type=content_type)
+
+    async def run() -> list[tuple[int, dict[str, object]]]:
+        app = web.Application()
+        app.router.add_post("/v1/execute", handle)
+        async with TestServer(app) as server, http_session() as http:
+            url = str(server.make_url("")).rstrip("/")
+            return [answer async for answer in ask(http, url, [{"code": ""}], "application/msgpack", single=True)]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [(msgpack.packb(RESULT), "application/msgpack"), (json.dumps(RESULT).encode(), "application/json")],
+)
+def test_an_unavailable_call_is_a_result(body: bytes, content_type: str) -> None:
+    assert answers(body, content_type) == [(0, RESULT)]
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"), [(b'{"error": "NotReady"}', "application/json"), (b"\x8e not text", "text/plain")]
+)
+def test_an_error_is_refused(body: bytes, content_type: str) -> None:
+    with pytest.raises(Refused, match="the service answered 503"):
+        answers(body, content_type)
