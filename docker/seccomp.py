@@ -61,6 +61,7 @@ CHECKED: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
     # namespace access to the parts of the kernel with the most bugs, above all netfilter.
     ("socket", (_equals(0, _NETLINK), _equals(2, _ROUTE))),
     ("unshare", (_has_only(0, _NAMESPACES),)),  # the jail's namespaces, and each call's own
+    ("setns", (_equals(1, kernel.CLONE_NEWNET),)),  # each call, into the network namespace of its slot
     ("clone", (_has_none_of(0, _EVERY_NAMESPACE & ~kernel.CLONE_NEWPID),)),  # each call, into a PID namespace
     ("mount", (_has_only(3, sum(_MOUNTS)),)),  # the read-only root; the scratch directory of each call
     ("umount2", (_equals(1, kernel.MNT_DETACH),)),  # the host's root

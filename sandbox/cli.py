@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.config import ENV_PREFIX, FORMER_SETTINGS, SETTINGS, ServeConfig, flag_name, load
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.own_profiles import check_profile
-from sandbox.types import LIMIT_FIELDS, Call, Profile, Result, Status
+from sandbox.types import LIMIT_FIELDS, Call, Network, Profile, Result, Status
 
 if TYPE_CHECKING:
     from sandbox.jail import ProbedLayer
@@ -323,6 +323,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", metavar="NAME", default="auto", help=f"profile of the zygote to fork: {names}, or one of --config"
     )
+    text = f"network of the code: {', '.join(Network)} (TCP on 127.0.0.1, between its own processes)"
+    parser.add_argument("--network", metavar="NAME", default=Network.NONE, help=text)
     for name, rule in LIMIT_FIELDS.items():
         text = f"{rule.doc} (default: {rule.default:g})"
         parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)

@@ -34,6 +34,7 @@ def call_of(args: argparse.Namespace) -> Call:
         "env": dict(map(_variable, args.env)),
         "argv": argv,
         "figures": args.figures,
+        "network": args.network,
     }
     return Call.decode(fields, where="run")
 

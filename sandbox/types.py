@@ -95,6 +95,16 @@ class Profile(DocumentedEnum):
     VERIFY = "verify", "`symbolic` and math-verify, for answer checks. Its zygote is spawned on first use."
 
 
+class Network(DocumentedEnum):
+    """The network of a call."""
+
+    NONE = "none", "No network: only Unix sockets between the call's own processes."
+    LOOPBACK = (
+        "loopback",
+        "TCP and UDP on 127.0.0.1, between the call's own processes, in a network namespace of its own.",
+    )
+
+
 _PROFILES: dict[str, Profile] = {profile.value: profile for profile in Profile}
 
 
@@ -189,6 +199,7 @@ class Call:
     argv: tuple[str, ...] = ()
     figures: bool = False
     deadline_s: float | None = None
+    network: Network = Network.NONE
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -252,17 +263,19 @@ class Call:
         raw: dict[str, Any] = {"code": self.code}
         for name in _DEFAULTS:
             if (value := getattr(self, name)) is not getattr(base, name):
-                raw[name] = asdict(value) if name == "limits" else str(value) if name == "profile" else value
+                raw[name] = (
+                    asdict(value) if name == "limits" else str(value) if isinstance(value, DocumentedEnum) else value
+                )
         return raw
 
     def encode(self, *, binary: bool = False) -> dict[str, Any]:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
-        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures", "deadline_s"):
+        for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures", "deadline_s", "network"):
             value = getattr(self, name)
             if value != getattr(_NO_DEFAULTS, name):
-                raw[name] = str(value) if isinstance(value, Profile) else value
+                raw[name] = str(value) if isinstance(value, DocumentedEnum) else value
         if not binary and isinstance(self.stdin, bytes):
             raw["stdin_base64"] = base64.b64encode(raw.pop("stdin")).decode("ascii")
         if self.files:
@@ -501,6 +514,7 @@ CALL_FIELDS: dict[str, str] = {
     "argv": "arguments of the code: sys.argv is main.py and these",
     "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
     "deadline_s": DEADLINE.doc,
+    "network": "loopback: the code may use TCP and UDP on 127.0.0.1, between its own processes",
 }
 PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
@@ -523,6 +537,12 @@ def _check_profile(value: Any, where: str) -> Profile | str:
     raise InvalidCall(f"{where}: expected one of {', '.join(Profile)}, got {shown(value)}")
 
 
+def _check_network(value: Any, where: str) -> Network:
+    if isinstance(value, str) and value in tuple(Network):
+        return Network(value)
+    raise InvalidCall(f"{where}: expected one of {', '.join(Network)}, got {shown(value)}")
+
+
 _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "code": partial(check_text, max_chars=MAX_CODE_CHARS),
     "stdin": partial(check_stdin, max_chars=MAX_STDIN_CHARS),
@@ -537,6 +557,7 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "argv": check_arguments,
     "deadline_s": partial(check_number, rule=DEADLINE),
     "figures": check_flag,
+    "network": _check_network,
 }
 """The check of each field of a call except `limits`."""
 

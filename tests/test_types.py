@@ -349,7 +349,7 @@ def test_the_constructor_of_a_call_accepts_fields_in_json_form() -> None:
         ({"code": "", "timeout_s": 1}, "did you mean limits.timeout_s?"),
         ({"code": "", "limits": {"timeout": 1}}, "did you mean limits.timeout_s?"),
         ({"codee": ""}, "did you mean code?"),
-        ({"code": "", "colour": 1}, "env, argv, figures, deadline_s"),
+        ({"code": "", "colour": 1}, "env, argv, figures, deadline_s, network"),
     ],
 )
 def test_an_unknown_field_gets_the_path_of_the_most_similar_one(raw: dict[str, Any], suggestion: str) -> None:

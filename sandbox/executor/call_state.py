@@ -21,7 +21,7 @@ from typing import Any
 from sandbox.executor import zygote_frames
 from sandbox.executor.profile_choice import BUILT_IN_PROFILES, ProfileTree, imported_modules
 from sandbox.jail import CgroupUsage
-from sandbox.types import LIMIT_FIELDS, EncodedResult, Profile, unavailable_result
+from sandbox.types import LIMIT_FIELDS, EncodedResult, Network, Profile, unavailable_result
 
 MAX_RETURNED_BYTES = 16 << 20
 """Bytes that the returned files of one call may have together, since a result is sent in one frame."""
@@ -98,6 +98,10 @@ class CallRequest:
         return bool(self.encoded.get("figures"))
 
     @property
+    def has_loopback(self) -> bool:
+        return bool(self.encoded.get("network") == Network.LOOPBACK)
+
+    @property
     def returns_files(self) -> bool:
         return bool(self.return_files) or self.figures
 
@@ -162,6 +166,8 @@ class CallRequest:
             "echo": encoded.get("echo", True),
             "returns_files": self.returns_files,
         }
+        if self.has_loopback:
+            header["network"] = "loopback"
         code = encoded["code"].encode("utf-8", "surrogatepass")
         blobs = [code, _encode_stdin(encoded.get("stdin", "")), options_json, *files.values()]
         if "compiled" in encoded:

@@ -48,7 +48,7 @@ from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
-from sandbox.types import EncodedResult, Profile
+from sandbox.types import EncodedResult, Profile, invalid_result
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +176,7 @@ class Executor:
             user_namespace_per_call=shares_uid and self._can_limit_processes,
             scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
         )
+        slots.have_networks = spec.has_slot_networks
         return ZygotePool(
             spec, profiles, slots, self, report_after_s=self._demote_after_s, is_replacement=self._is_replacement
         )
@@ -224,9 +225,22 @@ class Executor:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
         call = CallState(CallRequest.decode(seq, encoded, self.profile_tree))
         self._calls[seq] = call
+        if call.request.has_loopback and (reason := self._loopback_problem()):
+            self._deliver(call, invalid_result(call.request.id, reason).encode(binary=True))
+            return
         if not self._queued:
             self._progress_at = time.monotonic()
         self._queues[call.request.has_reserved_place][seq] = call
+
+    def _loopback_problem(self) -> str:
+        """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
+        if self.level is jail.Level.LANDLOCK:
+            return "network: expected none, got loopback: level landlock has no private network; use level namespaces"
+        if self._mounts and self.level is not jail.Level.NONE:
+            return (
+                "network: expected none, got loopback: this server has mounts, whose sockets the code could connect to"
+            )
+        return ""
 
     def cancel(self, seq: int) -> None:
         """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""

@@ -33,7 +33,7 @@ from typing import Protocol
 
 import trio
 
-from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
+from sandbox.executor.call_state import MAX_OPEN_FILES, Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
 from sandbox.executor.process_tree import CpuPriority, ProcessTree, exceeds_memory, pid_of_pidfd
 from sandbox.executor.slots import Slots
 from sandbox.executor.virtual_clock import VirtualClock
@@ -269,6 +269,8 @@ class CallMonitor:
         """Return whether a finished check found the call over its memory limit. If there is none, start a check if the
         last sample may be over the limit. Used where no cgroup counts the memory of a call."""
         attempt, check = self._attempt, self._memory_check
+        if self._slots.have_networks and tree.queued_socket_bytes(MAX_OPEN_FILES) > attempt.memory_bytes:
+            return True
         if check is None:
             resident = tree.resident_bytes()
             if sum(resident.values()) > attempt.memory_bytes:

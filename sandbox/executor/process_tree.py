@@ -55,6 +55,10 @@ _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
 """Lines of /proc/PID/status, in KiB."""
 _PROPORTIONAL_KEYS, _FILE_KEYS = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
 """Lines of /proc/PID/smaps_rollup, in KiB. In these, a page that n processes share counts 1/n for each of them."""
+_SOCKET_BYTES = 212_992
+"""Data that an AF_UNIX socket can hold: net.core.wmem_default of all usual machines."""
+_MAX_TABLE_BYTES = 4 << 20
+"""Bytes of /proc/PID/net/unix that are read; a socket takes 54 or more."""
 _SCHED_PARAM = os.sched_param(0)
 _GONE_ERRORS = OSError, IndexError, ValueError
 """Errors from reading the files of a process that has just ended."""
@@ -224,6 +228,16 @@ class ProcessTree:
             with suppress(*_GONE_ERRORS):
                 resident[pid] = _sum_kib(f"/proc/{pid}/status", _RESIDENT_KEYS) << 10
         return resident
+
+    def queued_socket_bytes(self, max_open_files: int) -> int:
+        """Return an upper bound of the data in AF_UNIX sockets that no descriptor refers to, as they wait for
+        accept(2). `max_open_files` is RLIMIT_NOFILE of each process. The call must have its own network namespace."""
+        try:
+            with open(f"/proc/{self.root}/net/unix", "rb") as table:
+                sockets = table.read(_MAX_TABLE_BYTES).count(b"\n")
+        except OSError:
+            return 0
+        return max(0, sockets - max_open_files * max(1, len(self._pids))) * _SOCKET_BYTES
 
     def _list_pids(self) -> list[int]:
         if self._members is None:

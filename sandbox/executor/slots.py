@@ -52,6 +52,8 @@ class Slots:
         self._max_reserved = reserved_slots(short)
         self.cgroups: CgroupTree | None = None
         """One cgroup per slot, if the machine grants any."""
+        self.have_networks = False
+        """Whether each slot has its own network namespace (`JailSpec.has_slot_networks`)."""
         self._mount_namespace_fds: dict[int, int] = {}
 
     @property

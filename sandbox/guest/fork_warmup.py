@@ -93,7 +93,7 @@ def _stubbed(zygote: Zygote) -> Iterator[None]:
     saved += [(batch, name, getattr(batch, name)) for name in ("execute", "invoke")]
     saved.append((confinement, "landlock", confinement.landlock))
     confinement.landlock = confinement.landlock and _StubLandlock()  # type: ignore[assignment]
-    confinement.cgroup_procs_fds[_SLOT] = [-1]
+    confinement.cgroup_procs_fds[_SLOT], confinement.network_fds[_SLOT] = [-1], -1
     batch.invoke = _fake_invoke
     if batch.has_machine_code:
         batch.execute = functools.partial(batch.execute_in_python)  # callable from C, as the machine code is
@@ -105,7 +105,7 @@ def _stubbed(zygote: Zygote) -> Iterator[None]:
         finally:
             for owner, name, value in saved:
                 setattr(owner, name, value)
-            del confinement.cgroup_procs_fds[_SLOT]
+            del confinement.cgroup_procs_fds[_SLOT], confinement.network_fds[_SLOT]
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ import _ast as ast  # saves the import of the Python code in `ast`
 import _thread
 import atexit
 import builtins
-import errno
 import gc
 import io
 import json
@@ -40,7 +39,6 @@ import marshal
 import mmap
 import os
 import re
-import socket
 import struct
 import sys
 import threading
@@ -61,6 +59,7 @@ import output_files
 import prelude
 import replacements
 import returned_files
+import sockets
 
 originals.use_builtins(globals())
 atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
@@ -130,18 +129,6 @@ _OutputFile.__name__, _OutputBuffer.__name__ = "_io.FileIO", "_io.BufferedWriter
 _OutputFile.__module__ = _OutputBuffer.__module__ = "_io"
 
 
-def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
-    """Replace `socket.socket.sendmsg`, whose system call the filter refuses, because it can send descriptors.
-
-    The replacement sends data only. asyncio sends data by this method since Python 3.12.
-    """
-    if ancdata or address is not None:
-        raise PermissionError(errno.EPERM, "sendmsg cannot send descriptors or to an address here; use send for data")
-    if flags or sock.gettimeout():  # only `send` waits on a socket with a timeout
-        return sock.send(b"".join(buffers), flags)
-    return os.writev(sock.fileno(), list(buffers))
-
-
 main_module = types.ModuleType("__main__")
 
 
@@ -159,8 +146,8 @@ def prepare(directory: str) -> None:
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    socket.socket.sendmsg = _sendmsg  # type: ignore[assignment]
     replacements.install()
+    sockets.install()
     file_locks.install()
     main_module.__dict__.update(__builtins__=builtins, __file__=SCRIPT, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main_module

@@ -17,7 +17,8 @@ import os
 import signal
 import sys
 
-WRITE, OPEN, CLOSE, SIGPROCMASK, DUP2, CLONE, CHDIR, SETPGID, SETSID = 1, 2, 3, 14, 33, 56, 80, 109, 112
+WRITE, OPEN, CLOSE, SIGPROCMASK, IOCTL, DUP2, SOCKET, CLONE, CHDIR = 1, 2, 3, 14, 16, 33, 41, 56, 80
+SETPGID, SETSID, SETNS = 109, 112, 308
 SETGROUPS, SETRESUID, SETRESGID, CAPSET, PRCTL, SETRLIMIT, MOUNT = 116, 117, 119, 126, 157, 160, 165
 CLOCK_GETTIME, UNSHARE, SECCOMP, CLONE3, CLOSE_RANGE = 228, 272, 317, 435, 436
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -30,7 +31,7 @@ SIGSET_BYTES = 8
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
 errno_location = _libc.__errno_location
-fork, prctl, capset, syscall = _libc.fork, _libc.prctl, _libc.capset, _libc.syscall
+fork, prctl, capset, syscall, unshare = _libc.fork, _libc.prctl, _libc.capset, _libc.syscall, _libc.unshare
 select, signalfd, sigprocmask, mprotect = _libc.select, _libc.signalfd, _libc.sigprocmask, _libc.mprotect
 mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

@@ -177,6 +177,7 @@ class Zygote:
 
     def _open_files(self, running: RunningCall, call: dict, body: memoryview) -> list[tuple[int, int]]:
         """Open a call's files. Return pairs of a descriptor in the zygote and its number in the call."""
+        self.confinement.prepare_slot(running.slot)
         sizes = [running.output_limit_bytes] * 2 + [runner.max_report_bytes(running.output_limit_bytes)]
         for size in sizes:
             running.fds.append(output_files.bounded_file(size))

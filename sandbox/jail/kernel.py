@@ -35,11 +35,14 @@ MNT_DETACH = 0x2
 
 MAX_FD = (1 << 31) - 1
 
+SIOCGSKNS = 0x894C
+"""ioctl(2) that returns a descriptor of a socket's network namespace (linux/sockios.h)."""
 CAP_CHOWN = 0
 CAP_KILL = 5
 CAP_SETGID = 6
 CAP_SETUID = 7
 CAP_SETPCAP = 8
+CAP_NET_ADMIN = 12
 CAP_SYS_ADMIN = 21
 CAP_SYS_NICE = 23
 
@@ -117,6 +120,10 @@ def _fd_table_size() -> int:
 
 def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def setns(fd: int, kind: int) -> None:
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
 
 def mount(source: str, target: str, fs_type: str = "", flags: int = 0, options: str = "") -> None:

@@ -30,10 +30,11 @@ EXIT_LAYER_REFUSED = 78
 EXIT_CANNOT_START = 127
 """Exit status of a launcher if the guest's program cannot be executed, as in shells."""
 ZYGOTE_CAPABILITIES: Mapping[str, int] = {
-    name: getattr(kernel, name) for name in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL")
+    name: getattr(kernel, name)
+    for name in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL", "CAP_NET_ADMIN")
 }
 """Capabilities that the zygote keeps inside its user namespace, to confine calls (mounts and namespaces, uids, the
-bounding set) and to kill them."""
+bounding set, networks of their own) and to kill them."""
 NO_CORE_DUMP = (1, 1)
 """RLIMIT_CORE of a jail: 1 disables core dumps. With 0 the kernel would still send dumps to a program of the host's
 root if kernel.core_pattern is a pipe (fs/coredump.c)."""

@@ -47,8 +47,12 @@ class ConfinementPlan(TypedDict):
     landlock: dict[str, Any] | None
     """Rules and directories for `guest/landlock_slots.py`."""
     no_new_privs: bool
+    slot_networks: bool
+    """`JailSpec.has_slot_networks`."""
     call_filter: str | None
     """Seccomp program that each call loads, in base64."""
+    loopback_filter: str | None
+    """Seccomp program that a call with `network: "loopback"` loads instead, or None if such calls are refused."""
     own_pid_offsets: list[int]
     """Offsets in that program at which the guest writes the call's pid."""
 
@@ -84,7 +88,9 @@ def confinement_plan(spec: JailSpec) -> ConfinementPlan:
         "limits_processes": False,
         "landlock": None,
         "no_new_privs": False,
+        "slot_networks": False,
         "call_filter": None,
+        "loopback_filter": None,
         "own_pid_offsets": [],
     }
     match spec.level:
@@ -104,6 +110,10 @@ def _add_namespace_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
     plan["uid_base"] = FIRST_SLOT_UID if spec.uid_base is not None else None
     plan["limits_processes"] = spec.uid_base is not None or spec.user_namespace_per_call
     plan["call_filter"] = _encoded_filter(seccomp.FilterKind.CALL_ON_TOP)
+    if spec.has_slot_networks:
+        plan["slot_networks"] = True
+        plan["call_filter"] = _encoded_filter(seccomp.FilterKind.NAMED_SOCKETS_ON_TOP)
+        plan["loopback_filter"] = _encoded_filter(seccomp.FilterKind.LOOPBACK_ON_TOP)
 
 
 def _add_landlock_steps(plan: ConfinementPlan, spec: JailSpec) -> None:

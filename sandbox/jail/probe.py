@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -275,6 +276,10 @@ def _try_net_namespace() -> str:
     userns.become_privileged()
     kernel.unshare(kernel.CLONE_NEWNET)
     names = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_UNIX) as sock:
+        fd = fcntl.ioctl(sock, kernel.SIOCGSKNS)
+    kernel.unshare(kernel.CLONE_NEWNET)
+    kernel.setns(fd, kernel.CLONE_NEWNET)  # as each call does, into the namespace of its slot
     return _text_or_raise(names == ["lo"], "it has no interface but a loopback of its own", f"interfaces {names}")
 
 

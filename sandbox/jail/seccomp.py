@@ -53,6 +53,8 @@ class ArgumentCheck:
     """Further values, for which the result is `FAKE_SUCCESS`."""
     bounded_value: tuple[int, int, int] | None = None
     """A further value, the index of another argument, and the maximum of that argument (its low 32 bits)."""
+    maximum: int | None = None
+    """Instead of values: the maximum of the argument, as an unsigned number."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -88,8 +90,8 @@ _SIGNALS_AND_TIME = """
     timerfd_create timerfd_settime timerfd_gettime
 """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
-# A call can connect sockets only in pairs. setsockopt is missing, because SO_ATTACH_FILTER loads BPF, and SO_PASSCRED
-# gives the socket a name to which other calls could send.
+# Without a network namespace of its own, a call can connect sockets only in pairs. setsockopt is missing, because
+# SO_ATTACH_FILTER loads BPF, and SO_PASSCRED gives the socket a name to which other calls could send.
 _SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
 
 # For these the result is ENOSYS: then the C library uses clone instead of clone3, whereas after EPERM it gives up. The
@@ -104,12 +106,13 @@ _LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
 PIPE_BYTES = 1 << 16  # the size of a new pipe
 _READ_WRITE_FLAGS = 0x1 | 0x2 | 0x4 | 0x10
 _OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
-_UNIX_STREAM = (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1,), mask=~0x80800 & 0xFFFFFFFF))
+_SOCKET_TYPE = ~0x80800 & 0xFFFFFFFF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
+_UNIX_STREAM = (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1,), mask=_SOCKET_TYPE))
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES | _CLONE_PARENT),),
-    # Only AF_UNIX streams, with or without SOCK_CLOEXEC and SOCK_NONBLOCK. The calls of a zygote share a network
-    # namespace, and other calls could send to a datagram socket by its name. A single socket can do nothing: bind,
-    # connect and listen are refused. Libraries create one to see what the system has.
+    # Only AF_UNIX streams. Where calls share a network namespace, others could send to a datagram socket by its name. A
+    # single socket can do nothing: bind, connect and listen are refused. Libraries create one to see what the system
+    # has.
     "socket": _UNIX_STREAM,
     "socketpair": _UNIX_STREAM,
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
@@ -147,7 +150,7 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 
 # System calls that are refused for a reason that is not obvious:
 #   memfd_create, shm*, sem*, msg*, mq_*  memory that neither an rlimit nor the size of a tmpfs limits
-#   bind, connect, listen, inotify_*      a call could reach or watch another call
+#   bind, connect, listen, inotify_*      a call could reach or watch another call (`NAMED_SOCKETS` are an exception)
 #   sendmsg, sendmmsg                     can queue descriptors (SCM_RIGHTS), which then count towards no limit of the
 #                                         call and need the garbage collector of AF_UNIX. For data there are sendto
 #                                         and write
@@ -161,6 +164,29 @@ CALL_POLICY: Mapping[str, SyscallRule] = {
     **dict.fromkeys((_FILES + _MEMORY + _PROCESSES + _SIGNALS_AND_TIME + _EVENTS + _SOCKETPAIRS).split(), ALLOW),
     **dict.fromkeys(_NOT_IMPLEMENTED.split(), ENOSYS),
     **_CHECKED_ARGUMENTS,
+}
+
+MAX_BACKLOG = 128
+"""Maximum number of connections that wait for accept(2). Each can hold the data of a socket, 208 KiB, without a
+descriptor, which would count towards a limit."""
+# For a call in a network namespace that no other call shares: AF_UNIX streams and datagrams, which can have names. The
+# options have no dangerous meaning at either level, SOL_SOCKET or IPPROTO_TCP: 26, 27, 50, 51 and 52 would load BPF, 16
+# (SO_PASSCRED) is not needed, and TCP_MD5SIG (14) and TCP_ULP (31) are parts of the kernel that Python does not need.
+# Sizes of buffers (SO_SNDBUF, SO_RCVBUF) are only hints.
+NAMED_SOCKETS: Mapping[str, SyscallRule] = {
+    **dict.fromkeys(["bind", "connect", "accept", "accept4"], ALLOW),
+    "listen": (ArgumentCheck(1, (), maximum=MAX_BACKLOG),),
+    "socket": (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1, 2), mask=_SOCKET_TYPE)),
+    "setsockopt": (
+        ArgumentCheck(1, (1, 6)),
+        ArgumentCheck(2, (1, 2, 3, 4, 5, 6, 9, 10, 12, 13, 15), fake_success_values=(7, 8)),
+    ),
+}
+# With `network: "loopback"`: also TCP and UDP of IPv4 (protocol 0, 6 and 17). There is no IPv6: its option IPV6_V6ONLY,
+# which every server sets, has the number 26.
+LOOPBACK_SOCKETS: Mapping[str, SyscallRule] = {
+    **NAMED_SOCKETS,
+    "socket": (ArgumentCheck(0, (1, 2)), ArgumentCheck(1, (1, 2), mask=_SOCKET_TYPE), ArgumentCheck(2, (0, 6, 17))),
 }
 
 # A call could leave a message for another call in the attributes of a file, which Landlock does not restrict
@@ -179,8 +205,8 @@ _SELF_ONLY = dict.fromkeys(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueuei
 
 # System calls by which a zygote confines a call. Calls may not make them, or not with all arguments.
 _SETUP_CALLS = """
-    unshare mount capset seccomp setgroups setresuid setresgid memfd_create clone clone3 prctl fcntl
-    sendmsg
+    unshare setns mount capset seccomp setgroups setresuid setresgid memfd_create clone clone3 prctl fcntl ioctl
+    sendmsg socket setsockopt bind connect listen accept accept4
 """
 
 
@@ -193,16 +219,29 @@ class FilterKind(StrEnum):
     """For a zygote whose calls get their own namespaces. The calls inherit this filter."""
     CALL_ON_TOP = "call on top"
     """For a call of such a zygote, in addition to the zygote's filter."""
+    NAMED_SOCKETS_ON_TOP = "named sockets on top"
+    """The same for a call whose network namespace no other call shares."""
+    LOOPBACK_ON_TOP = "loopback on top"
+    """The same for a call that also has a loopback network."""
     OWN_UID = "own uid"
     """For a call in the container's namespaces, with a uid that no other process has."""
     SHARED_UID = "shared uid"
     """For a call in the container's namespaces, with the server's uid."""
 
 
+ON_TOP: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
+    FilterKind.CALL_ON_TOP: {},
+    FilterKind.NAMED_SOCKETS_ON_TOP: NAMED_SOCKETS,
+    FilterKind.LOOPBACK_ON_TOP: LOOPBACK_SOCKETS,
+}
+"""Kinds of filters that a call adds to the zygote's, each with the rules in which it differs from `CALL_POLICY`."""
 POLICY_OF: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.NAMESPACED: CALL_POLICY,
     FilterKind.ZYGOTE: {**CALL_POLICY, **dict.fromkeys(_SETUP_CALLS.split(), ALLOW)},
-    FilterKind.CALL_ON_TOP: {name: CALL_POLICY.get(name, EPERM) for name in _SETUP_CALLS.split()},
+    **{
+        kind: {name: {**CALL_POLICY, **sockets}.get(name, EPERM) for name in _SETUP_CALLS.split()}
+        for kind, sockets in ON_TOP.items()
+    },
     FilterKind.OWN_UID: {**CALL_POLICY, **dict.fromkeys(_ATTRIBUTES.split(), EPERM)},
     FilterKind.SHARED_UID: {
         **CALL_POLICY,
@@ -219,7 +258,7 @@ _RULES_BY_NUMBER: Mapping[FilterKind, Mapping[int, SyscallRule]] = {
 
 def rule_for(number: int, kind: FilterKind = FilterKind.NAMESPACED) -> SyscallRule:
     """Return the rule for the system call with this number."""
-    default = ALLOW if kind is FilterKind.CALL_ON_TOP else ENOSYS if number >= FIRST_UNKNOWN_NUMBER else EPERM
+    default = ALLOW if kind in ON_TOP else ENOSYS if number >= FIRST_UNKNOWN_NUMBER else EPERM
     return _RULES_BY_NUMBER[kind].get(number, default)
 
 
@@ -289,6 +328,10 @@ def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruct
     for check in rule:
         passed = _ACTION_LABELS[ALLOW] if check is rule[-1] else f"{name} {check.index}"
         yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * check.index, label=label)
+        label = passed
+        if check.maximum is not None:
+            yield bpf.Instruction(bpf.IF_AT_LEAST, check.maximum + 1, yes=_ACTION_LABELS[EPERM], no=passed)
+            continue
         if check.mask != 0xFFFFFFFF:
             yield bpf.Instruction(bpf.AND, check.mask)
         for value in check.fake_success_values:
@@ -303,4 +346,3 @@ def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruct
             _, index, maximum = check.bounded_value
             yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * index, label=bound)
             yield bpf.Instruction(bpf.IF_AT_LEAST, maximum + 1, yes=_ACTION_LABELS[EPERM], no=passed)
-        label = passed

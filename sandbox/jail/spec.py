@@ -83,6 +83,12 @@ class JailSpec:
             )
 
     @property
+    def has_slot_networks(self) -> bool:
+        """Whether each slot has its own network namespace, so that calls may give names to sockets. No slot has one if
+        calls see directories of the operator: these may hold sockets of the host, to which a call could connect."""
+        return self.level not in HOST_PATH_LEVELS and not self.data
+
+    @property
     def landlock_slots(self) -> int:
         """Number of slots for which the range has uids at level `landlock`."""
         return max(0, self.uid_count - FIRST_SLOT_UID) // UIDS_PER_SLOT

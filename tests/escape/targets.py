@@ -141,10 +141,10 @@ class Target:
                 os.kill(pid, signal.SIGCONT)
 
     @contextmanager
-    def sleeping_call(self, code: str) -> Iterator[None]:
+    def sleeping_call(self, code: str, **options: Any) -> Iterator[None]:
         """Within the block, keep a call running that has executed `code` and now sleeps."""
         pids_before = set(self.processes())
-        seq = self.caller.submit(call(f"{code}\nimport time\ntime.sleep(1000)", timeout_s=300.0))
+        seq = self.caller.submit(call(f"{code}\nimport time\ntime.sleep(1000)", timeout_s=300.0, **options))
         try:
             deadline = time.monotonic() + DEADLINE_S
             while not any(_sleeps(pid) for pid in set(self.processes()) - pids_before):

@@ -116,6 +116,10 @@ raw(250, 9, key, -4)
         "got = attempt(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).connect('\\0message' + MESSAGE[-8:]))\n"
         "if not isinstance(got, OSError) and got is None: breach(MESSAGE)",
     ),
+    "a socket with a path": (
+        "kept = []\nfor path in DIRS:\n    own = socket.socket(socket.AF_UNIX); attempt(own.bind, path + '/s'); attempt(own.listen); kept.append(own)",
+        "for path in DIRS:\n    if works(socket.socket(socket.AF_UNIX).connect, path + '/s'): breach(MESSAGE)",
+    ),
     "flags of standard input": (
         "attempt(fcntl.fcntl, 0, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)",
         "if fcntl.fcntl(0, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND): breach(MESSAGE)",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox.types import Network, Status
 from tests.escape.targets import Host, Target, succeeds_without_jail, with_controls_of_root
 
 REACHING = {
@@ -24,7 +25,7 @@ for family in range(1, 46):
     for kind in (1, 2, 3, 5):
         fd = raw(41, family, kind, 0)  # socket(2)
         if fd >= 0:
-            if (family, kind) != (socket.AF_UNIX, socket.SOCK_STREAM): breach((family, kind))
+            if family != socket.AF_UNIX or kind not in (socket.SOCK_STREAM, socket.SOCK_DGRAM): breach((family, kind))
             os.close(fd)
 """,
     "a pair of sockets with names": """
@@ -61,17 +62,11 @@ if not isinstance(names, OSError): breach(names)
     "a listening port": """
 if works(lambda: socket.create_server(("127.0.0.1", 0))): breach("listening")
 """,
-    "other calls by an abstract name": """
-def serve():
-    server = socket.socket(socket.AF_UNIX); server.bind(HOST["abstract"] + "2"); server.listen()
-if works(serve): breach("listening")
-""",
-    "an old socket by a new name": """
+    "a server with an old socket": """
 one_end, other_end = socket.socketpair()
 for own in (one_end, socket.socket(socket.AF_UNIX)):
-    for action in (lambda: own.bind("\\0name"), lambda: own.connect(HOST["abstract"]), lambda: own.listen(),
-                   lambda: own.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
-        if works(action): breach("named")
+    for action in (lambda: own.connect(HOST["abstract"]), lambda: own.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)):
+        if works(action): breach("connected")
 """,
 }
 
@@ -84,3 +79,98 @@ def test_a_call_cannot_reach(attack: str, target: Target) -> None:
 @pytest.mark.parametrize("attack", with_controls_of_root(REACHING, "frames on the wire"))
 def test_reaching_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
     succeeds_without_jail(host, REACHING[attack], tmp_path)
+
+
+LOOPBACK = {
+    "a server of the host": REACHING["a server of the host"],
+    "a server by its abstract Unix socket": REACHING["a server by its abstract Unix socket"],
+    "the ports of the host": """
+if not works(socket.create_server, ("127.0.0.1", HOST["port"])): breach("in use")
+""",
+    "other networks": """
+for address in ("192.0.2.1", "10.0.0.1", "169.254.169.254"):
+    client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    if works(client.connect, (address, 80)): breach(address)
+""",
+    "raw packets": """
+for family, kind, protocol in ((2, 3, 1), (2, 3, 255), (17, 3, 768), (16, 3, 0), (10, 1, 0), (2, 1, 262), (2, 1, 132)):
+    if raw(41, family, kind, protocol) >= 0: breach((family, kind, protocol))
+""",
+    "the kernel by options of sockets": """
+own = socket.socket()
+program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))))
+if works(own.setsockopt, socket.SOL_SOCKET, 26, program): breach("SO_ATTACH_FILTER")
+if works(own.setsockopt, 0, 64, bytes(84)) or works(own.setsockopt, 6, 31, b"tls"): breach("netfilter or TLS")
+""",
+    "the configuration of its network": """
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for request in (0x8914, 0x894C):  # SIOCSIFFLAGS with the flags that it has, SIOCGSKNS
+    if raw(16, own.fileno(), request, ctypes.create_string_buffer(struct.pack("16sH22x", b"lo", 0x49))) >= 0: breach(request)
+""",
+}
+
+
+@pytest.mark.parametrize("attack", LOOPBACK)
+def test_a_call_with_loopback_cannot_reach(attack: str, target: Target) -> None:
+    if target.level == "landlock":
+        result = target.run(LOOPBACK[attack], network=Network.LOOPBACK)
+        assert result.status is Status.INVALID and result.error is not None
+        assert "level landlock has no private network" in result.error.message
+        return
+    target.resists(LOOPBACK[attack], network=Network.LOOPBACK)
+
+
+# A machine without a route to other networks stops that attack itself.
+@pytest.mark.parametrize(
+    "attack",
+    with_controls_of_root(
+        [attack for attack in LOOPBACK if attack != "other networks"], "raw packets", "the configuration of its network"
+    ),
+)
+def test_reaching_with_loopback_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, LOOPBACK[attack], tmp_path)
+
+
+LISTENING = """
+server = socket.create_server(("127.0.0.1", 8000))
+named = socket.socket(socket.AF_UNIX); named.bind("\\0escape"); named.listen()
+"""
+CONNECTING = """
+if works(socket.create_connection, ("127.0.0.1", 8000), 5): breach("connected")
+if works(lambda: socket.socket(socket.AF_UNIX).connect("\\0escape")): breach("connected by name")
+"""
+
+
+@pytest.mark.parametrize("receiver", list(Network))
+def test_a_call_with_loopback_cannot_reach_another(receiver: Network, target: Target) -> None:
+    if target.level == "landlock":
+        pytest.skip("landlock: has no private network")
+    # The first call with this code reaches itself, which shows that the code works.
+    itself = target.run(LISTENING + CONNECTING, network=Network.LOOPBACK)
+    assert itself.stdout == "BREACH connected\nBREACH connected by name\nEND\n"
+    with target.sleeping_call(target.host.attack_program(LISTENING), network=Network.LOOPBACK):
+        target.resists(CONNECTING, network=receiver)
+
+
+BACKLOG = """
+server = socket.socket(socket.AF_UNIX)
+server.bind("s")
+raw(50, server.fileno(), 4096)  # listen(2)
+server.listen(4096)
+kept = []
+while len(kept) < 150:
+    kept.append(socket.socket(socket.AF_UNIX)); kept[-1].setblocking(False)
+    if not works(kept[-1].connect, "s"): break
+else: breach(len(kept))
+"""
+
+
+def test_the_queue_of_connections_is_short(target: Target) -> None:
+    """Data in the queue uses memory of the kernel and no descriptor of the call."""
+    if target.level == "landlock":
+        pytest.skip("landlock: sockets have no names")
+    target.resists(BACKLOG)
+
+
+def test_a_long_queue_of_connections_is_possible_without_a_jail(host: Host, tmp_path: Path) -> None:
+    succeeds_without_jail(host, BACKLOG, tmp_path)

@@ -124,6 +124,31 @@ def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_oth
         assert caller.run("1").value == "1"
 
 
+SOCKET_BOMB = """
+import socket, time
+kept = []
+for n in range(100):
+    kept.append(socket.socket(socket.AF_UNIX))
+    kept[-1].bind(str(n)); kept[-1].listen(128)
+    for _ in range(128):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(n))
+            client.setblocking(False)
+            client.send(bytes(1 << 16))
+    if n == {listeners} - 1: break
+time.sleep({seconds})
+"""
+
+
+def test_data_in_sockets_that_wait_for_accept_counts_as_memory() -> None:
+    server = (sys.executable, "-c", EXECUTOR_WITH_HIDDEN_PROC, "nothing", "no cgroups")
+    with executor(server=server, isolation="namespaces") as caller:
+        few = caller.run(SOCKET_BOMB.format(listeners=4, seconds=0.5), memory_mb=64)
+        assert few.status is Status.OK, few
+        many = caller.run(SOCKET_BOMB.format(listeners=100, seconds=1000), memory_mb=64, timeout_s=60)
+        assert many.status is Status.MEMORY_LIMIT, many
+
+
 @pytest.mark.parametrize("level", ["nsjail", "namespaces", "landlock", "none"])
 def test_the_oom_killer_prefers_calls_to_the_server(level: str) -> None:
     try:

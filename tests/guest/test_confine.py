@@ -26,6 +26,7 @@ NAMESPACES_PLAN = {
     "call_filter": ALLOW_ALL_FILTER,
     "own_pid_offsets": [],
 }
+NETWORK_PLAN = {**NAMESPACES_PLAN, "uid_base": 1000, "slot_networks": True, "loopback_filter": ALLOW_ALL_FILTER}
 LANDLOCK_PLAN = {
     "pid_namespace": False,
     "namespaces": 0,
@@ -58,14 +59,16 @@ landlock_slots.LandlockSlots = FakeLandlock
 plan, stdin_bytes = json.loads(sys.argv[1])
 confinement = confine.Confinement(plan)
 confinement.cgroup_procs_fds[0] = [40]
+if plan["slot_networks"]: confinement.network_fds[0] = 60
 call = {{**dict.fromkeys(confine.RLIMITS, 1 << 40), "disk_bytes": 1 << 20, "blobs": [1, stdin_bytes, 0]}}
+if plan.get("has_loopback"): call["network"] = "loopback"
 batch = fork_batch.ForkBatch()
 steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
 """
 SYSTEM_CALLS = (
     *("CLOCK_GETTIME", "CLONE", "DUP2", "WRITE", "LANDLOCK_RESTRICT_SELF", "CLOSE", "OPEN", "SIGPROCMASK", "SETPGID"),
     *("UNSHARE", "MOUNT", "SETGROUPS", "SETRESGID", "SETRESUID", "CAPSET", "CHDIR", "SETRLIMIT", "PRCTL", "SETSID"),
-    "SECCOMP",
+    *("SETNS", "SOCKET", "IOCTL", "SECCOMP"),
 )
 PRINT_ORDER = f"""
 names = {{getattr(system_calls, name): name for name in {SYSTEM_CALLS}}}
@@ -108,6 +111,25 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
             ],
         ),
         (
+            NETWORK_PLAN,
+            [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", "SETNS", *SCRATCH, *UIDS, "CHDIR", *RLIMITS, *LAST],
+        ),
+        (
+            {**NETWORK_PLAN, "has_loopback": True},
+            [
+                *OUTPUT,
+                *EMPTY_INPUT,
+                "SIGPROCMASK",
+                "SETPGID",
+                *("UNSHARE", "CLOSE", "SOCKET", "IOCTL"),
+                *SCRATCH,
+                *UIDS,
+                "CHDIR",
+                *RLIMITS,
+                *LAST,
+            ],
+        ),
+        (
             {**LANDLOCK_PLAN, "uid_base": 1000},
             [*OUTPUT, "LANDLOCK_RESTRICT_SELF", *EMPTY_INPUT, "SIGPROCMASK", *UIDS, *RLIMITS, *LAST_OF_LANDLOCK],
         ),
@@ -117,11 +139,15 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
         ),
         (NONE_PLAN, [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *RLIMITS, DEATH_SIGNAL]),
     ],
-    ids=["namespaces with uids", "namespaces without uids", "landlock with uids", "landlock without uids", "none"],
+    ids=[
+        *("namespaces with uids", "namespaces without uids", "network of the slot", "loopback"),
+        *("landlock with uids", "landlock without uids", "none"),
+    ],
 )
 def test_a_call_is_confined_in_this_order(plan: dict[str, object], order: list[str]) -> None:
     assert json.loads(_run(PRINT_ORDER, plan)) == [*FORK, *order]
-    order_with_input = [step for step in order if step not in EMPTY_INPUT]
+    first = order.index("CLOSE")
+    order_with_input = [*order[:first], *order[first + len(EMPTY_INPUT) :]]
     assert json.loads(_run(PRINT_ORDER, plan, stdin_bytes=1)) == [*FORK, *order_with_input]
 
 

@@ -34,6 +34,7 @@ cap: "CAP_SETUID"
 cap: "CAP_SETGID"
 cap: "CAP_SETPCAP"
 cap: "CAP_KILL"
+cap: "CAP_NET_ADMIN"
 disable_no_new_privs: false
 clone_newuser: true
 clone_newpid: true

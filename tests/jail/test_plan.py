@@ -60,9 +60,11 @@ def test_plan_is_json_with_all_steps(level: Level) -> None:
     plan = json.loads(json.dumps(confinement_plan(spec(level, uid_base=RANGE_START, uid_count=2000))))
     assert plan.pop("namespaces") == kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
-    assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
+    assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.NAMED_SOCKETS_ON_TOP)
+    assert b64decode(plan.pop("loopback_filter")) == seccomp.program(seccomp.FilterKind.LOOPBACK_ON_TOP)
     assert plan == {
         "pid_namespace": True,
+        "slot_networks": True,
         "user_namespace": False,
         "limits_processes": True,
         "scratch_mount": "/tmp",
@@ -74,6 +76,13 @@ def test_plan_is_json_with_all_steps(level: Level) -> None:
         "own_pid_offsets": [],
         "landlock": None,
     }
+
+
+@pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
+def test_calls_that_see_directories_of_the_operator_have_no_named_sockets(level: Level) -> None:
+    plan = confinement_plan(spec(level, data=(("/data", "/srv/data"),)))
+    assert not plan["slot_networks"] and plan["loopback_filter"] is None
+    assert b64decode(plan["call_filter"] or "") == seccomp.program(seccomp.FilterKind.CALL_ON_TOP)
 
 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])

@@ -24,8 +24,13 @@ from tests.jail.jails import find_python_minor
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
 # 1031: F_SETPIPE_SZ, with sizes around its bound
-checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1} | {
-    value for rule in seccomp._CHECKED_ARGUMENTS.values() for check in rule for value in check.values
+checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1, seccomp.MAX_BACKLOG, seccomp.MAX_BACKLOG + 1} | {
+    value
+    for policy in (seccomp._CHECKED_ARGUMENTS, seccomp.NAMED_SOCKETS, seccomp.LOOPBACK_SOCKETS)
+    for rule in policy.values()
+    if isinstance(rule, tuple)
+    for check in rule
+    for value in (*check.values, *check.fake_success_values)
 }
 words = st.one_of(
     st.sampled_from(sorted(checked_values)), st.sampled_from([1 << bit for bit in range(64)]), st.integers(0, 2**64 - 1)
@@ -39,11 +44,18 @@ def evaluate(
     """Return the policy's result for a system call with these six registers of 64 bits, in the simplest way."""
     if arch != seccomp.ARCH_X86_64 or number >= seccomp.X32_BIT:
         return seccomp.ENOSYS
-    rule = seccomp.rule_for(number, kind)
+    return evaluate_rule(seccomp.rule_for(number, kind), arguments)
+
+
+def evaluate_rule(rule: seccomp.SyscallRule, arguments: Sequence[int]) -> int:
     if isinstance(rule, int):
         return rule
     for check in rule:
         value = arguments[check.index] & check.mask
+        if check.maximum is not None:
+            if value > check.maximum:
+                return seccomp.EPERM
+            continue
         if value in check.fake_success_values:
             return seccomp.FAKE_SUCCESS
         if check.bounded_value is not None and value == check.bounded_value[0]:
@@ -100,19 +112,23 @@ def test_every_program_equals_its_policy(kind: FilterKind, arguments: list[int])
         assert result == evaluate(number, arguments, kind=kind), number
 
 
-@given(registers)
-def test_zygote_filter_and_call_filter_together_equal_the_policy(arguments: list[int]) -> None:
+@pytest.mark.parametrize("kind", seccomp.ON_TOP)
+@given(arguments=registers)
+def test_zygote_filter_and_call_filter_together_equal_the_policy(kind: FilterKind, arguments: list[int]) -> None:
+    policy = {X86_64[name]: rule for name, rule in {**seccomp.CALL_POLICY, **seccomp.ON_TOP[kind]}.items()}
     for number in range(512):
         zygote_result = evaluate(number, arguments, kind=FilterKind.ZYGOTE)
-        call_result = evaluate(number, arguments, kind=FilterKind.CALL_ON_TOP)
+        call_result = evaluate(number, arguments, kind=kind)
         result = min(zygote_result, call_result)  # the kernel takes the lower one: all refusals are below ALLOW
         if {zygote_result, call_result} == {seccomp.ENOSYS, seccomp.EPERM}:
             result = call_result  # of two refusals with an errno, the kernel takes that of the filter loaded last
-        assert result == evaluate(number, arguments), number
+        expected = policy.get(number, seccomp.rule_for(number))
+        assert result == evaluate_rule(expected, arguments), number
 
 
-def test_the_filter_that_each_call_loads_is_small() -> None:
-    assert len(seccomp.program(FilterKind.CALL_ON_TOP)) < len(seccomp.program()) / 3
+@pytest.mark.parametrize("kind", seccomp.ON_TOP)
+def test_the_filter_that_each_call_loads_is_small(kind: FilterKind) -> None:
+    assert len(seccomp.program(kind)) < len(seccomp.program()) / 2
 
 
 @pytest.mark.parametrize("kind", [FilterKind.NAMESPACED, FilterKind.ZYGOTE])
