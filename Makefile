@@ -94,7 +94,7 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=sandbox/guest $(BIN)/mypy --config-file= --strict --allow-any-generics --explicit-package-bases \
-		$(wildcard sandbox/guest/[a-z]*.py)
+		$(wildcard sandbox/guest/[a-z]*.py) sandbox/guest/site/sitecustomize.py
 	$(BIN)/lint-imports
 
 .PHONY: machine-code

@@ -30,7 +30,7 @@ from bench.servers import service
 from bench.workloads.known_differences import EXCLUDED_MODULES, excluded_modules, reason_for
 from sandbox.client import AsyncClient
 from sandbox.jail import kernel
-from sandbox.types import Call, Limits, Status
+from sandbox.types import Call, Limits, Network, Status
 
 MAX_DIFFERENCES = 100
 LIMITS = Limits(memory_mb=2048, output_kb=16384, processes=256, disk_mb=1024)
@@ -209,7 +209,8 @@ async def run_inside(client: AsyncClient, module: str, limit_s: float) -> Module
     """Run a module in a call."""
     limits = {"timeout_s": limit_s, "memory_mb": LIMITS.memory_mb, "output_kb": LIMITS.output_kb}
     limits |= {"processes": LIMITS.processes, "disk_mb": LIMITS.disk_mb}
-    call = Call.decode({"code": program(module), "limits": limits, "profile": "bare", "echo": False})
+    options = {"profile": "bare", "echo": False, "network": Network.LOOPBACK}
+    call = Call.decode({"code": program(module), "limits": limits, **options})
     result = await client.execute(call)
     if result.status is Status.UNAVAILABLE:
         raise command.BenchFailed(f"{module}: {result.error}")

@@ -193,8 +193,7 @@ class Executor:
         """Run calls until cancelled. Raises `NodeError` if the zygotes fail to start and have never been ready."""
         with ExitStack() as stack:
             self._create_cgroups(stack)
-            if not self.cgroups:
-                start_memory_reader()
+            start_memory_reader()
             async with trio.open_nursery() as self._nursery:
                 for pool in self.pools:
                     self._nursery.start_soon(pool.run)

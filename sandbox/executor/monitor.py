@@ -33,8 +33,15 @@ from typing import Protocol
 
 import trio
 
-from sandbox.executor.call_state import MAX_OPEN_FILES, Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
-from sandbox.executor.process_tree import CpuPriority, ProcessTree, exceeds_memory, pid_of_pidfd
+from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
+from sandbox.executor.process_tree import (
+    CpuPriority,
+    ProcessTree,
+    exceeds_memory,
+    has_few_sockets,
+    pid_of_pidfd,
+    socket_bytes,
+)
 from sandbox.executor.slots import Slots
 from sandbox.executor.virtual_clock import VirtualClock
 
@@ -71,7 +78,8 @@ MAX_LAG_S = 0.05
 """Seconds of virtual time, times the crowding factor, by which a long call may lag before it is promoted. It is not
 zero, since moving a thread between cgroups takes a lock that every fork and exit on the machine waits for."""
 _memory_reader = ThreadPoolExecutor(1, "memory")
-"""Runs `exceeds_memory`, which blocks for milliseconds, for one call at a time, beside the event loop."""
+"""Runs `socket_bytes` and `exceeds_memory`, which block for milliseconds, for one call at a time, beside the event
+loop."""
 
 
 def start_memory_reader() -> None:
@@ -261,21 +269,27 @@ class CallMonitor:
             return KillReason.STARVED if self._clock.is_single_threaded else KillReason.TIMED_OUT
         if self._is_demoted_for_good and self._wall_cap_left_s <= wall_cap_s(self._timeout_s) / 2:
             return KillReason.RESTARTED
-        if self._slots.cgroup(self._attempt.slot) is None and self._is_over_memory(tree):
+        if self._is_over_memory(tree):
             return KillReason.OUT_OF_MEMORY
         return None
 
     def _is_over_memory(self, tree: ProcessTree) -> bool:
         """Return whether a finished check found the call over its memory limit. If there is none, start a check if the
-        last sample may be over the limit. Used where no cgroup counts the memory of a call."""
+        last sample may be over the limit. A cgroup counts everything but the data in TCP and UDP sockets."""
         attempt, check = self._attempt, self._memory_check
-        if self._slots.have_networks and tree.queued_socket_bytes(MAX_OPEN_FILES) > attempt.memory_bytes:
-            return True
         if check is None:
-            resident = tree.resident_bytes()
-            if sum(resident.values()) > attempt.memory_bytes:
+            has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.request.has_loopback
+            resident = {} if has_cgroup else tree.resident_bytes()
+            counts_sockets = self._slots.have_networks and (
+                has_loopback or (not has_cgroup and not has_few_sockets(tree.root))
+            )
+            limit_bytes = attempt.memory_bytes
+            if counts_sockets or sum(resident.values()) > limit_bytes:
                 self._memory_check = _memory_reader.submit(
-                    exceeds_memory, resident, attempt.memory_bytes, attempt.zygote_bytes
+                    lambda: (
+                        (counts_sockets and socket_bytes(tree.root, counts_unix=not has_cgroup) > limit_bytes)
+                        or exceeds_memory(resident, limit_bytes, attempt.zygote_bytes)
+                    )
                 )
             return False
         if not check.done():

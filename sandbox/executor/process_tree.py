@@ -56,9 +56,14 @@ _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
 _PROPORTIONAL_KEYS, _FILE_KEYS = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
 """Lines of /proc/PID/smaps_rollup, in KiB. In these, a page that n processes share counts 1/n for each of them."""
 _SOCKET_BYTES = 212_992
-"""Data that an AF_UNIX socket can hold: net.core.wmem_default of all usual machines."""
-_MAX_TABLE_BYTES = 4 << 20
-"""Bytes of /proc/PID/net/unix that are read; a socket takes 54 or more."""
+"""Data that an AF_UNIX stream can hold: net.core.wmem_default of all usual machines."""
+_DATAGRAMS = 11
+"""Number of datagrams of this size that an AF_UNIX socket can hold (net.unix.max_dgram_qlen of a new namespace)."""
+_FEW_SOCKETS_BYTES = 1024
+"""Size of /proc/PID/net/unix with about 12 sockets."""
+_MAX_TABLE_LINES = 1 << 17
+"""Lines of a table of sockets that are read. As AF_UNIX sockets they would count as 26 GiB."""
+_TCP_TIME_WAIT = b"06"
 _SCHED_PARAM = os.sched_param(0)
 _GONE_ERRORS = OSError, IndexError, ValueError
 """Errors from reading the files of a process that has just ended."""
@@ -229,16 +234,6 @@ class ProcessTree:
                 resident[pid] = _sum_kib(f"/proc/{pid}/status", _RESIDENT_KEYS) << 10
         return resident
 
-    def queued_socket_bytes(self, max_open_files: int) -> int:
-        """Return an upper bound of the data in AF_UNIX sockets that no descriptor refers to, as they wait for
-        accept(2). `max_open_files` is RLIMIT_NOFILE of each process. The call must have its own network namespace."""
-        try:
-            with open(f"/proc/{self.root}/net/unix", "rb") as table:
-                sockets = table.read(_MAX_TABLE_BYTES).count(b"\n")
-        except OSError:
-            return 0
-        return max(0, sockets - max_open_files * max(1, len(self._pids))) * _SOCKET_BYTES
-
     def _list_pids(self) -> list[int]:
         if self._members is None:
             return list(self._descendants())
@@ -308,6 +303,36 @@ class ProcessTree:
             known = timeslices, _read_voluntary_switches(path)
         self._switches[tid] = known
         return known[1]
+
+
+def has_few_sockets(pid: int) -> bool:
+    """Return whether the network namespace of a process has only some AF_UNIX sockets."""
+    try:
+        return len(_read(f"/proc/{pid}/net/unix")) <= _FEW_SOCKETS_BYTES
+    except OSError:
+        return True
+
+
+def socket_bytes(pid: int, *, counts_unix: bool) -> int:
+    """Return an upper bound of the data in all sockets of the network namespace of a process, also in those that no
+    descriptor refers to, as they wait for accept(2). AF_UNIX sockets count as full."""
+    total = 0
+    with suppress(OSError):
+        for line in _table(f"/proc/{pid}/net/unix") if counts_unix else ():
+            total += _SOCKET_BYTES * (_DATAGRAMS if line.split(None, 5)[4] == b"0002" else 1)
+        for protocol in ("tcp", "udp"):
+            for line in _table(f"/proc/{pid}/net/{protocol}"):
+                _, _, _, state, queues, _ = line.split(None, 5)
+                if state != _TCP_TIME_WAIT:
+                    total += 4096 + sum(int(size, 16) for size in queues.split(b":"))
+    return total
+
+
+def _table(path: str) -> list[bytes]:
+    """Return the lines of a table of sockets without its header, at most `_MAX_TABLE_LINES`."""
+    with open(path, "rb") as file:
+        file.readline()
+        return [*islice(file, _MAX_TABLE_LINES)]
 
 
 def exceeds_memory(resident_bytes: Mapping[int, int], limit_bytes: int, zygote_bytes: int) -> bool:

@@ -428,6 +428,9 @@ def main() -> None:
     # LD_BIND_NOW made the dynamic linker bind all symbols of this zygote, so that no call has to. Remove it from the
     # environment of calls.
     os.environ.pop("LD_BIND_NOW", None)
+    # Interpreters that a call starts import site/sitecustomize.py.
+    paths = os.environ.get("PYTHONPATH"), os.path.join(os.path.dirname(__file__), "site")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     fd = int(sys.argv[sys.argv.index("--fd") + 1])
     sock = descriptors.move_up(socket.socket(fileno=fd), _FIRST_FREE_FD)
     while True:  # occupy the descriptors that calls use, so that the zygote opens its own above them

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from sandbox import machine
 from sandbox.errors import IsolationError
-from sandbox.jail import kernel, launcher, python_access
+from sandbox.jail import kernel, launcher, python_access, root_fs
 from sandbox.jail.landlock_rules import REMOVE_DIR, rules_for
 from sandbox.jail.spec import FIRST_SLOT_UID, JailSpec
 from sandbox.jail.uid_range import LANDLOCK_CAPABILITIES
@@ -166,10 +166,10 @@ class _ScratchRoot:
             if os.listdir(self.path):
                 self._rename()
                 self._acquire_lock()
-            shutil.copytree(self.spec.guest_dir, f"{self.path}/guest", ignore=_all_but_sources)
+            shutil.copytree(self.spec.guest_dir, f"{self.path}/guest", ignore=root_fs.all_but_sources)
             os.mkdir(f"{self.path}/calls")
-            for path, mode in ((self.path, 0o711), (f"{self.path}/guest", 0o755), (f"{self.path}/calls", 0o711)):
-                os.chmod(path, mode)
+            for name, mode in (("", 0o711), ("guest", 0o755), ("guest/site", 0o755), ("calls", 0o711)):
+                os.chmod(f"{self.path}/{name}", mode)
         except OSError as error:
             raise IsolationError(f"scratch directories: {error}; choose another directory with TMPDIR") from None
 
@@ -273,10 +273,6 @@ def _remove_if_empty(path: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _all_but_sources(_dir: str, names: list[str]) -> list[str]:
-    return [name for name in names if not name.endswith(".py")]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
 ETC = {
     "passwd": "root:x:0:0::/:/bin/false\nnobody:x:65534:65534::/:/bin/false\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
 }
 USER = "sandbox"
 """Name of the user of all calls, whatever the uid, as in the variables USER and LOGNAME."""
@@ -97,6 +97,11 @@ def _write_etc(spec: JailSpec) -> None:
             file.write(text + users.get(name, ""))
 
 
+def all_but_sources(directory: str, names: list[str]) -> list[str]:
+    """Return the names in a directory of the guest that are no part of its source (`ignore` of `shutil.copytree`)."""
+    return [name for name in names if not name.endswith(".py") and name != "site"]
+
+
 def _copy_locale() -> None:
     for path in LOCALE_DIRS:
         if os.path.isdir(path):
@@ -104,9 +109,10 @@ def _copy_locale() -> None:
 
 
 def _copy_guest(guest_dir: str) -> None:
-    for name in sorted(os.listdir(guest_dir)):
-        if name.endswith(".py"):
-            shutil.copyfile(os.path.join(guest_dir, name), f"{ROOT_STAGING_DIR}{GUEST_DIR_IN_JAIL}/{name}")
+    target = f"{ROOT_STAGING_DIR}{GUEST_DIR_IN_JAIL}"
+    shutil.copytree(guest_dir, target, ignore=all_but_sources, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    for directory in (target, f"{target}/site"):
+        os.chmod(directory, 0o755)
 
 
 def _add_python(python: Interpreter) -> None:

@@ -54,7 +54,7 @@ class ArgumentCheck:
     bounded_value: tuple[int, int, int] | None = None
     """A further value, the index of another argument, and the maximum of that argument (its low 32 bits)."""
     maximum: int | None = None
-    """Instead of values: the maximum of the argument, as an unsigned number."""
+    """All numbers up to this one are allowed as well. The argument counts as unsigned."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -92,7 +92,9 @@ _SIGNALS_AND_TIME = """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
 # Without a network namespace of its own, a call can connect sockets only in pairs. setsockopt is missing, because
 # SO_ATTACH_FILTER loads BPF, and SO_PASSCRED gives the socket a name to which other calls could send.
-_SOCKETPAIRS = "shutdown getsockname getpeername getsockopt"
+_SOCKETPAIRS = "shutdown getsockname getpeername"
+# A process without capabilities can only take ids that it has, so these change nothing.
+_OWN_IDS = "setuid setgid setreuid setregid setresuid setresgid"
 
 # For these the result is ENOSYS: then the C library uses clone instead of clone3, whereas after EPERM it gives up. The
 # same holds for system calls that are newer than this policy, from map_shadow_stack on. Libraries that lock files if
@@ -106,6 +108,7 @@ _LIMITS = (0, 1, 2, 3, *range(5, 16))  # all RLIMIT_* but RLIMIT_CORE (4)
 PIPE_BYTES = 1 << 16  # the size of a new pipe
 _READ_WRITE_FLAGS = 0x1 | 0x2 | 0x4 | 0x10
 _OUT_OF_BAND = 0x1  # MSG_OOB, which Python code does not need and an exploit has used (CVE-2025-38236)
+_FASTOPEN_ZEROCOPY = 0x20000000 | 0x4000000  # MSG_FASTOPEN, MSG_ZEROCOPY
 _SOCKET_TYPE = ~0x80800 & 0xFFFFFFFF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
 _UNIX_STREAM = (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1,), mask=_SOCKET_TYPE))
 _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
@@ -142,7 +145,11 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
     # All limits but RLIMIT_CORE: see launcher.NO_CORE_DUMP.
     "setrlimit": (ArgumentCheck(0, _LIMITS),),
     "prlimit64": (ArgumentCheck(1, _LIMITS),),
-    "sendto": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND),),
+    "sendto": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND | _FASTOPEN_ZEROCOPY),),
+    # At both levels, SOL_SOCKET and IPPROTO_TCP, the options up to 21, 30, 38 and 39 have no dangerous meaning. Refused
+    # are 57 (SO_COOKIE, which counts the sockets of the whole machine), 71 (SO_NETNS_COOKIE), 26 (SO_GET_FILTER), and
+    # 35 (TCP_ZEROCOPY_RECEIVE).
+    "getsockopt": (ArgumentCheck(1, (1, 6)), ArgumentCheck(2, (30, 38, 39), maximum=21)),
     "recvfrom": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND),),
     "recvmsg": (ArgumentCheck(2, (0,), mask=_OUT_OF_BAND),),
     "recvmmsg": (ArgumentCheck(3, (0,), mask=_OUT_OF_BAND),),
@@ -162,6 +169,7 @@ _CHECKED_ARGUMENTS: dict[str, tuple[ArgumentCheck, ...]] = {
 
 CALL_POLICY: Mapping[str, SyscallRule] = {
     **dict.fromkeys((_FILES + _MEMORY + _PROCESSES + _SIGNALS_AND_TIME + _EVENTS + _SOCKETPAIRS).split(), ALLOW),
+    **dict.fromkeys(_OWN_IDS.split(), ALLOW),
     **dict.fromkeys(_NOT_IMPLEMENTED.split(), ENOSYS),
     **_CHECKED_ARGUMENTS,
 }
@@ -172,14 +180,15 @@ descriptor, which would count towards a limit."""
 # For a call in a network namespace that no other call shares: AF_UNIX streams and datagrams, which can have names. The
 # options have no dangerous meaning at either level, SOL_SOCKET or IPPROTO_TCP: 26, 27, 50, 51 and 52 would load BPF, 16
 # (SO_PASSCRED) is not needed, and TCP_MD5SIG (14) and TCP_ULP (31) are parts of the kernel that Python does not need.
-# Sizes of buffers (SO_SNDBUF, SO_RCVBUF) are only hints.
+# Sizes of buffers (SO_SNDBUF, SO_RCVBUF), SO_PRIORITY and SO_LINGER are only hints; at the level of TCP 13 would choose
+# the congestion control.
 NAMED_SOCKETS: Mapping[str, SyscallRule] = {
     **dict.fromkeys(["bind", "connect", "accept", "accept4"], ALLOW),
     "listen": (ArgumentCheck(1, (), maximum=MAX_BACKLOG),),
-    "socket": (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1, 2), mask=_SOCKET_TYPE)),
+    **dict.fromkeys(["socket", "socketpair"], (ArgumentCheck(0, (1,)), ArgumentCheck(1, (1, 2), mask=_SOCKET_TYPE))),
     "setsockopt": (
         ArgumentCheck(1, (1, 6)),
-        ArgumentCheck(2, (1, 2, 3, 4, 5, 6, 9, 10, 12, 13, 15), fake_success_values=(7, 8)),
+        ArgumentCheck(2, (1, 2, 3, 4, 5, 6, 9, 15), fake_success_values=(7, 8, 12, 13)),
     ),
 }
 # With `network: "loopback"`: also TCP and UDP of IPv4 (protocol 0, 6 and 17). There is no IPv6: its option IPV6_V6ONLY,
@@ -205,8 +214,8 @@ _SELF_ONLY = dict.fromkeys(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueuei
 
 # System calls by which a zygote confines a call. Calls may not make them, or not with all arguments.
 _SETUP_CALLS = """
-    unshare setns mount capset seccomp setgroups setresuid setresgid memfd_create clone clone3 prctl fcntl ioctl
-    sendmsg socket setsockopt bind connect listen accept accept4
+    unshare setns mount capset seccomp setgroups memfd_create clone clone3 prctl fcntl ioctl
+    sendmsg socket socketpair setsockopt bind connect listen accept accept4
 """
 
 
@@ -329,9 +338,6 @@ def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruct
         passed = _ACTION_LABELS[ALLOW] if check is rule[-1] else f"{name} {check.index}"
         yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * check.index, label=label)
         label = passed
-        if check.maximum is not None:
-            yield bpf.Instruction(bpf.IF_AT_LEAST, check.maximum + 1, yes=_ACTION_LABELS[EPERM], no=passed)
-            continue
         if check.mask != 0xFFFFFFFF:
             yield bpf.Instruction(bpf.AND, check.mask)
         for value in check.fake_success_values:
@@ -340,8 +346,10 @@ def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruct
         if check.bounded_value is not None:
             yield bpf.Instruction(bpf.IF_EQUAL, check.bounded_value[0], yes=bound)
         for value in check.values:
-            is_last = value == check.values[-1]
+            is_last = value == check.values[-1] and check.maximum is None
             yield bpf.Instruction(bpf.IF_EQUAL, value, yes=passed, no=_ACTION_LABELS[EPERM] if is_last else None)
+        if check.maximum is not None:
+            yield bpf.Instruction(bpf.IF_AT_LEAST, check.maximum + 1, yes=_ACTION_LABELS[EPERM], no=passed)
         if check.bounded_value is not None:
             _, index, maximum = check.bounded_value
             yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * index, label=bound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
-from sandbox.types import Status
+from sandbox.types import Network, Status
 from tests.escape.targets import Host, check_resisted, succeeds_without_jail
 from tests.executor.calling import OWN_PYTHON, Caller, executor
 from tests.jail.jails import reachable_python
@@ -49,6 +50,7 @@ for path in ('../secret', 'sub/../../secret'):
     opened = attempt(lambda: os.open(path, os.O_RDONLY, dir_fd=fd))
     if not isinstance(opened, OSError): scan(os.read(opened, 99))
 """,
+    "the socket of a service": "if works(socket.socket(socket.AF_UNIX).connect, f'{DATA}/socket'): breach('connected')",
     "programs": "if works(subprocess.run, [f'{DATA}/program']): breach('executed')",
 }
 CHANGES_NOT_TRIED_AS_ROOT = ("remounting", "unmounting")
@@ -76,9 +78,12 @@ def data_dir(host: Host) -> Iterator[str]:
         (data / "link").symlink_to(top)
         (data / "program").write_text("#!/bin/sh\nexit 0\n")
         (data / "program").chmod(0o755)
-        for path in (data, data / "sub", data / "file"):
-            path.chmod(0o777)  # so that no mode protects them
-        yield str(data)
+        with socket.socket(socket.AF_UNIX) as service:
+            service.bind(f"{data}/socket")
+            service.listen(64)
+            for path in (data, data / "sub", data / "file", data / "socket"):
+                path.chmod(0o777)  # so that no mode protects them
+            yield str(data)
     finally:
         shutil.rmtree(top)
 
@@ -104,7 +109,7 @@ def test_data_resists(attack: str, offered: tuple[Caller, str, Host], request: p
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError))
     caller, data, host = offered
     check_resisted(caller.run(host.attack_program(f"DATA = {data!r}\n{ATTACKS[attack]}")))
-    assert sorted(os.listdir(data)) == ["file", "link", "program", "sub"]
+    assert sorted(os.listdir(data)) == ["file", "link", "program", "socket", "sub"]
     assert Path(data, "file").read_text() == "content"
 
 
@@ -117,4 +122,12 @@ def test_the_attack_succeeds_without_a_jail(attack: str, host: Host, tmp_path: P
 def test_calls_can_read_data(offered: tuple[Caller, str, Host]) -> None:
     caller, data, _ = offered
     result = caller.run(f"import os\nprint(sorted(os.listdir({data!r})), open('{data}/file').read())")
-    assert (result.status, result.stdout) == (Status.OK, "['file', 'link', 'program', 'sub'] content\n"), sys.platform
+    assert (result.status, result.stdout) == (Status.OK, "['file', 'link', 'program', 'socket', 'sub'] content\n"), (
+        sys.platform
+    )
+
+
+def test_there_is_no_loopback_beside_data(offered: tuple[Caller, str, Host]) -> None:
+    result = offered[0].run("1", network=Network.LOOPBACK)
+    assert result.status is Status.INVALID and result.error is not None
+    assert result.error.message.startswith("network: expected none, got loopback: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from sandbox.executor import run_once
 from sandbox.executor.process_tree import ProcessTree, exceeds_memory
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
-from sandbox.types import Call, Limits, Result, Status
+from sandbox.types import Call, Limits, Network, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
 from tests.executor.test_long_calls import EXECUTOR_WITH_HIDDEN_PROC
 from tests.jail.jails import all_users_can_reach, system_python
@@ -124,10 +125,9 @@ def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_oth
         assert caller.run("1").value == "1"
 
 
-SOCKET_BOMB = """
-import socket, time
-kept = []
-for n in range(100):
+SOCKET_BOMBS = {
+    "connections that wait": """
+for n in range(COUNT):
     kept.append(socket.socket(socket.AF_UNIX))
     kept[-1].bind(str(n)); kept[-1].listen(128)
     for _ in range(128):
@@ -135,17 +135,55 @@ for n in range(100):
             client.connect(str(n))
             client.setblocking(False)
             client.send(bytes(1 << 16))
-    if n == {listeners} - 1: break
-time.sleep({seconds})
-"""
+""",
+    "datagrams": """
+for n in range(10 * COUNT):
+    kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    kept[-1].bind("\\0%d" % n)
+    for _ in range(10):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+            client.sendto(bytes(200_000), "\\0%d" % n)
+""",
+    "TCP": """
+server = socket.create_server(("127.0.0.1", 8000))
+for n in range(2 * COUNT):
+    kept.append(socket.create_connection(("127.0.0.1", 8000)))
+    kept[-1].setblocking(False)
+    try:
+        while True: kept[-1].send(bytes(1 << 16))
+    except BlockingIOError: pass
+""",
+    "UDP": """
+if COUNT > 1: __import__("os").fork()
+for n in range(20 * COUNT):
+    kept.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    kept[-1].bind(("127.0.0.1", 0))
+    for _ in range(8):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.sendto(bytes(50_000), kept[-1].getsockname())
+""",
+}
 
 
-def test_data_in_sockets_that_wait_for_accept_counts_as_memory() -> None:
-    server = (sys.executable, "-c", EXECUTOR_WITH_HIDDEN_PROC, "nothing", "no cgroups")
+@pytest.mark.parametrize(
+    ("bomb", "network", "cgroups"),
+    [
+        ("connections that wait", Network.NONE, "no cgroups"),
+        ("datagrams", Network.NONE, "no cgroups"),
+        ("TCP", Network.LOOPBACK, "no cgroups"),
+        ("UDP", Network.LOOPBACK, "no cgroups"),
+        ("TCP", Network.LOOPBACK, "cgroups"),  # a cgroup of version 1 does not count these
+        ("UDP", Network.LOOPBACK, "cgroups"),
+    ],
+)
+def test_data_in_sockets_counts_as_memory(bomb: str, network: Network, cgroups: str) -> None:
+    server = (sys.executable, "-c", EXECUTOR_WITH_HIDDEN_PROC, "nothing", cgroups)
+    code = f"import socket, time\nkept = []\n{SOCKET_BOMBS[bomb]}\ntime.sleep(SLEEP_S)"
     with executor(server=server, isolation="namespaces") as caller:
-        few = caller.run(SOCKET_BOMB.format(listeners=4, seconds=0.5), memory_mb=64)
+        options: dict[str, Any] = {"memory_mb": 16, "disk_mb": 1, "timeout_s": 30, "network": network}
+        few = caller.run(code.replace("COUNT", "1").replace("SLEEP_S", "0.5"), **options)
         assert few.status is Status.OK, few
-        many = caller.run(SOCKET_BOMB.format(listeners=100, seconds=1000), memory_mb=64, timeout_s=60)
+        many = caller.run(code.replace("COUNT", "12").replace("SLEEP_S", "1000"), **options)
         assert many.status is Status.MEMORY_LIMIT, many
 
 

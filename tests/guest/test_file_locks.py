@@ -101,4 +101,4 @@ def test_a_new_interpreter_of_a_call_gets_no_lock(guest: Caller) -> None:
 import subprocess, sys
 print(subprocess.run([sys.executable, "-c", "import fcntl; fcntl.flock(0, 2)"], stderr=-1).stderr)
 """
-    assert "Function not implemented" in stdout_of(guest.run(code))
+    assert "no file locks between the processes of a call" in stdout_of(guest.run(code))
