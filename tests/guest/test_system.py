@@ -27,6 +27,14 @@ fd = os.open("file", os.O_RDWR | os.O_CREAT)
 written = [os.pwritev(fd, [b"ab", b"c"], 0, flags) for flags in (0, os.RWF_SYNC, os.RWF_DSYNC)]
 print(written == [3] * 3 and os.pread(fd, 9, 0) == b"abc")
 """,
+    "a file is sent to a socket": """
+import socket
+with open("file", "wb") as file: file.write(bytes(range(256)) * 1000)
+ours, theirs = socket.socketpair()
+with open("file", "rb") as file:
+    first, second = os.sendfile(ours.fileno(), file.fileno(), 1, 2), os.sendfile(ours.fileno(), file.fileno(), None, 3)
+    print((first, second, theirs.recv(9), file.tell()) == (2, 3, b"\x01\x02\x00\x01\x02", 3))
+""",
     "a memory file is a file without a name": """
 fd, other = os.memfd_create("name"), os.memfd_create("name", 0)
 with open(fd, "w+b") as file:

@@ -59,4 +59,4 @@ class _Loader:
 
 
 sys.path[:] = [path for path in sys.path if path != _SITE_DIR]
-sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Finder)
