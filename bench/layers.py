@@ -45,7 +45,7 @@ from bench.servers.layers_host import BATCH, BareExecutor, Cost, MeasuringJail, 
 from bench.workloads.code_kinds import PROFILE_CODES
 from sandbox import jail
 from sandbox.client import AsyncClient
-from sandbox.config import ZYGOTE_PROFILES
+from sandbox.settings.server import ZYGOTE_PROFILES
 from sandbox.types import Call
 
 IN_JAIL = ("floor", "os.fork", "namespaces", "tmpfs", "identity", "seccomp", "groups", "runner")

@@ -2,6 +2,6 @@
 
 import sys
 
-from sandbox.cli import main
+from sandbox.commands.main import main
 
 sys.exit(main())

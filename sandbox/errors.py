@@ -5,7 +5,7 @@ SandboxError
 ├── ConfigError            a setting is wrong or impossible: correct it
 │   ├── ClusterError       the cluster of the settings cannot be used, or none of its nodes can
 │   └── IsolationError     this machine lacks an isolation layer that the settings require
-├── RuntimeBuildError      the guest runtime could not be built (in `sandbox.runtime`)
+├── RuntimeBuildError      the guest runtime could not be built (in `sandbox.runtime.build`)
 ├── ProtocolError          a peer sent bytes that are no valid frame: close the connection
 ├── NodeError              an executor or zygote failed: its calls are retried elsewhere
 └── ServiceError           a client got no result; `retry_after_s` is the Retry-After of the response, if any

@@ -84,7 +84,7 @@ PROFILE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 class Profile(DocumentedEnum):
     """The modules that the zygote of a call has imported. An unsuitable profile makes a call slower, never wrong.
 
-    An operator can define further profiles (`sandbox.own_profiles`), whose names are plain text.
+    An operator can define further profiles (`sandbox.settings.profiles`), whose names are plain text.
     """
 
     AUTO = "auto", "The server chooses by the imports in the code."

@@ -11,12 +11,12 @@
 - `seq` is the gateway's number of an attempt, never reused on one connection. Each attempt ends with a result or as
   lost, exactly once and in any order; a cancelled one at most once.
 - An executor starts the code of an attempt once, and once more if the call starved at a lower CPU priority
-  (`executor.monitor`). It does not repeat an attempt that is lost. An attempt is lost if the code ended without a
+  (`executor.time.monitor`). It does not repeat an attempt that is lost. An attempt is lost if the code ended without a
   result (`has_started`), because its zygote exited or an outer memory limit killed it, or if it could not be started.
   The gateway decides whether the call gets another attempt.
 - `call` is `Call.encode(binary=True)`, validated and clamped; `result` is `Result.encode(binary=True)`. A call of
-  `sandbox.judge` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set. `request` is the
-  number of the HTTP request of a call: requests take turns in the executor too (`sandbox.request_queue`).
+  `sandbox.judging.programs` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set.
+  `request` is the number of the HTTP request of a call.
 - An executor with `is_replacement` is ready with its first zygote; others are ready when every zygote has been ready.
 - `isolation` in the settings is never "auto": the server chooses the level once, before it starts executors.
 - Beyond the window, an executor accepts `reserved_slots` calls whose requests have no running call.

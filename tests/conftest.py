@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sandbox.config import ENV_PREFIX
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import choose_level
-from sandbox.runtime import default_python
+from sandbox.runtime.build import default_python
+from sandbox.settings.server import ENV_PREFIX
 
 # torch reads this when it is loaded. Two threads that wait for each other are a hundred times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.servers import service
-from sandbox import runtime
+from sandbox.runtime import build as runtime
 from trainer.recipe.runner import Phase, run_child
 
 SLEEP = ("-S", "-c", "import time; time.sleep(1000)")

@@ -24,11 +24,11 @@ from bench.probes import processes
 from bench.servers import service
 from bench.workloads.code_kinds import PROFILE_CODES
 from sandbox import jail, wire
-from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import zygote_frames
 from sandbox.executor.call_state import CallRequest
 from sandbox.executor.executor import GUEST_ENV
+from sandbox.settings.server import ExecutorConfig
 
 BATCH = 64
 """Calls in a frame to the executor, and in a request over HTTP."""

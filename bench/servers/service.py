@@ -21,9 +21,9 @@ from typing import BinaryIO
 
 from bench.harness.command import BenchFailed
 from bench.probes import processes
-from sandbox import runtime
 from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 from sandbox.held_signals import held_signals
+from sandbox.runtime import build as runtime
 
 START_TIMEOUT_S = 120.0
 """Seconds until a server must be ready. Warming the interpreters takes seconds, and longer on a loaded machine."""

@@ -40,9 +40,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.fd is not None:
         return answer_all(socket.socket(fileno=args.fd))
-    from sandbox.config import ServeConfig
     from sandbox.gateway import serve
     from sandbox.gateway.calls.executor_handle import ExecutorProcess
+    from sandbox.settings.server import ServeConfig
 
     config = ServeConfig(port=args.port, executors=args.executors)
     return serve(config, functools.partial(ExecutorProcess.launch, "bench.servers.stub_executor"))

@@ -1,4 +1,4 @@
-"""Labelled pairs of answers (`tests/answer_pairs.txt`): what a mathematician would grade."""
+"""Labelled pairs of answers (`tests/judging/answer_pairs.txt`): what a mathematician would grade."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAIRS_FILE = Path(__file__).parents[2] / "tests" / "answer_pairs.txt"
+PAIRS_FILE = Path(__file__).parents[2] / "tests" / "judging" / "answer_pairs.txt"
 _KIND = re.compile(r"\[([a-z][a-z -]+)\]")
 _PAIR = re.compile(r"(.+?) (==|!=) (.+)")
 _NEW_LINE = re.compile(r"\\n(?![a-z])")

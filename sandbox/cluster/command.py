@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from sandbox.cluster.membership import ClusterMembership
 from sandbox.cluster.ray_driver import RayDriver
-from sandbox.config import ServeConfig
 from sandbox.errors import ClusterError
 from sandbox.gateway import serve
+from sandbox.settings.server import ServeConfig
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds to connect, and seconds to wait for the first bytes."""

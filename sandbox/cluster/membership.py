@@ -33,10 +33,10 @@ from sandbox.cluster.handshake import ExecutorStart
 from sandbox.cluster.node_report import NodeReport, refusal
 from sandbox.cluster.ray_driver import RawNodes
 from sandbox.cluster.remote_executor import RemoteExecutor
-from sandbox.config import ServeConfig
 from sandbox.errors import ClusterError, ConfigError, ProtocolError, SandboxError
 from sandbox.gateway.calls.dispatcher import Dispatcher, NodeRow
 from sandbox.gateway.calls.executor_handle import ExecutorHandle
+from sandbox.settings.server import ServeConfig
 
 log = logging.getLogger(__name__)
 

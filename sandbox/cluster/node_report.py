@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
-from sandbox import machine, runtime
-from sandbox.config import ServeConfig, weakness
+from sandbox import machine
 from sandbox.errors import ConfigError, ProtocolError, SandboxError
+from sandbox.runtime import build as runtime
+from sandbox.settings.server import ServeConfig, weakness
 
 INSPECTION_TIMEOUT_S = 60.0
 MAX_TEXT_CHARS = 500

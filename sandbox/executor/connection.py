@@ -13,11 +13,11 @@ from typing import Any
 import trio
 
 from sandbox import wire
-from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError, ProtocolError, SandboxError, first_error
 from sandbox.executor.executor import Executor
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.jail import AUTO
+from sandbox.settings.server import ExecutorConfig
 from sandbox.types import EncodedResult, unavailable_result
 
 STATS_INTERVAL_S = 1.0

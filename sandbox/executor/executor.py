@@ -35,19 +35,20 @@ from typing import Any
 
 import trio
 
-from sandbox import jail, machine, runtime
+from sandbox import jail, machine
 from sandbox.backoff import backoff_s
-from sandbox.config import ExecutorConfig, resolve_capacity
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
 from sandbox.executor.machine_memory import MachineMemory
-from sandbox.executor.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
-from sandbox.executor.process_tree import CpuPriority
 from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
+from sandbox.executor.time.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
+from sandbox.executor.time.process_tree import CpuPriority
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
+from sandbox.runtime import build as runtime
+from sandbox.settings.server import ExecutorConfig, resolve_capacity
 from sandbox.types import EncodedResult, Profile, invalid_result
 
 log = logging.getLogger(__name__)

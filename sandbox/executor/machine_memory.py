@@ -9,7 +9,7 @@ import math
 
 from sandbox import machine
 from sandbox.executor.call_state import Attempt
-from sandbox.executor.monitor import KillReason
+from sandbox.executor.time.monitor import KillReason
 
 MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
 """While less than this share of the machine's memory is available, no call moves to a long slot, since that would let

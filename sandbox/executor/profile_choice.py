@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from sandbox.own_profiles import OwnProfile
+from sandbox.settings.profiles import OwnProfile
 from sandbox.types import Profile
 
 PROFILE_CHAIN = (Profile.BARE, Profile.NUMERIC, Profile.SYMBOLIC, Profile.SCIENTIFIC)

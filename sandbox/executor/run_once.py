@@ -10,11 +10,11 @@ from dataclasses import replace
 import trio
 
 from sandbox import machine
-from sandbox.config import ZYGOTE_PROFILES, ExecutorConfig, within_memory
 from sandbox.errors import SandboxError, first_error
 from sandbox.executor.executor import Executor
 from sandbox.executor.profile_choice import ProfileTree, imported_modules
-from sandbox.own_profiles import check_profile
+from sandbox.settings.profiles import check_profile
+from sandbox.settings.server import ZYGOTE_PROFILES, ExecutorConfig, within_memory
 from sandbox.types import Call, EncodedResult, Profile, Result, used_up_result
 
 

@@ -25,8 +25,8 @@ import os
 
 import trio
 
-from sandbox.config import reserved_slots
 from sandbox.jail import CgroupTree, CgroupUsage, IdleCgroup, SlotCgroup
+from sandbox.settings.server import reserved_slots
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
 """The gateway: one asyncio process (on uvloop) that serves HTTP and owns every unfinished call.
 
-server -> http -> calls -> (sandbox.wire) -> executors
-          http -> stats -> history -> metrics
+server -> routes -> compat -> http -> judging -> calls -> (sandbox.wire) -> executors
+                              http -> observe -> calls -> metrics, heap
+pages: the HTML of the dashboard and of the API's description
 """
 
-from sandbox.gateway.http.routes import build_app
+from sandbox.gateway.routes import build_app
 from sandbox.gateway.server import serve
 
 __all__ = ["build_app", "serve"]

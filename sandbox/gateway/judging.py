@@ -30,12 +30,12 @@ from time import monotonic
 from typing import Any
 from weakref import WeakValueDictionary
 
-from sandbox.comparison import Comparison, Steps, compare_json, compare_texts
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, next_request_number, result_bytes
 from sandbox.gateway.calls.call_table import Outstanding
 from sandbox.gateway.calls.dispatcher import CANCELLED_MESSAGE, STOPPED_MESSAGE, Dispatcher
-from sandbox.judge import (
+from sandbox.judging.comparison import Comparison, Steps, compare_json, compare_texts
+from sandbox.judging.programs import (
     FAILURES,
     JudgedProgram,
     JudgedTest,
@@ -49,7 +49,7 @@ from sandbox.judge import (
     unanswered_test,
     with_compiled,
 )
-from sandbox.tenants import Tenant
+from sandbox.settings.tenants import Tenant
 from sandbox.types import POISON, Call, EncodedResult, unavailable_result
 
 log = logging.getLogger(__name__)

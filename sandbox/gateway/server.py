@@ -23,15 +23,15 @@ import sys
 import uvloop
 from aiohttp import web
 
-from sandbox.config import ServeConfig
 from sandbox.errors import ClusterError, ConfigError
 from sandbox.gateway import heap
 from sandbox.gateway.calls.dispatcher import Dispatcher, Membership
 from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
 from sandbox.gateway.http.listener import RESERVED_FDS, Listener, raise_connection_limit
-from sandbox.gateway.http.routes import build_app
 from sandbox.gateway.metrics import VERSION
-from sandbox.gateway.traces import Traces
+from sandbox.gateway.observe.traces import Traces
+from sandbox.gateway.routes import build_app
+from sandbox.settings.server import ServeConfig
 
 log = logging.getLogger(__name__)
 

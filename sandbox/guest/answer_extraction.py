@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 
 MAX_TEXT_CHARS = 1 << 20
-"""Maximum characters of a text in which an answer is looked for; `sandbox.verify` has the same number."""
+"""Maximum characters of a text in which an answer is looked for; `sandbox.judging.answers` has the same number."""
 MAX_ANSWER_CHARS = 4096
 """Maximum characters of the answer that is found."""
 MAX_NESTED_BOXES = 4

@@ -32,7 +32,7 @@ _NUMBERS = re.compile(r"(?:Integer|Float|Symbol|'[\w.+-]*'|[\d\s.()+*/-])*\Z", r
 
 
 class Report(NamedTuple):
-    """The outcome of a check as `sandbox.verify` reads it: its `repr` is JSON."""
+    """The outcome of a check as `sandbox.judging.answers` reads it: its `repr` is JSON."""
 
     outcome: str
     message: str = ""

@@ -1,4 +1,4 @@
-"""Calls a function that the code has defined, for the function tests of `sandbox/judge.py`.
+"""Calls a function that the code has defined, for the function tests of `sandbox/judging/programs.py`.
 
 The zygote gives this module the name `rstar_function_call`. A judged program ends with a line that calls `run`. The
 name of the function and its arguments are in the file `FILE`. The result is JSON text, which the runner reports as the
@@ -18,7 +18,7 @@ _loads, _dumps, _modules = json.loads, json.dumps, sys.modules
 
 FILE = "function_call.json"
 LINE = "\n__import__('rstar_function_call').run()\n"
-"""The end of a judged program; `sandbox/judge.py` appends the same."""
+"""The end of a judged program; `sandbox/judging/programs.py` appends the same."""
 MODULE = "solution"
 """`__name__` of such a program, so that what it has behind `if __name__ == "__main__":` does not run."""
 

@@ -1,4 +1,4 @@
-"""The names that LeetCode gives to a solution without imports, for programs with `prelude` (`sandbox/judge.py`).
+"""The names that LeetCode gives to a solution without imports, for programs with `prelude` (`judging/programs.py`).
 
 Such a program ends with the comment `LINE`. The prelude runs before the program and is not part of its text, so the
 line numbers of the program stay what they are. A name that the program defines replaces that of the prelude.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 
 LINE = "\n# rstar_prelude: leetcode"
-"""The end of a program with the prelude, before the line of a function test; `sandbox/judge.py` appends the same."""
+"""The end of a program with the prelude, before the line of a function test; `judging/programs.py` appends the same."""
 _CODE = compile(
     """
 from string import *

@@ -11,7 +11,8 @@ import os
 import threading
 from functools import cache
 
-from sandbox.client import DEFAULT_ENDPOINT, Client
+from sandbox.client import Client
+from sandbox.client.clients import DEFAULT_ENDPOINT
 from sandbox.errors import ServiceError
 from sandbox.types import Result, Status
 

@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _short_retry_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.endpoints.MIN_RETRY_DELAY_S", 0.001)
-    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 0.002)
+    monkeypatch.setattr("sandbox.client.endpoints.MIN_RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr("sandbox.client.endpoints.MAX_RETRY_DELAY_S", 0.002)

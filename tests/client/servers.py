@@ -16,7 +16,7 @@ import msgpack
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sandbox.transport import STREAM
+from sandbox.client.transport import STREAM
 from sandbox.types import Result, Status, invalid_result, unavailable_result
 from tests.fakes import FakeFleet, ok_result, pair_of_check
 from tests.gateway.serving import serving

@@ -13,12 +13,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sandbox import client as client_module
-from sandbox import transport
-from sandbox.client import AsyncClient, Client
+from sandbox.client import AsyncClient, Client, transport
+from sandbox.client import clients as client_module
+from sandbox.client.judge import JudgeRoute
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, Unreachable
-from sandbox.judge import JudgedProgram, JudgedTest, JudgeOutcome
-from sandbox.judge_requests import JudgeRoute
+from sandbox.judging.programs import JudgedProgram, JudgedTest, JudgeOutcome
 from sandbox.types import Limits
 from tests.client.servers import gateway_in_a_thread
 from tests.gateway.serving import serving
@@ -291,8 +290,8 @@ async def test_programs_that_fail_at_one_server_avoid_it_for_as_long_as_the_fail
 ) -> None:
     now_s = 0.0
     for module in ("transport", "endpoints"):
-        monkeypatch.setattr(f"sandbox.{module}._now", lambda: now_s)
-    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 5.0)
+        monkeypatch.setattr(f"sandbox.client.{module}._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.client.endpoints.MAX_RETRY_DELAY_S", 5.0)
 
     def fail_after_two_seconds(number: int, program: dict[str, Any]) -> int:
         nonlocal now_s

@@ -38,8 +38,8 @@ async def test_closing_ends_calls_that_wait_for_their_request_or_retry(
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await running
-    monkeypatch.setattr("sandbox.endpoints.MIN_RETRY_DELAY_S", 3600)
-    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.client.endpoints.MIN_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.client.endpoints.MAX_RETRY_DELAY_S", 3600)
     async with scripted_server(respond_unavailable("Stopped", "1")) as server:
         client = await AsyncClient(server.url).open()
         running = asyncio.create_task(client.execute("1"))
@@ -59,8 +59,8 @@ async def test_closing_ends_programs_that_are_judged_or_wait_for_their_retry(mon
         await client.close()
         with pytest.raises(ServiceError, match="the client was closed"):
             await asyncio.wait_for(running, 10)
-    monkeypatch.setattr("sandbox.endpoints.MIN_RETRY_DELAY_S", 3600)
-    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.client.endpoints.MIN_RETRY_DELAY_S", 3600)
+    monkeypatch.setattr("sandbox.client.endpoints.MAX_RETRY_DELAY_S", 3600)
     client = await AsyncClient(f"http://127.0.0.1:{unused_port()}").open()
     running = asyncio.create_task(client.judge([program]))
     await until(lambda: client._transport.endpoints.all[0].failures > 0)

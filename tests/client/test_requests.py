@@ -10,10 +10,11 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 import sandbox.client
-from sandbox.client import TIMEOUT_S, AsyncClient, Client
+from sandbox.client import AsyncClient, Client
+from sandbox.client.clients import TIMEOUT_S
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable
 from sandbox.gateway.http import codec
-from sandbox.judge import JudgedProgram, JudgeOutcome
+from sandbox.judging.programs import JudgedProgram, JudgeOutcome
 from sandbox.types import Call, Limits, Outcome, Result, Status, Verdict
 from tests.client.servers import (
     EncodedCall,
@@ -109,7 +110,7 @@ async def test_calls_that_exceed_the_batches_of_all_connections_are_sent_in_larg
 
 @pytest.mark.asyncio
 async def test_larger_batches_have_at_most_max_batch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.transport.MAX_BATCH_CALLS", 300)
+    monkeypatch.setattr("sandbox.client.transport.MAX_BATCH_CALLS", 300)
     async with scripted_server(respond_ok) as server, AsyncClient(server.url, max_connections=2) as client:
         await client.run_batch(["1"] * 1000)
         assert server.batch_sizes == [300, 300, 200, 200]

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from sandbox import verify
 from sandbox.client import AsyncClient
-from sandbox.endpoints import Endpoints
+from sandbox.client.endpoints import Endpoints
 from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
+from sandbox.judging import answers as verify
 from sandbox.types import RETRYABLE_ERRORS, Call, Status
 from tests.client.servers import (
     EncodedCall,
@@ -101,9 +101,9 @@ async def test_the_back_off_of_an_endpoint_grows_with_its_failures_and_a_result_
 ) -> None:
     now_s = 0.0
     for module in ("transport", "endpoints"):
-        monkeypatch.setattr(f"sandbox.{module}._now", lambda: now_s)
-    monkeypatch.setattr("sandbox.endpoints.MIN_RETRY_DELAY_S", 0.1)
-    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 5.0)
+        monkeypatch.setattr(f"sandbox.client.{module}._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.client.endpoints.MIN_RETRY_DELAY_S", 0.1)
+    monkeypatch.setattr("sandbox.client.endpoints.MAX_RETRY_DELAY_S", 5.0)
     async with (
         scripted_server(refuse_with(503)) as dead,
         scripted_server(respond_ok) as healthy,
@@ -144,8 +144,8 @@ async def test_an_endpoint_that_failed_gets_one_request_at_a_time_until_it_retur
 async def test_an_endpoint_is_avoided_for_as_long_as_its_failed_request_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     for module in ("transport", "endpoints"):
-        monkeypatch.setattr(f"sandbox.{module}._now", lambda: now_s)
-    monkeypatch.setattr("sandbox.endpoints.MAX_RETRY_DELAY_S", 5.0)
+        monkeypatch.setattr(f"sandbox.client.{module}._now", lambda: now_s)
+    monkeypatch.setattr("sandbox.client.endpoints.MAX_RETRY_DELAY_S", 5.0)
 
     async def fail_after_two_seconds(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
         nonlocal now_s

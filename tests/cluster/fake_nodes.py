@@ -14,9 +14,9 @@ from typing import Any
 from sandbox.cluster import handshake
 from sandbox.cluster.membership import ClusterMembership
 from sandbox.cluster.node_report import NodeReport
-from sandbox.config import ServeConfig
 from sandbox.errors import ProtocolError
 from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.settings.server import ServeConfig
 from tests.fakes import FakeExecutor
 
 _instances = itertools.count(1)

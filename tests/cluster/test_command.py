@@ -12,12 +12,12 @@ import time
 
 import pytest
 
-from sandbox import cli
 from sandbox.cluster import ray_driver
 from sandbox.cluster.ray_driver import RayDriver
-from sandbox.config import ServeConfig
+from sandbox.commands import main as cli
 from sandbox.errors import ConfigError, NodeError
 from sandbox.executor.executor import GUEST_ENV
+from sandbox.settings.server import ServeConfig
 from tests.cluster.serving import needs_ray
 
 

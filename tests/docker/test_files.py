@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from sandbox.config import load
 from sandbox.jail import kernel, userns
 from sandbox.jail.seccomp import CALL_POLICY, ENOSYS, EPERM
 from sandbox.jail.syscalls import X86_64
+from sandbox.settings.server import load
 from trainer.config_loading import load_config
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sandbox.config import ServeConfig, load
 from sandbox.gateway.calls.executor_handle import STOP_TIMEOUT_S
 from sandbox.gateway.http.auth import PUBLIC_PATHS
 from sandbox.gateway.metrics import METRICS
 from sandbox.gateway.server import CLOSE_TIMEOUT_S
+from sandbox.settings.server import ServeConfig, load
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 

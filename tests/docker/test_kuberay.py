@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sandbox.config import load
+from sandbox.settings.server import load
 from trainer import cli
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.config import ServeConfig
 from sandbox.gateway.calls.executor_handle import STOP_TIMEOUT_S
 from sandbox.gateway.server import CLOSE_TIMEOUT_S
+from sandbox.settings.server import ServeConfig
 
 UNIT = Path(__file__).parents[2] / "docker/rstar-sandbox.service"
 TEXT = UNIT.read_text(encoding="utf-8")

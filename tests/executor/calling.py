@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from sandbox import wire
-from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
+from sandbox.settings.server import ExecutorConfig
 from sandbox.types import Call, Limits, Result, used_up_result
 from tests.jail.jails import tree_pids
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import trio
 
-from sandbox.executor import monitor, process_tree
-from sandbox.executor.process_tree import CpuPriority, ProcessTree
-from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample
+from sandbox.executor.time import monitor, process_tree
+from sandbox.executor.time.process_tree import CpuPriority, ProcessTree
+from sandbox.executor.time.virtual_clock import ProcessSample, ThreadSample, TreeSample
 from sandbox.types import Limits, Result
 from tests.executor.fake_zygotes import FakeZygote, driven_executor, ended_json
 

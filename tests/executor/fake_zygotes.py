@@ -27,10 +27,10 @@ from typing import Any
 import pytest
 import trio
 
-from sandbox.config import ExecutorConfig
 from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.jail import Interpreter
+from sandbox.settings.server import ExecutorConfig
 from sandbox.types import Call, EncodedResult, Result
 from tests.executor.calling import OWN_PYTHON, Attempts
 

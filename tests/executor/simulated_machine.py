@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from sandbox.executor.virtual_clock import ProcessSample, ThreadSample, TreeSample, VirtualClock
+from sandbox.executor.time.virtual_clock import ProcessSample, ThreadSample, TreeSample, VirtualClock
 
 TICK_S = 0.001
 SAMPLE_INTERVAL_S = 0.02, 0.1

@@ -17,10 +17,10 @@ import pytest
 import trio
 
 from sandbox import wire
-from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.executor.connection import serve
 from sandbox.jail import choose_level
+from sandbox.settings.server import ExecutorConfig
 from sandbox.types import Status
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, Caller, call, executor, wait_gone
 from tests.jail import jails

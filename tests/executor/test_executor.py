@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from sandbox import machine
-from sandbox.config import ExecutorConfig
 from sandbox.executor import executor as executor_module
 from sandbox.executor import profile_choice, zygote_pool
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
+from sandbox.settings.server import ExecutorConfig
 from sandbox.types import POISON, Profile, Status
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until

@@ -10,8 +10,8 @@ from typing import TypeVar
 import pytest
 
 from sandbox.errors import IsolationError
-from sandbox.executor import process_tree
-from sandbox.executor.process_tree import CpuPriority, nice_of_long_calls
+from sandbox.executor.time import process_tree
+from sandbox.executor.time.process_tree import CpuPriority, nice_of_long_calls
 from sandbox.jail import CgroupTree, Level, choose_level
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor
@@ -22,7 +22,7 @@ base_pids: dict[Caller, set[int]] = {}
 """For each executor, the pids before its first call: its own, and those of its jails and zygotes."""
 EXECUTOR_WITHOUT_PROMOTION = """
 import runpy, sys
-from sandbox.executor import monitor
+from sandbox.executor.time import monitor
 monitor.MIN_SHARE_DIVISOR = 1e9
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
@@ -169,7 +169,7 @@ def test_all_threads_of_a_long_call_are_moved_to_the_idle_cgroup(one_slot: Calle
 EXECUTOR_WITH_HIDDEN_PROC = """
 import errno, runpy, sys
 from sandbox import errors, jail
-from sandbox.executor import process_tree
+from sandbox.executor.time import process_tree
 hidden, has_cgroups = sys.argv.pop(1), sys.argv.pop(1) == "cgroups"
 read = process_tree._read
 def read_without_hidden(path):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from sandbox import machine
-from sandbox.config import ExecutorConfig, ServeConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import run_once
-from sandbox.executor.process_tree import ProcessTree, exceeds_memory
+from sandbox.executor.time.process_tree import ProcessTree, exceeds_memory
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
+from sandbox.settings.server import ExecutorConfig, ServeConfig
 from sandbox.types import Call, Limits, Network, Result, Status
 from tests.executor.calling import OWN_PYTHON, call, executor
 from tests.executor.test_long_calls import EXECUTOR_WITH_HIDDEN_PROC
@@ -80,7 +80,7 @@ def test_if_shared_pages_cannot_be_counted_the_zygotes_memory_is_subtracted_for_
     def refuse(_path: str) -> bytes:
         raise PermissionError
 
-    monkeypatch.setattr("sandbox.executor.process_tree._read", refuse)
+    monkeypatch.setattr("sandbox.executor.time.process_tree._read", refuse)
     resident = {1: 100, 2: 60, 3: 10}
     sum_bytes = (100 - 20) + (60 - 20) + 0
     assert exceeds_memory(resident, sum_bytes - 1, zygote_bytes=20)

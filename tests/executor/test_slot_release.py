@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import trio
 
-from sandbox.config import ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import executor as executor_module
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupTree, choose_level
+from sandbox.settings.server import ExecutorConfig
 from sandbox.types import Call, Profile, Result
 from tests.executor.calling import DEADLINE_S, OWN_PYTHON, is_gone
 from tests.jail.jails import all_users_can_reach, system_python, tree_pids

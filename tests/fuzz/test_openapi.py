@@ -20,7 +20,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from sandbox.gateway.http.openapi import Route, document
-from sandbox.gateway.http.routes import ROUTES
+from sandbox.gateway.routes import ROUTES
 from tests.gateway.test_server import read_url, serving_process
 
 SCHEMA = schemathesis.openapi.from_dict(document(ROUTES, needs_token=False))

@@ -13,9 +13,9 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from sandbox.config import ServeConfig
 from sandbox.gateway import build_app
 from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.settings.server import ServeConfig
 from tests.fakes import FakeFleet
 
 

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from sandbox.config import ServeConfig
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
+from sandbox.settings.server import ServeConfig
 from sandbox.types import Call, EncodedResult
 from tests.executor.calling import OWN_PYTHON
 from tests.jail.jails import tree_pids

@@ -20,11 +20,11 @@ from aiohttp import web
 from bench.probes import processes
 from bench.servers.stub_executor import serving as stubbed_server
 from sandbox.gateway.calls.batch import Batch, PendingCall
-from sandbox.gateway.history import MAX_STEPS, History, Snapshot
 from sandbox.gateway.http.errors import HttpError
+from sandbox.gateway.observe.history import MAX_STEPS, History, Snapshot
 from sandbox.types import Call, Status
+from tests.gateway.observe.test_stats import NO_LATENCIES
 from tests.gateway.serving import Served, serving, until
-from tests.gateway.test_stats import NO_LATENCIES
 
 CALLS = [{"code": str(n)} for n in range(20)]
 REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {  # path, body, headers, expected HTTP status

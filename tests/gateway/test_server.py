@@ -26,15 +26,15 @@ from typing import Any
 import pytest
 
 from sandbox.client import AsyncClient
-from sandbox.config import ServeConfig
 from sandbox.gateway.calls.executor_report import ReadyReport
 from sandbox.gateway.server import _announce, _log_machine_limits
+from sandbox.settings.server import ServeConfig
 from sandbox.types import Result, Status
 
 SERVE_CODE = """
 import functools, sys
 from sandbox import logs
-from sandbox.config import ServeConfig
+from sandbox.settings.server import ServeConfig
 from sandbox.gateway import serve
 from sandbox.gateway.calls.executor_handle import ExecutorProcess
 config = ServeConfig(port={port}, drain_s={drain_s}, tenants={tenants!r}, log_format={log_format!r})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sandbox import judge
+from sandbox.judging import programs as judge
 from sandbox.types import Call, Result, Status
 from tests.executor.calling import Caller
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.runtime import best_python
+from sandbox.runtime.build import best_python
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 

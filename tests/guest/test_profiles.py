@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import sandbox
-from sandbox.config import ISOLATION_LEVELS, ExecutorConfig
 from sandbox.errors import IsolationError
 from sandbox.executor import run_once
 from sandbox.jail import choose_level
+from sandbox.settings.server import ISOLATION_LEVELS, ExecutorConfig
 from sandbox.types import Call, Limits, Profile
 from tests.executor.calling import OWN_PYTHON
 

@@ -16,7 +16,7 @@ import pytest
 
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import Interpreter, JailSpec, Level, choose_level, host_uids
-from sandbox.runtime import default_python
+from sandbox.runtime.build import default_python
 from tests.jail import jails
 
 find_interpreter = cache(Interpreter.find)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from sandbox.errors import ConfigError as SandboxConfigError
 from sandbox.local import local_service
-from sandbox.runtime import default_python
+from sandbox.runtime.build import default_python
 from tests.trainer.collection.hosts import NUM_TURNS, count_to_answer
 from tests.trainer.fake_openai import API_KEY, FakeOpenAI
 from tests.trainer.fakes import END, answer_text, qwen_tokenizer, scripted_logprob

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from sandbox.judge import Program
+from sandbox.judging.programs import Program
 from trainer.config import STRICT
 from trainer.environments.environment import parse_options
 from trainer.environments.python_environment import PythonEnvironment

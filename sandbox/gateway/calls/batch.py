@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from operator import itemgetter
 
-from sandbox.tenants import Tenant
+from sandbox.settings.tenants import Tenant
 from sandbox.types import Call, EncodedResult, memory_bytes
 
 ExecutorId = int

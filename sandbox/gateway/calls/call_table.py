@@ -39,7 +39,7 @@ from itertools import chain
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
-from sandbox.tenants import Tenant
+from sandbox.settings.tenants import Tenant
 from sandbox.types import EncodedResult, Result, unavailable_result, used_up_result
 
 RATE_WINDOW_S = 10.0

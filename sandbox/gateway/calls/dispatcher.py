@@ -29,14 +29,14 @@ from types import TracebackType
 from typing import Protocol
 
 from sandbox import machine, wire
-from sandbox.config import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.errors import ConfigError, NodeError, Overloaded, ProtocolError, RequestRefused
 from sandbox.gateway.calls.batch import Batch, PendingCall
 from sandbox.gateway.calls.call_table import AdmissionLimits, CallTable, Ended, LostAttempt
 from sandbox.gateway.calls.executor_handle import ExecutorHandle, ExecutorProcess, Launch, SizedResult
 from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
-from sandbox.tenants import Tenant, Tenants, load_tenants
+from sandbox.settings.server import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
+from sandbox.settings.tenants import Tenant, Tenants, load_tenants
 from sandbox.types import EncodedResult, Status
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 

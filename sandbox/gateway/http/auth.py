@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http.errors import HttpError
-from sandbox.tenants import Tenant, Tenants
+from sandbox.settings.tenants import Tenant, Tenants
 
 DOCS_ASSETS = frozenset({"/docs/assets/swagger-ui.css", "/docs/assets/swagger-ui-bundle.js"})
 TENANT = web.RequestKey("tenant", Tenant)

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgpack
 
-from sandbox.config import ServeConfig
 from sandbox.gateway.http.validation import Form
-from sandbox.own_profiles import OwnProfile
+from sandbox.settings.profiles import OwnProfile
+from sandbox.settings.server import ServeConfig
 from sandbox.types import Limits
 
 HEADER = struct.Struct("<BI")

@@ -19,13 +19,13 @@ from time import monotonic
 from typing import Any
 from weakref import WeakValueDictionary
 
-from sandbox.config import ServeConfig
 from sandbox.gateway.calls.executor_handle import start_child
 from sandbox.gateway.http import body_frames, codec, validation
 from sandbox.gateway.http.body_frames import BLOB, BODY, CONFIG, ERROR, HEADER, ITEMS, LARGE
 from sandbox.gateway.http.codec import CHUNK_BYTES
 from sandbox.gateway.http.errors import HttpError
 from sandbox.gateway.http.validation import STEP_S, Form
+from sandbox.settings.server import ServeConfig
 
 LARGE_BODY_BYTES = 256 << 10
 """Size from which a body goes to the worker. The most costly content of this size takes about 30 ms to decode."""

@@ -23,7 +23,7 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import CHUNK_BYTES
 from sandbox.gateway.http.errors import HttpError
-from sandbox.tenants import Tenant
+from sandbox.settings.tenants import Tenant
 
 
 class ByteBudget:

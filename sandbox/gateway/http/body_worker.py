@@ -15,14 +15,14 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway import heap
 from sandbox.gateway.http import body_frames, codec
 from sandbox.gateway.http.body_frames import BLOB, BLOB_BYTES, DONE, ERROR, FRAME_BYTES, HEADER, ITEMS, LARGE
 from sandbox.gateway.http.errors import BodyError
 from sandbox.gateway.http.validation import Form
-from sandbox.tenants import Tenant
+from sandbox.settings.server import ServeConfig
+from sandbox.settings.tenants import Tenant
 
 
 def handle_body(connection: socket.socket, config: ServeConfig, request: list[Any], body: bytearray) -> None:

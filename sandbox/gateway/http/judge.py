@@ -16,8 +16,6 @@ from typing import ClassVar, NamedTuple, cast
 
 from aiohttp import web
 
-from sandbox.comparison import TextComparison, Tolerance
-from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused, first_error
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http import codec, exchange
@@ -44,7 +42,8 @@ from sandbox.gateway.http.validation import (
     id_of,
 )
 from sandbox.gateway.judging import Judge, JudgeRequest
-from sandbox.judge import (
+from sandbox.judging.comparison import TextComparison, Tolerance
+from sandbox.judging.programs import (
     PRELUDES,
     PROGRAM_FIELDS,
     TEST_FIELDS,
@@ -55,8 +54,9 @@ from sandbox.judge import (
     Program,
     ProgramTest,
 )
-from sandbox.own_profiles import check_profile
-from sandbox.tenants import Tenant
+from sandbox.settings.profiles import check_profile
+from sandbox.settings.server import ServeConfig
+from sandbox.settings.tenants import Tenant
 from sandbox.types import CALL_FIELDS, Call, EncodedResult, Status, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {

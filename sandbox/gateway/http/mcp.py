@@ -68,7 +68,7 @@ class McpTransport:
     async def _start(self) -> Any:
         """Start a manager and return it. Raises `HttpError`."""
         try:
-            server = await asyncio.to_thread(importlib.import_module, "sandbox.mcp_server")
+            server = await asyncio.to_thread(importlib.import_module, "sandbox.mcp.server")
             security = importlib.import_module("mcp.server.transport_security")
         except ModuleNotFoundError as error:
             raise HttpError(

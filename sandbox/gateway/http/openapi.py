@@ -11,13 +11,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from aiohttp.typedefs import Handler
 
 from sandbox.fields import VARIABLE_NAME, NumberRule
-from sandbox.gateway.history import PERCENTILES
 from sandbox.gateway.http.auth import PUBLIC_PATHS
 from sandbox.gateway.http.codec import HEARTBEAT_S
 from sandbox.gateway.http.errors import ERROR_TYPES
 from sandbox.gateway.http.result_fields import CALL_ERROR_FIELDS, RESULT_FIELDS, USAGE_FIELDS, VERDICT_FIELDS
 from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
+from sandbox.gateway.observe.history import PERCENTILES
+from sandbox.judging.answers import OPTION_FIELDS
 from sandbox.types import (
     CALL_FIELDS,
     DEADLINE,
@@ -36,7 +37,6 @@ from sandbox.types import (
     Usage,
     Verdict,
 )
-from sandbox.verify import OPTION_FIELDS
 
 Schema = dict[str, Any]
 

@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sandbox import logs
 from sandbox.gateway.calls.batch import Batch
-from sandbox.gateway.traces import RequestTrace, Traces
+from sandbox.gateway.observe.traces import RequestTrace, Traces
 
 access_log = logging.getLogger("sandbox.access")
 

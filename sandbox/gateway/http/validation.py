@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import monotonic
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from sandbox import verify
-from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.fields import MAX_LABEL_CHARS, check_names, check_number
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http.codec import MAX_MAP_LEN, Json
-from sandbox.own_profiles import check_profile
-from sandbox.tenants import Tenant
+from sandbox.judging import answers as verify
+from sandbox.settings.profiles import check_profile
+from sandbox.settings.server import ServeConfig
+from sandbox.settings.tenants import Tenant
 from sandbox.types import DEADLINE, Call, Profile, invalid_result
 
 BATCH_FIELDS: dict[str, str] = {

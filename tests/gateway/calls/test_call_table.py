@@ -23,7 +23,7 @@ from sandbox.gateway.calls.call_table import (
     AnswerRate,
     CallTable,
 )
-from sandbox.tenants import Tenant
+from sandbox.settings.tenants import Tenant
 from sandbox.types import Call
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)

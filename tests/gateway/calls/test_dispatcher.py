@@ -8,9 +8,9 @@ from dataclasses import fields
 
 import pytest
 
-from sandbox.config import ExecutorConfig
 from sandbox.errors import ConfigError
 from sandbox.gateway.calls import dispatcher, executor_handle
+from sandbox.settings.server import ExecutorConfig
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.config import ServeConfig
 from sandbox.errors import InvalidCall, RequestRefused
 from sandbox.gateway.http import codec, validation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError
+from sandbox.settings.server import ServeConfig
 from sandbox.types import CALL_FIELDS, Result, Status
 
 TEXT = st.text(st.characters(), max_size=20)

@@ -14,14 +14,14 @@ import pytest
 from sandbox.gateway.calls.dispatcher import Dispatcher, NodeRow
 from sandbox.gateway.calls.executor_handle import ExecutorHandle
 from sandbox.gateway.calls.executor_report import ReadyReport
-from sandbox.gateway.history import History
-from sandbox.gateway.http.routes import STATS
+from sandbox.gateway.observe.history import History
+from sandbox.gateway.routes import STATS
 from sandbox.types import Status
 from tests.fakes import FakeFleet
 from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import Served, serving, until
 
-PAGE = files("sandbox.gateway.http").joinpath("dashboard.html").read_text(encoding="utf-8")
+PAGE = files("sandbox.gateway.pages").joinpath("dashboard.html").read_text(encoding="utf-8")
 PAGE_IS_SHOWN = "!document.getElementById('all').hidden"
 
 

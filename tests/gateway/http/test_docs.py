@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.browser import Browser, Page, in_a_browser
 from tests.gateway.serving import serving
 
-PAGE = files("sandbox.gateway.http").joinpath("docs.html").read_text(encoding="utf-8")
+PAGE = files("sandbox.gateway.pages").joinpath("docs.html").read_text(encoding="utf-8")
 PAGE_IS_SHOWN = "!document.getElementById('all').hidden"
 OPERATIONS_ARE_SHOWN = f"{PAGE_IS_SHOWN} && document.querySelectorAll('.opblock').length > 0"
 TOKEN_IS_REQUESTED = "!document.getElementById('ask').hidden"

@@ -14,12 +14,12 @@ from typing import Any
 import msgpack
 import pytest
 
-from sandbox.comparison import Steps, Tolerance
 from sandbox.gateway import judging
 from sandbox.gateway.http.exchange import BODIES
 from sandbox.gateway.http.judge import JUDGED_BYTES
-from sandbox.judge import JudgedProgram, ProgramTest
-from sandbox.own_profiles import OwnProfile
+from sandbox.judging.comparison import Steps, Tolerance
+from sandbox.judging.programs import JudgedProgram, ProgramTest
+from sandbox.settings.profiles import OwnProfile
 from sandbox.types import CallError, Limits, Result, Status, unavailable_result
 from tests import fakes
 from tests.fakes import FakeFleet

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from sandbox import client
+from sandbox.client import clients as client
 from sandbox.errors import ConfigError
-from sandbox.gateway import build_app, server
-from sandbox.gateway.http import body_reader, listener, routes
+from sandbox.gateway import build_app, routes, server
+from sandbox.gateway.http import body_reader, listener
 from sandbox.gateway.http.body_reader import BodyReader, Reservation
 from sandbox.gateway.http.exchange import end
 from tests.fakes import FakeFleet

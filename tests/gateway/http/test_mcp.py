@@ -143,7 +143,7 @@ async def test_a_body_that_is_no_message_is_refused() -> None:
 
 
 async def test_without_the_sdk_the_route_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "sandbox.mcp_server", raising=False)
+    monkeypatch.delitem(sys.modules, "sandbox.mcp.server", raising=False)
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
     async with serving() as served:
         status, body = await served.post("/mcp", {})
@@ -177,7 +177,7 @@ async def test_a_transport_that_does_not_start_is_an_error_and_the_next_request_
     monkeypatch.setattr(mcp, "START_TIMEOUT_S", 0.01 if hangs else 1000)
     async with serving() as served:
         with monkeypatch.context() as patch:
-            patch.setattr("sandbox.mcp_server.build_server", lambda _run_call: BrokenServer(hangs=hangs))
+            patch.setattr("sandbox.mcp.server.build_server", lambda _run_call: BrokenServer(hangs=hangs))
             status, body = await served.post("/mcp", {})
         assert (status, body["error"]["message"]) == (
             500,

@@ -11,7 +11,7 @@ import pytest
 
 from sandbox.gateway.http.auth import DOCS_ASSETS, PUBLIC_PATHS
 from sandbox.gateway.http.openapi import EXAMPLES, document
-from sandbox.gateway.http.routes import ROUTES, build_app
+from sandbox.gateway.routes import ROUTES, build_app
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS, Call, DocumentedEnum, Limits, Outcome, Profile, Result, Status
 from tests.gateway.serving import serving
 

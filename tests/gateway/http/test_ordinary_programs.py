@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from sandbox.local import local_service
-from tests.gateway.http.record_sandbox_fusion import post
+from tests.gateway.compat.record_sandbox_fusion import post
 from tests.guest.test_replaced import HEADERS
 from tests.guest.test_streams import ADD, FAST_INPUTS, STDIN, SUMS
 

@@ -15,10 +15,10 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from sandbox import logs
-from sandbox.config import ServeConfig
 from sandbox.gateway import build_app
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.traces import MAX_TRACED_CALLS, Traces
+from sandbox.gateway.observe.traces import MAX_TRACED_CALLS, Traces
+from sandbox.settings.server import ServeConfig
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from sandbox import verify
+from sandbox.judging import answers as verify
 from sandbox.types import Result, Status
 from tests import fakes
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 from sandbox.errors import NodeError  # noqa: E402
-from sandbox.runtime import default_python  # noqa: E402
+from sandbox.runtime.build import default_python  # noqa: E402
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import cli  # noqa: E402

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 from sandbox.errors import NodeError
-from sandbox.runtime import default_python
+from sandbox.runtime.build import default_python
 from trainer.config import RunConfig
 from trainer.config_loading import load_config
 from trainer.data import tiny_model

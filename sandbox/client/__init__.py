@@ -1,0 +1,41 @@
+"""The clients of the server: `from sandbox.client import AsyncClient, Client`."""
+
+from sandbox.client.clients import (
+    AsyncClient,
+    Call,
+    Client,
+    InvalidCall,
+    JudgedProgram,
+    JudgeOutcome,
+    Limits,
+    Outcome,
+    Overloaded,
+    RequestRefused,
+    Result,
+    SandboxError,
+    ServiceError,
+    Status,
+    TooLarge,
+    Unreachable,
+    Verdict,
+)
+
+__all__ = [
+    "AsyncClient",
+    "Call",
+    "Client",
+    "InvalidCall",
+    "JudgeOutcome",
+    "JudgedProgram",
+    "Limits",
+    "Outcome",
+    "Overloaded",
+    "RequestRefused",
+    "Result",
+    "SandboxError",
+    "ServiceError",
+    "Status",
+    "TooLarge",
+    "Unreachable",
+    "Verdict",
+]

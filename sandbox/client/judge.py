@@ -1,0 +1,68 @@
+"""The client's requests to `/v1/judge`: how programs and their results are encoded. `transport` sends them.
+
+A program with a test that is `unavailable` for a reason in `RETRYABLE_ERRORS` is sent again, unless another of its
+tests has `POISON`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sandbox.client.pending_results import Submission
+from sandbox.judging.programs import JudgedProgram, JudgeOutcome, Program
+from sandbox.types import POISON, RETRYABLE_ERRORS, Limits
+
+MAX_TESTS = 4096
+"""Tests in one request, except for a program that has more."""
+MAX_TESTS_AT_ONCE = 16 * MAX_TESTS
+"""Tests of one `judge` that are submitted at once, so that many programs do not fill the queue of the server."""
+
+RawProgram = Mapping[str, Any]
+"""A program as in `programs` of POST /v1/judge."""
+
+
+class JudgeRoute:
+    """`/v1/judge` with the `defaults` of one request."""
+
+    path = "/v1/judge"
+    content_type = "application/json"
+    noun = "programs"
+    max_weight: int | None = MAX_TESTS
+
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
+
+    def encode(self, items: Sequence[RawProgram], fields: Mapping[str, float]) -> bytes:
+        body = {"programs": items, "defaults": self._defaults, **fields}
+        return json.dumps(body, default=_as_json).encode()
+
+    def decode(self, encoded: dict[str, Any]) -> JudgedProgram:
+        return JudgedProgram.decode(encoded)
+
+    def retryable_error(self, encoded: dict[str, Any]) -> str:
+        unavailable = [test for test in encoded["tests"] if test["outcome"] == JudgeOutcome.UNAVAILABLE]
+        types = {test["message"].partition(":")[0] for test in unavailable}
+        return "" if POISON in types else min(types & RETRYABLE_ERRORS, default="")
+
+    def unavailable(self, item_id: str, error_type: str, message: str) -> JudgedProgram:
+        return JudgedProgram(item_id, JudgeOutcome.UNAVAILABLE, message=f"{error_type}: {message}")
+
+
+def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> list[Submission[JudgedProgram]]:
+    """Check programs before they are sent, and return what is to be sent of them. Raises `InvalidCall` with the index
+    of a malformed one."""
+    base, route = Program.decode_defaults(defaults), JudgeRoute(defaults)
+    submissions = []
+    for index, raw in enumerate(programs):
+        program = Program.decode(raw, base, f"programs[{index}]")
+        own_id = program.call.id
+        submissions.append(Submission(route, raw, own_id, own_id or str(index), program.size, len(program.tests)))
+    return submissions
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Limits):
+        return {name: getattr(value, name) for name in Limits.__slots__}
+    raise TypeError(f"expected a value that JSON can represent, got {type(value).__name__}")

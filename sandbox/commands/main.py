@@ -1,0 +1,456 @@
+"""The commands of `rstar-sandbox`. Each reads its arguments, calls one package and returns an exit code.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. `run` returns the exit code of the code that it ran.
+
+A command imports the packages that it needs when it runs, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sandbox.errors import ConfigError, InvalidCall, SandboxError
+from sandbox.settings.profiles import check_profile
+from sandbox.settings.server import ENV_PREFIX, FORMER_SETTINGS, SETTINGS, ServeConfig, flag_name, load
+from sandbox.types import LIMIT_FIELDS, Call, Network, Profile, Result, Status
+
+if TYPE_CHECKING:
+    from sandbox.jail import ProbedLayer
+
+EXIT_TIMEOUT = 124
+"""Exit code of timeout(1)."""
+EXIT_INTERRUPTED = 130
+EXIT_SIGNAL_BASE = 128
+"""A shell reports a process that signal n ended as 128 + n."""
+
+_RUN_SETTINGS = ("isolation", "python")
+"""Settings of the server that also apply to `run` and `doctor`."""
+_GROUPS = {
+    "listen": "the HTTP side",
+    "queue": "waiting calls and results",
+    "limits": "the maximum that a call may request; a higher limit is lowered to it",
+    "isolation": "the jail around the calls",
+    "cluster": "calls on other machines",
+    "logs": "log lines on stderr",
+    "tuning": "the defaults suit the machine",
+}
+"""Headings of the argument groups in `--help`, in order, with their descriptions."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = _parse(argv)
+    try:
+        exit_status: int = args.command(args)
+        sys.stdout.flush()
+        return exit_status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout at its exit. On the closed pipe that would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SandboxError as error:
+        print(f"rstar-sandbox: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, InvalidCall)) else 1
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run calls that come over HTTP, until stopped."""
+    import logging
+
+    from sandbox import logs
+
+    config = _config(args, (*SETTINGS, *FORMER_SETTINGS))
+    logs.configure(config.log_format)
+    if config.cluster is not None:  # the nodes have Pythons and isolation levels of their own
+        from sandbox.cluster.command import serve_cluster
+
+        return serve_cluster(config)
+    config = _with_python(config, args, logging.getLogger("sandbox.runtime").info)
+    from sandbox.gateway import serve as serve_http
+    from sandbox.jail import choose_level
+
+    choice = choose_level(config.isolation)  # chosen once: restarted executors get the same level
+    return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one piece of code as the server would, with the exit code of that code."""
+    from sandbox.commands import run as run_command
+
+    call = run_command.call_of(args)
+    run_command.check_return_files(call, overwrite=args.force)
+    config = _config(args, _RUN_SETTINGS)
+    check_profile(call.profile, config.own_profiles, "run")
+    config = _with_python(config, args)
+    from sandbox.executor import run_once
+
+    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
+    if args.json:
+        print(json.dumps(result.encode()))
+    else:
+        run_command.print_like_python(result)
+    run_command.write_returned(result, call, overwrite=args.force)
+    return exit_code(result)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Show the isolation layers of this machine, the level that `auto` chooses, and whether a call runs."""
+    from sandbox.jail import choose_level, probe
+
+    config = _config(args, _RUN_SETTINGS)
+    layers = probe()
+    try:
+        choice = choose_level("auto")
+        level, reason = choice.level.value, choice.reason
+    except ConfigError as error:
+        level, reason = "", str(error)
+    python, python_error = _guest_python(config)
+    is_isolated = bool(level) and level != "none"
+    outcome = _try_call(replace(config, python=python)) if is_isolated and python else "not tried"
+    if args.json:
+        report = {"auto": level or None, "auto_reason": reason, "python": python or None, "call": outcome}
+        print(json.dumps({"layers": [asdict(layer) for layer in layers], **report}))
+    else:
+        _print_layers(layers)
+        print(f"isolation auto: {'; '.join(filter(None, (level, reason)))}")
+        print(f"python for calls: {python or python_error}\na call: {outcome}")
+    return 0 if is_isolated and outcome == "ok" else 1
+
+
+def runtime(args: argparse.Namespace) -> int:
+    """Build the guest runtime, the Python that runs the calls, unless it exists, and print its path."""
+    from sandbox.runtime import build as runtimes
+
+    if args.list or args.remove or args.added or args.requirements:
+        return _runtime_extras(args)
+    current = runtimes.find()
+    if current is not None and not (args.python or args.path or args.force):
+        print(current / "bin" / "python")
+        return 0
+    if args.python:
+        python, version = Path(args.python), runtimes.version_of(Path(args.python))
+    else:
+        python, version = runtimes.best_python()
+    directory = Path(args.path).absolute() if args.path else runtimes.default_dir(version)
+    if args.check and not runtimes.is_complete(directory):
+        raise runtimes.RuntimeBuildError(f"no complete runtime at {directory}; run `rstar-sandbox runtime`")
+    if not args.check:
+        with _sigterm_as_exit():
+            runtimes.build(python, directory, force=args.force)
+    print(directory / "bin" / "python")
+    if (current := runtimes.find()) != directory:
+        others = f"use {current}" if current else "do not find this runtime"
+        print(
+            f"rstar-sandbox: other commands {others}; set RSTAR_RUNTIME={directory} to make them use it",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _runtime_extras(args: argparse.Namespace) -> int:
+    """List all runtimes, remove some, or build one with more packages and print its path."""
+    from sandbox.runtime import build as runtimes
+    from sandbox.runtime import extras as extras
+
+    if args.list:
+        for python, packages in extras.installed_runtimes():
+            print(f"{python}  {packages}")
+        return 0
+    if args.remove:
+        for name in args.remove:
+            print(f"removed {extras.remove(name)}")
+        return 0
+    if args.path or args.check or args.force:
+        raise ConfigError("runtime: --with and --requirements cannot be combined with --path, --check or --force")
+    added = [*args.added, *(extras.read_requirements(args.requirements) if args.requirements else ())]
+    if args.python:
+        python, version = Path(args.python), runtimes.version_of(Path(args.python))
+    else:
+        python, version = runtimes.best_python()
+    with _sigterm_as_exit():
+        built = extras.build_with(python, version, added)
+    print("rstar-sandbox: pass this path to `serve` or `run` as --python:", file=sys.stderr)
+    print(built)
+    return 0
+
+
+def mcp(args: argparse.Namespace) -> int:
+    """Offer the sandbox to an MCP client over standard input and output, as the tool run_python."""
+    import asyncio
+    import importlib.util
+
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("mcp: needs the MCP SDK: pip install 'rstar-sandbox[mcp]'")
+    from sandbox.client.clients import check_url
+    from sandbox.mcp.stdio import serve_stdio
+
+    if args.url is not None:
+        try:
+            check_url(args.url, "--url")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    # The SDK's thread that reads standard input cannot be cancelled. The server that this process starts ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asyncio.run(serve_stdio(args.url, os.environ.get(f"{ENV_PREFIX}TOKEN")))
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run one of the benchmarks, which are part of the checkout and are not installed."""
+    import importlib.util
+    import runpy
+
+    sys.path.insert(0, str(Path.cwd()))
+    spec = importlib.util.find_spec("bench")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("the benchmarks are part of the project's checkout and are not installed; run this there")
+    files = [file for directory in spec.submodule_search_locations for file in Path(directory).glob("*.py")]
+    # A benchmark is a module with a function `main`.
+    names = sorted(file.stem for file in files if "\ndef main(" in file.read_text(encoding="utf-8"))
+    if args.name not in names:
+        raise ConfigError(f"bench {args.name or 'NAME'}: expected one of {', '.join(names)}")
+    sys.argv = [f"bench.{args.name}", *args.args]
+    runpy.run_module(f"bench.{args.name}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def exit_code(result: Result) -> int:
+    """Return the exit code of `run` for this result: that of the code, as a shell would report it, `EXIT_TIMEOUT` after
+    a time-out, and 1 for every other failure."""
+    if result.status is Status.TIMEOUT:
+        return EXIT_TIMEOUT
+    if result.status is Status.OK:
+        return 0
+    if result.signal is not None and result.status is Status.KILLED:
+        return EXIT_SIGNAL_BASE + result.signal
+    return result.exit_code if result.status is Status.ERROR and result.exit_code else 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        flags = re.findall(r"--[a-z][a-z-]*", args.parser.format_help())
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+        advice = f"did you mean {near[0]}?" if near else "--help lists them"
+        args.parser.exit(2, f"{args.parser.prog}: unknown argument {unknown[0]}; {advice}\n")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Run untrusted Python code, isolated and in batches."
+    parser = argparse.ArgumentParser(prog="rstar-sandbox", description=about)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, add_arguments, command in (
+        ("serve", _add_serve_arguments, serve),
+        ("run", _add_run_arguments, run),
+        ("doctor", _add_doctor_arguments, doctor),
+        ("runtime", _add_runtime_arguments, runtime),
+        ("mcp", _add_mcp_arguments, mcp),
+        ("bench", _add_bench_arguments, bench),
+    ):
+        doc = (command.__doc__ or "").rstrip(".")
+        sub = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=doc + ".", allow_abbrev=False)
+        add_arguments(sub)
+        sub.set_defaults(command=command, parser=sub)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Imports `importlib.metadata`, which is slow, only if the version is requested."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"rstar-sandbox {version('rstar-sandbox')}")
+        parser.exit()
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Each setting is also a key of the TOML file and an environment variable: --queue-mb is queue_mb and "
+        "RSTAR_SANDBOX_QUEUE_MB. The token has no flag, because other users can read command lines: use "
+        "RSTAR_SANDBOX_TOKEN or --token-file."
+    )
+    _add_no_install_argument(parser)
+    _add_settings_arguments(parser, tuple(SETTINGS))
+    for name in FORMER_SETTINGS:  # accepted here, so that `load` can report the new name
+        parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
+
+
+def _add_no_install_argument(parser: argparse.ArgumentParser) -> None:
+    text = "fail if the guest runtime is missing, instead of building it"
+    parser.add_argument("--no-install", action="store_true", help=text)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="FILE", help="file with the code; -: standard input")
+    parser.add_argument("-c", dest="code", metavar="CODE", help="the code itself, instead of FILE")
+    parser.add_argument(
+        "args", nargs="*", metavar="ARG", help="arguments of the code; put -- before one that begins with -"
+    )
+    parser.add_argument(
+        "--stdin", metavar="FILE", help="standard input of the code (default: that of this command, if it is piped)"
+    )
+    repeatable: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATH"}
+    parser.add_argument("--file", dest="files", help="file to copy into the scratch directory", **repeatable)
+    text = "file to copy back after the run, or a pattern such as '*.png'"
+    parser.add_argument("--return", dest="returns", help=text, **repeatable)
+    parser.add_argument(
+        "--figures", action="store_true", help="copy the open figures of matplotlib back, as figure-1.png and so on"
+    )
+    parser.add_argument("--force", action="store_true", help="let --return and --figures overwrite files")
+    text = "environment variable of the code"
+    parser.add_argument("--env", dest="env", help=text, **{**repeatable, "metavar": "NAME=VALUE"})
+    echo = parser.add_mutually_exclusive_group()
+    echo.add_argument("--echo", action="store_true", help="print the value of the last expression, as a notebook does")
+    echo.add_argument("--no-echo", dest="echo", action="store_false", help="do not print it (default)")
+    parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
+    names = ", ".join(Profile)
+    parser.add_argument(
+        "--profile", metavar="NAME", default="auto", help=f"profile of the zygote to fork: {names}, or one of --config"
+    )
+    text = f"network of the code: {', '.join(Network)} (TCP on 127.0.0.1, between its own processes)"
+    parser.add_argument("--network", metavar="NAME", default=Network.NONE, help=text)
+    for name, rule in LIMIT_FIELDS.items():
+        text = f"{rule.doc} (default: {rule.default:g})"
+        parser.add_argument(f"--{flag_name(name)}", dest=name, metavar="N", help=text)
+    _add_no_install_argument(parser)
+    _add_settings_arguments(parser, _RUN_SETTINGS)
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_settings_arguments(parser, ("python",))
+
+
+def _add_runtime_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--python",
+        metavar="PY",
+        help="Python to build it with (default: that of an existing runtime, else 3.13 or 3.12, else this Python)",
+    )
+    parser.add_argument("--path", metavar="DIR", help="directory (default: $RSTAR_RUNTIME, or under ~/.local/share)")
+    parser.add_argument("--force", action="store_true", help="build it again, with the newest Python found")
+    parser.add_argument("--check", action="store_true", help="build nothing; fail if it does not exist")
+    parser.add_argument(
+        "--with",
+        dest="added",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="package to install in addition, such as scikit-learn (can be repeated); prints the path for --python",
+    )
+    parser.add_argument("--requirements", type=Path, metavar="FILE", help="file with such packages, one per line")
+    parser.add_argument("--list", action="store_true", help="list all runtimes, build nothing")
+    text = "remove this runtime, named as --list shows it or by its directory's name (can be repeated)"
+    parser.add_argument("--remove", metavar="NAME", action="append", default=[], help=text)
+
+
+def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="server that runs the calls, with the token of RSTAR_SANDBOX_TOKEN (default: start one)",
+    )
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the benchmark; without it, all are listed")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the benchmark")
+
+
+def _add_settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for title, description in _GROUPS.items():
+        shown = [name for name in names if SETTINGS[name].group == title and not SETTINGS[name].is_secret]
+        group = parser.add_argument_group(title, description) if shown else parser
+        for name in shown:
+            setting = SETTINGS[name]
+            default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
+            text = setting.doc if default is None else f"{setting.doc} (default: {default})"
+            group.add_argument(f"--{flag_name(name)}", dest=name, metavar=setting.rule.metavar, help=text)
+
+
+def _config(args: argparse.Namespace, names: Sequence[str]) -> ServeConfig:
+    flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    config = load(args.config, os.environ, flags)
+    os.environ.pop(f"{ENV_PREFIX}TOKEN", None)  # child processes must not inherit it
+    return config
+
+
+def _with_python(
+    config: ServeConfig, args: argparse.Namespace, log: Callable[[str], None] | None = None
+) -> ServeConfig:
+    """Set the Python that runs the calls, so that all executors use the same one. Builds the runtime if it is
+    missing."""
+    if config.python is not None:
+        return config
+    from sandbox.runtime import build as runtimes
+
+    if args.no_install:
+        return replace(config, python=str(runtimes.default_python()))
+    with _sigterm_as_exit():
+        return replace(config, python=str(runtimes.ensure_python(log or runtimes.log_to_stderr)))
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Raise `SystemExit` on SIGTERM, so that an unfinished build is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL_BASE + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _guest_python(config: ServeConfig) -> tuple[str, str]:
+    """Return the Python that runs the calls and no error, or an empty string and the reason why there is none."""
+    if config.python is not None:
+        return config.python, ""
+    from sandbox.runtime.build import default_python
+
+    try:
+        return str(default_python()), ""
+    except ConfigError as error:
+        return "", str(error)
+
+
+def _try_call(config: ServeConfig) -> str:
+    """Run a small call. Return `ok`, or the reason of its failure."""
+    from sandbox.executor import run_once
+
+    try:
+        result = run_once(Call("print(6 * 7)"), replace(config.executor_config(), zygote_pools=1, slots=1))
+    except SandboxError as error:
+        return str(error)
+    if result.stdout == "42\n":
+        return "ok"
+    return f"{result.status}: {result.error.message if result.error else result.stderr.strip()}"
+
+
+def _print_layers(layers: Sequence[ProbedLayer]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("layer", "", "found", "purpose"):
+        table.add_column(column)
+    for layer in layers:
+        mark = Text("yes", "green") if layer.ok else Text("no", "red")
+        table.add_row(Text(layer.name), mark, Text(layer.found), Text(layer.purpose))
+    Console().print(table)

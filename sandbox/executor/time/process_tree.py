@@ -1,0 +1,528 @@
+"""Samples the processes of one call from /proc, outside the jail, and sets their CPU priority.
+
+    which processes      from the call's cgroup if it has one; else the descendants of its first process. A process
+                         whose parent has exited is then missed (`setsid` and double fork).
+    run delay            schedstat; else an estimate (`_RunDelayEstimator`)
+    CPU time             the process's CPU clock; else clock ticks from stat
+    pid of a pidfd       fdinfo; else the zygote's child that has the call's pid in the zygote's PID namespace
+
+The alternatives are for kernels without these files, such as gVisor's, which imitates /proc.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from sandbox.executor.time.virtual_clock import ProcessSample, ThreadSample, TreeSample
+from sandbox.jail import IdleCgroup, can_restore_priority
+
+log = logging.getLogger(__name__)
+
+MAX_SAMPLED_THREADS = 128
+"""A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. This is
+also the largest number of threads that are moved between cgroups at once."""
+UNKNOWN_PID = 0
+"""Stands for a process whose pid in this /proc cannot be found."""
+LONG_THREADS_WEIGHT = 0.25
+"""Share of a core that all long threads of the core together get, over that of one thread at normal priority, where
+long calls are demoted by nice values. Less would starve them while short calls never stop arriving; with more, they
+delay short calls."""
+WEIGHT_PER_NICE = 1.25
+"""A thread's weight, and so its share of a core, is divided by this for each step of its nice value (sched(7))."""
+MAX_NICE = 19
+_UNKNOWN_POLICY = -1
+_UNKNOWN_NICE = -21
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS = 0, 1, 3, 6
+_STAT_CPU, _STAT_CHILDREN_CPU = slice(11, 13), slice(13, 15)
+_STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
+"""Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
+_PF_EXITING = 0x4
+"""Flag of a process that has begun to exit. On an overloaded machine the exit waits seconds for a core and for kernel
+locks; this time is not charged to the call."""
+_VOLUNTARY_KEY = b"\nvoluntary_ctxt_switches:"
+_RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
+"""Lines of /proc/PID/status, in KiB."""
+_PROPORTIONAL_KEYS, _FILE_KEYS = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
+"""Lines of /proc/PID/smaps_rollup, in KiB. In these, a page that n processes share counts 1/n for each of them."""
+_SOCKET_BYTES = 212_992
+"""Data that an AF_UNIX stream can hold: net.core.wmem_default of all usual machines."""
+_DATAGRAMS = 11
+"""Number of datagrams of this size that an AF_UNIX socket can hold (net.unix.max_dgram_qlen of a new namespace)."""
+_FEW_SOCKETS_BYTES = 1024
+"""Size of /proc/PID/net/unix with about 12 sockets."""
+_MAX_TABLE_LINES = 1 << 17
+"""Lines of a table of sockets that are read. As AF_UNIX sockets they would count as 26 GiB."""
+_TCP_TIME_WAIT = b"06"
+_SCHED_PARAM = os.sched_param(0)
+_GONE_ERRORS = OSError, IndexError, ValueError
+"""Errors from reading the files of a process that has just ended."""
+
+
+def pid_of_pidfd(pidfd: int, zygote_pid: int = 0, pid_in_jail: int = 0) -> int | None:
+    """Return the pid in this /proc of the process that a pidfd refers to, or None if the process has ended.
+
+    Where fdinfo does not contain the pid, return the child of `zygote_pid` whose pid in the zygote's PID namespace is
+    `pid_in_jail`, or `UNKNOWN_PID` if there is none.
+    """
+    for line in _read(f"/proc/self/fdinfo/{pidfd}").splitlines():
+        if line.startswith(b"Pid:"):
+            pid = int(line.split()[1])
+            return pid if pid > 0 else None
+    with suppress(FileNotFoundError, ProcessLookupError):
+        depth = len(_pids_by_namespace(zygote_pid))
+        for pid in map(int, _read(f"/proc/{zygote_pid}/task/{zygote_pid}/children").split()):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if _pids_by_namespace(pid)[depth - 1 : depth] == [pid_in_jail]:
+                    return pid
+    return UNKNOWN_PID
+
+
+def _pids_by_namespace(pid: int) -> list[int]:
+    """Return the pids of a process in its PID namespaces, from the namespace of this /proc inwards."""
+    status = _read(f"/proc/{pid}/status")
+    return [*map(int, status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split())] or [pid]
+
+
+def counts_run_delay() -> bool:
+    """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO, schedstat is
+    missing; where the statistics are off or /proc is imitated, it contains zeros."""
+    try:
+        return any(map(int, _read("/proc/self/schedstat").split()))
+    except _GONE_ERRORS:
+        return False
+
+
+class CgroupMembers(Protocol):
+    """The part of a call's cgroup that lists its members by their ids in this /proc. 0 stands for a member that this
+    /proc does not show."""
+
+    def other_pids(self, first: int) -> list[int]:
+        """Return the processes besides `first`."""
+        ...
+
+    def thread_ids(self) -> list[int]: ...
+
+
+class ProcessTree:
+    """The processes of the call whose first process is `root` (or `UNKNOWN_PID`)."""
+
+    def __init__(self, root: int, members: CgroupMembers | None = None) -> None:
+        self.root = root
+        self._members = members
+        self._run_delays = None if counts_run_delay() else _RunDelayEstimator()
+        self._is_unsampled = root == UNKNOWN_PID
+        """Whether the call ever had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. The
+        virtual clock then follows wall time until the end of the call."""
+        self._pids: list[int] = []
+        self._policy_by_thread: dict[int, int] = {}
+        """Scheduling policy of each thread in the last sample."""
+        self._nice_by_thread: dict[int, int] = {}
+        """Nice value of each thread in the last sample."""
+        self._pid_by_session: dict[int, int] = {}
+        """A process of each session in the last sample."""
+        self._nice_by_session: dict[int, int] = {}
+        """Nice values of the call's own sessions."""
+        self.runnable_threads = 0
+        """Number of runnable threads in the last sample; of all threads if there are too many to sample."""
+        self._should_be_idle: bool | None = None
+        """Whether the threads belong in the idle cgroup; None if they never did."""
+        self._moved: set[int] = set()
+        """Threads that are already in the cgroup in which they belong."""
+        self._switches: dict[int, tuple[int, int]] = {}
+        """For each thread of the last sample: its timeslices, and its voluntary context switches when it had these."""
+        self._switches_before: dict[int, tuple[int, int]] = {}
+        """The same of the sample before the last."""
+        self.cpu_s = math.inf if self._is_unsampled else 0.0
+        """CPU seconds of all processes in the last sample and of the children that they have waited for. Infinite if
+        the processes are not sampled."""
+
+    def sample(self) -> TreeSample | None:
+        """Sample all processes, the first process first. Return an empty sample if the first process has ended. Return
+        None if there are or were too many threads; then only the thread ids are read, for `CpuPriority`."""
+        if self._is_unsampled:
+            self._list_threads()
+            return None
+        sample: dict[int, ProcessSample] = {}
+        self._policy_by_thread, self._nice_by_thread, self._pid_by_session = {}, {}, {}
+        self.runnable_threads = 0
+        self._switches_before, self._switches = self._switches, {}
+        if self._run_delays is not None:
+            self._run_delays.start_sample()
+        self.cpu_s = 0.0
+        self._pids = self._list_pids()
+        for pid in self._pids:
+            with suppress(*_GONE_ERRORS):
+                process = self._sample_process(pid)
+                if process is not None:
+                    sample[pid] = process
+            if len(self._policy_by_thread) > MAX_SAMPLED_THREADS:
+                self._is_unsampled, self.cpu_s = True, math.inf
+                return None
+        return sample if self.root in sample else {}
+
+    def set_policy(self, policy: int) -> None:
+        """Set the scheduling policy of all threads of the last sample. Threads that these start later inherit it.
+        Threads that were started since the sample get it after the next sample. Raises `PermissionError`."""
+        for tid, current in self._policy_by_thread.items():
+            if current != policy:
+                with suppress(ProcessLookupError):
+                    os.sched_setscheduler(tid, policy, _SCHED_PARAM)
+                    self._policy_by_thread[tid] = policy
+
+    def raise_nice(self, nice: int) -> None:
+        """Raise the nice values of all threads of the last sample to at least `nice`. Threads that these start later
+        inherit it. Raises `PermissionError` if this process may not change these threads (setpriority(2))."""
+        for tid, current in self._nice_by_thread.items():
+            if current < nice:
+                try:
+                    os.setpriority(os.PRIO_PROCESS, tid, nice)
+                except ProcessLookupError:
+                    continue
+                except OSError as error:
+                    if error.errno != errno.EACCES:  # EACCES: the nice value, which was unknown, is higher already
+                        raise
+                self._nice_by_thread[tid] = nice
+        self._raise_nice_of_sessions(nice)
+
+    def _raise_nice_of_sessions(self, nice: int) -> None:
+        """Raise the nice values of the sessions that the call does not share with its zygote. The kernel may divide the
+        cores between sessions first (sched_autogroup_enabled); then nice values of threads count only within one."""
+        for session, pid in self._pid_by_session.items():
+            if self._nice_by_session.get(session, 0) >= nice:
+                continue
+            with suppress(*_GONE_ERRORS):
+                zygote = int(_read_stat(f"/proc/{self.root}/stat")[_STAT_PPID])
+                if session != int(_read_stat(f"/proc/{zygote}/stat")[_STAT_SESSION]) and not _set_autogroup(pid, nice):
+                    continue
+            self._nice_by_session[session] = nice
+
+    def move_to_idle_cgroup(self, idle_cgroup: IdleCgroup, *, inside: bool) -> None:
+        """Move the threads of the last sample into the idle cgroup or back, at most `MAX_SAMPLED_THREADS` at once.
+        Raises `OSError`."""
+        if self._should_be_idle is None and not inside:
+            return
+        if inside is not self._should_be_idle:
+            self._should_be_idle, self._moved = inside, set()
+        for tid in list(islice(self._policy_by_thread.keys() - self._moved, MAX_SAMPLED_THREADS)):
+            try:
+                idle_cgroup.move(tid, inside=inside)
+            except OSError as error:
+                # ESRCH: the thread has ended. EINVAL, before Linux 6.1: the thread has not run yet and is moved later.
+                if error.errno not in (errno.ESRCH, errno.EINVAL):
+                    raise
+            else:
+                self._moved.add(tid)
+        self._moved &= self._policy_by_thread.keys()
+
+    def resident_bytes(self) -> dict[int, int]:
+        """Return the resident bytes, without file pages, of each process of the last sample. Empty for a single
+        process, whose own limit is enough. Shared pages count for each process, so the sum is an upper bound."""
+        resident = {}
+        for pid in self._pids if len(self._pids) > 1 else ():
+            with suppress(*_GONE_ERRORS):
+                resident[pid] = _sum_kib(f"/proc/{pid}/status", _RESIDENT_KEYS) << 10
+        return resident
+
+    def _list_pids(self) -> list[int]:
+        if self._members is None:
+            return list(self._descendants())
+        try:
+            return [self.root, *filter(None, self._members.other_pids(self.root))]
+        except OSError:
+            return [self.root]
+
+    def _descendants(self) -> Iterator[int]:
+        """Yield the first process and its descendants, up to `MAX_SAMPLED_THREADS` threads."""
+        pids, threads = [self.root], 0
+        for pid in pids:  # the list grows while it is read: a breadth-first search
+            yield pid
+            for tid in _thread_ids(pid):
+                threads += 1
+                if threads > MAX_SAMPLED_THREADS:
+                    break
+                with suppress(OSError):
+                    pids += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
+
+    def _list_threads(self) -> None:
+        policies, nices, tids = self._policy_by_thread, self._nice_by_thread, []
+        with suppress(OSError):
+            if self._members is None:
+                self._pids = [*self._descendants()]
+                tids = [tid for pid in self._pids for tid in _thread_ids(pid)]
+            else:
+                tids = self._members.thread_ids()
+        self._policy_by_thread = {tid: policies.get(tid, _UNKNOWN_POLICY) for tid in tids if tid}
+        self._nice_by_thread = {tid: nices.get(tid, _UNKNOWN_NICE) for tid in self._policy_by_thread}
+        self.runnable_threads = len(self._policy_by_thread)
+
+    def _sample_process(self, pid: int) -> ProcessSample | None:
+        stat = _read_stat(f"/proc/{pid}/stat")
+        # A zombie with further threads is a process whose main thread alone has ended.
+        if stat[_STAT_STATE] in (b"Z", b"X") and int(stat[_STAT_THREADS]) <= 1:
+            return None
+        self._pid_by_session[int(stat[_STAT_SESSION])] = pid
+        cpu_s = _process_cpu_s(pid, stat)
+        threads = {}
+        if stat[_STAT_THREADS] == b"1":
+            threads[pid] = self._sample_thread(pid, f"/proc/{pid}", stat, cpu_s)
+        else:
+            for tid in _thread_ids(pid)[: MAX_SAMPLED_THREADS + 1]:
+                path = f"/proc/{pid}/task/{tid}"
+                with suppress(*_GONE_ERRORS):  # one ended thread must not hide the other threads of the process
+                    threads[tid] = self._sample_thread(tid, path, _read_stat(f"{path}/stat"))
+        self.cpu_s += cpu_s + _seconds(stat[_STAT_CHILDREN_CPU])
+        return ProcessSample(int(stat[_STAT_PPID]), _age_s(stat), cpu_s, threads)
+
+    def _sample_thread(self, tid: int, path: str, stat: list[bytes], cpu_s: float | None = None) -> ThreadSample:
+        self._policy_by_thread[tid], self._nice_by_thread[tid] = int(stat[_STAT_POLICY]), int(stat[_STAT_NICE])
+        is_exiting = stat[_STAT_STATE] in (b"S", b"D") and int(stat[_STAT_FLAGS]) & _PF_EXITING != 0
+        is_runnable = stat[_STAT_STATE] == b"R" or is_exiting
+        self.runnable_threads += is_runnable
+        if self._run_delays is not None:
+            return self._run_delays.estimate(tid, stat, cpu_s, _read_voluntary_switches(path), is_runnable)
+        run_ns, delay_ns, timeslices = map(int, _read(f"{path}/schedstat").split())
+        switches = self._voluntary_switches(tid, path, timeslices) if is_runnable else 0
+        return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable)
+
+    def _voluntary_switches(self, tid: int, path: str, timeslices: int) -> int:
+        """Return the number of voluntary switches. It is read only after a new timeslice, without which it cannot have
+        changed, since reading it takes as long as the rest of a thread's sample."""
+        known = self._switches_before.get(tid)
+        if known is None or known[0] != timeslices:
+            known = timeslices, _read_voluntary_switches(path)
+        self._switches[tid] = known
+        return known[1]
+
+
+def has_few_sockets(pid: int) -> bool:
+    """Return whether the network namespace of a process has only some AF_UNIX sockets."""
+    try:
+        return len(_read(f"/proc/{pid}/net/unix")) <= _FEW_SOCKETS_BYTES
+    except OSError:
+        return True
+
+
+def socket_bytes(pid: int, *, counts_unix: bool) -> int:
+    """Return an upper bound of the data in all sockets of the network namespace of a process, also in those that no
+    descriptor refers to, as they wait for accept(2). AF_UNIX sockets count as full."""
+    total = 0
+    with suppress(OSError):
+        for line in _table(f"/proc/{pid}/net/unix") if counts_unix else ():
+            total += _SOCKET_BYTES * (_DATAGRAMS if line.split(None, 5)[4] == b"0002" else 1)
+        for protocol in ("tcp", "udp"):
+            for line in _table(f"/proc/{pid}/net/{protocol}"):
+                _, _, _, state, queues, _ = line.split(None, 5)
+                if state != _TCP_TIME_WAIT:
+                    total += 4096 + sum(int(size, 16) for size in queues.split(b":"))
+    return total
+
+
+def _table(path: str) -> list[bytes]:
+    """Return the lines of a table of sockets without its header, at most `_MAX_TABLE_LINES`."""
+    with open(path, "rb") as file:
+        file.readline()
+        return [*islice(file, _MAX_TABLE_LINES)]
+
+
+def exceeds_memory(resident_bytes: Mapping[int, int], limit_bytes: int, zygote_bytes: int) -> bool:
+    """Return whether processes hold more than `limit_bytes` together, where each shared page counts once.
+
+    The kernel needs milliseconds per 100 MiB to count shared pages, so the largest processes are read first, and only
+    until the answer is certain. Where this process may not read these counts (level `landlock` as root without
+    CAP_SYS_PTRACE), shared pages count for each process, except for `zygote_bytes`.
+    """
+    sum_bytes, rest_bytes = 0, sum(resident_bytes.values())
+    for pid, process_bytes in sorted(resident_bytes.items(), key=lambda item: -item[1]):
+        if sum_bytes > limit_bytes or sum_bytes + rest_bytes <= limit_bytes:
+            break
+        rest_bytes -= process_bytes
+        path = f"/proc/{pid}/smaps_rollup"
+        try:
+            sum_bytes += max(0, _sum_kib(path, _PROPORTIONAL_KEYS) - _sum_kib(path, _FILE_KEYS)) << 10
+        except PermissionError:
+            sum_bytes += max(0, process_bytes - zygote_bytes)
+        except _GONE_ERRORS:
+            continue
+    return sum_bytes > limit_bytes
+
+
+def _sum_kib(path: str, keys: tuple[bytes, ...]) -> int:
+    return sum(int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(keys))
+
+
+@dataclass(slots=True)
+class _ThreadEstimate:
+    """A thread's estimated run delay up to the last sample. The `mixed_` fields are sums over the intervals in which
+    the thread may both have slept and waited."""
+
+    age_s: float = 0.0
+    cpu_s: float = 0.0
+    voluntary_switches: int = 0
+    was_runnable: bool = True
+    run_delay_s: float = 0.0
+    mixed_s: float = 0.0
+    mixed_cpu_s: float = 0.0
+    mixed_delay_s: float = 0.0
+    samples: int = 0
+    samples_runnable: int = 0
+
+
+class _RunDelayEstimator:
+    """Estimates run delay where the kernel does not count it (`counts_run_delay`).
+
+        between two samples the thread               estimated run delay
+        was runnable in both, no voluntary switch    the interval minus CPU time
+        slept in both, no voluntary switch           0
+        otherwise                                    the sum of all such intervals times the share of samples in
+                                                     which it was runnable, minus the CPU time in these intervals
+
+    Samples come at random moments, so a share of the samples is a share of the time.
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[int, _ThreadEstimate] = {}
+        self._before: dict[int, _ThreadEstimate] = {}
+
+    def start_sample(self) -> None:
+        """Forget the threads that were not in the last sample."""
+        self._before, self._threads = self._threads, {}
+
+    def estimate(
+        self, tid: int, stat: list[bytes], cpu_s: float | None, voluntary_switches: int, is_runnable: bool
+    ) -> ThreadSample:
+        """Return the sample of a thread. `cpu_s` is its CPU time if that is known more exactly than in clock ticks."""
+        cpu_s = _seconds(stat[_STAT_CPU]) if cpu_s is None else cpu_s
+        thread = self._threads[tid] = self._before.get(tid) or _ThreadEstimate()
+        age_s = _age_s(stat)
+        span_s, span_cpu_s = age_s - thread.age_s, cpu_s - thread.cpu_s
+        thread.samples += 1
+        thread.samples_runnable += is_runnable
+        if is_runnable is not thread.was_runnable or voluntary_switches != thread.voluntary_switches:
+            thread.mixed_s += span_s
+            thread.mixed_cpu_s += span_cpu_s
+            likely_s = thread.mixed_s * thread.samples_runnable / thread.samples - thread.mixed_cpu_s
+            delay_s = min(max(likely_s - thread.mixed_delay_s, 0.0), max(span_s - span_cpu_s, 0.0))
+            thread.mixed_delay_s += delay_s
+            thread.run_delay_s += delay_s
+        elif is_runnable:
+            thread.run_delay_s += max(span_s - span_cpu_s, 0.0)
+        thread.age_s, thread.cpu_s = age_s, cpu_s
+        thread.voluntary_switches, thread.was_runnable = voluntary_switches, is_runnable
+        return ThreadSample(cpu_s, thread.run_delay_s, 0, voluntary_switches, is_runnable, is_estimate=True)
+
+
+class CpuPriority:
+    """Changes the CPU priority of the threads of long calls.
+
+        this process has CAP_SYS_NICE in the initial user namespace    otherwise
+        demote: SCHED_IDLE, and the idle cgroup                        demote: raise the nice value
+        promote: SCHED_OTHER                                           promote: the kernel refuses it (sched(7))
+
+    A nice value can be raised for every process of this uid, and for every process in the user namespaces that this uid
+    has created. It is raised only as far as `LONG_THREADS_WEIGHT` requires for the number of long threads, since it is
+    never lowered again.
+    """
+
+    def __init__(self, cores: float = 1.0) -> None:
+        self.can_promote = can_restore_priority()
+        self.can_demote = True
+        self._cores = cores
+        self._own_nice = os.getpriority(os.PRIO_PROCESS, 0)
+        self._long_threads: Counter[ProcessTree] = Counter()
+        """Runnable threads of each long call."""
+        self._num_long_threads = 0
+        if not self.can_promote:
+            log.info("no CAP_SYS_NICE in the initial user namespace: long calls are demoted by their nice values only")
+
+    def apply(self, tree: ProcessTree, idle_cgroup: IdleCgroup | None = None, *, is_demoted: bool) -> None:
+        """Set the priority of all threads in the last sample of `tree`, the call of which is long. Idempotent."""
+        if not self.can_demote:
+            return
+        try:
+            if self.can_promote:
+                tree.set_policy(os.SCHED_IDLE if is_demoted else os.SCHED_OTHER)
+                if idle_cgroup is not None:
+                    tree.move_to_idle_cgroup(idle_cgroup, inside=is_demoted)
+            elif is_demoted:
+                self._num_long_threads += tree.runnable_threads - self._long_threads[tree]
+                self._long_threads[tree] = tree.runnable_threads
+                tree.raise_nice(nice_of_long_calls(self._num_long_threads / self._cores, self._own_nice))
+        except OSError as error:
+            self.can_demote = False
+            log.warning("cannot change the CPU priority of calls, long calls keep normal priority: %s", error)
+
+    def forget(self, tree: ProcessTree) -> None:
+        """Stop counting the threads of a call that has ended."""
+        self._num_long_threads -= self._long_threads.pop(tree, 0)
+
+
+def nice_of_long_calls(threads_per_core: float, own_nice: int = 0) -> int:
+    """Return the nice value with which this many threads on each core have the weight `LONG_THREADS_WEIGHT` together.
+    `own_nice` is that of short calls."""
+    weight = LONG_THREADS_WEIGHT / max(1.0, threads_per_core)
+    return min(MAX_NICE, own_nice + math.ceil(-math.log(weight, WEIGHT_PER_NICE)))
+
+
+def _set_autogroup(pid: int, nice: int) -> bool:
+    """Set the nice value of a process's session. Return False if the kernel asks to try again later: for an ordinary
+    user it accepts one value in 0.1 s on the whole machine."""
+    try:
+        with open(f"/proc/{pid}/autogroup", "w") as file:
+            file.write(str(nice))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _thread_ids(pid: int) -> list[int]:
+    try:
+        return [*map(int, os.listdir(f"/proc/{pid}/task"))]
+    except OSError:
+        return []
+
+
+def _read_voluntary_switches(path: str) -> int:
+    """Return how often a thread has given up its core by itself; 0 where the kernel does not count it."""
+    words = _read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1)
+    return int(words[0]) if words else 0
+
+
+def _process_cpu_s(pid: int, stat: list[bytes]) -> float:
+    """Return the CPU seconds of a process, ended threads included: exact to a nanosecond if the kernel has a clock for
+    the process, else to a clock tick."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # the number of the clock, as clock_getcpuclockid(3) computes it
+    except OSError:
+        return _seconds(stat[_STAT_CPU])
+
+
+def _age_s(stat: list[bytes]) -> float:
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[_STAT_START]) / _TICKS_PER_S)
+
+
+def _seconds(ticks: list[bytes]) -> float:
+    return sum(map(int, ticks)) / _TICKS_PER_S
+
+
+def _read_stat(path: str) -> list[bytes]:
+    """Return the fields after the name, which may itself contain spaces and parentheses."""
+    return _read(path).rpartition(b")")[2].split()
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)

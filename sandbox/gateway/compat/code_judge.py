@@ -1,0 +1,283 @@
+"""The routes of code-judge (commit fbc5293), so that its clients run unchanged: rStar2-Agent's tool and reward, and the
+clients of code-judge's `judge_client.py`.
+
+- `reason` is empty if the code ended, also with an error or beyond its memory or output limit. It is `worker_timeout`
+  if the code reached its time limit, and `queue_timeout` or `internal_error` if the service failed.
+- A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. The ids and the
+  expected outputs that a request keeps count as part of the size of its calls.
+- Unknown fields and `options` are ignored, as code-judge does.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from time import monotonic
+from typing import NamedTuple
+
+from aiohttp import web
+
+from sandbox.errors import RequestRefused
+from sandbox.gateway.calls.batch import Batch, result_bytes
+from sandbox.gateway.calls.dispatcher import Dispatcher
+from sandbox.gateway.compat.code_judge_fields import (
+    EXAMPLES,
+    MAX_ERRORS,
+    MAX_TEXT_CHARS,
+    SCHEMAS,
+    Fields,
+    Location,
+    batch_errors,
+    field_error,
+    submission_errors,
+)
+from sandbox.gateway.http import codec, exchange
+from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.codec import JSON, Json
+from sandbox.gateway.http.errors import BodyError, HttpError
+from sandbox.gateway.http.exchange import DISPATCHER
+from sandbox.gateway.http.openapi import Route
+from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
+from sandbox.types import Call, EncodedResult, Limits, Status, memory_bytes
+
+LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
+"""code-judge's default limits: 10 s, and 256 MiB to which it adds 128 MiB. The time is 50 ms lower, because
+`sleep(10)` exceeds the limit in code-judge, and virtual time is measured with an error. code-judge has no limit of the
+output."""
+QUEUE_TIMEOUT_S = 4.0
+"""Seconds after which a call that still waits for a slot gets `queue_timeout`."""
+LONG_QUEUE_TIMEOUT_S = 3600.0
+"""The same for long batches."""
+TIMEOUT_TEXT = "Suicide from timeout.\n"
+"""Text that code-judge appends to the stdout of a program that reached its time limit."""
+KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
+"""Bytes of a result that a batch keeps until its response, as `result_bytes` counts them."""
+
+
+_TEMPLATE = Call("", echo=False, limits=LIMITS)
+"""The fields that all calls share."""
+
+
+class Mode(NamedTuple):
+    """The differences between the routes that run code."""
+
+    is_batch: bool
+    with_output: bool
+    """Whether results have stdout and stderr."""
+    queue_timeout_s: float
+
+
+class MalformedBody(BodyError):
+    """A body that is refused with 422. `errors` describe it as FastAPI does."""
+
+    def __init__(self, errors: list[Fields]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
+class SubmissionForm(CallsForm):
+    """The body of one submission. The `extra` of a call is what its answer needs: the id and the expected output."""
+
+    max_wait_s = QUEUE_TIMEOUT_S
+    """Maximum of the batch's `queue_timeout_s`."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
+        yield BatchHead(1, self.config.queue_timeout_s, math.inf, _TEMPLATE)
+        yield from self._check_submissions([(raw, ())])
+
+    def add(self, item: Item) -> None:
+        if isinstance(item, BatchHead):
+            self.sub_ids: list[str] = []
+            self.expected_outputs: list[str | None] = []
+            item = item._replace(queue_timeout_s=min(item.queue_timeout_s, self.max_wait_s))
+        super().add(item)
+        if isinstance(item, CheckedCall) and self.batch is not None:
+            sub_id, expected_output = item.extra
+            self.sub_ids.append(sub_id or str(uuid.uuid4()))
+            self.expected_outputs.append(expected_output)
+            self.batch.calls[-1].size_bytes += memory_bytes(self.sub_ids[-1]) + memory_bytes(expected_output or "")
+
+    def _check_submissions(self, items: Iterable[tuple[Json, Location]]) -> Iterator[Item]:
+        """Check submissions, given with their location in the body."""
+        errors: list[Fields] = []
+        for index, (item, location) in enumerate(items):
+            errors += islice(submission_errors(item, location), MAX_ERRORS)
+            if len(errors) > MAX_ERRORS:
+                break
+            if not errors:
+                call = Call.decode({"code": item["solution"], "stdin": item.get("input") or ""}, _TEMPLATE)
+                yield CheckedCall(index, call, "", [item.get("sub_id"), item.get("expected_output")])
+        if errors:
+            raise MalformedBody(errors[:MAX_ERRORS])
+
+
+class SubmissionsForm(SubmissionForm):
+    """The body of a batch of submissions. The `extra` of the head is the id of the batch."""
+
+    def check(self, raw: Json) -> Iterator[Item]:
+        """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
+        if errors := list(batch_errors(raw)):
+            raise MalformedBody(errors)
+        items, max_items = raw["submissions"], self.config.batch_calls
+        if len(items) > max_items:
+            raise RequestRefused(
+                f"submissions: expected at most {max_items}, got {len(items)}; "
+                "send several batches, or start the server with a larger --batch-calls"
+            )
+        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _TEMPLATE, raw.get("sub_id"))
+        yield from self._check_submissions((item, ("submissions", index)) for index, item in enumerate(items))
+
+
+class Submissions:
+    """The submissions of one request, and their answers as they arrive."""
+
+    def __init__(
+        self, mode: Mode, dispatcher: Dispatcher, form: SubmissionForm, batch: Batch, started_at: float
+    ) -> None:
+        self._mode = mode
+        self._dispatcher = dispatcher
+        self._started_at = started_at
+        self.sub_id = form.head.extra or str(uuid.uuid4())
+        """The id of a batch."""
+        self._sub_ids = form.sub_ids
+        self._expected_outputs = form.expected_outputs
+        self.answers: list[Fields] = [{}] * len(batch.results)
+        """An answer for each submission; empty until it arrives."""
+        batch.on_result = partial(self._on_result, batch)
+
+    def _on_result(self, batch: Batch, index: int) -> None:
+        result = batch.pop_result(index)
+        expected_output, self._expected_outputs[index] = self._expected_outputs[index], None
+        if result["status"] == Status.UNAVAILABLE.value:
+            answer = _unavailable_answer(result, monotonic() - self._started_at)
+        else:
+            answer = _answer(result, expected_output)
+        if not self._mode.with_output:
+            del answer["stdout"], answer["stderr"]
+        self.answers[index] = {"sub_id": self._sub_ids[index], **answer}
+        dropped = result_bytes(result) - KEPT_RESULT_BYTES
+        if dropped > 0:
+            self._dispatcher.call_table.results_read(batch, dropped)
+
+
+def _unavailable_answer(result: EncodedResult, waited_s: float) -> Fields:
+    """Return the answer to a call that the service has not run."""
+    error = result["error"]
+    is_queue_timeout = error is not None and error["type"] == "QueueTimeout"
+    return {
+        "success": False,
+        "run_success": False,
+        "cost": round(waited_s, 6),
+        "stdout": None,
+        "stderr": None,
+        "reason": "queue_timeout" if is_queue_timeout else "internal_error",
+    }
+
+
+def _answer(result: EncodedResult, expected_output: str | None) -> Fields:
+    """Return the answer to a call that ran, with both texts."""
+    status, stdout, stderr = result["status"], result["stdout"], result["stderr"]
+    is_ok, is_timeout = status == Status.OK.value, status == Status.TIMEOUT.value
+    if is_timeout:
+        stdout = stdout[:MAX_TEXT_CHARS] + TIMEOUT_TEXT
+    elif not stderr and status in (Status.MEMORY_LIMIT.value, Status.OUTPUT_LIMIT.value):
+        error = result["error"]  # no other field of the answer says why the call has failed
+        stderr = f"{error['type']}: {error['message']}\n" if error else ""
+    return {
+        "success": is_ok and (expected_output is None or stdout.strip() == expected_output.strip()),
+        "run_success": is_ok,
+        "cost": round(result["usage"]["run_ms"] / 1000, 6),
+        "stdout": stdout[:MAX_TEXT_CHARS],
+        "stderr": stderr[:MAX_TEXT_CHARS],
+        "reason": "worker_timeout" if is_timeout else "",
+    }
+
+
+async def _run(request: web.Request, mode: Mode) -> web.StreamResponse:
+    dispatcher, started_at = request.app[DISPATCHER], monotonic()
+    form = (SubmissionsForm if mode.is_batch else SubmissionForm)(dispatcher.config, request.get(TENANT))
+    form.max_wait_s = mode.queue_timeout_s
+    try:
+        async with exchange.admitted_batch(request, form) as (batch, _, _):
+            submissions = Submissions(mode, dispatcher, form, batch, started_at)
+            try:
+                await exchange.wait_for_results(batch)
+            finally:
+                batch.on_result = None  # it refers to the batch, and the cycle would keep both in memory
+            body = await _encode(submissions, mode)
+            return await exchange.respond(request, 200, body, JSON)
+    except MalformedBody as error:
+        errors = error.errors
+    except HttpError as error:
+        if error.status != 400:
+            raise
+        errors = [field_error("json_invalid", (), str(error), {})]
+    dispatcher.counters.refused[422] += 1
+    return await exchange.respond(request, 422, [codec.encode({"detail": errors}, JSON)], JSON)
+
+
+async def _encode(submissions: Submissions, mode: Mode) -> list[bytes]:
+    answers = submissions.answers
+    if not mode.is_batch:
+        return [codec.encode(answers[0], JSON)]
+    return await codec.encode_results(answers, len(answers), JSON, {"sub_id": submissions.sub_id})
+
+
+async def ping(request: web.Request) -> web.Response:
+    return web.json_response("pong")
+
+
+async def status(request: web.Request) -> web.Response:
+    dispatcher = request.app[DISPATCHER]
+    ready = [executor.ready_report for executor in dispatcher.executors if executor.is_ready]
+    num_workers = sum(report.slots for report in ready if report)
+    return web.json_response({"queue": dispatcher.call_table.waiting, "num_workers": num_workers})
+
+
+_ERROR_STATUSES = (401, 403, 408, 413, 415, 422, 429, 503)
+
+
+def _route(path: str, summary: str, is_batch: bool, queue_timeout_s: float) -> Route:
+    with_output = path.startswith("/run")
+    mode = Mode(is_batch, with_output, queue_timeout_s)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await _run(request, mode)
+
+    response = ("CodeJudgeResult" if with_output else "CodeJudgeVerdict") + ("s" if is_batch else "")
+    return Route(
+        "POST",
+        path,
+        handler,
+        f"{summary}, with the interface of code-judge",
+        {JSON: response},
+        "CodeJudgeBatch" if is_batch else "CodeJudgeSubmission",
+        (JSON,),
+        _ERROR_STATUSES,
+        error_schemas={422: "CodeJudgeMalformed"},
+        schemas=SCHEMAS,
+        examples=EXAMPLES,
+    )
+
+
+ROUTES = (
+    _route("/run", "Run a program", False, QUEUE_TIMEOUT_S),
+    _route("/run/batch", f"Run programs that wait at most {QUEUE_TIMEOUT_S:g} s", True, QUEUE_TIMEOUT_S),
+    _route("/run/long-batch", "Run programs that may wait an hour", True, LONG_QUEUE_TIMEOUT_S),
+    _route("/judge", "Run a program and compare its output", False, QUEUE_TIMEOUT_S),
+    _route("/judge/batch", f"Judge programs that wait at most {QUEUE_TIMEOUT_S:g} s", True, QUEUE_TIMEOUT_S),
+    _route("/judge/long-batch", "Judge programs that may wait an hour", True, LONG_QUEUE_TIMEOUT_S),
+    Route(
+        "GET",
+        "/status",
+        status,
+        "The load, with the interface of code-judge",
+        {JSON: "CodeJudgeStatus"},
+        error_statuses=(401, 403),
+    ),
+    Route("GET", "/ping", ping, "Liveness, as code-judge answers it", {JSON: None}, error_statuses=(401, 403)),
+)

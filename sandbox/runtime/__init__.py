@@ -1,0 +1,1 @@
+"""The guest runtime, the Python that runs the calls: how it is built and found, its packages and fonts."""
