@@ -29,27 +29,6 @@ PASSED_THROUGH = frozenset({"args", "extra_body", "grpo", "peft"})
 
 T = TypeVar("T")
 
-_RENAMED_STAGE = {
-    "max_tokens": "max_response_tokens",
-    "lr": "learning_rate",
-    "prompts": "problems_per_step",
-    "samples": "samples_per_problem",
-    "keep": "kept_per_problem",
-    "select": "roc_mode (paper, released, uniform or off)",
-    "drop_solved": "difficulty_filter_samples",
-    "early_stop": "cancel_stragglers",
-}
-RENAMED: Mapping[str, Mapping[str, str]] = {
-    "": {"evaluate": "[eval]", "track": "[tracking] trackers and project, and [storage] save_logprobs"},
-    "model": {"preamble": "system_prompt", "chat": "chat_format (rstar2 or tokenizer)"},
-    "engines": {"slots": "max_num_seqs", "sync": "weight_sync", "policy": "placement_policy"},
-    "sft": {"lr": "learning_rate", "max_length": "max_conversation_tokens"},
-    "rl": _RENAMED_STAGE,
-    "stages": _RENAMED_STAGE,
-    "eval": {"max_tokens": "max_response_tokens", "samples": "samples_per_problem"},
-}
-"""The new names of keys of earlier versions that `suggestion` would not find, by table. "" is the top level."""
-
 
 def load_config(file: Path | None, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the settings from all sources. Raises `ConfigError`.
@@ -126,8 +105,6 @@ def validate_tree(kind: type[T], tree: Mapping[str, Any], source: str, origins: 
 
 def _advice(kind: type, path: Sequence[str]) -> str:
     *parents, name = path
-    if kind is RunConfig and (new_name := RENAMED.get(parents[0] if parents else "", {}).get(name)):
-        return f"it is now {new_name}"
     return suggestion(name, _known_settings(kind, parents))
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.settings.profiles import check_profile
-from sandbox.settings.server import ENV_PREFIX, FORMER_SETTINGS, SETTINGS, ServeConfig, flag_name, load
+from sandbox.settings.server import ENV_PREFIX, SETTINGS, ServeConfig, flag_name, load
 from sandbox.types import LIMIT_FIELDS, Call, Network, Profile, Result, Status
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def serve(args: argparse.Namespace) -> int:
 
     from sandbox import logs
 
-    config = _config(args, (*SETTINGS, *FORMER_SETTINGS))
+    config = _config(args, tuple(SETTINGS))
     logs.configure(config.log_format)
     if config.cluster is not None:  # the nodes have Pythons and isolation levels of their own
         from sandbox.cluster.command import serve_cluster
@@ -287,8 +287,6 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_no_install_argument(parser)
     _add_settings_arguments(parser, tuple(SETTINGS))
-    for name in FORMER_SETTINGS:  # accepted here, so that `load` can report the new name
-        parser.add_argument(f"--{flag_name(name)}", dest=name, help=argparse.SUPPRESS)
 
 
 def _add_no_install_argument(parser: argparse.ArgumentParser) -> None:

@@ -313,11 +313,6 @@ class ServeConfig(ExecutorConfig):
 
 SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "zygote_pools")
 """Settings that are given for all executors together and are divided among them."""
-FORMER_SETTINGS = {
-    "gateways": "was removed: one server has one gateway; run several servers behind a TCP load balancer",
-    "zygotes": "was renamed to zygote_pools",
-}
-"""Error messages for settings that no longer exist, by name."""
 TABLES = {"mounts": "[mounts]", "profiles": "[profiles.NAME]"}
 """Tables of the TOML file by name. `profiles` is also a setting."""
 
@@ -441,8 +436,6 @@ def _find(name: str, settings: Mapping[str, Setting], where: str) -> Setting:
     """Return the setting `name`. Raises `ConfigError`; `where` names the setting as its source does."""
     if name in settings:
         return settings[name]
-    if name in FORMER_SETTINGS:
-        raise ConfigError(f"{where}: {FORMER_SETTINGS[name]}")
     if name in TABLES:
         raise ConfigError(f"{where}: is the table {TABLES[name]} of the TOML file; use --config FILE")
     shown = {setting: setting for setting in settings} | TABLES

@@ -393,11 +393,6 @@ def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.Monk
     assert served[0].isolation_reason == "weaker than auto"
 
 
-def test_the_removed_flag_gateways_is_an_error_that_names_the_replacement(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--gateways", "2"]) == 2
-    assert "--gateways: was removed: one server has one gateway" in capsys.readouterr().err
-
-
 def test_a_closed_stdout_causes_no_traceback(guest_python: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -190,16 +190,6 @@ def test_executors_divide_the_capacity_of_the_server(
     assert [(share.cores, share.slots, share.zygote_pools) for share in shares] == expected
 
 
-@pytest.mark.parametrize("source", ["toml", "environment", "flag"])
-def test_a_removed_setting_is_an_error_that_names_what_replaces_it(source: str, tmp_path: Path) -> None:
-    file = tmp_path / "serve.toml"
-    file.write_text("gateways = 2\n" if source == "toml" else "")
-    environ = {"RSTAR_SANDBOX_GATEWAYS": "2"} if source == "environment" else {}
-    flags = {"gateways": "2"} if source == "flag" else {}
-    with pytest.raises(ConfigError, match="was removed: one server has one gateway; run several servers behind"):
-        load(file, environ, flags)
-
-
 def test_an_executor_without_a_slot_is_refused() -> None:
     with pytest.raises(ConfigError, match="slots=2 for executors=3: expected a slot each; lower executors"):
         ServeConfig(slots=2, executors=3).resolved(8)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from trainer.config import ConfigError, PlacementPolicy, RunConfig, StageConfig, expand_urls
-from trainer.config_loading import RENAMED, load_config
+from trainer.config_loading import load_config
 from trainer.json_files import write_json
 from trainer.scheduling.scheduler import POLICIES
 
@@ -360,25 +360,3 @@ def test_a_response_must_be_shorter_than_the_context_of_the_engine() -> None:
         ConfigError, match=r"eval: max_response_tokens=100: expected less than engines\.max_model_len=100"
     ):
         load_config(None, {}, ["engines.max_model_len=100", "eval.max_response_tokens=100"])
-
-
-OLD_KEYS = [
-    (f"{'stages.first' if table == 'stages' else table}.{old}".lstrip("."), new)
-    for table, names in RENAMED.items()
-    for old, new in names.items()
-]
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_KEYS)
-def test_a_key_of_an_earlier_version_is_refused_with_its_new_name(file: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(file, {}, [f"{old}=1"])
-    assert str(caught.value) == f"--set {old}: unknown setting; it is now {new}"
-
-
-def test_the_new_names_of_old_keys_exist(file: Path) -> None:
-    config = asdict(load_config(file, {}))
-    tables = {**config, "stages": config["stages"]["first"]}
-    for table, names in RENAMED.items():
-        # A new name may be followed by an explanation. The top level has sentences instead of names.
-        assert all(new.split()[0] in tables[table] for new in names.values() if table)
