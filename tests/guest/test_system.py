@@ -33,7 +33,7 @@ with open("file", "wb") as file: file.write(bytes(range(256)) * 1000)
 ours, theirs = socket.socketpair()
 with open("file", "rb") as file:
     first, second = os.sendfile(ours.fileno(), file.fileno(), 1, 2), os.sendfile(ours.fileno(), file.fileno(), None, 3)
-    print((first, second, theirs.recv(9), file.tell()) == (2, 3, b"\x01\x02\x00\x01\x02", 3))
+    print((first, second, theirs.recv(9), file.tell()) == (2, 3, bytes([1, 2, 0, 1, 2]), 3))
 """,
     "a memory file is a file without a name": """
 fd, other = os.memfd_create("name"), os.memfd_create("name", 0)
