@@ -471,25 +471,46 @@ def signal_name(number: int | None) -> str:
         return f"SIG{number}"
 
 
-POISON = "Poison"
-"""`CallError.type` of a call that was started as often as `attempts` allows and never got a result. A client must
-not send it again: each start may end another zygote, with the calls that run in it."""
-RETRYABLE_ERRORS = frozenset({"Stopped", "NodeError"})
-"""Values of `CallError.type` for which a client sends an `unavailable` call again: the server stopped, or no executor
-could start the call."""
+class UnavailableReason(DocumentedEnum):
+    """Why a call is `unavailable`: `CallError.type` of its result."""
+
+    STOPPED = "Stopped", "The server stopped before the call finished."
+    NODE_ERROR = "NodeError", "In none of its attempts could the process of the call be started."
+    POISON = (
+        "Poison",
+        "The call was started as often as `attempts` allows and never got a result. A client must not send it again: "
+        "each start may end another zygote, with the calls that run in it.",
+    )
+    DEADLINE = "Deadline", "The call was not finished `deadline_s` after its admission."
+    CANCELLED = "Cancelled", "Its caller cancelled it by its id."
+    QUEUE_TIMEOUT = "QueueTimeout", "The call waited `queue_timeout_s` for a slot."
+    RESULTS_UNREAD = "ResultsUnread", "Results waited too long for the client to read them."
+    RESULT_TOO_LARGE = "ResultTooLarge", "The result is too large for a frame between the server's processes."
+    STARVED = "Starved", "The call got too little of a core on an overloaded machine."
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether a client sends the call again."""
+        return self in (UnavailableReason.STOPPED, UnavailableReason.NODE_ERROR)
 
 
-def unavailable_result(call_id: str, error_type: str, message: str, attempts: int = 0) -> Result:
+def unavailable_result(call_id: str, reason: UnavailableReason, message: str, attempts: int = 0) -> Result:
     """Return the result of a call that the service failed to run."""
-    return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(error_type, message), attempts=attempts)
+    return Result(id=call_id, status=Status.UNAVAILABLE, error=CallError(reason.value, message), attempts=attempts)
+
+
+def unavailable_reason(error_type: str) -> UnavailableReason | None:
+    """Return the reason that a result has as its `CallError.type`, or None if this version does not know it."""
+    return UnavailableReason(error_type) if error_type in tuple(UnavailableReason) else None
 
 
 def used_up_result(call_id: str, attempts: int, reason: str, *, has_started: bool) -> Result:
     """Return the result of a call whose attempts are all used up; the last one ended for this reason. If its code may
-    have started in one of them (`has_started`), it may be what ends its zygotes: the error is then `POISON`, and the
-    call must not be sent again. Otherwise the error is `NodeError`."""
+    have started in one of them (`has_started`), it may be what ends its zygotes: the reason is then `POISON`, and the
+    call must not be sent again. Otherwise it is `NODE_ERROR`."""
     message = f"each of its {attempts} attempts ended without a result, the last for this reason: {reason}"
-    return unavailable_result(call_id, POISON if has_started else "NodeError", message, attempts)
+    reason_type = UnavailableReason.POISON if has_started else UnavailableReason.NODE_ERROR
+    return unavailable_result(call_id, reason_type, message, attempts)
 
 
 def invalid_result(call_id: str, message: str) -> Result:

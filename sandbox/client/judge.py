@@ -1,7 +1,7 @@
 """The client's requests to `/v1/judge`: how programs and their results are encoded. `transport` sends them.
 
-A program with a test that is `unavailable` for a reason in `RETRYABLE_ERRORS` is sent again, unless another of its
-tests has `POISON`.
+A program with a test that is `unavailable` for a retryable reason is sent again, unless another of its
+tests has `Poison`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from sandbox.client.pending_results import Submission
 from sandbox.judging.programs import JudgedProgram, JudgeOutcome, Program
-from sandbox.types import POISON, RETRYABLE_ERRORS, Limits
+from sandbox.types import Limits, UnavailableReason, unavailable_reason
 
 MAX_TESTS = 4096
 """Tests in one request, except for a program that has more."""
@@ -41,13 +41,15 @@ class JudgeRoute:
     def decode(self, encoded: dict[str, Any]) -> JudgedProgram:
         return JudgedProgram.decode(encoded)
 
-    def retryable_error(self, encoded: dict[str, Any]) -> str:
+    def retryable_reason(self, encoded: dict[str, Any]) -> UnavailableReason | None:
         unavailable = [test for test in encoded["tests"] if test["outcome"] == JudgeOutcome.UNAVAILABLE]
-        types = {test["message"].partition(":")[0] for test in unavailable}
-        return "" if POISON in types else min(types & RETRYABLE_ERRORS, default="")
+        reasons = [unavailable_reason(test["message"].partition(":")[0]) for test in unavailable]
+        if UnavailableReason.POISON in reasons:
+            return None
+        return next((reason for reason in reasons if reason is not None and reason.is_retryable), None)
 
-    def unavailable(self, item_id: str, error_type: str, message: str) -> JudgedProgram:
-        return JudgedProgram(item_id, JudgeOutcome.UNAVAILABLE, message=f"{error_type}: {message}")
+    def unavailable(self, item_id: str, reason: UnavailableReason, message: str) -> JudgedProgram:
+        return JudgedProgram(item_id, JudgeOutcome.UNAVAILABLE, message=f"{reason}: {message}")
 
 
 def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> list[Submission[JudgedProgram]]:

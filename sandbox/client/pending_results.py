@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from sandbox.errors import ServiceError
+from sandbox.types import UnavailableReason
 
 ResultT = TypeVar("ResultT", covariant=True)
 T = TypeVar("T")
@@ -37,11 +38,11 @@ class BatchRoute(Protocol[ResultT]):
         """Return the result of an item. May raise any error that shows that `encoded` is no result."""
         ...
 
-    def retryable_error(self, encoded: dict[str, Any]) -> str:
-        """Return the error type for which an item with this result is sent again; empty if the result is final."""
+    def retryable_reason(self, encoded: dict[str, Any]) -> UnavailableReason | None:
+        """Return the reason for which an item with this result is sent again; None if the result is final."""
         ...
 
-    def unavailable(self, item_id: str, error_type: str, message: str) -> ResultT:
+    def unavailable(self, item_id: str, reason: UnavailableReason, message: str) -> ResultT:
         """Return the result of an item that no server has."""
         ...
 
@@ -102,7 +103,7 @@ class PendingResult(Generic[T]):
         """Set the result `unavailable` with `Cancelled`. Only for an item that no server has."""
         message = "its caller cancelled it by its id before a server had it"
         route, result_id = self.submission.route, self.submission.result_id
-        self.future.set_result(route.unavailable(result_id, "Cancelled", message))
+        self.future.set_result(route.unavailable(result_id, UnavailableReason.CANCELLED, message))
         if self.request is not None:
             self.request.num_awaited -= 1
 

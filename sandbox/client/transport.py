@@ -4,7 +4,7 @@ A program differs from a call only in its route (`BatchRoute`): what is written 
 
     submit --> waiting --> request --> result or error
                   ^           |
-                  +-- pause --+  failed, or `unavailable` for a reason in RETRYABLE_ERRORS
+                  +-- pause --+  failed, or `unavailable` for a retryable reason
 
 - A call gets a `Result` of the server, or a `ServiceError` is raised. A failure of the service never looks like a
   result.
@@ -41,7 +41,7 @@ from sandbox.client.endpoints import Endpoint, Endpoints
 from sandbox.client.http_failures import failure_of, short_reason
 from sandbox.client.pending_results import BatchRequest, PendingResult, Submission
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
-from sandbox.types import RETRYABLE_ERRORS, Call, Result, Status, unavailable_result
+from sandbox.types import Call, Result, Status, UnavailableReason, unavailable_reason, unavailable_result
 
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
@@ -75,12 +75,13 @@ class CallRoute:
     def decode(self, encoded: dict[str, Any]) -> Result:
         return Result.decode(encoded)
 
-    def retryable_error(self, encoded: dict[str, Any]) -> str:
+    def retryable_reason(self, encoded: dict[str, Any]) -> UnavailableReason | None:
         error = encoded["error"] if encoded["status"] == Status.UNAVAILABLE else None
-        return error["type"] if error and error["type"] in RETRYABLE_ERRORS else ""
+        reason = unavailable_reason(error["type"]) if error else None
+        return reason if reason is not None and reason.is_retryable else None
 
-    def unavailable(self, item_id: str, error_type: str, message: str) -> Result:
-        return unavailable_result(item_id, error_type, message)
+    def unavailable(self, item_id: str, reason: UnavailableReason, message: str) -> Result:
+        return unavailable_result(item_id, reason, message)
 
 
 CALL_ROUTE = CallRoute()
@@ -411,7 +412,7 @@ class Transport:
         for encoded in unpacker:
             if encoded is None or not request.is_waiting_for(pending := calls[encoded["index"]]):
                 continue  # None is a heartbeat
-            if request.route.retryable_error(encoded):
+            if request.route.retryable_reason(encoded):
                 retryable[pending] = encoded
             else:
                 pending.set_result(encoded)
@@ -423,7 +424,7 @@ class Transport:
         """Send calls with retryable results again after a pause. A call without retries left keeps its result."""
         self.endpoints.count_failure(endpoint, sent_at)
         retried: list[PendingResult[Any]] = []
-        types: Counter[str] = Counter()
+        reasons: Counter[UnavailableReason | None] = Counter()
         for pending, encoded in results.items():
             pending.count_failure(sent_at)
             if pending.failures > self._retries:
@@ -431,10 +432,10 @@ class Transport:
             else:
                 pending.detach()
                 retried.append(pending)
-                types[pending.submission.route.retryable_error(encoded)] += 1
+                reasons[pending.submission.route.retryable_reason(encoded)] += 1
         if retried:
             noun = retried[0].submission.route.noun
-            counts = ", ".join(f"{error_type} for {count} {noun}" for error_type, count in types.items())
+            counts = ", ".join(f"{reason} for {count} {noun}" for reason, count in reasons.items())
             failures = max(pending.failures for pending in retried)
             delay_s = self._retry_in_s(failures, f"{len(retried)} {noun}", f"{endpoint.url} returned {counts}")
             group = tuple(retried)

@@ -21,7 +21,7 @@ from typing import Any
 from sandbox.executor import zygote_frames
 from sandbox.executor.profile_choice import BUILT_IN_PROFILES, ProfileTree, imported_modules
 from sandbox.jail import CgroupUsage
-from sandbox.types import LIMIT_FIELDS, EncodedResult, Network, Profile, unavailable_result
+from sandbox.types import LIMIT_FIELDS, EncodedResult, Network, Profile, UnavailableReason, unavailable_result
 
 MAX_RETURNED_BYTES = 16 << 20
 """Bytes that the returned files of one call may have together, since a result is sent in one frame."""
@@ -219,9 +219,9 @@ class CallState:
         self.is_cancelled = True
         self.request = replace(self.request, encoded={}, modules=frozenset())
 
-    def unavailable_result(self, error_type: str, message: str) -> EncodedResult:
+    def unavailable_result(self, reason: UnavailableReason, message: str) -> EncodedResult:
         """Build the result for the case that the service could not run the call."""
-        return unavailable_result(self.request.id, error_type, message, attempts=1).encode(binary=True)
+        return unavailable_result(self.request.id, reason, message, attempts=1).encode(binary=True)
 
 
 @dataclass(frozen=True, slots=True)

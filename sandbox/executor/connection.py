@@ -18,7 +18,7 @@ from sandbox.executor.executor import Executor
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.jail import AUTO
 from sandbox.settings.server import ExecutorConfig
-from sandbox.types import EncodedResult, unavailable_result
+from sandbox.types import EncodedResult, UnavailableReason, unavailable_result
 
 STATS_INTERVAL_S = 1.0
 FLUSH_TIMEOUT_S = 5.0
@@ -147,7 +147,8 @@ def _encode_results(results: list[tuple[int, EncodedResult]]) -> bytes:
         return wire.pack(["results", results])
     except ProtocolError as error:
         message = str(error)
-        replaced = [(seq, unavailable_result(r["id"], "ResultTooLarge", message, r["attempts"])) for seq, r in results]
+        reason = UnavailableReason.RESULT_TOO_LARGE
+        replaced = [(seq, unavailable_result(r["id"], reason, message, r["attempts"])) for seq, r in results]
         return wire.pack(["results", [(seq, result.encode(binary=True)) for seq, result in replaced]])
 
 

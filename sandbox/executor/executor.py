@@ -49,7 +49,7 @@ from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
 from sandbox.runtime import build as runtime
 from sandbox.settings.server import ExecutorConfig, resolve_capacity
-from sandbox.types import EncodedResult, Profile, invalid_result
+from sandbox.types import EncodedResult, Profile, UnavailableReason, invalid_result
 
 log = logging.getLogger(__name__)
 
@@ -407,7 +407,7 @@ class Executor:
         if kill_reason is KillReason.STARVED:
             cap_s = wall_cap_s(request.timeout_s)
             message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
-            result = call.unavailable_result("Starved", message)
+            result = call.unavailable_result(UnavailableReason.STARVED, message)
         self._deliver(call, result)
         self.start_queued_calls()
 

@@ -13,7 +13,7 @@
   After `queue_timeout_s` the tests of a waiting wave become `unavailable`, so that an accepted request gets an answer
   for each test.
 - The results of a wave count as unread until their outcomes are known, so their memory is bounded.
-- A run ends early if its program is cancelled by its id, or if a call of it is poisonous (`POISON`). Its unfinished
+- A run ends early if its program is cancelled by its id, or if a call of it is poisonous (`Poison`). Its unfinished
   calls are cancelled, and its tests without an outcome become `unavailable` for this reason.
 """
 
@@ -50,7 +50,7 @@ from sandbox.judging.programs import (
     with_compiled,
 )
 from sandbox.settings.tenants import Tenant
-from sandbox.types import POISON, Call, EncodedResult, unavailable_result
+from sandbox.types import Call, EncodedResult, UnavailableReason, unavailable_result
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ CHECKER_DEPTH = 100
 frames on its stack."""
 
 
-_CANCELLED = unavailable_result("", "Cancelled", CANCELLED_MESSAGE).encode(binary=True)
+_CANCELLED = unavailable_result("", UnavailableReason.CANCELLED, CANCELLED_MESSAGE).encode(binary=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,10 @@ class Judge:
                 await self._admit(batch, request.admit)
             except (Overloaded, RequestRefused) as error:
                 stopped = self._dispatcher.is_draining
-                reason = ("Stopped", STOPPED_MESSAGE) if stopped else ("QueueTimeout", str(error))
+                reason = UnavailableReason.STOPPED if stopped else UnavailableReason.QUEUE_TIMEOUT
+                message = STOPPED_MESSAGE if stopped else str(error)
                 for index in range(len(calls)):
-                    batch.set_result(index, unavailable_result("", *reason).encode(binary=True))
+                    batch.set_result(index, unavailable_result("", reason, message).encode(binary=True))
             yield results
         finally:
             self._dispatcher.cancel(batch)
@@ -372,7 +373,7 @@ def _waves(sizes: Sequence[int], *, doubling: bool) -> Iterator[tuple[int, int]]
 
 
 def _is_poisonous(result: EncodedResult) -> bool:
-    return result["error"] is not None and result["error"]["type"] == POISON
+    return result["error"] is not None and result["error"]["type"] == UnavailableReason.POISON
 
 
 async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Comparison) -> bool:

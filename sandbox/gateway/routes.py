@@ -25,7 +25,7 @@ from sandbox.gateway.metrics import PrometheusText
 from sandbox.gateway.observe.stats import Stats
 from sandbox.gateway.observe.traces import Traces
 from sandbox.judging import answers as verify
-from sandbox.types import POISON, Result, Status
+from sandbox.types import Result, Status, UnavailableReason
 
 STATS = web.AppKey("stats", Stats)
 PROMETHEUS = web.AppKey("prometheus", PrometheusText)
@@ -82,7 +82,7 @@ async def run_call(request: web.Request) -> web.StreamResponse:
         if result["status"] != Status.UNAVAILABLE:
             return await exchange.respond(request, 200, body, content_type, begun)
         headers = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
-        if result["error"] is not None and result["error"]["type"] == POISON:
+        if result["error"] is not None and result["error"]["type"] == UnavailableReason.POISON:
             headers = {}  # no client may send this call again
         return await exchange.respond(request, 503, body, content_type, begun, headers)
 

@@ -180,8 +180,8 @@ descriptor, which would count towards a limit."""
 # For a call in a network namespace that no other call shares: AF_UNIX streams and datagrams, which can have names. The
 # options have no dangerous meaning at either level, SOL_SOCKET or IPPROTO_TCP: 26, 27, 50, 51 and 52 would load BPF, 16
 # (SO_PASSCRED) is not needed, and TCP_MD5SIG (14) and TCP_ULP (31) are parts of the kernel that Python does not need.
-# Sizes of buffers (SO_SNDBUF, SO_RCVBUF), SO_PRIORITY and SO_LINGER are only hints, and SO_OOBINLINE is for data that is
-# sent with MSG_OOB; at the level of TCP 13 would choose the congestion control.
+# Sizes of buffers (SO_SNDBUF, SO_RCVBUF), SO_PRIORITY and SO_LINGER are only hints. SO_OOBINLINE is for MSG_OOB, which
+# is refused. At the level of TCP, 13 would choose the congestion control.
 NAMED_SOCKETS: Mapping[str, SyscallRule] = {
     **dict.fromkeys(["bind", "connect", "accept", "accept4"], ALLOW),
     "listen": (ArgumentCheck(1, (), maximum=MAX_BACKLOG),),

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from sandbox.client.transport import STREAM
-from sandbox.types import Result, Status, invalid_result, unavailable_result
+from sandbox.types import CallError, Result, Status, UnavailableReason, invalid_result, unavailable_result
 from tests.fakes import FakeFleet, ok_result, pair_of_check
 from tests.gateway.serving import serving
 
@@ -38,7 +38,7 @@ def encode_result(index: int, result: dict[str, Any]) -> bytes:
 
 def stopped_result() -> dict[str, Any]:
     """Return an `unavailable` result that a client retries."""
-    return unavailable_result("", "Stopped", "try again").encode(binary=True)
+    return unavailable_result("", UnavailableReason.STOPPED, "try again").encode(binary=True)
 
 
 async def respond_ok(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
@@ -92,7 +92,7 @@ def respond_unavailable(error_type: str, code: str) -> Responder:
     """Return a responder of `unavailable` results for calls of `code`, and of successful results for all others."""
 
     async def respond(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
-        unavailable = unavailable_result("", error_type, "try again").encode(binary=True)
+        unavailable = Result("", Status.UNAVAILABLE, error=CallError(error_type, "try again")).encode(binary=True)
         results = [unavailable if call["code"] == code else ok_result(call) for call in calls]
         return web.Response(body=b"".join(encode_result(index, result) for index, result in enumerate(results)))
 

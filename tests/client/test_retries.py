@@ -14,7 +14,7 @@ from sandbox.client import AsyncClient
 from sandbox.client.endpoints import Endpoints
 from sandbox.errors import Overloaded, RequestRefused, ServiceError, Unreachable
 from sandbox.judging import answers as verify
-from sandbox.types import RETRYABLE_ERRORS, Call, Status
+from sandbox.types import Call, Status, UnavailableReason
 from tests.client.servers import (
     EncodedCall,
     Responder,
@@ -69,7 +69,7 @@ async def test_a_call_without_retries_left_raises(failure: Responder, expected: 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("error_type", sorted(RETRYABLE_ERRORS))
+@pytest.mark.parametrize("error_type", [reason for reason in UnavailableReason if reason.is_retryable])
 async def test_only_the_unavailable_call_of_a_batch_is_retried(error_type: str) -> None:
     async with (
         scripted_server(

@@ -21,7 +21,7 @@ from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupUsage
 from sandbox.settings.server import ExecutorConfig
-from sandbox.types import POISON, Profile, Status
+from sandbox.types import Profile, Status, UnavailableReason
 from tests.executor.calling import OWN_PYTHON
 from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, ExecutorDriver, driven_executor, until
 
@@ -60,7 +60,7 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
         if behaviour != "twice":  # which sends a valid result first
             assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
             assert result.error is not None
-            assert result.error.type == POISON
+            assert result.error.type == UnavailableReason.POISON
             assert len(result.error.message) < 1000
             assert result.error.message.isprintable()
         assert (await driver.run("ok"))[0].status is Status.OK

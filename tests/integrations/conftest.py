@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from sandbox.local import local_service
-from sandbox.types import unavailable_result
+from sandbox.types import UnavailableReason, unavailable_result
 from tests.client.servers import EncodedCall, encode_result, scripted_server
 from trainer.rollout.loop_thread import LoopThread
 
@@ -34,5 +34,5 @@ def outage_url() -> Iterator[str]:
 
 
 async def _respond_unavailable(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
-    result = unavailable_result("", "QueueTimeout", "no slot was free").encode(binary=True)
+    result = unavailable_result("", UnavailableReason.QUEUE_TIMEOUT, "no slot was free").encode(binary=True)
     return web.Response(body=b"".join(encode_result(index, result) for index in range(len(calls))))

@@ -20,6 +20,7 @@ from sandbox.types import (
     Profile,
     Result,
     Status,
+    UnavailableReason,
     Usage,
     unavailable_result,
 )
@@ -184,7 +185,7 @@ def test_code_that_fails_is_failed(status: Status) -> None:
 
 
 def test_a_failure_of_the_service_is_unavailable() -> None:
-    result = unavailable_result("", "NodeError", "failed 3 times").encode(binary=True)
+    result = unavailable_result("", UnavailableReason.NODE_ERROR, "failed 3 times").encode(binary=True)
     judged = judge.unanswered_test(ANSWERS_STDIN, result)
     assert judged is not None
     assert (judged.outcome, judged.message) == (JudgeOutcome.UNAVAILABLE, "NodeError: failed 3 times")
@@ -211,7 +212,7 @@ def test_a_function_test_needs_a_whole_value() -> None:
         (encoded(Status.MEMORY_LIMIT), JudgeOutcome.UNJUDGED),
         (encoded(Status.OUTPUT_LIMIT), JudgeOutcome.UNJUDGED),
         (encoded(Status.KILLED), JudgeOutcome.UNJUDGED),
-        (unavailable_result("", "Stopped", "x").encode(binary=True), JudgeOutcome.UNAVAILABLE),
+        (unavailable_result("", UnavailableReason.STOPPED, "x").encode(binary=True), JudgeOutcome.UNAVAILABLE),
     ],
 )
 def test_the_end_of_the_checker_decides(result: EncodedResult, outcome: JudgeOutcome) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from sandbox.client import AsyncClient
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render
-from sandbox.types import POISON, Limits, Result, Status
+from sandbox.types import Limits, Result, Status, UnavailableReason
 from trainer.episodes.episode import ToolCall, ToolCallStatus
 
 __all__ = ["TOOL_SCHEMA", "PythonTool"]
@@ -57,7 +57,9 @@ class PythonTool:
         except ServiceError as error:
             if result is not None and result.status is Status.INVALID:
                 logger.error("%s", error)
-            is_poisonous = result is not None and result.error is not None and result.error.type == POISON
+            is_poisonous = (
+                result is not None and result.error is not None and result.error.type == UnavailableReason.POISON
+            )
             duration_s = time.monotonic() - start
             return finished(ToolCallStatus.UNAVAILABLE, "", duration_s, error=str(error), ends_episode=is_poisonous)
         is_truncated = not {"stdout", "value"}.isdisjoint(result.truncated)

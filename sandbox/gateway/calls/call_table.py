@@ -17,7 +17,7 @@ Invariants:
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
 - An assignment is an attempt. Whatever dies (zygote, jail, executor or node), a lost attempt is not repeated by the
   executor, so a call has at most `max_attempts` of them. A call that was lost `max_attempts` times is `unavailable`,
-  with `POISON` unless its code has never started.
+  with `Poison` unless its code has never started.
 - Lost calls go to the head of the queue. Each executor runs at most one call on its last attempt, so a call that kills
   zygotes or executors cannot use up the last attempt of another call that died with it.
 - An executor has two numbers of places: its window, and the reserved places. A reserved place is only for a call whose
@@ -40,7 +40,7 @@ from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
 from sandbox.gateway.calls.fair_queue import FairQueue
 from sandbox.settings.tenants import Tenant
-from sandbox.types import EncodedResult, Result, unavailable_result, used_up_result
+from sandbox.types import EncodedResult, Result, UnavailableReason, unavailable_result, used_up_result
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
@@ -281,7 +281,7 @@ class CallTable:
                 f"waited {round(now - call.waiting_since, 3):g} s for a slot, at most {timeout_s:g} s; send fewer "
                 "calls at once, set a longer queue_timeout_s, or start the server with a larger --queue-timeout-s"
             )
-            self._finish_unavailable(call, "QueueTimeout", message)
+            self._finish_unavailable(call, UnavailableReason.QUEUE_TIMEOUT, message)
             expired.append(call)
         return expired
 
@@ -298,7 +298,7 @@ class CallTable:
                 f"not finished {deadline - batch.admitted_at:g} s after its admission, which is its deadline_s; it "
                 f"{state}; set a longer deadline_s, or send fewer calls at once"
             )
-            self._end(call, "Deadline", message, expired)
+            self._end(call, UnavailableReason.DEADLINE, message, expired)
         return expired
 
     def next_expiry(self, batch: Batch) -> float | None:
@@ -322,12 +322,12 @@ class CallTable:
             return found
         return [call for call in found if call.batch.tenant is not None and call.batch.tenant.name == owner.name]
 
-    def end(self, calls: Iterable[PendingCall], error_type: str, message: str) -> Ended:
+    def end(self, calls: Iterable[PendingCall], reason: UnavailableReason, message: str) -> Ended:
         """Finish those of the calls that are unfinished with `unavailable`."""
         ended = Ended()
         for call in calls:
             if call.call is not None:
-                self._end(call, error_type, message, ended)
+                self._end(call, reason, message, ended)
         return ended
 
     def cancel(self, batch: Batch) -> dict[ExecutorId, list[int]]:
@@ -340,7 +340,7 @@ class CallTable:
         batch.forget_calls()
         return ended.running
 
-    def fail_waiting(self, error_type: str, message: str, max_calls: int) -> list[PendingCall]:
+    def fail_waiting(self, reason: UnavailableReason, message: str, max_calls: int) -> list[PendingCall]:
         """Finish at most `max_calls` waiting calls with `unavailable`, and return them."""
         failed: list[PendingCall] = []
         self._queue.lift_bounds()
@@ -352,20 +352,20 @@ class CallTable:
                 self._queue.finished(call)
             else:
                 break
-            self._finish_unavailable(call, error_type, message)
+            self._finish_unavailable(call, reason, message)
             failed.append(call)
         return failed
 
-    def fail_all(self, error_type: str, message: str) -> list[PendingCall]:
+    def fail_all(self, reason: UnavailableReason, message: str) -> list[PendingCall]:
         """Finish every call with `unavailable`, and return them."""
-        waiting = self.fail_waiting(error_type, message, self.waiting)
+        waiting = self.fail_waiting(reason, message, self.waiting)
         running = [call for calls in self._running.values() for call in calls.values()]
         self._running.clear()
         self._reserved.clear()
         self._running_last_attempt.clear()
         self._queue = FairQueue()
         for call in running:
-            self._finish_unavailable(call, error_type, message)
+            self._finish_unavailable(call, reason, message)
         return waiting + running
 
     def retry_after_s(self, calls: int, now: float) -> int:
@@ -383,7 +383,9 @@ class CallTable:
                 f"clients have not read results of {unread_bytes} bytes, at most {maximum}, and {batch.unread_bytes} "
                 "of them are this batch's; send smaller batches, request a stream, or read it faster"
             )
-            replacement = unavailable_result(result["id"], "ResultsUnread", message, result["attempts"])
+            replacement = unavailable_result(
+                result["id"], UnavailableReason.RESULTS_UNREAD, message, result["attempts"]
+            )
             result.update({**replacement.encode(binary=True), "usage": result["usage"], "clamped": result["clamped"]})
             size_bytes = result_bytes(result)
         self._unread_batches += not batch.unread_bytes and size_bytes > 0
@@ -450,9 +452,9 @@ class CallTable:
         share = owner.queue_share if owner is not None else None
         return self.limits.tenant_share if share is None else share
 
-    def _end(self, call: PendingCall, error_type: str, message: str, ended: Ended) -> None:
+    def _end(self, call: PendingCall, reason: UnavailableReason, message: str, ended: Ended) -> None:
         self._release(call, ended)
-        self._finish_unavailable(call, error_type, message)
+        self._finish_unavailable(call, reason, message)
         ended.calls.append(call)
 
     def _release(self, call: PendingCall, ended: Ended) -> None:
@@ -477,8 +479,8 @@ class CallTable:
         else:
             self._queue.finished(call)
 
-    def _finish_unavailable(self, call: PendingCall, error_type: str, message: str) -> None:
-        self._finish_with(call, unavailable_result(call.id, error_type, message, attempts=call.attempts))
+    def _finish_unavailable(self, call: PendingCall, reason: UnavailableReason, message: str) -> None:
+        self._finish_with(call, unavailable_result(call.id, reason, message, attempts=call.attempts))
 
     def _finish_with(self, call: PendingCall, result: Result) -> None:
         self._forget(call)

@@ -37,7 +37,7 @@ from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
 from sandbox.settings.server import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.settings.tenants import Tenant, Tenants, load_tenants
-from sandbox.types import EncodedResult, Status
+from sandbox.types import EncodedResult, Status, UnavailableReason
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Dispatcher:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            failed = self.call_table.fail_all("Stopped", STOPPED_MESSAGE)
+            failed = self.call_table.fail_all(UnavailableReason.STOPPED, STOPPED_MESSAGE)
             self._count_unavailable(failed)
             log.warning("stopped with %d calls unfinished after %g s", len(failed), timeout_s)
 
@@ -306,7 +306,7 @@ class Dispatcher:
         calls, count = self.call_table.with_id(call_id, owner), 0
         for start in range(0, len(calls), MAX_STOPPED_AT_ONCE):
             part = calls[start : start + MAX_STOPPED_AT_ONCE]
-            count += self._end(self.call_table.end(part, "Cancelled", CANCELLED_MESSAGE))
+            count += self._end(self.call_table.end(part, UnavailableReason.CANCELLED, CANCELLED_MESSAGE))
             await asyncio.sleep(0)
         return count
 
@@ -409,7 +409,9 @@ class Dispatcher:
 
     def _stop_waiting_calls(self) -> None:
         """Answer some of the waiting calls with `Stopped`, and the rest in later iterations of the event loop."""
-        self._count_unavailable(self.call_table.fail_waiting("Stopped", STOPPED_MESSAGE, MAX_STOPPED_AT_ONCE))
+        self._count_unavailable(
+            self.call_table.fail_waiting(UnavailableReason.STOPPED, STOPPED_MESSAGE, MAX_STOPPED_AT_ONCE)
+        )
         if self.call_table.waiting:
             self._schedule_dispatch()
         self._check_idle()

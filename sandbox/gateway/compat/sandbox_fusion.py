@@ -38,7 +38,16 @@ from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
-from sandbox.types import DEFAULT_LIMITS, LIMIT_FIELDS, MAX_CODE_CHARS, Call, EncodedResult, Limits, Status
+from sandbox.types import (
+    DEFAULT_LIMITS,
+    LIMIT_FIELDS,
+    MAX_CODE_CHARS,
+    Call,
+    EncodedResult,
+    Limits,
+    Status,
+    UnavailableReason,
+)
 
 KERNEL_START_S = 10.0
 """Seconds that SandboxFusion adds to `total_timeout` for the start of its kernel."""
@@ -49,7 +58,7 @@ NOTEBOOK_OUTPUT_KB = 8192
 MAX_CELL_VALUES = 50_000
 """Maximum of JSON values in the results of all cells, counted as `[`, `{` and `,`. Hostile code can write millions,
 which would take a second to decode."""
-ERRORS_WITH_504 = frozenset({"Stopped", "NodeError", "QueueTimeout"})
+ERRORS_WITH_504 = frozenset({UnavailableReason.STOPPED, UnavailableReason.NODE_ERROR, UnavailableReason.QUEUE_TIMEOUT})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
 _LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})

@@ -24,7 +24,7 @@ from sandbox.gateway.calls.call_table import (
     CallTable,
 )
 from sandbox.settings.tenants import Tenant
-from sandbox.types import Call
+from sandbox.types import Call, UnavailableReason
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)
 MAX_TENANT_CALLS, MAX_TENANT_BYTES = 9, 4500  # 0.75 of the limits
@@ -150,9 +150,9 @@ class CallTableMachine(RuleBasedStateMachine):
         unfinished = [call for batch in self.batches for call in batch.calls if call.call is not None]
         found = self.call_table.with_id(f"call {index}", None)
         assert sorted(map(id, found)) == sorted(id(call) for call in unfinished if call.index == index)
-        ended = self.call_table.end(found, "Cancelled", "by the test")
+        ended = self.call_table.end(found, UnavailableReason.CANCELLED, "by the test")
         assert ended.calls == found
-        assert not self.call_table.end(found, "Cancelled", "a second time").calls
+        assert not self.call_table.end(found, UnavailableReason.CANCELLED, "a second time").calls
         self.withdraw(ended.running)
 
     def withdraw(self, seqs_by_executor: dict[int, list[int]]) -> None:
@@ -182,7 +182,9 @@ class CallTableMachine(RuleBasedStateMachine):
     @rule(max_calls=st.integers(1, 5))
     def fail_waiting(self, max_calls: int) -> None:
         waiting = self.call_table.waiting
-        assert len(self.call_table.fail_waiting("Stopped", "the end", max_calls)) == min(max_calls, waiting)
+        assert len(self.call_table.fail_waiting(UnavailableReason.STOPPED, "the end", max_calls)) == min(
+            max_calls, waiting
+        )
         assert self.call_table.waiting == max(0, waiting - max_calls)
 
     @invariant()
@@ -206,7 +208,7 @@ class CallTableMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """After any sequence of steps, `fail_all` gives every remaining call a result."""
-        self.call_table.fail_all("Stopped", "the end")
+        self.call_table.fail_all(UnavailableReason.STOPPED, "the end")
         outstanding = self.call_table.outstanding
         assert (outstanding.calls, outstanding.bytes, self.call_table.waiting) == (0, 0, 0)
         assert not self.call_table._tenants  # an entry that stays there has no other symptom
@@ -390,7 +392,7 @@ def test_max_running_bounds_the_calls_of_a_tenant_at_all_executors() -> None:
     assert [len(call_table.assign(executor, 2, UNLIMITED_BYTES, 0.0)) for executor in (0, 1)] == [2, 1]
     call_table.finish(0, 1, ok_result())
     assert len(call_table.assign(0, 2, UNLIMITED_BYTES, 0.0)) == 1
-    assert len(call_table.fail_waiting("Stopped", "", 10)) == 1
+    assert len(call_table.fail_waiting(UnavailableReason.STOPPED, "", 10)) == 1
 
 
 def test_a_tenant_finds_only_its_own_calls_by_their_id() -> None:
@@ -444,7 +446,9 @@ def _step_costs(others: int, tenants: int, max_running: int | None) -> dict[str,
         "next deadline": _count_instructions(lambda: call_table.next_expiry(batch)),
         "deadline": _count_instructions(lambda: call_table.expire_deadlines(batch, 20.0)),
         "admit again": _count_instructions(lambda: call_table.admit(last_batch, 20.0)),
-        "end": _count_instructions(lambda: call_table.end(last_batch.calls[:1], "Cancelled", "by the test")),
+        "end": _count_instructions(
+            lambda: call_table.end(last_batch.calls[:1], UnavailableReason.CANCELLED, "by the test")
+        ),
         "cancel": _count_instructions(lambda: call_table.cancel(last_batch)),
     }
     assert call_table.outstanding.calls == others

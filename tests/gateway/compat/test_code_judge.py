@@ -21,7 +21,7 @@ from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.compat import code_judge, code_judge_fields
 from sandbox.gateway.compat.code_judge_fields import MAX_ERRORS, MAX_SUB_ID_CHARS
 from sandbox.local import local_service
-from sandbox.types import CallError, Limits, Result, Status, Usage, unavailable_result
+from sandbox.types import CallError, Limits, Result, Status, UnavailableReason, Usage, unavailable_result
 from tests import fakes
 from tests.gateway.compat.code_judge_programs import DIFFERENT, SUBMISSIONS, comparable
 from tests.gateway.compat.record_code_judge import ANSWERS, post
@@ -270,7 +270,7 @@ async def test_the_end_of_a_call_determines_its_answer(name: str, monkeypatch: p
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_outage_has_a_reason_of_its_own_and_no_output(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = unavailable_result("", "Starved", "the machine is overloaded")
+    lost = unavailable_result("", UnavailableReason.STARVED, "the machine is overloaded")
     monkeypatch.setattr(fakes, "ok_result", lambda call: lost.encode(binary=True))
     program = {**PROGRAM, "expected_output": ""}
     async with serving() as served:

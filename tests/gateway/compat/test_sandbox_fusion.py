@@ -20,7 +20,7 @@ from sandbox.gateway.compat import sandbox_fusion
 from sandbox.gateway.compat.sandbox_fusion import decode_cells
 from sandbox.gateway.compat.sandbox_fusion_schemas import EXAMPLES, LANGUAGES
 from sandbox.local import local_service
-from sandbox.types import CallError, Profile, Result, Status, unavailable_result
+from sandbox.types import CallError, Profile, Result, Status, UnavailableReason, unavailable_result
 from tests import fakes
 from tests.gateway.compat.record_sandbox_fusion import ANSWERS, import_reward, post, scores
 from tests.gateway.compat.sandbox_fusion_programs import REQUESTS, comparable, scored_programs
@@ -308,7 +308,7 @@ async def test_a_failure_of_the_service_is_a_504_which_verl_sends_again(
     body = {"code": "x", "cells": []}
     async with serving(queue_calls=1) as served:
         for error_type in ("NodeError", "QueueTimeout", "Stopped"):
-            failure = unavailable_result("", error_type, "the reason").encode(binary=True)
+            failure = unavailable_result("", UnavailableReason(error_type), "the reason").encode(binary=True)
             monkeypatch.setattr(fakes, "ok_result", lambda call, failure=failure: failure)
             status, answer = await served.post(route, body)
             assert status == 504
@@ -324,7 +324,10 @@ async def test_a_failure_of_the_service_is_a_504_which_verl_sends_again(
 @pytest.mark.skipif(VERL is None, reason="RSTAR_VERL names no checkout of verl")
 async def test_verl_sends_a_call_again_that_the_service_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert VERL is not None
-    ends = [unavailable_result("", "NodeError", "no process"), Result("", Status.OK, stdout="ok", exit_code=0)]
+    ends = [
+        unavailable_result("", UnavailableReason.NODE_ERROR, "no process"),
+        Result("", Status.OK, stdout="ok", exit_code=0),
+    ]
     monkeypatch.setattr(fakes, "ok_result", lambda call: ends.pop(0).encode(binary=True))
     process_single_case = import_reward(Path(VERL)).utils._process_single_case
     async with serving() as served:

@@ -20,7 +20,7 @@ from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.judging.comparison import Steps, Tolerance
 from sandbox.judging.programs import JudgedProgram, ProgramTest
 from sandbox.settings.profiles import OwnProfile
-from sandbox.types import CallError, Limits, Result, Status, unavailable_result
+from sandbox.types import CallError, Limits, Result, Status, UnavailableReason, unavailable_result
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
@@ -417,7 +417,7 @@ async def test_a_poisonous_test_or_check_ends_its_program_and_no_other(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four tests in waves of 1, 2 and 1, the second or its check is poisonous."""
-    poison = unavailable_result("", "Poison", "the reason").encode(binary=True)
+    poison = unavailable_result("", UnavailableReason.POISON, "the reason").encode(binary=True)
 
     def answer(call: dict[str, Any]) -> dict[str, Any]:
         is_poisonous = call["code"] == "check" if what == "checker" else call.get("stdin") == "second"
