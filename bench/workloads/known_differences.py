@@ -58,6 +58,11 @@ REASONS: tuple[Reason, ...] = (
         "changes of priority and cores are refused: a call could take cores that the server does not use",
         r"setscheduler|set_get_priority|setaffinity|cpu_count_affinity",
     ),
+    Reason(
+        "other ids than its own do not exist for a call: EINVAL instead of EPERM",
+        r"POSIXProcessTestCase\.test_(user|group)\b",
+    ),
+    Reason("no IPv6, and no urgent data (MSG_OOB)", r"ftplib\.py:abort|test_imap4_host_default_value"),
     Reason("splice is refused: it puts page cache of shared files into pipes (Dirty Pipe)", r"splice"),
     Reason(
         "no locks between the processes of a call: no limit bounds the kernel's memory for locks",
@@ -75,8 +80,8 @@ REASONS: tuple[Reason, ...] = (
         "no warning that a process with threads forks: Python counts them in /proc", r"test_fork_warns_when_non_python"
     ),
     Reason(
-        "a limit of the call: threads, processes, open files, or the size of a file",
-        r"fsize_ismax|File too large|Too many open files|can't start new thread|Resource temporarily unavailable",
+        "a limit of the call: memory, threads, processes, open files, or the size of a file",
+        r"fsize_ismax|File too large|Cannot allocate memory|Too many open files|can't start new thread|Resource temporarily unavailable",
     ),
 )
 
