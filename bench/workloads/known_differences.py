@@ -81,7 +81,8 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "a limit of the call: memory, threads, processes, open files, or the size of a file",
-        r"fsize_ismax|File too large|Cannot allocate memory|Too many open files|can't start new thread|Resource temporarily unavailable",
+        r"fsize_ismax|File too large|Cannot allocate memory|"
+        r"Too many open files|can't start new thread|Resource temporarily unavailable",
     ),
 )
 
