@@ -234,13 +234,12 @@ class Executor:
 
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
+        if self.level is jail.Level.NONE or self.pools[0].slots.have_networks:
+            return ""
+        reason = "this server has mounts, and the code could connect to sockets in them"
         if self.level is jail.Level.LANDLOCK:
-            return "network: expected none, got loopback: level landlock has no private network; use level namespaces"
-        if self._mounts and self.level is not jail.Level.NONE:
-            return (
-                "network: expected none, got loopback: this server has mounts, whose sockets the code could connect to"
-            )
-        return ""
+            reason = "level landlock has no private network; use level namespaces"
+        return f"network: expected none, got loopback: {reason}"
 
     def cancel(self, seq: int) -> None:
         """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""

@@ -202,6 +202,7 @@ class Zygote:
 
     def _send_start_failed(self, running: RunningCall, reason: str) -> None:
         running.close()
+        self.confinement.release_slot(running.slot)
         self.send({"op": "start_failed", "run_id": running.run_id, "reason": reason})
 
     def fork_pending(self) -> None:
@@ -291,6 +292,7 @@ class Zygote:
             blobs.append((running.files_fd, files_size))
         self.send(header, blobs)
         running.close()
+        self.confinement.release_slot(running.slot)
 
     def _on_kill(self, header: dict, _body: memoryview) -> None:
         for running in self.running.values():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sandbox.types import Network
-from tests.executor.calling import OWN_PYTHON, Caller, executor
+from tests.executor.calling import OWN_PYTHON, Caller, call, executor
 
 STREAMS = """
 import asyncio, socket
@@ -165,3 +166,18 @@ def test_a_call_with_loopback_reaches_itself_by_tcp_and_udp(code: str, stdout: s
 def test_a_call_without_loopback_has_no_internet_sockets(code: str, each_python: Caller) -> None:
     error = each_python.run(code).error
     assert error is not None and error.type == "PermissionError"
+
+
+def test_few_slots_keep_their_network_namespaces() -> None:
+    with executor(slots=70) as caller:
+        calls = [call(f"import time; time.sleep(0.5); {n}") for n in range(70)]
+        assert [result.value for result in caller.run_all(calls)] == [str(n) for n in range(70)]
+        try:
+            links = [
+                os.readlink(f"/proc/{pid}/fd/{fd}")
+                for pid in caller.processes()
+                for fd in os.listdir(f"/proc/{pid}/fd")
+            ]
+        except PermissionError as error:
+            pytest.skip(f"needs to see the descriptors of the zygote: {error}")
+        assert 1 <= sum(link.startswith("net:") for link in links) <= 64

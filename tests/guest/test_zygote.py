@@ -16,7 +16,7 @@ import sys; sys.path.insert(0, {str(GUEST)!r})
 import errno, frames, json, os, socket, time, types, zygote
 ours, theirs = socket.socketpair()
 confinement = types.SimpleNamespace(has_namespaces=False, landlock=None, scratch_mount="/tmp", cgroup_dir_fds={{}})
-confinement.prepare_slot = lambda slot: None
+confinement.prepare_slot = confinement.release_slot = lambda slot: None
 subject = zygote.Zygote(frames.FrameReader(theirs), confinement)
 def running_call(pid, run_id, slot=0, started=0.0):
     running = zygote.RunningCall(dict(run_id=run_id, slot=slot, output_bytes=1, return_bytes=1))
