@@ -168,8 +168,10 @@ class _ScratchRoot:
                 self._acquire_lock()
             shutil.copytree(self.spec.guest_dir, f"{self.path}/guest", ignore=root_fs.all_but_sources)
             os.mkdir(f"{self.path}/calls")
-            for name, mode in (("", 0o711), ("guest", 0o755), ("guest/site", 0o755), ("calls", 0o711)):
-                os.chmod(f"{self.path}/{name}", mode)
+            for directory, _, _ in os.walk(f"{self.path}/guest"):
+                os.chmod(directory, 0o755)
+            for directory in (self.path, f"{self.path}/calls"):
+                os.chmod(directory, 0o711)
         except OSError as error:
             raise IsolationError(f"scratch directories: {error}; choose another directory with TMPDIR") from None
 

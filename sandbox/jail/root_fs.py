@@ -111,7 +111,7 @@ def _copy_locale() -> None:
 def _copy_guest(guest_dir: str) -> None:
     target = f"{ROOT_STAGING_DIR}{GUEST_DIR_IN_JAIL}"
     shutil.copytree(guest_dir, target, ignore=all_but_sources, copy_function=shutil.copyfile, dirs_exist_ok=True)
-    for directory in (target, f"{target}/site"):
+    for directory, _, _ in os.walk(target):
         os.chmod(directory, 0o755)
 
 

@@ -98,7 +98,8 @@ for family, kind, protocol in ((2, 3, 1), (2, 3, 255), (17, 3, 768), (16, 3, 0),
 """,
     "the kernel by options of sockets": """
 own = socket.socket()
-program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))))
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(code))
 if works(own.setsockopt, socket.SOL_SOCKET, 26, program): breach("SO_ATTACH_FILTER")
 if works(own.setsockopt, 0, 64, bytes(84)) or works(own.setsockopt, 6, 31, b"tls"): breach("netfilter or TLS")
 """,
