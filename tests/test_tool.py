@@ -6,7 +6,7 @@ import pytest
 
 from sandbox.errors import InvalidCall, ServiceError
 from sandbox.tool import TOOL_NAMES, TOOL_SCHEMA, parse_arguments, render, tool_schema
-from sandbox.types import CallError, Result, Status, invalid_result, unavailable_result
+from sandbox.types import CallError, Result, Status, UnavailableReason, invalid_result, unavailable_result
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "main.py", line 1\nZeroDivisionError: division by zero\n'
 
@@ -59,7 +59,7 @@ def test_every_status_except_unavailable_and_invalid_is_rendered() -> None:
 
 def test_a_failure_of_the_service_is_never_rendered() -> None:
     with pytest.raises(ServiceError, match="QueueTimeout: waited"):
-        render(unavailable_result("", "QueueTimeout", "waited"))
+        render(unavailable_result("", UnavailableReason.QUEUE_TIMEOUT, "waited"))
     with pytest.raises(ServiceError, match=r"the caller sent a malformed call: InvalidCall: call\.code"):
         render(invalid_result("", "call.code: expected text"))
 

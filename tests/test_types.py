@@ -24,6 +24,7 @@ from sandbox.types import (
     Profile,
     Result,
     Status,
+    UnavailableReason,
     Usage,
     invalid_result,
     unavailable_result,
@@ -298,7 +299,10 @@ def test_limits_and_fields_of_a_call_are_described_completely() -> None:
 
 
 def test_unavailable_and_invalid_results_have_their_own_status_and_error() -> None:
-    unavailable, invalid = unavailable_result("a", "NodeError", "it died"), invalid_result("a", "no code")
+    unavailable, invalid = (
+        unavailable_result("a", UnavailableReason.NODE_ERROR, "it died"),
+        invalid_result("a", "no code"),
+    )
     assert (unavailable.status, unavailable.error) == (Status.UNAVAILABLE, CallError("NodeError", "it died"))
     assert (invalid.status, invalid.error) == (Status.INVALID, CallError("InvalidCall", "no code"))
 

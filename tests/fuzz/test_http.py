@@ -39,6 +39,7 @@ FIELDS: dict[str, Any] = {
     "env": st.dictionaries(st.sampled_from(["A", "_b1", "1a", "", "A=B"]), st.text(max_size=5)),
     "argv": st.lists(st.text(max_size=5), max_size=3),
     "figures": st.booleans(),
+    "network": st.sampled_from(["none", "loopback", "internet"]),
     "deadline_s": st.sampled_from([-1, 0, 60, 1e9, "soon"]),  # none that a call could exceed
 }
 assert set(FIELDS) == set(CALL_FIELDS)

@@ -154,6 +154,6 @@ def test_numpy_arrays_and_numbers_are_json(guest_with_numpy: Caller) -> None:
 
 
 def test_the_guest_and_the_server_agree_on_file_names() -> None:
-    guest = Path(judge.__file__).parent / "guest"
+    guest = Path(judge.__file__).parents[1] / "guest"
     assert f'FILE = "{judge.FUNCTION_CALL_FILE}"' in (guest / "function_call.py").read_text()
     assert f'COMPILED = "{judge.COMPILED_FILE}"' in (guest / "runner.py").read_text()
