@@ -24,8 +24,9 @@ settings.load_profile("fixed")
 
 
 AS_ROOT_TOO = re.compile(
-    r"chaos/test_exhaustion|docker/test_profiles|escape/|jail/|test_mounts|test_token|bench/test_cluster\.|guest/test_desc|"
-    r"executor/test_(cgroups|connection|cpu_prio|landlock|long_calls|memory|process_tree|shared_uid|slot|zygote_pool)"
+    r"chaos/test_exhaustion|docker/test_profiles|escape/|jail/|settings/test_mounts|test_token|bench/test_cluster\.|"
+    r"guest/test_desc|executor/time/test_(cpu_prio|process_tree)|"
+    r"executor/test_(cgroups|connection|landlock|long_calls|memory|shared_uid|slot|zygote_pool)"
 )
 """The tests with the marker `root`. Root has uids for the calls, cgroups, CPU priorities and mounts that other users do
 not have, so that these tests show something else when root runs them."""
