@@ -125,7 +125,10 @@ def test_a_call_with_loopback_cannot_reach(attack: str, target: Target) -> None:
 @pytest.mark.parametrize(
     "attack",
     with_controls_of_root(
-        [attack for attack in LOOPBACK if attack != "other networks"], "raw packets", "the configuration of its network"
+        [attack for attack in LOOPBACK if attack != "other networks"],
+        "raw packets",
+        "the configuration of its network",
+        "the kernel by options of sockets",
     ),
 )
 def test_reaching_with_loopback_succeeds_without_a_jail(attack: str, host: Host, tmp_path: Path) -> None:
