@@ -142,7 +142,7 @@ async def http_session(connect_timeout_s: float | None = None) -> AsyncIterator[
 
 @dataclass(slots=True)
 class Answers:
-    """Results of calls that went out by a client."""
+    """Statuses and latencies of the calls that a client has sent."""
 
     latencies_ms: list[float] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)

@@ -24,31 +24,12 @@ from urllib.parse import urlsplit
 from sandbox.client.judge import MAX_TESTS_AT_ONCE, RawProgram, decode_all
 from sandbox.client.pending_results import Submission
 from sandbox.client.transport import CALL_ROUTE, Transport
-from sandbox.errors import InvalidCall, Overloaded, RequestRefused, SandboxError, ServiceError, TooLarge, Unreachable
+from sandbox.errors import InvalidCall, ServiceError
 from sandbox.fields import check_label, with_encoded_texts
 from sandbox.judging.answers import build_check, check_template, decode_pair, verdict_of
-from sandbox.judging.programs import JudgedProgram, JudgeOutcome
-from sandbox.types import Call, Limits, Outcome, Result, Status, Verdict
+from sandbox.judging.programs import JudgedProgram
+from sandbox.types import Call, Result, Verdict
 
-__all__ = [
-    "AsyncClient",
-    "Call",
-    "Client",
-    "InvalidCall",
-    "JudgeOutcome",
-    "JudgedProgram",
-    "Limits",
-    "Outcome",
-    "Overloaded",
-    "RequestRefused",
-    "Result",
-    "SandboxError",
-    "ServiceError",
-    "Status",
-    "TooLarge",
-    "Unreachable",
-    "Verdict",
-]
 DEFAULT_ENDPOINT = "http://127.0.0.1:8642"
 TIMEOUT_S = 120.0
 """Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and

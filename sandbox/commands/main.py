@@ -163,7 +163,7 @@ def runtime(args: argparse.Namespace) -> int:
 def _runtime_extras(args: argparse.Namespace) -> int:
     """List all runtimes, remove some, or build one with more packages and print its path."""
     from sandbox.runtime import build as runtimes
-    from sandbox.runtime import extras as extras
+    from sandbox.runtime import extras
 
     if args.list:
         for python, packages in extras.installed_runtimes():

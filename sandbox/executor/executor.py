@@ -87,7 +87,7 @@ OnLost = Callable[[int, str, bool], None]
 
 
 class Executor:
-    """Runs calls on its zygote pools. All methods have to be called in the thread that runs Trio.
+    """Runs calls on its zygote pools. The thread that runs Trio must make all calls of its methods.
 
     `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call that is not cancelled,
     and at most once for a cancelled one. `is_replacement`: the executor replaces one that has died, so it is ready with

@@ -57,7 +57,7 @@ _TIME_WORD, _RLIMIT_WORD, _CLONE_WORD, _OPTIONS_WORD = 0, 2, 10, 21
 """Offsets in a job's data, in words of 8 bytes: a struct timespec (2 words), four struct rlimit (2 words each), a
 struct clone_args (11 words), and the options of the mount."""
 _KEPT_NETWORKS = 64
-"""Slots with lower numbers keep their network namespaces. Each takes a descriptor and 200 KiB of kernel memory."""
+"""Number of slots that keep their network namespace: it takes a descriptor and 200 KiB of kernel memory."""
 RLIMITS = {
     "file_bytes": resource.RLIMIT_FSIZE,
     "open_files": resource.RLIMIT_NOFILE,
@@ -117,15 +117,15 @@ class Confinement:
         self.cgroup_procs_fds.clear()
 
     def prepare_slot(self, slot: int) -> None:
-        """Make what a slot needs before its first call. Raises `OSError`."""
+        """Create the network namespace of a slot, if it has none. Raises `OSError`."""
         if self.has_slot_networks and slot not in self.network_fds:
             check(system_calls.unshare(_CLONE_NEWNET), "unshare(NEWNET)")
             with socket.socket(socket.AF_UNIX) as sock:
                 self.network_fds[slot] = fcntl.ioctl(sock, _SIOCGSKNS)
 
     def release_slot(self, slot: int) -> None:
-        """Release what a slot keeps between its calls, if it is one of those that few machines use at once. A call
-        gets a slot that was used before, if one is free."""
+        """Close the network namespace of a slot after its call, unless the slot keeps it. The executor prefers slots
+        that it has used before, so other slots have calls only while many calls run."""
         if slot >= _KEPT_NETWORKS and slot in self.network_fds:
             os.close(self.network_fds.pop(slot))
 

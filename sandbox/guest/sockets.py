@@ -1,4 +1,4 @@
-"""Methods of `socket.socket`, and a start method of `multiprocessing`, under a filter that refuses to send descriptors.
+"""Replaces what the filter refuses of sockets: `sendmsg`, long queues of `listen`, and the fork server.
 
 A call cannot send descriptors (SCM_RIGHTS): descriptors in flight count for no limit of the call, and the kernel adds
 up those of all calls with one uid.
@@ -35,7 +35,7 @@ def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 
 
 
 def _listen(sock: socket.socket, backlog: int = MAX_BACKLOG) -> None:
-    """Accept connections, of which at most `MAX_BACKLOG` wait. More is only a hint to the kernel on any machine."""
+    """Listen with a backlog of at most `MAX_BACKLOG`. On every system a larger backlog is only a hint."""
     _socket_listen(sock, min(backlog, MAX_BACKLOG))
 
 

@@ -166,10 +166,8 @@ class _ScratchRoot:
             if os.listdir(self.path):
                 self._rename()
                 self._acquire_lock()
-            shutil.copytree(self.spec.guest_dir, f"{self.path}/guest", ignore=root_fs.all_but_sources)
+            root_fs.copy_guest(self.spec.guest_dir, f"{self.path}/guest")
             os.mkdir(f"{self.path}/calls")
-            for directory, _, _ in os.walk(f"{self.path}/guest"):
-                os.chmod(directory, 0o755)
             for directory in (self.path, f"{self.path}/calls"):
                 os.chmod(directory, 0o711)
         except OSError as error:

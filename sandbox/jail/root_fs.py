@@ -53,7 +53,7 @@ def build(spec: JailSpec) -> None:
         os.makedirs(f"{ROOT_STAGING_DIR}/{name}")
     _write_etc(spec)
     _copy_locale()
-    _copy_guest(spec.guest_dir)
+    copy_guest(spec.guest_dir, f"{ROOT_STAGING_DIR}{GUEST_DIR_IN_JAIL}")
     _add_python(spec.python)
     _make_devices()
     for target, source in spec.data:
@@ -97,22 +97,21 @@ def _write_etc(spec: JailSpec) -> None:
             file.write(text + users.get(name, ""))
 
 
-def all_but_sources(directory: str, names: list[str]) -> list[str]:
-    """Return the names in a directory of the guest that are no part of its source (`ignore` of `shutil.copytree`)."""
-    return [name for name in names if not name.endswith(".py") and name != "site"]
-
-
 def _copy_locale() -> None:
     for path in LOCALE_DIRS:
         if os.path.isdir(path):
             shutil.copytree(path, ROOT_STAGING_DIR + path)
 
 
-def _copy_guest(guest_dir: str) -> None:
-    target = f"{ROOT_STAGING_DIR}{GUEST_DIR_IN_JAIL}"
-    shutil.copytree(guest_dir, target, ignore=all_but_sources, copy_function=shutil.copyfile, dirs_exist_ok=True)
+def copy_guest(guest_dir: str, target: str) -> None:
+    """Copy the guest's source, with modes that let the uids of calls read it. Raises `OSError`."""
+    shutil.copytree(guest_dir, target, ignore=_all_but_sources, copy_function=shutil.copyfile, dirs_exist_ok=True)
     for directory, _, _ in os.walk(target):
         os.chmod(directory, 0o755)
+
+
+def _all_but_sources(_directory: str, names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith(".py") and name != "site"]
 
 
 def _add_python(python: Interpreter) -> None:

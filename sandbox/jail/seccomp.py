@@ -54,7 +54,7 @@ class ArgumentCheck:
     bounded_value: tuple[int, int, int] | None = None
     """A further value, the index of another argument, and the maximum of that argument (its low 32 bits)."""
     maximum: int | None = None
-    """All numbers up to this one are allowed as well. The argument counts as unsigned."""
+    """Numbers from 0 to this one are allowed in addition to `values`. The argument is compared as unsigned."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]

@@ -1,4 +1,4 @@
-"""The requests of the benchmarks."""
+"""`bench.harness.load.ask` returns the result of an unavailable call, and raises `Refused` for an error."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ if works(lambda: socket.socket(socket.AF_UNIX).connect("\\0escape")): breach("co
 def test_a_call_with_loopback_cannot_reach_another(receiver: Network, target: Target) -> None:
     if target.level == "landlock":
         pytest.skip("landlock: has no private network")
-    # The first call with this code reaches itself, which shows that the code works.
+    # A call that connects to its own sockets shows that the attack works.
     itself = target.run(LISTENING + CONNECTING, network=Network.LOOPBACK)
     assert itself.stdout == "BREACH connected\nBREACH connected by name\nEND\n"
     with target.sleeping_call(target.host.attack_program(LISTENING), network=Network.LOOPBACK):
@@ -170,7 +170,7 @@ else: breach(len(kept))
 
 
 def test_the_queue_of_connections_is_short(target: Target) -> None:
-    """Data in the queue uses memory of the kernel and no descriptor of the call."""
+    """A connection that waits in the queue can hold 208 KiB of kernel memory, and the call needs no descriptor for it."""
     if target.level == "landlock":
         pytest.skip("landlock: sockets have no names")
     target.resists(BACKLOG)

@@ -157,7 +157,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(("code", "stdout"), [(HTTP, "hi\nhi\n"), (UDP, "hi\n"), (ASYNCIO, "hi\n")])
 def test_a_call_with_loopback_reaches_itself_by_tcp_and_udp(code: str, stdout: str, each_python: Caller) -> None:
-    # Twice: a port is free again for the next call.
+    # The second call binds the same port, which shows that the first has left nothing behind.
     for _ in range(2):
         result = each_python.run(code, network=Network.LOOPBACK)
         assert result.stdout == stdout, result

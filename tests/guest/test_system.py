@@ -1,4 +1,4 @@
-"""Requests to the operating system that no other call can notice work as on a usual machine."""
+"""System calls that have no effect on other calls work in a call as they do outside of a jail."""
 
 from __future__ import annotations
 

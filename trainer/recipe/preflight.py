@@ -120,9 +120,9 @@ def _check_sources_and_model(config: RunConfig, phases: Sequence[Phase], *, need
 
 
 def _within_limit(checks: Mapping[str, Callable[[], list[str]]]) -> dict[str, list[str]]:
-    """Make checks that ask a hub, all at the same time. Return the lines of each, or for a check that has not ended
-    within `HUB_TIMEOUT_S` a line that says so. The thread of such a check ends with the process, since nothing can
-    interrupt the hub's client."""
+    """Run the checks that ask a hub, all at the same time, and return the lines of each. A check that has not ended
+    after `HUB_TIMEOUT_S` gets one line that says so. Its thread ends with the process, since nothing can interrupt the
+    hub's client."""
     import datasets  # noqa: F401  before the clock starts
     import transformers  # noqa: F401
 

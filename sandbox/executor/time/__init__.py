@@ -1,1 +1,1 @@
-"""The time of a running call: its virtual clock, the samples of its processes, and their priority."""
+"""Measures the virtual time of running calls, and sets the CPU priority of their processes."""

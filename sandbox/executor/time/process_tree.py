@@ -60,9 +60,11 @@ _SOCKET_BYTES = 212_992
 _DATAGRAMS = 11
 """Number of datagrams of this size that an AF_UNIX socket can hold (net.unix.max_dgram_qlen of a new namespace)."""
 _FEW_SOCKETS_BYTES = 1024
-"""Size of /proc/PID/net/unix with about 12 sockets."""
+"""A call whose /proc/PID/net/unix has at most this many bytes has about 12 sockets or fewer. They are not counted."""
 _MAX_TABLE_LINES = 1 << 17
 """Lines of a table of sockets that are read. As AF_UNIX sockets they would count as 26 GiB."""
+_IP_SOCKET_BYTES = 4096
+"""Upper bound of the memory of a TCP or UDP socket without its data."""
 _TCP_TIME_WAIT = b"06"
 _SCHED_PARAM = os.sched_param(0)
 _GONE_ERRORS = OSError, IndexError, ValueError
@@ -306,7 +308,7 @@ class ProcessTree:
 
 
 def has_few_sockets(pid: int) -> bool:
-    """Return whether the network namespace of a process has only some AF_UNIX sockets."""
+    """Return whether the network namespace of a process has so few AF_UNIX sockets that their data is not counted."""
     try:
         return len(_read(f"/proc/{pid}/net/unix")) <= _FEW_SOCKETS_BYTES
     except OSError:
@@ -314,8 +316,8 @@ def has_few_sockets(pid: int) -> bool:
 
 
 def socket_bytes(pid: int, *, counts_unix: bool) -> int:
-    """Return an upper bound of the data in all sockets of the network namespace of a process, also in those that no
-    descriptor refers to, as they wait for accept(2). AF_UNIX sockets count as full."""
+    """Return an upper bound of the data in all sockets of the network namespace of a process. Connections that wait for
+    accept(2), and have no descriptor yet, are included. Each AF_UNIX socket counts as full."""
     total = 0
     with suppress(OSError):
         for line in _table(f"/proc/{pid}/net/unix") if counts_unix else ():
@@ -324,7 +326,7 @@ def socket_bytes(pid: int, *, counts_unix: bool) -> int:
             for line in _table(f"/proc/{pid}/net/{protocol}"):
                 _, _, _, state, queues, _ = line.split(None, 5)
                 if state != _TCP_TIME_WAIT:
-                    total += 4096 + sum(int(size, 16) for size in queues.split(b":"))
+                    total += _IP_SOCKET_BYTES + sum(int(size, 16) for size in queues.split(b":"))
     return total
 
 

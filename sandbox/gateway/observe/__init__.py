@@ -1,1 +1,1 @@
-"""What the gateway tells about itself: metrics, statistics, their history, and traces."""
+"""What the gateway tells about itself: statistics, their history, and traces."""
