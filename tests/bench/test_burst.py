@@ -12,7 +12,6 @@ from typing import Any
 import msgpack
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from bench import burst
 from bench.burst import ACCEPTS, MeasuredLoad, Memory
@@ -23,6 +22,7 @@ from bench.servers.service import Service
 from bench.workloads.checked_calls import numbered_calls
 from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.executor.calling import OWN_PYTHON
+from tests.http_server import HttpServer
 
 COUNT = 20
 USAGE = {"queue_ms": 1.0, "run_ms": 1.0, "cpu_ms": 1.0}
@@ -47,7 +47,7 @@ async def _service(change: Callable[[Results], Results]) -> AsyncIterator[Servic
 
     app = web.Application()
     app.router.add_post("/v1/batch", respond)
-    async with TestServer(app) as server:
+    async with HttpServer(app) as server:
         yield Service(str(server.make_url("")).rstrip("/"), os.getpid())
 
 

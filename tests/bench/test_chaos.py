@@ -10,7 +10,6 @@ from typing import Any
 import msgpack
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from bench import chaos
 from bench.harness.command import BenchFailed
@@ -20,6 +19,7 @@ from bench.workloads.checked_calls import checked_calls
 from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.bench.test_checked_calls import result_of
 from tests.executor.calling import OWN_PYTHON
+from tests.http_server import HttpServer
 
 COUNT = 60
 CALLS_BY_ID = {call.call["id"]: call for call in checked_calls(COUNT, 1)}
@@ -43,7 +43,7 @@ async def service_with(change: Callable[[Lines], Lines]) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/v1/batch", respond)
-    async with TestServer(app) as server:
+    async with HttpServer(app) as server:
         yield str(server.make_url("")).rstrip("/")
 
 

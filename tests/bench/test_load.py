@@ -8,9 +8,9 @@ import json
 import msgpack
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from bench.harness.load import Refused, ask, http_session
+from tests.http_server import HttpServer
 
 RESULT = {"id": "a", "status": "unavailable", "error": {"type": "Poison"}}
 
@@ -24,7 +24,7 @@ def answers(body: bytes, content_type: str) -> list[tuple[int, dict[str, object]
     async def run() -> list[tuple[int, dict[str, object]]]:
         app = web.Application()
         app.router.add_post("/v1/execute", handle)
-        async with TestServer(app) as server, http_session() as http:
+        async with HttpServer(app) as server, http_session() as http:
             url = str(server.make_url("")).rstrip("/")
             return [answer async for answer in ask(http, url, [{"code": ""}], "application/msgpack", single=True)]
 

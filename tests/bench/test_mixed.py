@@ -9,7 +9,6 @@ from typing import Any
 import msgpack
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from bench import mixed
 from bench.harness.load import CallTally, http_session
@@ -18,6 +17,7 @@ from bench.mixed import LoopsRun, TrafficRun
 from bench.workloads.checked_calls import CheckedCall, ExpectedResult
 from tests.bench.conftest import RefusedArguments, RunBenchmark
 from tests.executor.calling import OWN_PYTHON
+from tests.http_server import HttpServer
 
 OK_RESULT = {
     "id": "", "status": "ok", "stdout": "", "attempts": 1, "usage": {"queue_ms": 1.0, "run_ms": 1.0, "cpu_ms": 2.0},
@@ -66,7 +66,7 @@ async def test_a_call_is_sent_when_it_is_due_without_waiting_for_answers() -> No
 
     app = web.Application()
     app.router.add_post("/v1/execute", respond_after_all_have_arrived)
-    async with TestServer(app) as server, http_session() as http:
+    async with HttpServer(app) as server, http_session() as http:
         url = str(server.make_url("")).rstrip("/")
         tally = await mixed.offer(http, url, [(n / 1000, _call()) for n in range(count)], lambda: None)
     assert (tally.calls, tally.answered, tally.mismatched) == (count, count, 0), tally.examples
@@ -74,7 +74,7 @@ async def test_a_call_is_sent_when_it_is_due_without_waiting_for_answers() -> No
 
 @pytest.mark.asyncio
 async def test_a_refused_call_is_lost() -> None:
-    async with TestServer(web.Application()) as server, http_session() as http:
+    async with HttpServer(web.Application()) as server, http_session() as http:
         tally = await mixed.offer(http, str(server.make_url("")).rstrip("/"), [(0.0, _call())], lambda: None)
     result = mixed.summarize_traffic(TrafficRun(tally), _run(1))
     assert result["lost"] == 1 and "lost is 1, expected ≤ 0" in unmet(result)[0]

@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from bench import peers
 from bench.harness.command import BenchFailed
@@ -23,6 +22,7 @@ from bench.harness.requirements import hold
 from bench.peers import FRESH, OURS, Answer, PeerCall, SystemRound, code_judge, sandbox_fusion
 from bench.servers import service
 from tests.bench.conftest import RunBenchmark
+from tests.http_server import HttpServer
 
 PRINTS = {"print(6 * 7)\n": "42\n", "print(1 + 1)\n": "2\n"}
 """Programs that the fakes can run, with their output. The output of any other code is its input."""
@@ -90,7 +90,7 @@ def application() -> web.Application:
 
 @asynccontextmanager
 async def _fakes() -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-    async with TestServer(application()) as server, aiohttp.ClientSession() as http:
+    async with HttpServer(application()) as server, aiohttp.ClientSession() as http:
         yield str(server.make_url("")).rstrip("/"), http
 
 
@@ -188,7 +188,7 @@ def test_a_faster_peer_is_only_reported_but_our_own_failures_do_not_meet_the_req
 def url_of_fakes() -> Iterator[str]:
     """The address of the fakes. They run on an event loop of their own, since the benchmark runs one itself."""
     loop = asyncio.new_event_loop()
-    server = TestServer(application())
+    server = HttpServer(application())
     loop.run_until_complete(server.start_server(loop=loop))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgpack
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from sandbox.client.transport import STREAM
 from sandbox.types import CallError, Result, Status, UnavailableReason, invalid_result, unavailable_result
 from tests.fakes import FakeFleet, ok_result, pair_of_check
 from tests.gateway.serving import serving
+from tests.http_server import HttpServer
 
 EncodedCall = dict[str, Any]
 Responder = Callable[[web.Request, list[EncodedCall]], Awaitable[web.StreamResponse]]
@@ -142,7 +142,7 @@ async def scripted_server(*responders: Responder) -> AsyncIterator[ScriptedServe
     scripted = ScriptedServer(*responders)
     app = web.Application()
     app.router.add_post("/v1/batch", scripted.respond)
-    async with TestServer(app) as server:
+    async with HttpServer(app) as server:
         scripted.url = str(server.make_url("/"))
         yield scripted
 

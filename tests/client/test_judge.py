@@ -11,7 +11,6 @@ from typing import Any
 import msgpack
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from sandbox.client import AsyncClient, Client, transport
 from sandbox.client import clients as client_module
@@ -21,6 +20,7 @@ from sandbox.judging.programs import JudgedProgram, JudgedTest, JudgeOutcome
 from sandbox.types import Limits
 from tests.client.servers import gateway_in_a_thread
 from tests.gateway.serving import serving
+from tests.http_server import HttpServer
 
 PASSING = {"code": "hi", "tests": [{"stdin": "", "expected": "hi"}]}
 """A fake executor prints the code."""
@@ -59,7 +59,7 @@ async def scripted(answer: Answer, retry_after: str = "") -> AsyncIterator[tuple
 
     app = web.Application()
     app.router.add_post("/v1/judge", respond)
-    async with TestServer(app) as server:
+    async with HttpServer(app) as server:
         yield str(server.make_url("/")), requests
 
 
@@ -257,7 +257,7 @@ async def test_a_repeated_result_of_a_program_is_ignored() -> None:
 
     app = web.Application()
     app.router.add_post("/v1/judge", respond_twice)
-    async with TestServer(app) as server, AsyncClient(str(server.make_url("/"))) as client:
+    async with HttpServer(app) as server, AsyncClient(str(server.make_url("/"))) as client:
         judged = await client.judge([PASSING, PASSING])
     assert [program.outcome.value for program in judged] == ["passed", "failed"]
 
@@ -279,7 +279,7 @@ async def test_programs_use_no_more_connections_than_the_client_may_open(monkeyp
 
     app = web.Application()
     app.router.add_post("/v1/judge", respond)
-    async with TestServer(app) as server, AsyncClient(str(server.make_url("/")), max_connections=2) as client:
+    async with HttpServer(app) as server, AsyncClient(str(server.make_url("/")), max_connections=2) as client:
         assert len(await client.judge([PASSING] * 20)) == 20
     assert most_open <= 2
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from sandbox.gateway import build_app
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.settings.server import ServeConfig
 from tests.fakes import FakeFleet
+from tests.http_server import HttpServer
 
 
 @dataclass
@@ -51,7 +51,7 @@ async def serving(fleet: FakeFleet | None = None, *, wait: bool = True, **settin
         if wait:
             await dispatcher.started()
         app = build_app(dispatcher)
-        server = TestServer(app)
+        server = HttpServer(app)
         await server.start_server()
         async with server, aiohttp.ClientSession() as http:
             yield Served(str(server.make_url("")).rstrip("/"), http, fleet, dispatcher, app)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from sandbox.errors import ServiceError
 from sandbox.tool import TOOL_NAMES
+from tests.http_server import HttpServer
 from tests.integrations.examples import load_example
 from trainer.rollout.loop_thread import LoopThread
 
@@ -37,7 +37,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", respond)
     with LoopThread() as loop_thread:
-        server = loop_thread.enter(TestServer(app))
+        server = loop_thread.enter(HttpServer(app))
         monkeypatch.setenv("OPENAI_BASE_URL", str(server.make_url("/v1")))
         yield bodies
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+
+from tests.http_server import HttpServer
 
 pytest.importorskip("verifiers", reason="needs the package verifiers")
 
@@ -31,7 +32,7 @@ def model_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", _respond)
     with LoopThread() as loop_thread:
-        yield str(loop_thread.enter(TestServer(app)).make_url("/v1"))
+        yield str(loop_thread.enter(HttpServer(app)).make_url("/v1"))
 
 
 async def _respond(request: web.Request) -> web.Response:

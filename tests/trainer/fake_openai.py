@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.http_server import close_runner
 from tests.trainer.fakes import qwen_tokenizer, scripted_logprob
 from trainer.engines.engine import SamplingParams
 
@@ -45,7 +46,7 @@ class FakeOpenAI:
         try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
-            await runner.cleanup()
+            await close_runner(runner)
 
     async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.http_server import close_runner
 from trainer.engines.engine import LIVENESS_IDS, EngineCapacity, EngineError, Generation, SamplingParams
 from trainer.scheduling.scheduler import EngineStats
 
@@ -179,7 +180,7 @@ class FakeVllm:
         try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
-            await runner.cleanup()
+            await close_runner(runner)
 
     def _answer(self, route: str, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:

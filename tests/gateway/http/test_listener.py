@@ -23,6 +23,7 @@ from sandbox.gateway.http.body_reader import BodyReader, Reservation
 from sandbox.gateway.http.exchange import end
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
+from tests.http_server import stop_accepting
 
 pytestmark = pytest.mark.asyncio
 MEBIBYTE_OF_CODE = "x" * (1 << 20)
@@ -45,6 +46,8 @@ async def serving_through_listener(
     try:
         yield listening, host, int(port)
     finally:
+        assert listening._server is not None
+        await stop_accepting(listening._server)
         listening.close()
         await runner.cleanup()
 

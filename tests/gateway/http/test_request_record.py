@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
 
 from sandbox import logs
 from sandbox.gateway import build_app
@@ -21,6 +20,7 @@ from sandbox.gateway.observe.traces import MAX_TRACED_CALLS, Traces
 from sandbox.settings.server import ServeConfig
 from tests.fakes import FakeFleet
 from tests.gateway.serving import serving, until
+from tests.http_server import HttpServer
 
 pytestmark = pytest.mark.asyncio
 
@@ -159,7 +159,7 @@ async def _traced() -> AsyncIterator[tuple[str, Any]]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with Dispatcher(ServeConfig(), FakeFleet().launch) as dispatcher:
         await dispatcher.started()
-        async with TestServer(build_app(dispatcher, Traces(provider))) as server:
+        async with HttpServer(build_app(dispatcher, Traces(provider))) as server:
             yield str(server.make_url("")).rstrip("/"), exporter
 
 

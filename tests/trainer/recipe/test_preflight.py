@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.http_server import close_runner
 from tests.trainer.fakes import qwen_tokenizer, released_template
 from trainer import cli
 from trainer.config import HardwareConfig, RunConfig
@@ -132,7 +133,7 @@ def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
     thread.start()
     assert is_up.wait(60)
     yield addresses[0], server_state
-    asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(60)
+    asyncio.run_coroutine_threadsafe(close_runner(runners[0]), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
