@@ -244,7 +244,9 @@ def with_decoded_stdin(mapping: Mapping[str, Any], where: str) -> Mapping[str, A
         raise InvalidCall(f"{where}.stdin_base64: expected one of stdin and stdin_base64, got both; send one")
     if not isinstance(text, str):
         raise InvalidCall(f"{where}.stdin_base64: expected base64 text, got {shown(text)}")
-    return {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
+    fields = {**mapping, "stdin": decode_bytes(text, f"{where}.stdin_base64")}
+    del fields["stdin_base64"]
+    return fields
 
 
 def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -16,11 +16,11 @@ import base64
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Literal, Self, TypedDict, overload
+from typing import Any, Literal, Self, TypedDict, cast, overload
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import (
@@ -140,7 +140,7 @@ LIMIT_FIELDS: dict[str, NumberRule] = {
     "disk_mb": NumberRule(1, 1e9, default=64, doc="MiB of files in the scratch directory"),
 }
 """Rule and description of each limit. The upper bounds only reject nonsense: the server lowers each limit to its own
-maximum (`Limits.clamped`)."""
+maximum (`clamp`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +157,8 @@ class Limits:
     @classmethod
     def decode(cls, raw: Any, base: Limits | None = None, where: str = "limits") -> Limits:
         """Check a decoded mapping or `Limits`. Missing fields come from `base`. Raises `InvalidCall`."""
-        base = base or DEFAULT_LIMITS
-        if isinstance(raw, Limits):
-            raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
-        mapping = check_mapping(raw, where)
-        check_names(mapping, LIMIT_FIELDS, where)
-        values: dict[str, Any] = {n: check_number(mapping[n], f"{where}.{n}", LIMIT_FIELDS[n]) for n in mapping}
-        return replace(base, **values) if values else base
-
-    def clamped(self, max_limits: Limits) -> tuple[Limits, dict[str, float]]:
-        """Lower each limit to its maximum. Returns the limits, and the lowered fields with their new values."""
-        lowered: dict[str, Any] = {
-            name: getattr(max_limits, name) for name in LIMIT_FIELDS if getattr(self, name) > getattr(max_limits, name)
-        }
-        return (replace(self, **lowered) if lowered else self), lowered
+        values: dict[str, Any] = check_limits(raw, where)
+        return replace(base or DEFAULT_LIMITS, **values)
 
 
 DEFAULT_LIMITS = Limits()
@@ -205,70 +193,39 @@ class Call:
         for name, default in _DEFAULTS.items():
             if (value := getattr(self, name)) is not default:
                 value = with_encoded_texts(value) if name == "files" else value
-                _set(self, name, _decode_field(name, value, DEFAULT_LIMITS, f"call.{name}"))
+                check = Limits.decode if name == "limits" else _FIELD_CHECKS[name]
+                _set(self, name, check(value, where=f"call.{name}"))
 
     @classmethod
     def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
         """Build a call from a decoded JSON or msgpack mapping. Missing fields come from `defaults`. Raises
         `InvalidCall`."""
-        mapping = check_mapping(raw, where)
-        check_names(mapping, CALL_FIELDS, where, {"limits": LIMIT_FIELDS})
-        if "code" not in mapping:
-            raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
-        base = defaults or _NO_DEFAULTS
+        fields, base = check_call(raw, where), defaults or _NO_DEFAULTS
         call = object.__new__(cls)  # the constructor would check all fields a second time
-        if "stdin_base64" in mapping:
-            mapping = with_decoded_stdin(mapping, where)
         for name in _DEFAULTS:
-            value = getattr(base, name)
-            if name in mapping:
-                value = _decode_field(name, mapping[name], base.limits, f"{where}.{name}")
-            _set(call, name, value)
+            _set(call, name, fields.get(name, getattr(base, name)))
+        if "limits" in fields:
+            values: dict[str, Any] = dict(fields["limits"])
+            _set(call, "limits", replace(base.limits, **values))
         return call
 
     @classmethod
     def decode_defaults(cls, raw: Any, where: str = "defaults") -> Call:
         """Build the `defaults` of a batch: all fields of a call except `code` and `id`. Raises `InvalidCall`."""
-        if raw is None:
-            return _NO_DEFAULTS
-        mapping = check_mapping(raw, where)
-        for name in ("code", "id"):
-            if name in mapping:
-                raise InvalidCall(f"{where}.{name}: belongs to a single call; move it into calls[]")
-        return cls.decode({**mapping, "code": ""}, where=where)
-
-    def with_limits(self, limits: Limits) -> Call:
-        """Return this call with other limits, which must be valid. The other fields are not checked again."""
-        return self.with_checked(limits=limits)
-
-    def with_checked(self, **changes: Any) -> Call:
-        """Return this call with other values of some fields, which must be valid. No field is checked again."""
-        call = object.__new__(Call)
-        for name in _DEFAULTS:
-            _set(call, name, changes[name] if name in changes else getattr(self, name))
-        return call
+        return cls.decode({**check_defaults(raw, where), "code": ""}, where=where)
 
     @property
     def size(self) -> int:
-        """Approximate memory of this call in bytes, for admission."""
-        size = 256 + memory_bytes(self.code) + memory_bytes(self.stdin)
-        if self.argv or self.env or self.files or self.return_files:
-            texts = (*self.argv, *self.env, *self.env.values(), *self.files, *self.return_files)
-            size += 64 * len(texts) + sum(map(memory_bytes, texts)) + sum(map(len, self.files.values()))
-        return size
+        """Approximate memory of this call in bytes."""
+        return call_size(cast(EncodedCall, {name: getattr(self, name) for name in _SIZED_FIELDS}))
 
-    def encode_changes(self, base: Call) -> dict[str, Any]:
-        """Return the mapping from which `decode` with the defaults `base` builds this call, for msgpack. It has no
-        fields that the call has from `base`."""
-        raw: dict[str, Any] = {"code": self.code}
-        for name in _DEFAULTS:
-            if (value := getattr(self, name)) is not getattr(base, name):
-                raw[name] = (
-                    asdict(value) if name == "limits" else str(value) if isinstance(value, DocumentedEnum) else value
-                )
-        return raw
+    @overload
+    def encode(self, *, binary: Literal[True]) -> EncodedCall: ...
 
-    def encode(self, *, binary: bool = False) -> dict[str, Any]:
+    @overload
+    def encode(self, *, binary: bool = False) -> Mapping[str, Any]: ...
+
+    def encode(self, *, binary: bool = False) -> Mapping[str, Any]:
         """Return the mapping that `decode` takes, without fields at their defaults. With `binary`, bytes stay bytes;
         else they become base64 text."""
         raw: dict[str, Any] = {"code": self.code}
@@ -314,6 +271,33 @@ class Usage:
     run_ms: float = 0.0
     cpu_ms: float = 0.0
     peak_memory_mb: float = 0.0
+
+
+class EncodedCall(TypedDict, total=False):
+    """`Call` in msgpack form: `Call.encode(binary=True)` in frames and between modules of the server. A missing field
+    has its default. Modules share these mappings and do not change them: `{**call, "stdin": "1"}` is another call."""
+
+    code: str
+    stdin: str | bytes
+    files: Mapping[str, bytes]
+    return_files: Sequence[str]
+    limits: Mapping[str, float]
+    echo: bool
+    profile: str
+    id: str
+    priority: int
+    tenant: str
+    env: Mapping[str, str]
+    argv: Sequence[str]
+    figures: bool
+    deadline_s: float
+    network: str
+    compiled: bytes
+    """The compiled code, which is only an accelerator: the result is the same without it."""
+    compile_only: bool
+    """Whether the call compiles its code and does not run it. It returns the compiled code as a file."""
+    reserved: bool
+    """Whether the call is sent to an executor in addition to its window."""
 
 
 class EncodedError(TypedDict):
@@ -544,11 +528,75 @@ _set = object.__setattr__
 """Sets a field of a frozen dataclass."""
 
 
-def _decode_field(name: str, value: Any, limits: Limits, where: str) -> Any:
-    """Check one field, which has its final type or its JSON form. Limits that `value` omits come from `limits`."""
-    if name == "limits":
-        return Limits.decode(value, limits, where)
-    return _FIELD_CHECKS[name](value, where)
+def check_call(raw: Any, where: str = "call") -> EncodedCall:
+    """Check a decoded JSON or msgpack mapping, and return it in msgpack form. Raises `InvalidCall`."""
+    mapping = check_mapping(raw, where)
+    check_names(mapping, CALL_FIELDS, where, {"limits": LIMIT_FIELDS})
+    if "code" not in mapping:
+        raise InvalidCall(f"{where}.code: expected Python source as text, but the field is missing")
+    if "stdin_base64" in mapping:
+        mapping = with_decoded_stdin(mapping, where)
+    checked = {name: _FIELD_CHECKS[name](value, where=f"{where}.{name}") for name, value in mapping.items()}
+    return cast(EncodedCall, checked)
+
+
+def check_defaults(raw: Any, where: str = "defaults") -> EncodedCall:
+    """Check the `defaults` of a batch: all fields of a call except `code` and `id`. Raises `InvalidCall`."""
+    if raw is None:
+        return {}
+    mapping = check_mapping(raw, where)
+    for name in ("code", "id"):
+        if name in mapping:
+            raise InvalidCall(f"{where}.{name}: belongs to a single call; move it into calls[]")
+    defaults = check_call({**mapping, "code": ""}, where)
+    del defaults["code"]
+    return defaults
+
+
+def check_limits(raw: Any, where: str = "limits") -> dict[str, float]:
+    """Check a decoded mapping or `Limits`, and return the limits that it has. Raises `InvalidCall`."""
+    if isinstance(raw, Limits):
+        raw = {name: getattr(raw, name) for name in LIMIT_FIELDS}
+    mapping = check_mapping(raw, where)
+    check_names(mapping, LIMIT_FIELDS, where)
+    return {name: check_number(mapping[name], f"{where}.{name}", LIMIT_FIELDS[name]) for name in mapping}
+
+
+def with_defaults(call: EncodedCall, defaults: EncodedCall) -> EncodedCall:
+    """Return a checked call whose missing fields and limits come from checked defaults."""
+    if not defaults:
+        return call
+    merged: EncodedCall = {**defaults, **call}
+    if "limits" in call and "limits" in defaults:
+        merged["limits"] = {**defaults["limits"], **call["limits"]}
+    return merged
+
+
+def clamp(call: EncodedCall, max_limits: Limits) -> tuple[EncodedCall, dict[str, float]]:
+    """Lower each limit of a call to its maximum. Returns the call, and the lowered limits with their new values."""
+    limits, lowered = call.get("limits", _NO_LIMITS), dict[str, float]()
+    for name, rule in LIMIT_FIELDS.items():
+        maximum = getattr(max_limits, name)
+        if limits.get(name, rule.default) > maximum:
+            lowered[name] = maximum
+    if lowered:
+        call = {**call, "limits": {**limits, **lowered}}
+    return call, lowered
+
+
+def call_size(call: EncodedCall) -> int:
+    """Return the approximate memory of a call in bytes, for admission."""
+    size = 256 + memory_bytes(call["code"]) + memory_bytes(call.get("stdin", "")) + len(call.get("compiled", b""))
+    if not call.keys().isdisjoint(_LIST_FIELDS):
+        env, files = call.get("env", {}), call.get("files", {})
+        texts = (*call.get("argv", ()), *env, *env.values(), *files, *call.get("return_files", ()))
+        size += 64 * len(texts) + sum(map(memory_bytes, texts)) + sum(map(len, files.values()))
+    return size
+
+
+_NO_LIMITS: Mapping[str, float] = {}
+_LIST_FIELDS = frozenset({"argv", "env", "files", "return_files"})
+_SIZED_FIELDS = ("code", "stdin", *_LIST_FIELDS)
 
 
 def _check_profile(value: Any, where: str) -> Profile | str:
@@ -564,11 +612,12 @@ def _check_network(value: Any, where: str) -> Network:
     raise InvalidCall(f"{where}: expected one of {', '.join(Network)}, got {shown(value)}")
 
 
-_FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+_FIELD_CHECKS: dict[str, Callable[..., Any]] = {
     "code": partial(check_text, max_chars=MAX_CODE_CHARS),
     "stdin": partial(check_stdin, max_chars=MAX_STDIN_CHARS),
     "files": check_files,
     "return_files": check_paths,
+    "limits": check_limits,
     "echo": check_flag,
     "profile": _check_profile,
     "id": check_label,
@@ -580,7 +629,7 @@ _FIELD_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "figures": check_flag,
     "network": _check_network,
 }
-"""The check of each field of a call except `limits`."""
+"""The check of each field of a call."""
 
 
 _NO_DEFAULTS = Call(code="")

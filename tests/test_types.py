@@ -26,8 +26,11 @@ from sandbox.types import (
     Status,
     UnavailableReason,
     Usage,
+    check_call,
+    clamp,
     invalid_result,
     unavailable_result,
+    with_defaults,
 )
 
 any_text = st.text(st.characters(codec=None, categories=None), max_size=40)  # lone surrogates and NUL too
@@ -274,8 +277,10 @@ def test_malformed_bytes_on_standard_input_are_refused(fields: dict[str, Any], m
 
 def test_defaults_set_fields_that_a_call_omits() -> None:
     defaults = Call.decode_defaults({"limits": {"timeout_s": 2}, "tenant": "rl", "echo": False})
-    call = Call.decode({"code": "1", "limits": {"memory_mb": 64}}, defaults)
-    assert call == Call("1", limits=Limits(timeout_s=2.0, memory_mb=64), tenant="rl", echo=False)
+    own = {"code": "1", "limits": {"memory_mb": 64}}
+    call = Call("1", limits=Limits(timeout_s=2.0, memory_mb=64), tenant="rl", echo=False)
+    assert Call.decode(own, defaults) == call
+    assert with_defaults(check_call(own), defaults.encode(binary=True)) == call.encode(binary=True)
 
 
 def test_defaults_must_not_contain_code() -> None:
@@ -285,9 +290,10 @@ def test_defaults_must_not_contain_code() -> None:
 
 @given(limits, limits)
 def test_clamped_limits_are_at_most_the_maximum_and_list_the_lowered_fields(requested: Limits, maximum: Limits) -> None:
-    clamped, lowered = requested.clamped(maximum)
+    clamped, lowered = clamp(Call("", limits=requested).encode(binary=True), maximum)
+    limits = Limits.decode(clamped.get("limits", {}))
     for name in LIMIT_FIELDS:
-        assert getattr(clamped, name) == min(getattr(requested, name), getattr(maximum, name))
+        assert getattr(limits, name) == min(getattr(requested, name), getattr(maximum, name))
         assert (name in lowered) == (getattr(requested, name) > getattr(maximum, name))
 
 

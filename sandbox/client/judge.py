@@ -59,7 +59,7 @@ def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> l
     submissions = []
     for index, raw in enumerate(programs):
         program = Program.decode(raw, base, f"programs[{index}]")
-        own_id = program.call.id
+        own_id = program.id
         submissions.append(Submission(route, raw, own_id, own_id or str(index), program.size, len(program.tests)))
     return submissions
 

@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sandbox.executor import zygote_frames
 from sandbox.executor.profile_choice import BUILT_IN_PROFILES, ProfileTree, imported_modules
 from sandbox.jail import CgroupUsage
-from sandbox.types import LIMIT_FIELDS, EncodedResult, Network, Profile, UnavailableReason, unavailable_result
+from sandbox.types import (
+    LIMIT_FIELDS,
+    EncodedCall,
+    EncodedResult,
+    Network,
+    Profile,
+    UnavailableReason,
+    unavailable_result,
+)
 
 MAX_RETURNED_BYTES = 16 << 20
 """Bytes that the returned files of one call may have together, since a result is sent in one frame."""
@@ -64,8 +72,7 @@ class CallRequest:
     """A call as the gateway sent it. The gateway has validated it."""
 
     seq: int
-    encoded: dict[str, Any]
-    """The call as `Call.encode(binary=True)` returns it."""
+    encoded: EncodedCall
     limits: dict[str, float]
     modules: frozenset[str]
     """Modules that the code appears to import."""
@@ -75,8 +82,7 @@ class CallRequest:
     short one is free."""
 
     @classmethod
-    def decode(cls, seq: int, encoded: dict[str, Any], profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
-        """Decode `Call.encode(binary=True)`."""
+    def decode(cls, seq: int, encoded: EncodedCall, profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
         requested = encoded.get("limits", {})
         limits = {name: requested.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
         modules = imported_modules(encoded["code"])
@@ -85,13 +91,11 @@ class CallRequest:
 
     @property
     def id(self) -> str:
-        call_id: str = self.encoded.get("id", "")
-        return call_id
+        return self.encoded.get("id", "")
 
     @property
-    def return_files(self) -> list[str]:
-        paths: list[str] = self.encoded.get("return_files", [])
-        return paths
+    def return_files(self) -> Sequence[str]:
+        return self.encoded.get("return_files", ())
 
     @property
     def figures(self) -> bool:
@@ -146,8 +150,8 @@ class CallRequest:
     def encode_start(self, run_id: int, slot: int) -> bytes:
         """Encode the frame that makes a zygote run the call."""
         encoded = self.encoded
-        files = encoded.get("files", {})
-        options = {name: encoded[name] for name in _OPTIONS if name in encoded}
+        files: Mapping[str, bytes] = encoded.get("files", {})
+        options: dict[str, Any] = {name: value for name, value in encoded.items() if name in _OPTIONS}
         if files:
             options["files"] = list(files)
         options_json = json.dumps(options).encode() if options else b""

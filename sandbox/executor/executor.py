@@ -49,7 +49,7 @@ from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
 from sandbox.runtime import build as runtime
 from sandbox.settings.server import ExecutorConfig, resolve_capacity
-from sandbox.types import EncodedResult, Profile, UnavailableReason, invalid_result
+from sandbox.types import EncodedCall, EncodedResult, Profile, UnavailableReason, invalid_result
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class Executor:
         has been."""
         await self._ready.wait()
 
-    def submit(self, seq: int, encoded: dict[str, Any]) -> None:
+    def submit(self, seq: int, encoded: EncodedCall) -> None:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
         call = CallState(CallRequest.decode(seq, encoded, self.profile_tree))
         self._calls[seq] = call

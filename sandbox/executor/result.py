@@ -16,6 +16,7 @@ from __future__ import annotations
 import codecs
 import signal
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sandbox.executor import returned_files
@@ -84,7 +85,7 @@ def build_result(
     blobs: list[bytes],
     *,
     call_id: str,
-    return_files: list[str],
+    return_files: Sequence[str],
     figures: bool = False,
     timeout_s: float,
     timed_out: bool,

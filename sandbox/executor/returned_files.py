@@ -11,6 +11,7 @@ If earlier entries have all matches of a pattern, its entry has the path of one 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sandbox.errors import InvalidCall
@@ -33,7 +34,7 @@ class ReturnedFiles(NamedTuple):
     missing: list[str]
 
 
-def parse(data: bytes, return_files: list[str], *, figures: bool) -> ReturnedFiles:
+def parse(data: bytes, return_files: Sequence[str], *, figures: bool) -> ReturnedFiles:
     """Return the files in `data`, up to the first entry that is malformed. An entry with a name that its pattern does
     not allow is ignored. Never raises."""
     if not return_files and not figures:

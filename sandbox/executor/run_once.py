@@ -15,7 +15,7 @@ from sandbox.executor.executor import Executor
 from sandbox.executor.profile_choice import ProfileTree, imported_modules
 from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ZYGOTE_PROFILES, ExecutorConfig, within_memory
-from sandbox.types import Call, EncodedResult, Profile, Result, used_up_result
+from sandbox.types import Call, EncodedCall, EncodedResult, Profile, Result, clamp, used_up_result
 
 
 def run_once(call: Call, config: ExecutorConfig) -> Result:
@@ -28,9 +28,10 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
     own_profiles = tuple(own for own in config.own_profiles if own.name in lineage)
     built_in = profile if profile in ZYGOTE_PROFILES else Profile.BARE.value
     config = replace(config, profiles=(built_in,), own_profiles=own_profiles, zygote_pools=1, slots=1)
-    limits, clamped = call.limits.clamped(within_memory(call.limits, machine.memory_limit() >> 20))
+    max_limits = within_memory(call.limits, machine.memory_limit() >> 20)
+    encoded, clamped = clamp(call.encode(binary=True), max_limits)
     try:
-        result = Result.decode(trio.run(_run, replace(call, limits=limits), config))
+        result = Result.decode(trio.run(_run, encoded, config))
     except BaseExceptionGroup as errors:
         if errors.subgroup(KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -41,7 +42,7 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
     return replace(result, clamped=clamped)
 
 
-async def _run(call: Call, config: ExecutorConfig) -> EncodedResult:
+async def _run(encoded: EncodedCall, config: ExecutorConfig) -> EncodedResult:
     results: list[EncodedResult] = []
     has_result = trio.Event()
     attempts, may_have_run = 0, False
@@ -49,7 +50,7 @@ async def _run(call: Call, config: ExecutorConfig) -> EncodedResult:
     def start() -> None:
         nonlocal attempts
         attempts += 1
-        executor.submit(0, call.encode(binary=True))
+        executor.submit(0, encoded)
         executor.start_queued_calls()
 
     def on_result(_seq: int, result: EncodedResult) -> None:
@@ -62,7 +63,7 @@ async def _run(call: Call, config: ExecutorConfig) -> EncodedResult:
         if attempts < config.attempts:
             start()
         else:
-            result = used_up_result(call.id, attempts, reason, has_started=may_have_run)
+            result = used_up_result(encoded.get("id", ""), attempts, reason, has_started=may_have_run)
             on_result(seq, result.encode(binary=True))
 
     executor = Executor(config, on_result, on_lost)

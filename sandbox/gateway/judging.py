@@ -47,10 +47,9 @@ from sandbox.judging.programs import (
     compiled_code,
     count_values,
     unanswered_test,
-    with_compiled,
 )
 from sandbox.settings.tenants import Tenant
-from sandbox.types import Call, EncodedResult, UnavailableReason, unavailable_result
+from sandbox.types import EncodedCall, EncodedResult, UnavailableReason, call_size, clamp, unavailable_result
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class Judge:
         for number, program in enumerate(programs):
             if number % PROGRAMS_PER_YIELD == PROGRAMS_PER_YIELD - 1:
                 await asyncio.sleep(0)
-            wanted[program.call.tenant].add(len(program.tests), program.size)
+            wanted[program.tenant].add(len(program.tests), program.size)
         self._dispatcher.call_table.check_capacity(wanted, owner, monotonic())
 
     async def judge_all(
@@ -133,7 +132,7 @@ class Judge:
                 except Exception:  # of one program; the others are judged nevertheless
                     log.exception("judging a program failed")
                     message = "internal error of the server; its log has the details"
-                    judged = JudgedProgram(run.program.call.id, JudgeOutcome.UNAVAILABLE, message=message)
+                    judged = JudgedProgram(run.program.id, JudgeOutcome.UNAVAILABLE, message=message)
                 self._unfinished.discard(run)
                 on_judged(index, judged)
 
@@ -148,12 +147,12 @@ class Judge:
     def cancel(self, program_id: str, owner: Tenant | None) -> int:
         """Cancel all unfinished programs with this id of a tenant, or of all. Returns the number of their tests that
         have no outcome, which become `unavailable` with `Cancelled`."""
-        found = [run for run in self._unfinished if run.program.call.id == program_id]
+        found = [run for run in self._unfinished if run.program.id == program_id]
         return sum(run.cancel() for run in found if owner is None or run.belongs_to(owner))
 
     @asynccontextmanager
     async def running(
-        self, calls: Sequence[Call], request: JudgeRequest, *, reads_results: bool
+        self, calls: Sequence[EncodedCall], request: JudgeRequest, *, reads_results: bool
     ) -> AsyncIterator[_Results]:
         """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled.
         `reads_results`: whether they check results that are unread (`Batch.reads_results`)."""
@@ -177,14 +176,14 @@ class Judge:
         finally:
             self._dispatcher.cancel(batch)
 
-    def clamped(self, call: Call, owner: Tenant | None) -> tuple[Call, dict[str, float]]:
+    def clamped(self, call: EncodedCall, owner: Tenant | None) -> tuple[EncodedCall, dict[str, float]]:
         """Lower the limits of a call to the maxima of the server and of its tenant. Returns the call, and the lowered
         limits."""
-        limits, lowered = call.limits.clamped(self._dispatcher.config.max_limits)
+        call, lowered = clamp(call, self._dispatcher.config.max_limits)
         if owner is not None:
-            limits, lowered_further = limits.clamped(owner.max_limits)
+            call, lowered_further = clamp(call, owner.max_limits)
             lowered |= lowered_further
-        return (call.with_limits(limits) if lowered else call), lowered
+        return call, lowered
 
     def max_output_kb(self, owner: Tenant | None) -> int:
         """Return the maximum of `output_kb` of the server and of its tenant."""
@@ -262,7 +261,7 @@ class ProgramRun:
         call, clamped = self._judge.clamped(self.program.call, self._request.owner)
         self.program = replace(self.program, call=call)
         if problem := self._too_long_expected():
-            return JudgedProgram(call.id, JudgeOutcome.INVALID, message=problem)
+            return JudgedProgram(self.program.id, JudgeOutcome.INVALID, message=problem)
         try:
             if self._rest is None:
                 async with asyncio.timeout(None) as self._scope:  # `cancel` lets it expire
@@ -271,7 +270,7 @@ class ProgramRun:
             if self._rest is None:
                 raise
         tests = tuple(test or self._rest for test in self._tests)
-        return JudgedProgram.of(call.id, tuple(test for test in tests if test is not None), clamped)
+        return JudgedProgram.of(self.program.id, tuple(test for test in tests if test is not None), clamped)
 
     def _too_long_expected(self) -> str:
         """Return what is wrong if no program may print the expected output of a test here."""
@@ -286,7 +285,8 @@ class ProgramRun:
 
     async def _judge_waves(self) -> None:
         program, num_tests = self.program, len(self.program.tests)
-        sizes = [program.call.size + test.size for test in program.tests]
+        code_size = call_size(program.call)
+        sizes = [code_size + test.size for test in program.tests]
         max_output_kb = self._judge.max_output_kb(self._request.owner)
         for start, end in _waves(sizes, doubling=program.stop_at_first_failure):
             await self._judge_wave(start, program.calls(start, end, max_output_kb=max_output_kb))
@@ -298,7 +298,7 @@ class ProgramRun:
                 self._tests[failed + 1 :] = [JudgedTest(JudgeOutcome.SKIPPED)] * skipped
                 break
 
-    async def _judge_wave(self, first: int, calls: Sequence[Call]) -> None:
+    async def _judge_wave(self, first: int, calls: Sequence[EncodedCall]) -> None:
         """Run the calls of the tests from index `first` on, and set the results of these tests."""
         to_check: dict[int, EncodedResult] = {}
         calls = await self._with_compiled(calls)
@@ -331,7 +331,7 @@ class ProgramRun:
         checks = [self.program.checker_call(self.program.tests[index], result) for index, result in to_check.items()]
         clamped = [self._judge.clamped(check, self._request.owner)[0] for check in checks]
         calls = await self._with_compiled(clamped, reads_results=True)
-        for start, end in _waves([call.size for call in calls], doubling=False):
+        for start, end in _waves([call_size(call) for call in calls], doubling=False):
             async with self._running(calls[start:end], reads_results=True) as results:
                 async for number, result in results:
                     index = indexes[start + number]
@@ -342,21 +342,27 @@ class ProgramRun:
                         return
                     results.release(result)
 
-    async def _with_compiled(self, calls: Sequence[Call], *, reads_results: bool = False) -> Sequence[Call]:
+    async def _with_compiled(
+        self, calls: Sequence[EncodedCall], *, reads_results: bool = False
+    ) -> Sequence[EncodedCall]:
         """Compile each code that many of the calls share, and return the calls with their compiled code."""
-        any_call = {call.code: call for call in calls}
-        for code, count in Counter(call.code for call in calls).items():
+        any_call = {call["code"]: call for call in calls}
+        for code, count in Counter(call["code"] for call in calls).items():
             if count >= MIN_CALLS_TO_COMPILE and code not in self._compiled:
                 self._compiled[code] = await self._compile(any_call[code], reads_results)
-        return [with_compiled(call, self._compiled.get(call.code, b"")) for call in calls]
+        return [
+            {**call, "compiled": compiled} if (compiled := self._compiled.get(call["code"])) else call for call in calls
+        ]
 
-    async def _compile(self, call: Call, reads_results: bool) -> bytes:
+    async def _compile(self, call: EncodedCall, reads_results: bool) -> bytes:
         async with self._running([compile_call(call)], reads_results=reads_results) as results:
             async for _, result in results:
                 return compiled_code(result)
         return b""
 
-    def _running(self, calls: Sequence[Call], *, reads_results: bool = False) -> AbstractAsyncContextManager[_Results]:
+    def _running(
+        self, calls: Sequence[EncodedCall], *, reads_results: bool = False
+    ) -> AbstractAsyncContextManager[_Results]:
         return self._judge.running(calls, self._request, reads_results=reads_results)
 
 

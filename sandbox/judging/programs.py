@@ -14,22 +14,26 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import NumberRule, check_flag, check_mapping, check_names, check_number, check_text, shown
 from sandbox.judging.comparison import Comparison, TextComparison, Tolerance
 from sandbox.types import (
     CALL_FIELDS,
+    LIMIT_FIELDS,
     MAX_CODE_CHARS,
     MAX_STDIN_CHARS,
-    Call,
     DocumentedEnum,
+    EncodedCall,
     EncodedResult,
     Status,
     Usage,
+    call_size,
+    check_call,
     encode_usage,
     memory_bytes,
+    with_defaults,
 )
 
 MAX_EXPECTED_VALUES = 500_000
@@ -145,7 +149,7 @@ class ProgramTest:
 class Program:
     """A program and its tests. `call` holds its code and the fields of a call that all tests share."""
 
-    call: Call
+    call: EncodedCall
     tests: tuple[ProgramTest, ...] = ()
     comparison: Comparison = TextComparison.LINES
     checker: str = ""
@@ -179,7 +183,7 @@ class Program:
     @classmethod
     def _decode_fields(cls, mapping: Mapping[str, Any], base: Program, where: str) -> Program:
         call_fields = {name: mapping[name] for name in _CALL_FIELDS if name in mapping}
-        call = Call.decode(call_fields, base.call, where)
+        call = with_defaults(check_call(call_fields, where), base.call)
         tests, comparison, checker = base.tests, base.comparison, base.checker
         if "tests" in mapping:
             tests = _decode_tests(mapping["tests"], f"{where}.tests")
@@ -195,9 +199,11 @@ class Program:
         if prelude not in PRELUDES:
             raise InvalidCall(f"{where}.prelude: expected leetcode, or an empty text, got {shown(prelude)}")
         max_chars = MAX_CODE_CHARS - len(_PRELUDE) - len(_FUNCTION_CALL)
-        if len(call.code) > max_chars and (prelude or any(test.function_call for test in tests)):
+        if len(call["code"]) > max_chars and (prelude or any(test.function_call for test in tests)):
             reason = "since a test calls a function" if not prelude else "since a prelude is added"
-            raise InvalidCall(f"{where}.code: expected at most {max_chars} characters, {reason}, got {len(call.code)}")
+            raise InvalidCall(
+                f"{where}.code: expected at most {max_chars} characters, {reason}, got {len(call['code'])}"
+            )
         stop = mapping.get("stop_at_first_failure", base.stop_at_first_failure)
         check_flag(stop, f"{where}.stop_at_first_failure")
         return cls(call, tests, comparison, checker, stop, prelude)
@@ -205,49 +211,55 @@ class Program:
     @property
     def size(self) -> int:
         """Approximate memory of the program and its tests in bytes."""
-        return self.call.size + memory_bytes(self.checker) + sum(test.size for test in self.tests)
+        return call_size(self.call) + memory_bytes(self.checker) + sum(test.size for test in self.tests)
+
+    @property
+    def id(self) -> str:
+        return self.call.get("id", "")
+
+    @property
+    def tenant(self) -> str:
+        return self.call.get("tenant", "")
 
     def with_tenant(self, tenant: str) -> Program:
         """Return this program with this tenant as its owner."""
-        return replace(self, call=self.call.with_checked(tenant=tenant))
+        return replace(self, call={**self.call, "tenant": tenant})
 
-    def calls(self, start: int = 0, end: int | None = None, *, max_output_kb: int = sys.maxsize) -> list[Call]:
+    def calls(self, start: int = 0, end: int | None = None, *, max_output_kb: int = sys.maxsize) -> list[EncodedCall]:
         """Return the calls that run the tests from `start` to before `end`. Calls with the same code share the text."""
         tests = self.tests[start:end]
-        with_function_call = call = (
-            self.call.with_checked(code=self.call.code + _PRELUDE) if self.prelude else self.call
-        )
-        if any(test.function_call for test in tests):
-            with_function_call = call.with_checked(code=call.code + _FUNCTION_CALL, echo=True)
-        calls = [
-            with_function_call.with_checked(files={FUNCTION_CALL_FILE: test.function_call.encode()})
-            if test.function_call
-            else call.with_checked(stdin=test.stdin)
-            for test in tests
-        ]
-        limits, room_kb = self.call.limits, [min(self._room_kb(test), max_output_kb) for test in tests]
-        return [
-            call.with_limits(replace(limits, output_kb=kb)) if kb > limits.output_kb else call
-            for call, kb in zip(calls, room_kb, strict=True)
-        ]
+        call: EncodedCall = {**self.call, "code": self.call["code"] + _PRELUDE} if self.prelude else self.call
+        function_code = call["code"] + _FUNCTION_CALL if any(test.function_call for test in tests) else ""
+        limits = self.call.get("limits", {})
+        output_kb = limits.get("output_kb", LIMIT_FIELDS["output_kb"].default)
+        calls: list[EncodedCall] = []
+        for test in tests:
+            if test.function_call:
+                files = {FUNCTION_CALL_FILE: test.function_call.encode()}
+                calls.append({**call, "code": function_code, "echo": True, "files": files})
+            else:
+                calls.append({**call, "stdin": test.stdin})
+            room_kb = min(self._room_kb(test), max_output_kb)
+            if room_kb > output_kb:
+                calls[-1]["limits"] = {**limits, "output_kb": room_kb}
+        return calls
 
     def _room_kb(self, test: ProgramTest) -> int:
         """Return the KiB that a program must be able to write to pass a test."""
         room = NUMBER_ROOM if self.checker or isinstance(self.comparison, Tolerance) else TEXT_ROOM
         return -(-room * test.expected_bytes // 1024)
 
-    def checker_call(self, test: ProgramTest, result: EncodedResult) -> Call:
+    def checker_call(self, test: ProgramTest, result: EncodedResult) -> EncodedCall:
         """Return the call that runs the checker on the result of a test. It has the default limits."""
         files = {INPUT_FILE: test.function_call or test.stdin, ACTUAL_FILE: _answer(test, result)}
         if test.expected is not None:
             files[EXPECTED_FILE] = test.expected
-        return Call(
-            self.checker,
-            files={name: text.encode("utf-8", "surrogatepass") for name, text in files.items()},
-            echo=False,
-            priority=self.call.priority,
-            tenant=self.call.tenant,
-        )
+        return {
+            "code": self.checker,
+            "files": {name: text.encode("utf-8", "surrogatepass") for name, text in files.items()},
+            "echo": False,
+            **_only(self.call, "priority", "tenant"),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,60 +374,20 @@ FAILURES = (JudgeOutcome.WRONG_ANSWER, JudgeOutcome.FAILED)
 """Outcomes of a test that the program has not passed, by its own fault."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledCall(Call):
-    """A call that brings its compiled code. The code is only an accelerator: the result is the same without it."""
-
-    compiled: bytes = b""
-
-    @property
-    def size(self) -> int:
-        return int(Call.size.__get__(self)) + len(self.compiled)  # `super()` fails in a dataclass with slots
-
-    def encode(self, *, binary: bool = False) -> dict[str, Any]:
-        return {**Call.encode(self, binary=binary), "compiled": self.compiled}
-
-
-@dataclass(frozen=True, slots=True)
-class CompileCall(Call):
-    """A call that compiles its code and does not run it. It returns the compiled code as a file."""
-
-    def encode(self, *, binary: bool = False) -> dict[str, Any]:
-        return {**Call.encode(self, binary=binary), "compile_only": True}
-
-
-def compile_call(call: Call) -> CompileCall:
-    """Return the call that compiles the code of `call`, with its limits."""
-    return CompileCall(
-        call.code,
-        return_files=(COMPILED_FILE,),
-        limits=call.limits,
-        echo=call.echo,
-        profile=call.profile,
-        priority=call.priority,
-        tenant=call.tenant,
-    )
+def compile_call(call: EncodedCall) -> EncodedCall:
+    """Return the call that compiles the code of `call` and does not run it. It returns the compiled code as a file."""
+    compiling: EncodedCall = {"code": call["code"], "return_files": [COMPILED_FILE], "compile_only": True}
+    return {**_only(call, "limits", "echo", "profile", "priority", "tenant"), **compiling}
 
 
 def compiled_code(result: EncodedResult) -> bytes:
-    """Return the compiled code that a `CompileCall` has returned, or b"" if the other calls must compile for
+    """Return the compiled code that a `compile_call` has returned, or b"" if the other calls must compile for
     themselves: the call failed, the code is longer than `MAX_COMPILED_BYTES`, or compiling printed a warning, which
     each call has to print."""
     if result["status"] != Status.OK or result["stderr"]:
         return b""
     compiled = result["files"].get(COMPILED_FILE, b"")
     return compiled if len(compiled) <= MAX_COMPILED_BYTES else b""
-
-
-def with_compiled(call: Call, compiled: bytes) -> Call:
-    """Return `call` with its compiled code."""
-    if not compiled:
-        return call
-    brings_code = object.__new__(CompiledCall)  # the constructor would check all fields a second time
-    for item in fields(Call):
-        object.__setattr__(brings_code, item.name, getattr(call, item.name))
-    object.__setattr__(brings_code, "compiled", compiled)
-    return brings_code
 
 
 def count_values(text: str) -> int:
@@ -448,6 +420,11 @@ def checker_outcome(result: EncodedResult) -> tuple[JudgeOutcome, str]:
     if status == Status.ERROR and exit_code == 1 and error is not None and error["type"] == "SystemExit":
         return JudgeOutcome.WRONG_ANSWER, message
     return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {_reason(result)}"
+
+
+def _only(call: EncodedCall, *names: str) -> EncodedCall:
+    """Return the fields of a call that have these names."""
+    return cast(EncodedCall, {name: value for name, value in call.items() if name in names})
 
 
 def _did_not_run(result: EncodedResult) -> bool:
@@ -506,4 +483,4 @@ def _to_json(value: Any, where: str) -> str:
     return text
 
 
-_NO_DEFAULTS = Program(Call(code="", echo=False))
+_NO_DEFAULTS = Program({"code": "", "echo": False})

@@ -22,7 +22,7 @@ from sandbox import wire
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from sandbox.settings.server import ExecutorConfig
-from sandbox.types import Call, Limits, Result, used_up_result
+from sandbox.types import Call, EncodedCall, Limits, Result, used_up_result
 from tests.jail.jails import tree_pids
 
 DEADLINE_S = 60
@@ -82,15 +82,15 @@ class Caller:
         """Run one call and wait for its result. `more` are fields of `Call` and of `Limits`."""
         return self.run_all([call(code, stdin=stdin, echo=echo, **more)])[0]
 
-    def run_all(self, calls: list[Call]) -> list[Result]:
+    def run_all(self, calls: Sequence[Call | EncodedCall]) -> list[Result]:
         """Submit calls at once and wait for their results, in the order of the calls."""
         seqs = [self.submit(submitted) for submitted in calls]
         return [self.result_of(seq) for seq in seqs]
 
-    def submit(self, submitted: Call) -> int:
+    def submit(self, submitted: Call | EncodedCall) -> int:
         """Submit a call and return its seq."""
         seq = next(self._seqs)
-        self._attempts.start(seq, submitted.encode(binary=True))
+        self._attempts.start(seq, submitted.encode(binary=True) if isinstance(submitted, Call) else submitted)
         return seq
 
     def result_of(self, seq: int) -> Result:

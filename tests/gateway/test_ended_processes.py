@@ -45,7 +45,7 @@ async def one_slot() -> AsyncIterator[Dispatcher]:
 async def run(dispatcher: Dispatcher, *calls: Call) -> list[EncodedResult]:
     batch, done = Batch(len(calls), 1000.0), asyncio.Event()
     for index, call in enumerate(calls):
-        batch.add(index, call, call.id, {})
+        batch.add(index, call.encode(binary=True), call.id, {})
     batch.on_done = done.set
     dispatcher.submit(batch)
     async with asyncio.timeout(WAIT_S):

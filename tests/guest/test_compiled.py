@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sandbox.judging import programs as judge
-from sandbox.types import Call, Result, Status
+from sandbox.types import Call, EncodedCall, Result, Status
 from tests.executor.calling import Caller
 
 PROGRAMS = {
@@ -28,8 +28,12 @@ PROGRAMS = {
 
 
 def compile_in(guest: Caller, call: Call) -> bytes:
-    result = guest.run_all([judge.compile_call(call)])[0]
+    result = guest.run_all([judge.compile_call(call.encode(binary=True))])[0]
     return judge.compiled_code(result.encode(binary=True))
+
+
+def with_compiled(call: Call, compiled: bytes) -> EncodedCall:
+    return {**call.encode(binary=True), "compiled": compiled}
 
 
 def visible(result: Result) -> dict[str, Any]:
@@ -46,18 +50,18 @@ def test_a_call_has_the_same_result_with_its_compiled_code(guest: Caller, name: 
         "warning",
         "surrogates in the source",
     )  # older interpreters print no warning
-    plain, fast = guest.run_all([call, judge.with_compiled(call, compiled)])
+    plain, fast = guest.run_all([call, with_compiled(call, compiled)])
     assert visible(plain) == visible(fast)
 
 
 def test_compiled_code_is_really_used(guest: Caller) -> None:
     other = compile_in(guest, Call("print('compiled')", echo=False))
     call = Call("print('source')", echo=False)
-    assert guest.run_all([judge.with_compiled(call, other)])[0].stdout == "compiled\n"
+    assert guest.run_all([with_compiled(call, other)])[0].stdout == "compiled\n"
 
 
 def test_a_call_that_only_compiles_runs_nothing(guest: Caller) -> None:
-    result = guest.run_all([judge.compile_call(Call("print(1)\nopen('x', 'w')\n1 / 0"))])[0]
+    result = guest.run_all([judge.compile_call({"code": "print(1)\nopen('x', 'w')\n1 / 0"})])[0]
     assert (result.status, result.stdout, list(result.files)) == (Status.OK, "", ["compiled"])
 
 
@@ -75,13 +79,13 @@ def test_a_call_that_only_compiles_runs_nothing(guest: Caller) -> None:
 )
 def test_unusable_compiled_code_is_ignored(guest: Caller, change: Any) -> None:
     call = Call("print('source')", echo=False)
-    result = guest.run_all([judge.with_compiled(call, change(compile_in(guest, call)))])[0]
+    result = guest.run_all([with_compiled(call, change(compile_in(guest, call)))])[0]
     assert (result.status, result.stdout, result.stderr) == (Status.OK, "source\n", "")
 
 
 def test_compiled_code_is_no_file_of_the_call(guest: Caller) -> None:
     call = Call("import os\nprint(os.listdir(), open('a').read())", echo=False, files={"a": b"data"})
-    fast = judge.with_compiled(call, compile_in(guest, call))
+    fast = with_compiled(call, compile_in(guest, call))
     assert guest.run_all([fast])[0].stdout == "['a'] data\n"
 
 
@@ -89,7 +93,7 @@ def test_the_interpreter_of_the_guest_runtime_compiles_too(guest_with_numpy: Cal
     call = Call("import numpy\nprint(numpy.arange(3).sum())", echo=False)
     compiled = compile_in(guest_with_numpy, call)
     assert compiled
-    assert guest_with_numpy.run_all([judge.with_compiled(call, compiled)])[0].stdout == "3\n"
+    assert guest_with_numpy.run_all([with_compiled(call, compiled)])[0].stdout == "3\n"
 
 
 # Function tests

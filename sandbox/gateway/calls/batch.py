@@ -14,7 +14,7 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from sandbox.settings.tenants import Tenant
-from sandbox.types import Call, EncodedResult, memory_bytes
+from sandbox.types import EncodedCall, EncodedResult, call_size, clamp, memory_bytes
 
 ExecutorId = int
 """Number of an executor, from 0."""
@@ -34,17 +34,17 @@ class PendingCall:
         "priority", "queue_ms", "seq", "size_bytes", "tenant", "waiting_since",
     )  # fmt: skip
 
-    def __init__(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
+    def __init__(self, index: int, call: EncodedCall, call_id: str, clamped: dict[str, float]) -> None:
         self.batch: Batch
         """Set when the batch is admitted."""
         self.index = index
-        self.call: Call | None = call
+        self.call: EncodedCall | None = call
         """None once the call is finished or cancelled, to free its memory."""
         self.id = call_id
         self.clamped = clamped
-        self.priority = call.priority
-        self.tenant = call.tenant
-        self.size_bytes = call.size
+        self.priority = call.get("priority", 0)
+        self.tenant = call.get("tenant", "")
+        self.size_bytes = call_size(call)
         self.attempts = 0
         """Number of times that the call was sent to an executor. No other place counts attempts."""
         self.has_started = False
@@ -70,10 +70,8 @@ class PendingCall:
         tenant.check_owner(self.tenant, "call")
         self.tenant = tenant.name
         self.priority = max(self.priority, tenant.priority)
-        limits, lowered = self.call.limits.clamped(tenant.max_limits)
-        if lowered:
-            self.call = self.call.with_limits(limits)
-            self.clamped = self.clamped | lowered
+        self.call, lowered = clamp(self.call, tenant.max_limits)
+        self.clamped = self.clamped | lowered
 
 
 class Batch:
@@ -122,11 +120,11 @@ class Batch:
         self.on_read: Callable[[EncodedResult], None] | None = None
         """Called with each result that `pop_result` returns."""
 
-    def add(self, index: int, call: Call, call_id: str, clamped: dict[str, float]) -> None:
-        """Add a valid call, whose result will have this index."""
+    def add(self, index: int, call: EncodedCall, call_id: str, clamped: dict[str, float]) -> None:
+        """Add a checked call, whose result will have this index."""
         pending = PendingCall(index, call, call_id, clamped)
         self.calls.append(pending)
-        deadline_s = self.deadline_s if call.deadline_s is None else min(call.deadline_s, self.deadline_s)
+        deadline_s = min(call.get("deadline_s", math.inf), self.deadline_s)
         if deadline_s < math.inf:
             self.deadlines.append((deadline_s, pending))
 

@@ -35,6 +35,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from sandbox.errors import Overloaded, RequestRefused
 from sandbox.gateway.calls.batch import Batch, ExecutorId, PendingCall, result_bytes
@@ -90,8 +91,7 @@ class Ended:
     """The `seq` of each of them that was running, by executor. The executor must cancel these calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CapacityCheck:
+class _CapacityCheck(NamedTuple):
     """A comparison: do `wanted` more calls or bytes fit beside the `held` calls or bytes of the queue or of a tenant?
     The texts are parts of the error message."""
 
@@ -317,7 +317,7 @@ class CallTable:
         running = chain.from_iterable(calls.values() for calls in self._running.values())
         found = [call for call in chain(self._queue, self._waiting_last_attempts, running) if call.id == call_id]
         # The index, which is the id of a call without one, does not count: many batches have the same indexes.
-        found = [call for call in found if call.call is not None and call.call.id == call_id]
+        found = [call for call in found if call.call is not None and call.call.get("id") == call_id]
         if owner is None:
             return found
         return [call for call in found if call.batch.tenant is not None and call.batch.tenant.name == owner.name]

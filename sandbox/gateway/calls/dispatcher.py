@@ -37,7 +37,7 @@ from sandbox.gateway.heap import trim_at_rest
 from sandbox.gateway.metrics import TENANT_METRICS, Counters, MetricSample
 from sandbox.settings.server import RESERVED_PART, ServeConfig, reserved_slots, weakness, within_memory
 from sandbox.settings.tenants import Tenant, Tenants, load_tenants
-from sandbox.types import EncodedResult, Status, UnavailableReason
+from sandbox.types import EncodedCall, EncodedResult, Status, UnavailableReason
 from sandbox.wire import MAX_FRAME_BYTES, MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -522,9 +522,6 @@ def _check_frame_size(call: PendingCall) -> None:
             )
 
 
-def _encode_call(call: PendingCall, *, reserved: bool = False) -> dict[str, object]:
+def _encode_call(call: PendingCall, *, reserved: bool = False) -> EncodedCall:
     assert call.call is not None
-    encoded = call.call.encode(binary=True)
-    if reserved:
-        encoded["reserved"] = True
-    return encoded
+    return {**call.call, "reserved": True} if reserved else call.call

@@ -41,7 +41,7 @@ from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
-from sandbox.types import Call, EncodedResult, Limits, Status, memory_bytes
+from sandbox.types import Call, EncodedResult, Limits, Status, check_call, memory_bytes
 
 LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
 """code-judge's default limits: 10 s, and 256 MiB to which it adds 128 MiB. The time is 50 ms lower, because
@@ -57,7 +57,7 @@ KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
 """Bytes of a result that a batch keeps until its response, as `result_bytes` counts them."""
 
 
-_TEMPLATE = Call("", echo=False, limits=LIMITS)
+_TEMPLATE = Call("", echo=False, limits=LIMITS).encode(binary=True)
 """The fields that all calls share."""
 
 
@@ -109,7 +109,7 @@ class SubmissionForm(CallsForm):
             if len(errors) > MAX_ERRORS:
                 break
             if not errors:
-                call = Call.decode({"code": item["solution"], "stdin": item.get("input") or ""}, _TEMPLATE)
+                call = check_call({"code": item["solution"], "stdin": item.get("input") or ""})
                 yield CheckedCall(index, call, "", [item.get("sub_id"), item.get("expected_output")])
         if errors:
             raise MalformedBody(errors[:MAX_ERRORS])

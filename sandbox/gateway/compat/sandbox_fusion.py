@@ -97,7 +97,7 @@ class RunCodeForm(CallsForm):
         if language != "python":
             raise UnsupportedLanguage(f"language {language!r} is not supported: this server runs python only")
         yield BatchHead(1, self.config.queue_timeout_s, extra=fetched)
-        yield CheckedCall(0, call, "")
+        yield CheckedCall(0, call.encode(binary=True), "")
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
@@ -138,7 +138,7 @@ class RunJupyterForm(CallsForm):
             echo=False,
         )
         yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(cells)])
-        yield CheckedCall(0, call, "")
+        yield CheckedCall(0, call.encode(binary=True), "")
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""

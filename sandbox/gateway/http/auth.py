@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hmac
 import ipaddress
+from functools import lru_cache
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -89,6 +90,7 @@ def _name_of(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
+@lru_cache(maxsize=64)
 def _is_local(name: str, own_host: str) -> bool:
     if name.lower() in ("localhost", own_host.lower()):
         return True

@@ -115,13 +115,19 @@ class BodyReader:
         if (length := request.content_length or 0) > max_bytes:
             raise self._too_long(length, max_bytes)
         reservation.grow(length)
-        first = b""
+        content = request.content
+        first = content.read_nowait() if content.is_eof() else b""
+        if content.at_eof():  # a small body has come together with its head
+            if len(first) > max_bytes:
+                raise self._too_long(len(first), max_bytes)
+            reservation.grow(len(first))
+            return first
         body: io.BytesIO | None = None  # it grows without copies, and many small chunks take no more memory than one
-        size = 0
+        size = len(first)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.stall_s) as timeout:
-                async for chunk in request.content.iter_any():
+                async for chunk in content.iter_any():
                     if (size + len(chunk)) // CHUNK_BYTES > size // CHUNK_BYTES:
                         timeout.reschedule(loop.time() + self.stall_s)
                     size += len(chunk)

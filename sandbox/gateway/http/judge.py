@@ -57,7 +57,7 @@ from sandbox.judging.programs import (
 from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ServeConfig
 from sandbox.settings.tenants import Tenant
-from sandbox.types import CALL_FIELDS, Call, EncodedResult, Status, Usage
+from sandbox.types import CALL_FIELDS, EncodedCall, EncodedResult, Profile, Status, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {
     "programs": "the programs; results are in the same order",
@@ -137,9 +137,7 @@ class ProgramsForm:
             timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
         self._check_count(_num_tests(raw))
         program = Program.decode(raw)
-        check_profile(program.call.profile, self.config.own_profiles, "program")
-        if self.owner is not None:
-            self.owner.check_owner(program.call.tenant, "program")
+        self._check_call_fields(program, "program")
         yield ProgramsHead(1, timeout_s, True, Program.decode_defaults(None))
         yield CheckedProgram(0, program)
 
@@ -159,9 +157,7 @@ class ProgramsForm:
             program_id = id_of(item, index)
             try:
                 program = Program.decode(item, defaults, f"programs[{index}]")
-                check_profile(program.call.profile, config.own_profiles, f"programs[{index}]")
-                if self.owner is not None:
-                    self.owner.check_owner(program.call.tenant, f"programs[{index}]")
+                self._check_call_fields(program, f"programs[{index}]")
             except InvalidCall as error:
                 yield MalformedCall(index, program_id, str(error))
                 continue
@@ -169,6 +165,11 @@ class ProgramsForm:
                 tests += len(program.tests)
                 self._check_count(tests)
             yield CheckedProgram(index, program)
+
+    def _check_call_fields(self, program: Program, where: str) -> None:
+        check_profile(program.call.get("profile", Profile.AUTO), self.config.own_profiles, where)
+        if self.owner is not None:
+            self.owner.check_owner(program.tenant, where)
 
     def _check_count(self, tests: int) -> None:
         if tests > self.config.batch_calls:
@@ -206,8 +207,7 @@ class ProgramsForm:
     def _encode_program(self, program: Program) -> list[Json]:
         comparison = program.comparison
         encoded = asdict(comparison) if isinstance(comparison, Tolerance) else comparison.value
-        call = program.call.encode_changes(self._defaults.call)
-        return [call, encoded, program.checker, program.stop_at_first_failure, program.prelude]
+        return [program.call, encoded, program.checker, program.stop_at_first_failure, program.prelude]
 
     def receive(self, encoded: list[Json]) -> None:
         """Add an encoded item."""
@@ -224,10 +224,10 @@ class ProgramsForm:
             case _:
                 self.add(MalformedCall(*values))
 
-    def _decode_program(self, call: Json, comparison: Json, checker: str, stop: bool, prelude: str) -> Program:
+    def _decode_program(self, call: EncodedCall, comparison: Json, checker: str, stop: bool, prelude: str) -> Program:
         tests, self._tests = tuple(self._tests) or self._defaults.tests, []
         compared = Tolerance(**comparison) if isinstance(comparison, dict) else TextComparison(comparison)
-        return Program(Call.decode(call, self._defaults.call), tests, compared, checker, stop, prelude)
+        return Program(call, tests, compared, checker, stop, prelude)
 
     def add(self, item: Item) -> None:
         """Add an item to the programs."""

@@ -25,7 +25,16 @@ from sandbox.judging import answers as verify
 from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ServeConfig
 from sandbox.settings.tenants import Tenant
-from sandbox.types import DEADLINE, Call, Profile, invalid_result
+from sandbox.types import (
+    DEADLINE,
+    EncodedCall,
+    Profile,
+    check_call,
+    check_defaults,
+    clamp,
+    invalid_result,
+    with_defaults,
+)
 
 BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results are in the same order",
@@ -47,7 +56,7 @@ STEP_S = 0.005
 """Seconds of work on the items of one body after which the task yields to the event loop."""
 ITEMS_PER_CLOCK_READ = 16
 """Items that are added to a form between two readings of the clock."""
-NO_DEFAULTS = Call(code="")
+NO_DEFAULTS: EncodedCall = {}
 
 
 class ParsedBatch(NamedTuple):
@@ -63,15 +72,15 @@ class BatchHead(NamedTuple):
     size: int
     queue_timeout_s: float
     deadline_s: float = math.inf
-    defaults: Call = NO_DEFAULTS
+    defaults: EncodedCall = NO_DEFAULTS
     extra: Json = None
 
 
 class CheckedCall(NamedTuple):
-    """A valid call. `extra` is what the route keeps with it, as plain data."""
+    """A valid call without the defaults. `extra` is what the route keeps with it, as plain data."""
 
     call_index: int
-    call: Call
+    call: EncodedCall
     call_id: str
     extra: Json = None
 
@@ -85,6 +94,7 @@ class MalformedCall(NamedTuple):
 
 
 Item = BatchHead | CheckedCall | MalformedCall
+_ITEM_TYPES = {item_type.__name__: item_type for item_type in (BatchHead, CheckedCall, MalformedCall)}
 
 
 class Form(Protocol):
@@ -119,9 +129,6 @@ class CallsForm:
         self.malformed = 0
         self.batch: Batch | None = None
         """None before the head is added."""
-        self._defaults = NO_DEFAULTS
-        """Defaults of the batch that is encoded or decoded. A call is sent without the fields that it has from them, so
-        that large defaults are sent once."""
 
     @property
     def parsed(self) -> ParsedBatch:
@@ -139,25 +146,12 @@ class CallsForm:
 
     def encode(self, item: Item) -> Iterable[list[Json]]:
         """Return an item as plain data. The head comes first."""
-        match item:
-            case BatchHead(size, queue_timeout_s, deadline_s, defaults, extra):
-                self._defaults = defaults
-                return [["head", size, queue_timeout_s, deadline_s, defaults.encode_changes(NO_DEFAULTS), extra]]
-            case CheckedCall(index, call, call_id, extra):
-                return [["call", index, call.encode_changes(self._defaults), call_id, extra]]
-            case MalformedCall():
-                return [["malformed", *item]]
+        return [[type(item).__name__, *item]]
 
     def receive(self, encoded: list[Json]) -> None:
         """Add an encoded item."""
-        match encoded:
-            case ["head", size, queue_timeout_s, deadline_s, defaults, extra]:
-                self._defaults = Call.decode(defaults)
-                self.add(BatchHead(size, queue_timeout_s, deadline_s, self._defaults, extra))
-            case ["call", index, call, call_id, extra]:
-                self.add(CheckedCall(index, Call.decode(call, self._defaults), call_id, extra))
-            case _:
-                self.add(MalformedCall(*encoded[1:]))
+        kind, *values = encoded
+        self.add(_ITEM_TYPES[kind](*values))
 
     def add(self, item: Item) -> None:
         """Add an item to the batch."""
@@ -167,21 +161,20 @@ class CallsForm:
             return
         assert self.batch is not None
         if isinstance(item, CheckedCall):
-            limits, clamped = item.call.limits.clamped(self.config.max_limits)
-            call = item.call.with_limits(limits) if clamped else item.call
+            call, clamped = clamp(with_defaults(item.call, self.head.defaults), self.config.max_limits)
             self.batch.add(item.call_index, call, item.call_id, clamped)
         else:
             self.malformed += 1
             self.batch.set_result(item.call_index, invalid_result(item.call_id, item.message).encode(binary=True))
 
-    def _check_all(self, items: list[Json], decode: Callable[[Json, int], Call]) -> Iterator[Item]:
+    def _check_all(self, items: list[Json], check: Callable[[Json, int], EncodedCall]) -> Iterator[Item]:
         for index, item in enumerate(items):
             try:
-                call = decode(item, index)
+                call = check(item, index)
             except InvalidCall as error:
                 yield MalformedCall(index, id_of(item, index), str(error))
             else:
-                yield CheckedCall(index, call, call.id or str(index))
+                yield CheckedCall(index, call, call.get("id") or str(index))
 
 
 class CallForm(CallsForm):
@@ -191,9 +184,9 @@ class CallForm(CallsForm):
         timeout_s = self.config.queue_timeout_s
         if isinstance(raw, dict) and "queue_timeout_s" in raw:
             timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "call", timeout_s)
-        call = _decode_call(raw, None, "call", self.config)
+        call = _check_call(raw, "call", self.config)
         yield BatchHead(1, timeout_s)
-        yield CheckedCall(0, call, call.id)
+        yield CheckedCall(0, call, call.get("id", ""))
 
 
 class BatchForm(CallsForm):
@@ -203,12 +196,12 @@ class BatchForm(CallsForm):
         config = self.config
         check_fields(raw, BATCH_FIELDS, "batch", "calls")
         calls = check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
-        defaults = Call.decode_defaults(raw.get("defaults"))
+        defaults = check_defaults(raw.get("defaults"))
         timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
         deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
         yield BatchHead(len(calls), timeout_s, deadline_s, defaults)
         yield from self._check_all(
-            calls, lambda item, index: _decode_call(item, defaults, f"calls[{index}]", config, self.owner)
+            calls, lambda item, index: _check_call(item, f"calls[{index}]", config, self.owner, defaults)
         )
 
 
@@ -222,9 +215,12 @@ class PairsForm(CallsForm):
         shared = {name: value for name, value in raw.items() if name not in ("pairs", "queue_timeout_s")}
         template = verify.check_template(shared)
         timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "verify", config.queue_timeout_s)
-        yield BatchHead(len(pairs), timeout_s, defaults=template.call)
+        yield BatchHead(len(pairs), timeout_s)
         yield from self._check_all(
-            pairs, lambda item, index: verify.build_check(*verify.decode_pair(item, f"pairs[{index}]"), template)
+            pairs,
+            lambda item, index: verify.build_check(*verify.decode_pair(item, f"pairs[{index}]"), template).encode(
+                binary=True
+            ),
         )
 
 
@@ -256,14 +252,19 @@ async def set_tenant(batch: Batch, tenant: Tenant) -> None:
             step_ends_at = monotonic() + STEP_S
 
 
-def _decode_call(
-    raw: Json, defaults: Call | None, where: str, config: ServeConfig, owner: Tenant | None = None
-) -> Call:
-    call = Call.decode(raw, defaults, where)
-    if call.profile.__class__ is not Profile:
-        check_profile(call.profile, config.own_profiles, where)
+def _check_call(
+    raw: Json,
+    where: str,
+    config: ServeConfig,
+    owner: Tenant | None = None,
+    defaults: EncodedCall = NO_DEFAULTS,
+) -> EncodedCall:
+    call = check_call(raw, where)
+    profile = call.get("profile", defaults.get("profile", Profile.AUTO))
+    if profile.__class__ is not Profile:
+        check_profile(profile, config.own_profiles, where)
     if owner is not None:
-        owner.check_owner(call.tenant, where)
+        owner.check_owner(call.get("tenant", defaults.get("tenant", "")), where)
     return call
 
 

@@ -47,14 +47,14 @@ def batch_of(
     for index in range(count):
         tenant, own_deadline_s = str(tenants[index % len(tenants)]), deadlines[index % len(deadlines)]
         call = Call(code, tenant=tenant, deadline_s=own_deadline_s, id=f"call {index}")
-        batch.add(index, call, call.id, {})
+        batch.add(index, call.encode(binary=True), call.id, {})
     return batch
 
 
 def deadline_of(call: PendingCall) -> float:
     """Return the time at which the deadline of an unfinished call passes."""
     assert call.call is not None
-    return call.batch.admitted_at + min(call.call.deadline_s or math.inf, call.batch.deadline_s)
+    return call.batch.admitted_at + min(call.call.get("deadline_s", math.inf), call.batch.deadline_s)
 
 
 def limits_on_calls(max_calls: int) -> AdmissionLimits:
@@ -399,7 +399,7 @@ def test_a_tenant_finds_only_its_own_calls_by_their_id() -> None:
     call_table, batches = CallTable(LIMITS), {name: Batch(1, 10.0) for name in "ab"}
     for name, batch in batches.items():
         batch.tenant = Tenant(name)
-        batch.add(0, Call("1", id="same", tenant=name), "same", {})
+        batch.add(0, Call("1", id="same", tenant=name).encode(binary=True), "same", {})
         call_table.admit(batch, 0.0)
     assert [call.tenant for call in call_table.with_id("same", Tenant("b"))] == ["b"]
     assert len(call_table.with_id("same", None)) == 2
@@ -539,8 +539,8 @@ def test_calls_without_a_deadline_cost_nothing_for_deadlines() -> None:
 
 def test_an_id_that_is_only_the_index_of_its_call_is_not_found() -> None:
     call_table, batch = CallTable(LIMITS), Batch(2, 10.0)
-    batch.add(0, Call("1"), "0", {})
-    batch.add(1, Call("2", id="0"), "0", {})
+    batch.add(0, {"code": "1"}, "0", {})
+    batch.add(1, {"code": "2", "id": "0"}, "0", {})
     call_table.admit(batch, 0.0)
     assert [call.index for call in call_table.with_id("0", None)] == [1]
 

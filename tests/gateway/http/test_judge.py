@@ -214,7 +214,7 @@ async def test_an_internal_error_with_one_program_does_not_affect_the_others(mon
     judge_one = judging.ProgramRun.judge
 
     async def fail_for_a(run: judging.ProgramRun) -> JudgedProgram:
-        if run.program.call.id == "a":
+        if run.program.id == "a":
             raise ValueError("unexpected")
         return await judge_one(run)
 
