@@ -4,7 +4,7 @@ and the table of routes."""
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -68,6 +68,8 @@ class Route:
     """`response_schemas` for status 503 if the result is `unavailable`."""
     schemas: Mapping[str, Schema] = field(default_factory=dict)
     """Named schemas that only this route uses, in addition to those of `schemas()`."""
+    build_schemas: Callable[[], Mapping[str, Schema]] = dict
+    """Returns further named schemas. It is called for a document only, since it may import pydantic."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
     error_schemas: Mapping[int, str] = field(default_factory=dict)
@@ -148,7 +150,7 @@ def document(routes: Iterable[Route], needs_token: bool, own_profiles: Iterable[
     named_schemas = schemas()
     named_schemas["Profile"]["enum"] += own_profiles
     for route in routes:
-        named_schemas |= route.schemas
+        named_schemas |= {**route.schemas, **route.build_schemas()}
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with"}
     return {
