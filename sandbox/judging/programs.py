@@ -27,9 +27,11 @@ from sandbox.types import (
     DocumentedEnum,
     EncodedResult,
     Status,
+    UnavailableReason,
     Usage,
     encode_usage,
     memory_bytes,
+    unavailable_reason,
 )
 
 MAX_EXPECTED_VALUES = 500_000
@@ -252,7 +254,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTest:
-    """The result of one test. `status` is the status of the program's call; None if the call did not run."""
+    """The result of one test. `status` is the status of the program's call; None if the call did not run. `reason` says
+    why the test is `unavailable`; None if it is not, or if no call of it is the reason."""
 
     outcome: JudgeOutcome
     status: Status | None = None
@@ -261,9 +264,16 @@ class JudgedTest:
     stderr: str = ""
     value: str | None = None
     usage: Usage = Usage()  # noqa: RUF009  it is frozen
+    reason: UnavailableReason | None = None
 
     @classmethod
-    def of(cls, outcome: JudgeOutcome, result: EncodedResult, message: str = "") -> JudgedTest:
+    def of(
+        cls,
+        outcome: JudgeOutcome,
+        result: EncodedResult,
+        message: str = "",
+        reason: UnavailableReason | None = None,
+    ) -> JudgedTest:
         """Return the result of a test whose call has this result."""
         value = result["value"]
         return cls(
@@ -274,6 +284,7 @@ class JudgedTest:
             result["stderr"][-EXCERPT_CHARS:],
             None if value is None else value[:EXCERPT_CHARS],
             _decode_usage(result["usage"]),
+            reason,
         )
 
     def encode(self) -> dict[str, Any]:
@@ -286,6 +297,7 @@ class JudgedTest:
             "stderr": self.stderr,
             "value": self.value,
             "usage": encode_usage(self.usage),
+            **({} if self.reason is None else {"reason": self.reason.value}),
         }
 
     @classmethod
@@ -299,6 +311,7 @@ class JudgedTest:
             raw["stderr"],
             raw["value"],
             _decode_usage(raw["usage"]),
+            unavailable_reason(raw.get("reason", "")),
         )
 
 
@@ -427,7 +440,7 @@ def unanswered_test(test: ProgramTest, result: EncodedResult) -> JudgedTest | No
     """Return the result of a test in which the program gave no answer. Return None if there is an answer to compare."""
     if result["status"] != Status.OK:
         outcome = JudgeOutcome.UNAVAILABLE if _did_not_run(result) else JudgeOutcome.FAILED
-        return JudgedTest.of(outcome, result, _reason(result))
+        return JudgedTest.of(outcome, result, _error_text(result), reason_of(result))
     if not test.function_call:
         return None
     if result["value"] is None:
@@ -441,20 +454,26 @@ def checker_outcome(result: EncodedResult) -> tuple[JudgeOutcome, str]:
     """Return the outcome and message of a test from the result of its checker."""
     status, error, exit_code = result["status"], result["error"], result["exit_code"]
     if _did_not_run(result):
-        return JudgeOutcome.UNAVAILABLE, _reason(result)
+        return JudgeOutcome.UNAVAILABLE, _error_text(result)
     message = result["stdout"].strip()
     if status == Status.OK:
         return JudgeOutcome.PASSED, message
     if status == Status.ERROR and exit_code == 1 and error is not None and error["type"] == "SystemExit":
         return JudgeOutcome.WRONG_ANSWER, message
-    return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {_reason(result)}"
+    return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {_error_text(result)}"
+
+
+def reason_of(result: EncodedResult) -> UnavailableReason | None:
+    """Return why a call is `unavailable`, or None if it is not."""
+    error = result["error"]
+    return unavailable_reason(error["type"]) if error and result["status"] == Status.UNAVAILABLE else None
 
 
 def _did_not_run(result: EncodedResult) -> bool:
     return result["status"] in (Status.UNAVAILABLE, Status.INVALID)
 
 
-def _reason(result: EncodedResult) -> str:
+def _error_text(result: EncodedResult) -> str:
     error = result["error"]
     return f"{error['type']}: {error['message']}" if error else result["status"]
 

@@ -57,7 +57,7 @@ from sandbox.judging.programs import (
 from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ServeConfig
 from sandbox.settings.tenants import Tenant
-from sandbox.types import CALL_FIELDS, Call, EncodedResult, Status, Usage
+from sandbox.types import CALL_FIELDS, Call, EncodedResult, Status, UnavailableReason, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {
     "programs": "the programs; results are in the same order",
@@ -325,6 +325,7 @@ _JUDGED_TEST_FIELDS: dict[str, str] = {
     "stderr": "the last 1,000 characters of stderr",
     "value": "the first 1,000 characters of the function's result as JSON; null if it returned none",
     "usage": "resources that the program's call used",
+    "reason": "why the test is unavailable; missing if it is not, or if an internal error of the server is why",
 }
 _JUDGED_PROGRAM_FIELDS: dict[str, str] = {
     "id": "the program's id; without one, its index, from 0, or empty for a single program",
@@ -374,6 +375,8 @@ def _schemas() -> dict[str, Schema]:
         "queue_timeout_s": timeout,
     }
     judged = response_schema(JudgedProgram, _JUDGED_PROGRAM_FIELDS)
+    judged_test = response_schema(JudgedTest, _JUDGED_TEST_FIELDS)
+    judged_test["required"].remove("reason")
     index = {"type": "integer", "description": "index of the program that this result belongs to"}
     return {
         "StdinTest": input_schema("A test that gives the program standard input.", test),
@@ -390,7 +393,8 @@ def _schemas() -> dict[str, Schema]:
             "description": "One program, or several.",
         },
         "JudgeOutcome": schema_of_enum(JudgeOutcome),
-        "JudgedTest": response_schema(JudgedTest, _JUDGED_TEST_FIELDS),
+        "JudgedTest": judged_test,
+        "UnavailableReason": schema_of_enum(UnavailableReason),
         "JudgedProgram": judged,
         "JudgedPrograms": list_of("JudgedProgram", "one result for each program, in the order of the programs"),
         "Judged": {
