@@ -317,29 +317,6 @@ async def on_startup(app: web.Application) -> None:
     app[JUDGED_BYTES] = ByteBudget(app[DISPATCHER])
 
 
-_JUDGED_TEST_FIELDS: dict[str, str] = {
-    "outcome": "how the program did in the test",
-    "status": "how the program's call ended; null if it did not run",
-    "message": "the checker's output, or the reason why the test has no other outcome; else empty",
-    "stdout": "the first 1,000 characters of stdout",
-    "stderr": "the last 1,000 characters of stderr",
-    "value": "the first 1,000 characters of the function's result as JSON; null if it returned none",
-    "usage": "resources that the program's call used",
-    "reason": "why the test is unavailable; missing if it is not, or if an internal error of the server is why",
-}
-_JUDGED_PROGRAM_FIELDS: dict[str, str] = {
-    "id": "the program's id; without one, its index, from 0, or empty for a single program",
-    "outcome": "passed if the program passed all tests; else unavailable or unjudged if a test is; else that of the "
-    "first test that failed; invalid if the program is malformed",
-    "passed": "number of tests that the program passed",
-    "total": "number of tests",
-    "is_scorable": "false if a test is unavailable or unjudged, or the program is invalid: do not score it as 0",
-    "message": "the reason why the program is invalid; else empty",
-    "tests": "the results of the tests, in their order",
-    "clamped": "limits above the server's maximum, with the lower value that was used",
-}
-
-
 def _schemas() -> dict[str, Schema]:
     call_properties = call_schema()["properties"]
     test = {
@@ -374,8 +351,8 @@ def _schemas() -> dict[str, Schema]:
         "defaults": {**reference("ProgramDefaults"), "description": PROGRAMS_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
     }
-    judged = response_schema(JudgedProgram, _JUDGED_PROGRAM_FIELDS)
-    judged_test = response_schema(JudgedTest, _JUDGED_TEST_FIELDS)
+    judged = response_schema(JudgedProgram)
+    judged_test = response_schema(JudgedTest)
     judged_test["required"].remove("reason")
     index = {"type": "integer", "description": "index of the program that this result belongs to"}
     return {
