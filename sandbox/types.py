@@ -3,8 +3,8 @@
 - All types are frozen. A `Call` that exists is valid: the constructor and `Call.decode` check by the same rules.
 - `code` and `stdin` may hold any characters. NUL bytes and lone surrogates reach the guest and come back as a Python
   error in the result.
-- `CALL_FIELDS` and `LIMIT_FIELDS` describe each field of a call once, for validation and the OpenAPI schema.
-  `sandbox.gateway.http.result_fields` describes the fields of results.
+- `CALL_FIELDS` and `LIMIT_FIELDS` describe each field of a call once, for validation and the OpenAPI schema. The
+  annotations of `Result` and its parts do so for the fields of results (`sandbox.dataclass_codec`).
 
 Bytes are base64 text in JSON and raw `bin` in msgpack; `decode` takes both. Standard input that is bytes is the field
 `stdin` in msgpack and `stdin_base64` in JSON.
@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Literal, Self, TypedDict, cast, overload
+from typing import Annotated, Any, Literal, Self, TypedDict, cast, overload
 
+from sandbox import dataclass_codec
 from sandbox.errors import InvalidCall
 from sandbox.fields import (
     NumberRule,
@@ -36,7 +37,6 @@ from sandbox.fields import (
     check_paths,
     check_stdin,
     check_text,
-    decode_bytes,
     shown,
     to_base64,
     with_decoded_stdin,
@@ -254,10 +254,13 @@ class Call:
 class CallError:
     """The reason why a call did not end as ok. `line` is the 1-based line of the user's code, if known."""
 
-    type: str
-    message: str
-    traceback: str = ""
-    line: int | None = None
+    type: Annotated[str, "name of the exception's type, of the signal, or of the limit that ended the call"]
+    message: Annotated[str, "the exception's text, or what was expected and what came"]
+    traceback: Annotated[
+        str,
+        "the traceback as Python prints it, with frames of the code only; empty if there is none",
+    ] = ""
+    line: Annotated[int | None, "line of the code, from 1; null if unknown"] = None
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}"
@@ -267,10 +270,19 @@ class CallError:
 class Usage:
     """Resources that a call used."""
 
-    queue_ms: float = 0.0
-    run_ms: float = 0.0
-    cpu_ms: float = 0.0
-    peak_memory_mb: float = 0.0
+    queue_ms: Annotated[float, "milliseconds that the call waited for a slot, summed over all attempts"] = 0.0
+    run_ms: Annotated[float, "milliseconds of wall time from the start of the call's process to its end"] = 0.0
+    cpu_ms: Annotated[
+        float,
+        "milliseconds of CPU time of all processes of the call; without cgroups, of the first process and of the "
+        "children that it waited for",
+    ] = 0.0
+    peak_memory_mb: Annotated[
+        float,
+        "peak MiB that the call added to the memory inherited from its zygote. With cgroups: all its processes, its "
+        "files, and the inherited pages that it wrote to, about 0.5 MiB for the smallest call. Without cgroups: its "
+        "largest process only, without files and without inherited pages",
+    ] = 0.0
 
 
 class EncodedCall(TypedDict, total=False):
@@ -342,20 +354,37 @@ class EncodedResult(TypedDict):
 class Result:
     """The result of one call."""
 
-    id: str
-    status: Status
-    stdout: str = ""
-    stderr: str = ""
-    value: str | None = None
-    error: CallError | None = None
-    exit_code: int | None = None
-    signal: int | None = None
-    truncated: tuple[str, ...] = ()
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    usage: Usage = Usage()
-    attempts: int = 1
-    clamped: Mapping[str, float] = field(default_factory=dict)
-    missing_files: tuple[str, ...] = ()
+    id: Annotated[str, "the call's id; without one, its index in the batch, from 0"]
+    status: Annotated[Status, "how the call ended"]
+    stdout: Annotated[
+        str,
+        "text written to standard output, at most output_kb; bytes that are not UTF-8 become U+FFFD, from about "
+        "10,000 on '?'",
+    ] = ""
+    stderr: Annotated[str, "text written to standard error, like stdout"] = ""
+    value: Annotated[str | None, "repr() of the last expression if echo is true and the status is ok; else null"] = None
+    error: Annotated[CallError | None, "the reason why the call did not end as ok; null if it did"] = None
+    exit_code: Annotated[int | None, "exit code of the call's process; null if a signal ended it or nothing ran"] = None
+    signal: Annotated[int | None, "number of the signal that ended the call's process; else null"] = None
+    truncated: Annotated[
+        tuple[str, ...],
+        "names of the fields that were truncated: stdout, stderr, value, traceback or files",
+    ] = ()
+    files: Annotated[
+        Mapping[str, bytes],
+        "returned files and figures by path: base64 text in JSON, raw bytes in msgpack",
+    ] = field(default_factory=dict)
+    usage: Annotated[Usage, "resources that the call used"] = Usage()
+    attempts: Annotated[int, "number of times that the call was sent to an executor, at most attempts; 0 if never"] = 1
+    clamped: Annotated[
+        Mapping[str, float],
+        "limits above the server's maximum, with the lower value that was used",
+    ] = field(default_factory=dict)
+    missing_files: Annotated[
+        tuple[str, ...],
+        "paths and patterns of return_files without a file in files: the code left no readable regular file there, "
+        "the file did not fit (truncated then contains files), or the call was killed before its files were read",
+    ] = ()
 
     @overload
     def encode(self, *, binary: Literal[True]) -> EncodedResult: ...
@@ -365,49 +394,13 @@ class Result:
 
     def encode(self, *, binary: bool = False) -> EncodedResult | dict[str, Any]:
         """Return a mapping for JSON, or with `binary` for msgpack."""
-        error = self.error
-        encoded: EncodedResult = {
-            "id": self.id,
-            "status": self.status.value,
-            "stdout": self.stdout,
-            "stderr": self.stderr,
-            "value": self.value,
-            "error": None
-            if error is None
-            else {"type": error.type, "message": error.message, "traceback": error.traceback, "line": error.line},
-            "exit_code": self.exit_code,
-            "signal": self.signal,
-            "truncated": list(self.truncated),
-            "files": dict(self.files),
-            "usage": encode_usage(self.usage),
-            "attempts": self.attempts,
-            "clamped": dict(self.clamped),
-            "missing_files": list(self.missing_files),
-        }
+        encoded = cast(EncodedResult, dataclass_codec.encode(self))
         return encoded if binary else {**encoded, "files": to_base64(self.files)}
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> Result:
         """Invert `encode`. Unknown keys are ignored, so that an older client can read the results of a newer server."""
-        error, usage = raw.get("error"), raw.get("usage") or {}
-        return cls(
-            id=raw["id"],
-            status=Status(raw["status"]),
-            stdout=raw.get("stdout", ""),
-            stderr=raw.get("stderr", ""),
-            value=raw.get("value"),
-            error=None
-            if error is None
-            else CallError(error["type"], error["message"], error.get("traceback", ""), error.get("line")),
-            exit_code=raw.get("exit_code"),
-            signal=raw.get("signal"),
-            truncated=tuple(raw.get("truncated", ())),
-            files={path: decode_bytes(data, f"files[{path!r}]") for path, data in raw.get("files", {}).items()},
-            usage=Usage(**{n: usage[n] for n in ("queue_ms", "run_ms", "cpu_ms", "peak_memory_mb") if n in usage}),
-            attempts=raw.get("attempts", 1),
-            clamped=raw.get("clamped", {}),
-            missing_files=tuple(raw.get("missing_files", ())),
-        )
+        return dataclass_codec.decode(cls, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,31 +408,21 @@ class Verdict:
     """The result of one answer check. `status` is the status of the call that ran the check: `ok` if the comparison
     finished, `timeout` if it took too long, and so on."""
 
-    outcome: Outcome
-    status: Status = Status.OK
-    message: str = ""
-    usage: Usage = Usage()
-    extracted: dict[str, str] = field(default_factory=dict)
+    outcome: Annotated[Outcome, "how the answer compares with the right answer"]
+    status: Annotated[
+        Status,
+        "how the check ended, in its own virtual time and limits: ok if the comparison finished",
+    ] = Status.OK
+    message: Annotated[str, "the reason why there is no comparison; else empty"] = ""
+    usage: Annotated[Usage, "resources that the check used"] = Usage()
+    extracted: Annotated[
+        dict[str, str],
+        "the answers that were found in gold and answer, each cut at 200 characters",
+    ] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """Return a mapping for JSON and msgpack."""
-        return {
-            "outcome": self.outcome.value,
-            "status": self.status.value,
-            "message": self.message,
-            "usage": encode_usage(self.usage),
-            "extracted": self.extracted,
-        }
-
-
-def encode_usage(usage: Usage) -> EncodedUsage:
-    """Return a mapping for JSON and msgpack."""
-    return {
-        "queue_ms": usage.queue_ms,
-        "run_ms": usage.run_ms,
-        "cpu_ms": usage.cpu_ms,
-        "peak_memory_mb": usage.peak_memory_mb,
-    }
+        return dataclass_codec.encode(self)
 
 
 def memory_bytes(text: str | bytes) -> int:

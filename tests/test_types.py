@@ -20,12 +20,17 @@ from sandbox.types import (
     MAX_STDIN_CHARS,
     Call,
     CallError,
+    EncodedError,
+    EncodedResult,
+    EncodedUsage,
     Limits,
+    Outcome,
     Profile,
     Result,
     Status,
     UnavailableReason,
     Usage,
+    Verdict,
     check_call,
     clamp,
     invalid_result,
@@ -372,3 +377,28 @@ def test_the_size_of_a_call_includes_the_names_of_its_files() -> None:
     name = "/".join(["x" * 200] * 5)
     assert Call("", return_files=(name,)).size >= 1000 + Call("").size
     assert Call("", files={name: b"1"}).size >= 1000 + Call("").size
+
+
+@pytest.mark.parametrize(
+    ("cls", "encoded"), [(Result, EncodedResult), (CallError, EncodedError), (Usage, EncodedUsage)]
+)
+def test_a_mapping_of_a_result_has_the_fields_of_its_class_in_their_order(cls: Any, encoded: Any) -> None:
+    assert list(encoded.__annotations__) == [item.name for item in fields(cls)]
+
+
+def test_the_order_of_the_fields_of_a_result_is_that_of_the_protocol() -> None:
+    assert list(Result("", Status.OK).encode()) == [
+        "id", "status", "stdout", "stderr", "value", "error", "exit_code", "signal", "truncated", "files", "usage",
+        "attempts", "clamped", "missing_files",
+    ]  # fmt: skip
+    assert list(Verdict(Outcome.EQUIVALENT).encode()) == ["outcome", "status", "message", "usage", "extracted"]
+
+
+def test_an_encoded_result_shares_no_mapping_or_list_with_the_result() -> None:
+    result = Result("", Status.OK, truncated=("files",), files={"a": b"b"}, clamped={"timeout_s": 1.0})
+    encoded = result.encode(binary=True)
+    encoded["files"].clear()
+    encoded["truncated"].clear()
+    encoded["usage"]["queue_ms"] = 5.0
+    assert (result.files, result.truncated, result.usage) == ({"a": b"b"}, ("files",), Usage())
+    assert type(result.encode()["status"]) is str

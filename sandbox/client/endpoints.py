@@ -1,4 +1,5 @@
-"""The URLs of a client: which of them gets the next request, and how long one that failed is avoided.
+"""The URLs of a client: which of them gets the next request, which error a failed request is, and how long its URL is
+avoided.
 
 - A request goes to the endpoint with the fewest calls that is not backing off.
 - The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
@@ -8,10 +9,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 
+import aiohttp
+
 from sandbox.backoff import backoff_s
+from sandbox.errors import Overloaded, RequestRefused, ServiceError, TooLarge, Unreachable
 
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
@@ -81,3 +86,32 @@ def _backoff_s(failures: int) -> float:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def failure_of(url: str, response: aiohttp.ClientResponse) -> ServiceError:
+    """Return the error for a response with a status other than 200."""
+    text = (await response.content.read(4096)).decode("utf-8", "replace")
+    message = f"{url} answered {response.status}: {text}"
+    if response.status in (429, 503):
+        return Overloaded(message, retry_after_s=_seconds(response.headers.get("Retry-After")))
+    if response.status == 413:
+        return TooLarge(message)
+    if 400 <= response.status < 500 and response.status not in (408, 425):  # these two mean: send it again
+        return RequestRefused(message)
+    return Unreachable(message)
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def short_reason(error: Exception) -> str:
+    """Return the reason why a request got no response."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        is_refused = isinstance(error.os_error, ConnectionRefusedError)
+        return "connection refused" if is_refused else f"cannot connect ({error.os_error})"
+    return str(error) or type(error).__name__

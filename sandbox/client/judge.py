@@ -42,8 +42,7 @@ class JudgeRoute:
         return JudgedProgram.decode(encoded)
 
     def retryable_reason(self, encoded: dict[str, Any]) -> UnavailableReason | None:
-        unavailable = [test for test in encoded["tests"] if test["outcome"] == JudgeOutcome.UNAVAILABLE]
-        reasons = [unavailable_reason(test["message"].partition(":")[0]) for test in unavailable]
+        reasons = [unavailable_reason(test["reason"]) for test in encoded["tests"] if "reason" in test]
         if UnavailableReason.POISON in reasons:
             return None
         return next((reason for reason in reasons if reason is not None and reason.is_retryable), None)

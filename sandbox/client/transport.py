@@ -37,8 +37,7 @@ import aiohttp
 import msgpack
 from yarl import URL
 
-from sandbox.client.endpoints import Endpoint, Endpoints
-from sandbox.client.http_failures import failure_of, short_reason
+from sandbox.client.endpoints import Endpoint, Endpoints, failure_of, short_reason
 from sandbox.client.pending_results import BatchRequest, PendingResult, Submission
 from sandbox.errors import RequestRefused, ServiceError, TooLarge, Unreachable
 from sandbox.types import Call, Result, Status, UnavailableReason, unavailable_reason, unavailable_result

@@ -46,6 +46,7 @@ from sandbox.judging.programs import (
     compile_call,
     compiled_code,
     count_values,
+    reason_of,
     unanswered_test,
 )
 from sandbox.settings.tenants import Tenant
@@ -251,7 +252,9 @@ class ProgramRun:
         """End the run early, with its unfinished calls. Returns the number of tests without an outcome."""
         if self._rest is not None:
             return 0
-        self._rest = JudgedTest.of(JudgeOutcome.UNAVAILABLE, _CANCELLED, f"Cancelled: {CANCELLED_MESSAGE}")
+        self._rest = JudgedTest.of(
+            JudgeOutcome.UNAVAILABLE, _CANCELLED, f"Cancelled: {CANCELLED_MESSAGE}", reason_of(_CANCELLED)
+        )
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
         return self._tests.count(None)
@@ -308,7 +311,7 @@ class ProgramRun:
                 test = self.program.tests[index]
                 if (unanswered := unanswered_test(test, result)) is not None:
                     self._tests[index] = unanswered
-                    if _is_poisonous(result):
+                    if reason_of(result) == UnavailableReason.POISON:
                         self._rest = unanswered
                         return
                 elif not self.program.checker:
@@ -336,8 +339,8 @@ class ProgramRun:
                 async for number, result in results:
                     index = indexes[start + number]
                     outcome, message = checker_outcome(result)
-                    self._tests[index] = JudgedTest.of(outcome, to_check[index], message)
-                    if _is_poisonous(result):
+                    self._tests[index] = JudgedTest.of(outcome, to_check[index], message, reason_of(result))
+                    if reason_of(result) == UnavailableReason.POISON:
                         self._rest = self._tests[index]
                         return
                     results.release(result)
@@ -376,10 +379,6 @@ def _waves(sizes: Sequence[int], *, doubling: bool) -> Iterator[tuple[int, int]]
             end += 1
         yield start, end
         start, max_calls = end, min(2 * max_calls, MAX_WAVE_CALLS)
-
-
-def _is_poisonous(result: EncodedResult) -> bool:
-    return result["error"] is not None and result["error"]["type"] == UnavailableReason.POISON
 
 
 async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Comparison) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from functools import partial
@@ -143,7 +144,8 @@ async def stats(request: web.Request) -> web.Response:
 async def openapi(request: web.Request) -> web.Response:
     config = request.app[DISPATCHER].config
     own_profiles = [profile.name for profile in config.own_profiles]
-    return web.json_response(document(ROUTES, config.needs_token, own_profiles))
+    # The schemas of some routes import pydantic, which takes 0.2 s of CPU the first time.
+    return web.json_response(await asyncio.to_thread(document, ROUTES, config.needs_token, own_profiles))
 
 
 async def docs(request: web.Request) -> web.Response:

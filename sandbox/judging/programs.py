@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, cast
 
+from sandbox import dataclass_codec
 from sandbox.errors import InvalidCall
 from sandbox.fields import NumberRule, check_flag, check_mapping, check_names, check_number, check_text, shown
 from sandbox.judging.comparison import Comparison, TextComparison, Tolerance
@@ -28,11 +29,12 @@ from sandbox.types import (
     EncodedCall,
     EncodedResult,
     Status,
+    UnavailableReason,
     Usage,
     call_size,
     check_call,
-    encode_usage,
     memory_bytes,
+    unavailable_reason,
     with_defaults,
 )
 
@@ -264,18 +266,32 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTest:
-    """The result of one test. `status` is the status of the program's call; None if the call did not run."""
+    """The result of one test. `status` is the status of the program's call; None if the call did not run. `reason` says
+    why the test is `unavailable`; None if it is not, or if no call of it is the reason."""
 
-    outcome: JudgeOutcome
-    status: Status | None = None
-    message: str = ""
-    stdout: str = ""
-    stderr: str = ""
-    value: str | None = None
-    usage: Usage = Usage()  # noqa: RUF009  it is frozen
+    outcome: Annotated[JudgeOutcome, "how the program did in the test"]
+    status: Annotated[Status | None, "how the program's call ended; null if it did not run"] = None
+    message: Annotated[str, "the checker's output, or the reason why the test has no other outcome; else empty"] = ""
+    stdout: Annotated[str, "the first 1,000 characters of stdout"] = ""
+    stderr: Annotated[str, "the last 1,000 characters of stderr"] = ""
+    value: Annotated[
+        str | None,
+        "the first 1,000 characters of the function's result as JSON; null if it returned none",
+    ] = None
+    usage: Annotated[Usage, "resources that the program's call used"] = Usage()  # noqa: RUF009  it is frozen
+    reason: Annotated[
+        UnavailableReason | None,
+        "why the test is unavailable; missing if it is not, or if an internal error of the server is why",
+    ] = None
 
     @classmethod
-    def of(cls, outcome: JudgeOutcome, result: EncodedResult, message: str = "") -> JudgedTest:
+    def of(
+        cls,
+        outcome: JudgeOutcome,
+        result: EncodedResult,
+        message: str = "",
+        reason: UnavailableReason | None = None,
+    ) -> JudgedTest:
         """Return the result of a test whose call has this result."""
         value = result["value"]
         return cls(
@@ -285,33 +301,21 @@ class JudgedTest:
             result["stdout"][:EXCERPT_CHARS],
             result["stderr"][-EXCERPT_CHARS:],
             None if value is None else value[:EXCERPT_CHARS],
-            _decode_usage(result["usage"]),
+            dataclass_codec.decode(Usage, result["usage"]),
+            reason,
         )
 
     def encode(self) -> dict[str, Any]:
         """Return a mapping for JSON and msgpack."""
-        return {
-            "outcome": self.outcome.value,
-            "status": None if self.status is None else self.status.value,
-            "message": self.message,
-            "stdout": self.stdout,
-            "stderr": self.stderr,
-            "value": self.value,
-            "usage": encode_usage(self.usage),
-        }
+        encoded = dataclass_codec.encode(self)
+        if self.reason is None:
+            del encoded["reason"]
+        return encoded
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> JudgedTest:
-        """Invert `encode`. Unknown keys are ignored."""
-        return cls(
-            JudgeOutcome(raw["outcome"]),
-            None if raw["status"] is None else Status(raw["status"]),
-            raw["message"],
-            raw["stdout"],
-            raw["stderr"],
-            raw["value"],
-            _decode_usage(raw["usage"]),
-        )
+        """Invert `encode`. Unknown keys and an unknown reason are ignored."""
+        return dataclass_codec.decode(cls, {**raw, "reason": unavailable_reason(raw.get("reason", ""))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +323,24 @@ class JudgedProgram:
     """The result of one program. `is_scorable` is false if the service or a checker failed in a test, or if the program
     is malformed."""
 
-    id: str
-    outcome: JudgeOutcome
-    passed: int = 0
-    total: int = 0
-    is_scorable: bool = False
-    message: str = ""
-    tests: tuple[JudgedTest, ...] = ()
-    clamped: Mapping[str, float] = field(default_factory=dict)
+    id: Annotated[str, "the program's id; without one, its index, from 0, or empty for a single program"]
+    outcome: Annotated[
+        JudgeOutcome,
+        "passed if the program passed all tests; else unavailable or unjudged if a test is; else that of the first "
+        "test that failed; invalid if the program is malformed",
+    ]
+    passed: Annotated[int, "number of tests that the program passed"] = 0
+    total: Annotated[int, "number of tests"] = 0
+    is_scorable: Annotated[
+        bool,
+        "false if a test is unavailable or unjudged, or the program is invalid: do not score it as 0",
+    ] = False
+    message: Annotated[str, "the reason why the program is invalid; else empty"] = ""
+    tests: Annotated[tuple[JudgedTest, ...], "the results of the tests, in their order"] = ()
+    clamped: Annotated[
+        Mapping[str, float],
+        "limits above the server's maximum, with the lower value that was used",
+    ] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program_id: str, tests: tuple[JudgedTest, ...], clamped: Mapping[str, float]) -> JudgedProgram:
@@ -344,30 +358,12 @@ class JudgedProgram:
 
     def encode(self) -> dict[str, Any]:
         """Return a mapping for JSON and msgpack."""
-        return {
-            "id": self.id,
-            "outcome": self.outcome.value,
-            "passed": self.passed,
-            "total": self.total,
-            "is_scorable": self.is_scorable,
-            "message": self.message,
-            "tests": [test.encode() for test in self.tests],
-            "clamped": dict(self.clamped),
-        }
+        return dataclass_codec.encode(self)
 
     @classmethod
     def decode(cls, raw: Mapping[str, Any]) -> JudgedProgram:
         """Invert `encode`. Unknown keys are ignored."""
-        return cls(
-            raw["id"],
-            JudgeOutcome(raw["outcome"]),
-            raw["passed"],
-            raw["total"],
-            raw["is_scorable"],
-            raw["message"],
-            tuple(map(JudgedTest.decode, raw["tests"])),
-            raw["clamped"],
-        )
+        return dataclass_codec.decode(cls, raw)
 
 
 FAILURES = (JudgeOutcome.WRONG_ANSWER, JudgeOutcome.FAILED)
@@ -399,7 +395,7 @@ def unanswered_test(test: ProgramTest, result: EncodedResult) -> JudgedTest | No
     """Return the result of a test in which the program gave no answer. Return None if there is an answer to compare."""
     if result["status"] != Status.OK:
         outcome = JudgeOutcome.UNAVAILABLE if _did_not_run(result) else JudgeOutcome.FAILED
-        return JudgedTest.of(outcome, result, _reason(result))
+        return JudgedTest.of(outcome, result, _error_text(result), reason_of(result))
     if not test.function_call:
         return None
     if result["value"] is None:
@@ -413,13 +409,19 @@ def checker_outcome(result: EncodedResult) -> tuple[JudgeOutcome, str]:
     """Return the outcome and message of a test from the result of its checker."""
     status, error, exit_code = result["status"], result["error"], result["exit_code"]
     if _did_not_run(result):
-        return JudgeOutcome.UNAVAILABLE, _reason(result)
+        return JudgeOutcome.UNAVAILABLE, _error_text(result)
     message = result["stdout"].strip()
     if status == Status.OK:
         return JudgeOutcome.PASSED, message
     if status == Status.ERROR and exit_code == 1 and error is not None and error["type"] == "SystemExit":
         return JudgeOutcome.WRONG_ANSWER, message
-    return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {_reason(result)}"
+    return JudgeOutcome.UNJUDGED, f"the checker ended as {status}, exit code {exit_code}: {_error_text(result)}"
+
+
+def reason_of(result: EncodedResult) -> UnavailableReason | None:
+    """Return why a call is `unavailable`, or None if it is not."""
+    error = result["error"]
+    return unavailable_reason(error["type"]) if error and result["status"] == Status.UNAVAILABLE else None
 
 
 def _only(call: EncodedCall, *names: str) -> EncodedCall:
@@ -431,13 +433,9 @@ def _did_not_run(result: EncodedResult) -> bool:
     return result["status"] in (Status.UNAVAILABLE, Status.INVALID)
 
 
-def _reason(result: EncodedResult) -> str:
+def _error_text(result: EncodedResult) -> str:
     error = result["error"]
     return f"{error['type']}: {error['message']}" if error else result["status"]
-
-
-def _decode_usage(raw: Mapping[str, Any]) -> Usage:
-    return Usage(**{item.name: raw[item.name] for item in fields(Usage) if item.name in raw})
 
 
 def _answer(test: ProgramTest, result: EncodedResult) -> str:

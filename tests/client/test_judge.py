@@ -17,7 +17,7 @@ from sandbox.client import clients as client_module
 from sandbox.client.judge import JudgeRoute
 from sandbox.errors import InvalidCall, Overloaded, RequestRefused, Unreachable
 from sandbox.judging.programs import JudgedProgram, JudgedTest, JudgeOutcome
-from sandbox.types import Limits
+from sandbox.types import Limits, UnavailableReason
 from tests.client.servers import gateway_in_a_thread
 from tests.gateway.serving import serving
 from tests.http_server import HttpServer
@@ -29,8 +29,8 @@ Answer = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
 """Takes the number of the request and a program; returns its result, an HTTP status, or None for a lost connection."""
 
 
-def result(outcome: JudgeOutcome, message: str = "") -> dict[str, Any]:
-    return JudgedProgram.of("", (JudgedTest(outcome, message=message),), {}).encode()
+def result(outcome: JudgeOutcome, reason: UnavailableReason | None = None) -> dict[str, Any]:
+    return JudgedProgram.of("", (JudgedTest(outcome, reason=reason),), {}).encode()
 
 
 @asynccontextmanager
@@ -118,11 +118,11 @@ async def test_programs_of_a_broken_response_are_sent_again() -> None:
 
 @pytest.mark.asyncio
 async def test_tests_that_were_stopped_are_run_again_and_others_are_not() -> None:
-    messages = {"a": "Stopped: x", "b": "QueueTimeout: x"}
+    reasons = {"a": UnavailableReason.STOPPED, "b": UnavailableReason.QUEUE_TIMEOUT}
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
         if number == 1:
-            return result(JudgeOutcome.UNAVAILABLE, messages[program["code"]])
+            return result(JudgeOutcome.UNAVAILABLE, reasons[program["code"]])
         return result(JudgeOutcome.PASSED)
 
     async with scripted(answer) as (url, requests), AsyncClient(url) as client:
@@ -134,7 +134,10 @@ async def test_tests_that_were_stopped_are_run_again_and_others_are_not() -> Non
 @pytest.mark.asyncio
 async def test_a_program_without_retries_left_keeps_its_result() -> None:
     async with (
-        scripted(lambda _number, _program: result(JudgeOutcome.UNAVAILABLE, "Stopped: x")) as (url, requests),
+        scripted(lambda _number, _program: result(JudgeOutcome.UNAVAILABLE, UnavailableReason.STOPPED)) as (
+            url,
+            requests,
+        ),
         AsyncClient(url, retries=2) as client,
     ):
         (judged,) = await client.judge([PASSING])
@@ -157,7 +160,7 @@ ANSWERS = {
     "a": JudgedProgram.of("", PASSED_ONE_OF_TWO, {}).encode(),
     "b": result(JudgeOutcome.UNJUDGED),
     "c": JudgedProgram("", JudgeOutcome.INVALID, message="malformed").encode(),
-    "d": result(JudgeOutcome.UNAVAILABLE, "QueueTimeout: x"),
+    "d": result(JudgeOutcome.UNAVAILABLE, UnavailableReason.QUEUE_TIMEOUT),
     "e": result(JudgeOutcome.PASSED),
     "f": result(JudgeOutcome.FAILED),
 }
@@ -227,11 +230,21 @@ async def test_a_response_that_is_no_result_is_an_error() -> None:
 
 @pytest.mark.asyncio
 async def test_a_test_that_is_poisonous_is_not_run_again_although_another_was_stopped() -> None:
-    tests = tuple(JudgedTest(JudgeOutcome.UNAVAILABLE, message=f"{reason}: x") for reason in ("Stopped", "Poison"))
+    reasons = (UnavailableReason.STOPPED, UnavailableReason.POISON)
+    tests = tuple(JudgedTest(JudgeOutcome.UNAVAILABLE, reason=reason) for reason in reasons)
     unavailable = JudgedProgram.of("", tests, {}).encode()
     async with scripted(lambda _number, _program: unavailable) as (url, requests), AsyncClient(url) as client:
         (judged,) = await client.judge([PASSING])
     assert (len(requests), judged.outcome) == (1, JudgeOutcome.UNAVAILABLE)
+
+
+@pytest.mark.asyncio
+async def test_a_reason_of_a_newer_server_is_not_run_again() -> None:
+    newer = result(JudgeOutcome.UNAVAILABLE)
+    newer["tests"][0]["reason"] = "Later"
+    async with scripted(lambda _number, _program: newer) as (url, requests), AsyncClient(url) as client:
+        (judged,) = await client.judge([PASSING])
+    assert (len(requests), judged.tests[0].reason) == (1, None)
 
 
 @pytest.mark.asyncio
@@ -240,7 +253,9 @@ async def test_each_program_has_a_retry_budget_of_its_own() -> None:
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
         is_stopped = program["code"] == "b" or number <= 2
-        return result(JudgeOutcome.UNAVAILABLE, "Stopped: x") if is_stopped else result(JudgeOutcome.PASSED)
+        return (
+            result(JudgeOutcome.UNAVAILABLE, UnavailableReason.STOPPED) if is_stopped else result(JudgeOutcome.PASSED)
+        )
 
     async with scripted(answer) as (url, requests), AsyncClient(url, retries=2) as client:
         judged = await client.judge([{**PASSING, "code": code} for code in "ab"])

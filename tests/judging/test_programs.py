@@ -186,6 +186,15 @@ def test_a_failure_of_the_service_is_unavailable() -> None:
     judged = judge.unanswered_test(ANSWERS_STDIN, result)
     assert judged is not None
     assert (judged.outcome, judged.message) == (JudgeOutcome.UNAVAILABLE, "NodeError: failed 3 times")
+    assert (judged.reason, judged.encode()["reason"]) == (UnavailableReason.NODE_ERROR, "NodeError")
+
+
+def test_only_a_test_that_is_unavailable_has_a_reason() -> None:
+    failed = judge.unanswered_test(ANSWERS_STDIN, encoded(Status.ERROR, error=CallError("Poison", "the code's own")))
+    assert failed is not None
+    assert failed.reason is None
+    assert "reason" not in failed.encode()
+    assert judge.reason_of(encoded()) is None
 
 
 def test_a_function_test_needs_a_whole_value() -> None:
@@ -241,7 +250,8 @@ def test_the_outcome_of_a_program_summarises_its_tests(
 
 def test_results_are_the_same_after_encoding_and_decoding() -> None:
     test = JudgedTest(WRONG, Status.OK, "message", "out", "err", "[1]", Usage(1, 2, 3, 4))
-    judged = JudgedProgram("p", WRONG, 1, 3, False, "why", (test, JudgedTest(SKIPPED)), {"timeout_s": 300.0})
+    tests = (test, JudgedTest(SKIPPED), JudgedTest(UNAVAILABLE, reason=UnavailableReason.STOPPED))
+    judged = JudgedProgram("p", WRONG, 1, 3, False, "why", tests, {"timeout_s": 300.0})
     assert JudgedProgram.decode(json.loads(json.dumps(judged.encode()))) == judged
     assert JudgedProgram.decode({**judged.encode(), "later": 1}) == judged
 

@@ -12,32 +12,28 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from sandbox.errors import RequestRefused
 from sandbox.gateway.calls.batch import Batch, result_bytes
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.compat.code_judge_fields import (
-    EXAMPLES,
+from sandbox.gateway.compat.fastapi_bodies import (
     MAX_ERRORS,
-    MAX_TEXT_CHARS,
-    SCHEMAS,
-    Fields,
+    Error,
     Location,
-    batch_errors,
-    field_error,
-    submission_errors,
+    MalformedBody,
+    ping_route,
+    route,
+    validate,
 )
 from sandbox.gateway.http import codec, exchange
 from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, Json
-from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
@@ -53,9 +49,12 @@ LONG_QUEUE_TIMEOUT_S = 3600.0
 """The same for long batches."""
 TIMEOUT_TEXT = "Suicide from timeout.\n"
 """Text that code-judge appends to the stdout of a program that reached its time limit."""
+MAX_TEXT_CHARS = 1000
+"""Characters of stdout and of stderr that are returned."""
 KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
 """Bytes of a result that a batch keeps until its response, as `result_bytes` counts them."""
 
+Answer = dict[str, Any]
 
 _TEMPLATE = Call("", echo=False, limits=LIMITS).encode(binary=True)
 """The fields that all calls share."""
@@ -68,14 +67,6 @@ class Mode(NamedTuple):
     with_output: bool
     """Whether results have stdout and stderr."""
     queue_timeout_s: float
-
-
-class MalformedBody(BodyError):
-    """A body that is refused with 422. `errors` describe it as FastAPI does."""
-
-    def __init__(self, errors: list[Fields]) -> None:
-        super().__init__(errors)
-        self.errors = errors
 
 
 class SubmissionForm(CallsForm):
@@ -103,14 +94,20 @@ class SubmissionForm(CallsForm):
 
     def _check_submissions(self, items: Iterable[tuple[Json, Location]]) -> Iterator[Item]:
         """Check submissions, given with their location in the body."""
-        errors: list[Fields] = []
+        from sandbox.gateway.compat.models import CodeJudgeSubmission
+
+        errors: list[Error] = []
         for index, (item, location) in enumerate(items):
-            errors += islice(submission_errors(item, location), MAX_ERRORS)
-            if len(errors) > MAX_ERRORS:
-                break
+            try:
+                submission = validate(CodeJudgeSubmission, item, location)
+            except MalformedBody as error:
+                errors += error.errors
+                if len(errors) >= MAX_ERRORS:
+                    break
+                continue
             if not errors:
-                call = check_call({"code": item["solution"], "stdin": item.get("input") or ""})
-                yield CheckedCall(index, call, "", [item.get("sub_id"), item.get("expected_output")])
+                call = check_call({"code": submission.solution, "stdin": submission.input or ""})
+                yield CheckedCall(index, call, "", [submission.sub_id, submission.expected_output])
         if errors:
             raise MalformedBody(errors[:MAX_ERRORS])
 
@@ -119,16 +116,18 @@ class SubmissionsForm(SubmissionForm):
     """The body of a batch of submissions. The `extra` of the head is the id of the batch."""
 
     def check(self, raw: Json) -> Iterator[Item]:
-        """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
-        if errors := list(batch_errors(raw)):
-            raise MalformedBody(errors)
-        items, max_items = raw["submissions"], self.config.batch_calls
+        """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`. If a field of the batch is
+        malformed, the submissions are not checked."""
+        from sandbox.gateway.compat.models import CodeJudgeBatch
+
+        body = validate(CodeJudgeBatch, raw)
+        items, max_items = body.submissions, self.config.batch_calls
         if len(items) > max_items:
             raise RequestRefused(
                 f"submissions: expected at most {max_items}, got {len(items)}; "
                 "send several batches, or start the server with a larger --batch-calls"
             )
-        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _TEMPLATE, raw.get("sub_id"))
+        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _TEMPLATE, body.sub_id)
         yield from self._check_submissions((item, ("submissions", index)) for index, item in enumerate(items))
 
 
@@ -141,11 +140,11 @@ class Submissions:
         self._mode = mode
         self._dispatcher = dispatcher
         self._started_at = started_at
-        self.sub_id = form.head.extra or str(uuid.uuid4())
+        self._sub_id = form.head.extra or str(uuid.uuid4())
         """The id of a batch."""
         self._sub_ids = form.sub_ids
         self._expected_outputs = form.expected_outputs
-        self.answers: list[Fields] = [{}] * len(batch.results)
+        self._answers: list[Answer] = [{}] * len(batch.results)
         """An answer for each submission; empty until it arrives."""
         batch.on_result = partial(self._on_result, batch)
 
@@ -158,13 +157,19 @@ class Submissions:
             answer = _answer(result, expected_output)
         if not self._mode.with_output:
             del answer["stdout"], answer["stderr"]
-        self.answers[index] = {"sub_id": self._sub_ids[index], **answer}
+        self._answers[index] = {"sub_id": self._sub_ids[index], **answer}
         dropped = result_bytes(result) - KEPT_RESULT_BYTES
         if dropped > 0:
             self._dispatcher.call_table.results_read(batch, dropped)
 
+    async def encode(self) -> list[bytes]:
+        """Return the parts of the response, once all answers are there."""
+        if not self._mode.is_batch:
+            return [codec.encode(self._answers[0], JSON)]
+        return await codec.encode_results(self._answers, len(self._answers), JSON, {"sub_id": self._sub_id})
 
-def _unavailable_answer(result: EncodedResult, waited_s: float) -> Fields:
+
+def _unavailable_answer(result: EncodedResult, waited_s: float) -> Answer:
     """Return the answer to a call that the service has not run."""
     error = result["error"]
     is_queue_timeout = error is not None and error["type"] == "QueueTimeout"
@@ -178,7 +183,7 @@ def _unavailable_answer(result: EncodedResult, waited_s: float) -> Fields:
     }
 
 
-def _answer(result: EncodedResult, expected_output: str | None) -> Fields:
+def _answer(result: EncodedResult, expected_output: str | None) -> Answer:
     """Return the answer to a call that ran, with both texts."""
     status, stdout, stderr = result["status"], result["stdout"], result["stderr"]
     is_ok, is_timeout = status == Status.OK.value, status == Status.TIMEOUT.value
@@ -201,34 +206,13 @@ async def _run(request: web.Request, mode: Mode) -> web.StreamResponse:
     dispatcher, started_at = request.app[DISPATCHER], monotonic()
     form = (SubmissionsForm if mode.is_batch else SubmissionForm)(dispatcher.config, request.get(TENANT))
     form.max_wait_s = mode.queue_timeout_s
-    try:
-        async with exchange.admitted_batch(request, form) as (batch, _, _):
-            submissions = Submissions(mode, dispatcher, form, batch, started_at)
-            try:
-                await exchange.wait_for_results(batch)
-            finally:
-                batch.on_result = None  # it refers to the batch, and the cycle would keep both in memory
-            body = await _encode(submissions, mode)
-            return await exchange.respond(request, 200, body, JSON)
-    except MalformedBody as error:
-        errors = error.errors
-    except HttpError as error:
-        if error.status != 400:
-            raise
-        errors = [field_error("json_invalid", (), str(error), {})]
-    dispatcher.counters.refused[422] += 1
-    return await exchange.respond(request, 422, [codec.encode({"detail": errors}, JSON)], JSON)
-
-
-async def _encode(submissions: Submissions, mode: Mode) -> list[bytes]:
-    answers = submissions.answers
-    if not mode.is_batch:
-        return [codec.encode(answers[0], JSON)]
-    return await codec.encode_results(answers, len(answers), JSON, {"sub_id": submissions.sub_id})
-
-
-async def ping(request: web.Request) -> web.Response:
-    return web.json_response("pong")
+    async with exchange.admitted_batch(request, form) as (batch, _, _):
+        submissions = Submissions(mode, dispatcher, form, batch, started_at)
+        try:
+            await exchange.wait_for_results(batch)
+        finally:
+            batch.on_result = None  # it refers to the batch, and the cycle would keep both in memory
+        return await exchange.respond(request, 200, await submissions.encode(), JSON)
 
 
 async def status(request: web.Request) -> web.Response:
@@ -238,32 +222,35 @@ async def status(request: web.Request) -> web.Response:
     return web.json_response({"queue": dispatcher.call_table.waiting, "num_workers": num_workers})
 
 
-_ERROR_STATUSES = (401, 403, 408, 413, 415, 422, 429, 503)
+_SUBMISSION = {"type": "python", "solution": "print(int(input()) + 1)", "input": "41", "expected_output": "42"}
+_VERDICT = {"sub_id": "a", "success": True, "run_success": True, "cost": 0.0021, "reason": ""}
+_RESULT = {**_VERDICT, "stdout": "42\n", "stderr": ""}
+EXAMPLES: Mapping[str, Any] = {
+    "CodeJudgeSubmission": {"sub_id": "a", **_SUBMISSION},
+    "CodeJudgeBatch": {"type": "batch", "submissions": [_SUBMISSION, {"type": "python", "solution": "print(1)"}]},
+    "CodeJudgeResult": _RESULT,
+    "CodeJudgeResults": {"sub_id": "b", "results": [_RESULT]},
+    "CodeJudgeVerdict": _VERDICT,
+    "CodeJudgeVerdicts": {"sub_id": "b", "results": [_VERDICT]},
+    "CodeJudgeStatus": {"queue": 0, "num_workers": 32},
+}
+"""Examples by the name of their schema."""
 
 
 def _route(path: str, summary: str, is_batch: bool, queue_timeout_s: float) -> Route:
     with_output = path.startswith("/run")
-    mode = Mode(is_batch, with_output, queue_timeout_s)
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return await _run(request, mode)
-
-    response = ("CodeJudgeResult" if with_output else "CodeJudgeVerdict") + ("s" if is_batch else "")
-    return Route(
-        "POST",
+    return route(
         path,
-        handler,
+        partial(_run, mode=Mode(is_batch, with_output, queue_timeout_s)),
         f"{summary}, with the interface of code-judge",
-        {JSON: response},
         "CodeJudgeBatch" if is_batch else "CodeJudgeSubmission",
-        (JSON,),
-        _ERROR_STATUSES,
-        error_schemas={422: "CodeJudgeMalformed"},
-        schemas=SCHEMAS,
-        examples=EXAMPLES,
+        ("CodeJudgeResult" if with_output else "CodeJudgeVerdict") + ("s" if is_batch else ""),
+        (429, 503),
+        EXAMPLES,
     )
 
 
+_LOAD = "The load, with the interface of code-judge"
 ROUTES = (
     _route("/run", "Run a program", False, QUEUE_TIMEOUT_S),
     _route("/run/batch", f"Run programs that wait at most {QUEUE_TIMEOUT_S:g} s", True, QUEUE_TIMEOUT_S),
@@ -271,13 +258,6 @@ ROUTES = (
     _route("/judge", "Run a program and compare its output", False, QUEUE_TIMEOUT_S),
     _route("/judge/batch", f"Judge programs that wait at most {QUEUE_TIMEOUT_S:g} s", True, QUEUE_TIMEOUT_S),
     _route("/judge/long-batch", "Judge programs that may wait an hour", True, LONG_QUEUE_TIMEOUT_S),
-    Route(
-        "GET",
-        "/status",
-        status,
-        "The load, with the interface of code-judge",
-        {JSON: "CodeJudgeStatus"},
-        error_statuses=(401, 403),
-    ),
-    Route("GET", "/ping", ping, "Liveness, as code-judge answers it", {JSON: None}, error_statuses=(401, 403)),
+    Route("GET", "/status", status, _LOAD, {JSON: "CodeJudgeStatus"}, error_statuses=(401, 403)),
+    ping_route("/ping", "Liveness, as code-judge answers it"),
 )

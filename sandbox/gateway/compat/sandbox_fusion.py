@@ -14,29 +14,19 @@ import glob
 import json
 import posixpath
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from sandbox.errors import InvalidCall, Overloaded
-from sandbox.fields import (
-    MAX_FILES,
-    MAX_PATH_BYTES,
-    NumberRule,
-    check_mapping,
-    check_number,
-    check_paths,
-    check_text,
-    decode_bytes,
-    shown,
-)
-from sandbox.gateway.compat.sandbox_fusion_schemas import EXAMPLES, LANGUAGES, MAX_CELLS, MEMORY_MB, SCHEMAS, SECONDS
+from sandbox.fields import check_paths, decode_bytes, shown
+from sandbox.gateway.compat.fastapi_bodies import ping_route, route, validate
 from sandbox.gateway.http import codec, exchange
 from sandbox.gateway.http.auth import TENANT
 from sandbox.gateway.http.codec import JSON, Json
 from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
-from sandbox.gateway.http.openapi import Route
 from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
 from sandbox.types import (
     DEFAULT_LIMITS,
@@ -48,6 +38,9 @@ from sandbox.types import (
     Status,
     UnavailableReason,
 )
+
+if TYPE_CHECKING:
+    from sandbox.gateway.compat.models import SandboxFusionCells, SandboxFusionCode
 
 KERNEL_START_S = 10.0
 """Seconds that SandboxFusion adds to `total_timeout` for the start of its kernel."""
@@ -75,40 +68,22 @@ class RunCodeForm(CallsForm):
     """The body of /run_code. The `extra` of the head is the paths of the files to return."""
 
     def check(self, raw: Json) -> Iterator[Item]:
-        """Yield the items of a decoded body. Raises `InvalidCall` or `UnsupportedLanguage`."""
-        raw = check_mapping(raw, "request")
-        if "code" not in raw:
-            raise InvalidCall("code: expected Python source as text, but the field is missing")
-        language = raw.get("language", "python")
-        if language not in LANGUAGES:
-            raise InvalidCall(f"language: expected one of {', '.join(LANGUAGES)}, got {shown(language)}")
-        check_number(raw.get("compile_timeout", 10), "compile_timeout", SECONDS)
-        limits = _limits(raw, "run_timeout", 10.0, RUN_CODE_OUTPUT_KB)
-        fetched = _fetched(raw)
-        stdin = raw.get("stdin")
-        call = Call(
-            code=raw["code"],
-            stdin="" if stdin is None else stdin,
-            files=_files(raw),
-            return_files=_return_files(fetched),
-            limits=limits,
-            echo=False,
-        )
-        if language != "python":
-            raise UnsupportedLanguage(f"language {language!r} is not supported: this server runs python only")
+        """Yield the items of a decoded body. Raises `MalformedBody`, `InvalidCall` or `UnsupportedLanguage`."""
+        from sandbox.gateway.compat.models import SandboxFusionCode
+
+        body = validate(SandboxFusionCode, raw)
+        fetched = _fetched(body)
+        call = _build_call(body, fetched, body.code, body.stdin or "", body.run_timeout, RUN_CODE_OUTPUT_KB)
+        if body.language != "python":
+            raise UnsupportedLanguage(f"language {body.language!r} is not supported: this server runs python only")
         yield BatchHead(1, self.config.queue_timeout_s, extra=fetched)
         yield CheckedCall(0, call.encode(binary=True), "")
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
-        return {
-            "status": "Success" if result["status"] == Status.OK.value else "Failed",
-            "message": "",
-            "compile_result": None,
-            "run_result": _command(result, result["stdout"], result["stderr"]),
-            "executor_pod_name": None,
-            "files": _returned_files(result, self.head.extra),
-        }
+        is_ok, files = result["status"] == Status.OK.value, _returned_files(result, self.head.extra)
+        command = _command(result, result["stdout"], result["stderr"])
+        return _response("Success" if is_ok else "Failed", files=files, compile_result=None, run_result=command)
 
 
 class RunJupyterForm(CallsForm):
@@ -116,59 +91,30 @@ class RunJupyterForm(CallsForm):
     cells."""
 
     def check(self, raw: Json) -> Iterator[Item]:
-        """Yield the items of a decoded body. Raises `InvalidCall`."""
-        raw = check_mapping(raw, "request")
-        cells = raw.get("cells")
-        if not isinstance(cells, list) or len(cells) > MAX_CELLS:
-            raise InvalidCall(f"cells: expected a list of at most {MAX_CELLS} Python sources, got {shown(cells)}")
-        for index, cell in enumerate(cells):
-            check_text(cell, f"cells[{index}]", MAX_CODE_CHARS)
-        if (total_chars := sum(map(len, cells))) > MAX_CODE_CHARS:
+        """Yield the items of a decoded body. Raises `MalformedBody` or `InvalidCall`."""
+        from sandbox.gateway.compat.models import SandboxFusionCells
+
+        body = validate(SandboxFusionCells, raw)
+        if (total_chars := sum(map(len, body.cells))) > MAX_CODE_CHARS:
             raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
-        if raw.get("kernel", "python3") != "python3":
-            raise InvalidCall(f"kernel: expected 'python3', got {shown(raw['kernel'])}")
-        check_number(raw.get("cell_timeout", 0), "cell_timeout", NumberRule(0, SECONDS.high, whole=False))
-        limits = _limits(raw, "total_timeout", 45.0, NOTEBOOK_OUTPUT_KB, extra_s=KERNEL_START_S)
-        fetched = _fetched(raw)
-        call = Call(
-            code=f"__import__('rstar_notebook').run({','.join(map(_literal, cells))})",
-            files=_files(raw),
-            return_files=_return_files(fetched),
-            limits=limits,
-            echo=False,
-        )
-        yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(cells)])
+        fetched = _fetched(body)
+        code = f"__import__('rstar_notebook').run({','.join(map(_literal, body.cells))})"
+        call = _build_call(body, fetched, code, "", body.total_timeout + KERNEL_START_S, NOTEBOOK_OUTPUT_KB)
+        yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(body.cells)])
         yield CheckedCall(0, call.encode(binary=True), "")
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
         fetched, num_cells = self.head.extra
-        cells = decode_cells(result["stdout"], num_cells)
+        cells, files = decode_cells(result["stdout"], num_cells), _returned_files(result, fetched)
         is_complete = result["status"] == Status.OK.value and len(cells) == num_cells
-        return {
-            "status": "Success" if is_complete else "Failed",
-            "message": "",
-            "driver": _command(result, "", ""),
-            "cells": cells,
-            "executor_pod_name": None,
-            "files": _returned_files(result, fetched),
-        }
+        status = "Success" if is_complete else "Failed"
+        return _response(status, files=files, driver=_command(result, "", ""), cells=cells)
 
 
-async def run_code(request: web.Request) -> web.StreamResponse:
-    return await _run(request, RunCodeForm(request.app[DISPATCHER].config, request.get(TENANT)))
-
-
-async def run_jupyter(request: web.Request) -> web.StreamResponse:
-    return await _run(request, RunJupyterForm(request.app[DISPATCHER].config, request.get(TENANT)))
-
-
-async def ping(request: web.Request) -> web.Response:
-    return web.json_response("pong")
-
-
-async def _run(request: web.Request, form: RunCodeForm | RunJupyterForm) -> web.StreamResponse:
+async def _run(request: web.Request, make_form: type[RunCodeForm | RunJupyterForm]) -> web.StreamResponse:
     """Run the call of a request. Raises `HttpError` 504 if the service failed and the client should try again."""
+    form = make_form(request.app[DISPATCHER].config, request.get(TENANT))
     try:
         async with exchange.admitted_batch(request, form) as (batch, _, _):
             await exchange.wait_for_results(batch)
@@ -193,60 +139,45 @@ def _literal(text: str) -> str:
     return f"'''\\\n{text.translate(_LITERAL)}\n'''"
 
 
-def _limits(
-    raw: Mapping[str, Json], timeout_field: str, default_s: float, output_kb: int, extra_s: float = 0.0
-) -> Limits:
-    timeout_s = check_number(raw.get(timeout_field, default_s), timeout_field, SECONDS) + extra_s
-    memory_mb = int(check_number(raw.get("memory_limit_MB", -1), "memory_limit_MB", MEMORY_MB))
-    if memory_mb <= 0:
-        memory_mb = DEFAULT_LIMITS.memory_mb
-    memory_mb = max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low))
-    return Limits(timeout_s=min(timeout_s, SECONDS.high), memory_mb=memory_mb, output_kb=output_kb)
+def _build_call(
+    body: SandboxFusionCode | SandboxFusionCells,
+    fetched: Mapping[str, str],
+    code: str,
+    stdin: str,
+    timeout_s: float,
+    output_kb: int,
+) -> Call:
+    """Return the call of a request. Raises `InvalidCall`."""
+    memory_mb = body.memory_limit_MB if body.memory_limit_MB > 0 else DEFAULT_LIMITS.memory_mb
+    limits = Limits(
+        timeout_s=min(timeout_s, LIMIT_FIELDS["timeout_s"].high),
+        memory_mb=max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low)),
+        output_kb=output_kb,
+    )
+    return_files = tuple(map(glob.escape, dict.fromkeys(fetched.values())))
+    return Call(code, stdin, _files(body.files), return_files, limits, echo=False)
 
 
-def _files(raw: Mapping[str, Json]) -> dict[str, bytes]:
-    """Return the files to create. Like SandboxFusion, skip a file without content."""
-    files = check_mapping(raw.get("files", {}), "files")
-    if len(files) > MAX_FILES:
-        raise InvalidCall(f"files: expected at most {MAX_FILES} files, got {len(files)}")
-    return {_normal(path): _decode_base64(content, path) for path, content in files.items() if content is not None}
+def _files(files: Mapping[str, str | None]) -> dict[str, bytes]:
+    """Return the files to create. Like SandboxFusion, skip a file without content. Base64 text may have line breaks."""
+    return {
+        _normal(path): decode_bytes(content.replace("\r", "").replace("\n", ""), f"files[{shown(path)}]")
+        for path, content in files.items()
+        if content is not None
+    }
 
 
-def _decode_base64(content: Json, path: str) -> bytes:
-    """Decode base64 text, which may contain line breaks."""
-    if isinstance(content, str) and "\n" in content:
-        content = content.replace("\r", "").replace("\n", "")
-    return decode_bytes(content, f"files[{shown(path)}]")
-
-
-def _fetched(raw: Mapping[str, Json]) -> dict[str, str]:
+def _fetched(body: SandboxFusionCode | SandboxFusionCells) -> dict[str, str]:
     """Return the path of the file for each name in `fetch_files`. Names are not patterns in SandboxFusion."""
-    names = raw.get("fetch_files", [])
-    if not isinstance(names, list) or len(names) > MAX_FILES:
-        raise InvalidCall(f"fetch_files: expected a list of at most {MAX_FILES} relative paths, got {shown(names)}")
-    paths = [_normal(name) for name in names]
-    check_paths([_escaped(path) for path in paths], "fetch_files")
-    return dict(zip(names, paths, strict=True))
+    fetched = {name: _normal(name) for name in body.fetch_files}
+    check_paths([glob.escape(path) for path in fetched.values()], "fetch_files")
+    return fetched
 
 
-def _return_files(fetched: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(map(_escaped, dict.fromkeys(fetched.values())))
-
-
-def _escaped(path: Json) -> Json:
-    """Return a pattern that matches this path only."""
-    return glob.escape(path) if _is_short(path) else path
-
-
-def _normal(path: Json) -> Json:
+def _normal(path: str) -> str:
     """Return a path without '.' parts and double slashes. `Call` refuses all other paths that are not relative and
     clean."""
-    return posixpath.normpath(path) if path and _is_short(path) else path
-
-
-def _is_short(path: Json) -> bool:
-    """Return whether a path is text of a length that may be allowed. The check of the call refuses all others."""
-    return isinstance(path, str) and len(path) <= MAX_PATH_BYTES
+    return posixpath.normpath(path) if path else path
 
 
 def _unavailable(result: EncodedResult) -> Response | None:
@@ -263,16 +194,11 @@ def _unavailable(result: EncodedResult) -> Response | None:
 
 def _sandbox_error(message: str) -> Response:
     """Return the response of a request without a result. It fits both routes."""
-    return {
-        "status": "SandboxError",
-        "message": message,
-        "compile_result": None,
-        "run_result": None,
-        "driver": None,
-        "cells": [],
-        "executor_pod_name": None,
-        "files": {},
-    }
+    return _response("SandboxError", message, compile_result=None, run_result=None, driver=None, cells=[])
+
+
+def _response(status: str, message: str = "", files: Mapping[str, bytes] | None = None, **ends: Any) -> Response:
+    return {"status": status, "message": message, **ends, "executor_pod_name": None, "files": files or {}}
 
 
 def _command(result: EncodedResult, stdout: str, stderr: str) -> Response:
@@ -303,6 +229,8 @@ def _returned_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[s
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
     """Return the results of the cells that have ended, from the lines that `guest/notebook.py` writes. Hostile code can
     write any line; the results end before the first line that is malformed, or that exceeds `MAX_CELL_VALUES`."""
+    from sandbox.gateway.compat.models import SandboxFusionCell
+
     cells: list[Response] = []
     values_left = MAX_CELL_VALUES
     for line in stdout.split("\n", num_cells)[:num_cells]:
@@ -310,59 +238,49 @@ def decode_cells(stdout: str, num_cells: int) -> list[Response]:
         if values_left < 0:
             break
         try:
-            cell = json.loads(line)
+            cells.append(SandboxFusionCell.model_validate(json.loads(line)).model_dump())
         except (ValueError, RecursionError):
             break
-        if not _is_cell(cell):
-            break
-        cells.append({name: cell[name] for name in ("stdout", "stderr", "display", "error")})
     return cells
 
 
-def _is_cell(cell: Json) -> bool:
-    if not isinstance(cell, dict) or not cell.keys() >= {"stdout", "stderr", "display", "error"}:
-        return False
-    bundles, errors = cell["display"], cell["error"]
-    return (
-        _are_texts([cell["stdout"], cell["stderr"]])
-        and isinstance(bundles, list)
-        and all(isinstance(bundle, dict) and _are_texts(bundle.values()) for bundle in bundles)
-        and isinstance(errors, list)
-        and all(isinstance(error, dict) and error.keys() == {"ename", "evalue", "traceback"} for error in errors)
-        and all(_are_texts([error["ename"], error["evalue"]]) for error in errors)
-        and all(isinstance(error["traceback"], list) and _are_texts(error["traceback"]) for error in errors)
-    )
+_FINISHED = {"status": "Finished", "execution_time": 0.0021, "return_code": 0}
+EXAMPLES: Mapping[str, Any] = {
+    "SandboxFusionCode": {"code": "print(input())", "language": "python", "stdin": "hi", "run_timeout": 5},
+    "SandboxFusionRun": _response(
+        "Success", compile_result=None, run_result={**_FINISHED, "stdout": "hi\n", "stderr": ""}
+    ),
+    "SandboxFusionCells": {"cells": ["x = 20", "x + 1"]},
+    "SandboxFusionNotebook": _response(
+        "Success",
+        driver={**_FINISHED, "stdout": "", "stderr": ""},
+        cells=[
+            {"stdout": "", "stderr": "", "display": [], "error": []},
+            {"stdout": "", "stderr": "", "display": [{"text/plain": "21"}], "error": []},
+        ],
+    ),
+}
+"""Examples by the name of their schema."""
 
-
-def _are_texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 504)
 
 ROUTES = (
-    Route(
-        "POST",
+    route(
         "/run_code",
-        run_code,
+        partial(_run, make_form=RunCodeForm),
         "Run Python, with the interface of SandboxFusion",
-        {JSON: "SandboxFusionRun"},
         "SandboxFusionCode",
-        (JSON,),
-        _ERROR_STATUSES,
-        schemas=SCHEMAS,
-        examples=EXAMPLES,
+        "SandboxFusionRun",
+        (504,),
+        EXAMPLES,
     ),
-    Route(
-        "POST",
+    route(
         "/run_jupyter",
-        run_jupyter,
+        partial(_run, make_form=RunJupyterForm),
         "Run the cells of a notebook in one call, with the interface of SandboxFusion",
-        {JSON: "SandboxFusionNotebook"},
         "SandboxFusionCells",
-        (JSON,),
-        _ERROR_STATUSES,
-        examples=EXAMPLES,
+        "SandboxFusionNotebook",
+        (504,),
+        EXAMPLES,
     ),
-    Route("GET", "/v1/ping", ping, "Liveness, as SandboxFusion answers it", {JSON: None}, error_statuses=(401, 403)),
+    ping_route("/v1/ping", "Liveness, as SandboxFusion answers it"),
 )

@@ -57,7 +57,7 @@ from sandbox.judging.programs import (
 from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ServeConfig
 from sandbox.settings.tenants import Tenant
-from sandbox.types import CALL_FIELDS, EncodedCall, EncodedResult, Profile, Status, Usage
+from sandbox.types import CALL_FIELDS, EncodedCall, EncodedResult, Profile, Status, UnavailableReason, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {
     "programs": "the programs; results are in the same order",
@@ -317,28 +317,6 @@ async def on_startup(app: web.Application) -> None:
     app[JUDGED_BYTES] = ByteBudget(app[DISPATCHER])
 
 
-_JUDGED_TEST_FIELDS: dict[str, str] = {
-    "outcome": "how the program did in the test",
-    "status": "how the program's call ended; null if it did not run",
-    "message": "the checker's output, or the reason why the test has no other outcome; else empty",
-    "stdout": "the first 1,000 characters of stdout",
-    "stderr": "the last 1,000 characters of stderr",
-    "value": "the first 1,000 characters of the function's result as JSON; null if it returned none",
-    "usage": "resources that the program's call used",
-}
-_JUDGED_PROGRAM_FIELDS: dict[str, str] = {
-    "id": "the program's id; without one, its index, from 0, or empty for a single program",
-    "outcome": "passed if the program passed all tests; else unavailable or unjudged if a test is; else that of the "
-    "first test that failed; invalid if the program is malformed",
-    "passed": "number of tests that the program passed",
-    "total": "number of tests",
-    "is_scorable": "false if a test is unavailable or unjudged, or the program is invalid: do not score it as 0",
-    "message": "the reason why the program is invalid; else empty",
-    "tests": "the results of the tests, in their order",
-    "clamped": "limits above the server's maximum, with the lower value that was used",
-}
-
-
 def _schemas() -> dict[str, Schema]:
     call_properties = call_schema()["properties"]
     test = {
@@ -373,7 +351,9 @@ def _schemas() -> dict[str, Schema]:
         "defaults": {**reference("ProgramDefaults"), "description": PROGRAMS_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
     }
-    judged = response_schema(JudgedProgram, _JUDGED_PROGRAM_FIELDS)
+    judged = response_schema(JudgedProgram)
+    judged_test = response_schema(JudgedTest)
+    judged_test["required"].remove("reason")
     index = {"type": "integer", "description": "index of the program that this result belongs to"}
     return {
         "StdinTest": input_schema("A test that gives the program standard input.", test),
@@ -390,7 +370,8 @@ def _schemas() -> dict[str, Schema]:
             "description": "One program, or several.",
         },
         "JudgeOutcome": schema_of_enum(JudgeOutcome),
-        "JudgedTest": response_schema(JudgedTest, _JUDGED_TEST_FIELDS),
+        "JudgedTest": judged_test,
+        "UnavailableReason": schema_of_enum(UnavailableReason),
         "JudgedProgram": judged,
         "JudgedPrograms": list_of("JudgedProgram", "one result for each program, in the order of the programs"),
         "Judged": {

@@ -4,17 +4,17 @@ and the table of routes."""
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from aiohttp.typedefs import Handler
 
+from sandbox.dataclass_codec import codec_of
 from sandbox.fields import VARIABLE_NAME, NumberRule
 from sandbox.gateway.http.auth import PUBLIC_PATHS
 from sandbox.gateway.http.codec import HEARTBEAT_S
 from sandbox.gateway.http.errors import ERROR_TYPES
-from sandbox.gateway.http.result_fields import CALL_ERROR_FIELDS, RESULT_FIELDS, USAGE_FIELDS, VERDICT_FIELDS
 from sandbox.gateway.http.validation import BATCH_FIELDS, PAIR_FIELDS, VERIFY_FIELDS
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.observe.history import PERCENTILES
@@ -68,6 +68,8 @@ class Route:
     """`response_schemas` for status 503 if the result is `unavailable`."""
     schemas: Mapping[str, Schema] = field(default_factory=dict)
     """Named schemas that only this route uses, in addition to those of `schemas()`."""
+    build_schemas: Callable[[], Mapping[str, Schema]] = dict
+    """Returns further named schemas. It is called for a document only, since it may import pydantic."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
     error_schemas: Mapping[int, str] = field(default_factory=dict)
@@ -148,7 +150,7 @@ def document(routes: Iterable[Route], needs_token: bool, own_profiles: Iterable[
     named_schemas = schemas()
     named_schemas["Profile"]["enum"] += own_profiles
     for route in routes:
-        named_schemas |= route.schemas
+        named_schemas |= {**route.schemas, **route.build_schemas()}
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     token = {"type": "http", "scheme": "bearer", "description": "the token that the server was started with"}
     return {
@@ -176,7 +178,7 @@ def schemas() -> dict[str, Schema]:
     timeout = _field("number", BATCH_FIELDS["queue_timeout_s"], exclusiveMinimum=0)
     call = call_schema()
     defaults = {name: schema for name, schema in call["properties"].items() if name not in ("code", "id")}
-    result = response_schema(Result, RESULT_FIELDS)
+    result = response_schema(Result)
     index = _field("integer", "index in the batch of the call that this result belongs to")
     line = _object(
         f"A result. Skip empty lines (nil in msgpack): they are heartbeats, sent after each {HEARTBEAT_S:g} s without "
@@ -212,8 +214,8 @@ def schemas() -> dict[str, Schema]:
         "Status": schema_of_enum(Status),
         "Profile": schema_of_enum(Profile),
         "Network": schema_of_enum(Network),
-        "CallError": _schema_of_dataclass(CallError, CALL_ERROR_FIELDS),
-        "Usage": _schema_of_dataclass(Usage, USAGE_FIELDS),
+        "CallError": _schema_of_dataclass(CallError),
+        "Usage": _schema_of_dataclass(Usage),
         "Result": result,
         "Results": list_of("Result", "one result for each call, in the order of the calls"),
         "Line": line,
@@ -260,7 +262,7 @@ def _verify_schemas(call_properties: Schema, timeout: Schema) -> dict[str, Schem
         "Verify": input_schema(description, {"pairs": pairs, **shared, "queue_timeout_s": timeout}, "pairs"),
         "Strictness": schema_of_enum(Strictness),
         "Outcome": schema_of_enum(Outcome),
-        "Verdict": response_schema(Verdict, VERDICT_FIELDS),
+        "Verdict": response_schema(Verdict),
         "Verdicts": list_of("Verdict", "one verdict for each pair, in the order of the pairs"),
     }
 
@@ -346,9 +348,9 @@ def input_schema(description: str, properties: Schema, *required: str) -> Schema
     return schema | ({"required": list(required)} if required else {})
 
 
-def response_schema(cls: type, docs: Mapping[str, str]) -> Schema:
+def response_schema(cls: type) -> Schema:
     """Return the schema of a dataclass in a response, to which later versions may add fields."""
-    schema = _schema_of_dataclass(cls, docs)
+    schema = _schema_of_dataclass(cls)
     return schema | {"additionalProperties": True, "required": list(schema["properties"])}
 
 
@@ -423,8 +425,11 @@ def _first_sentence(cls: type) -> str:
     return " ".join((cls.__doc__ or "").split()).partition(". ")[0].rstrip(".") + "."
 
 
-def _schema_of_dataclass(cls: type, docs: Mapping[str, str]) -> Schema:
+def _schema_of_dataclass(cls: type, docs: Mapping[str, str] | None = None) -> Schema:
+    """Return the schema of a dataclass. Without `docs`, the annotations of its fields describe them."""
     assert is_dataclass(cls)
+    if docs is None:
+        docs = codec_of(cls).descriptions
     hints = get_type_hints(cls)
     properties: dict[str, Schema] = {}
     for item in fields(cls):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import os
 import urllib.error
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import ANY
 
 import pytest
 import pytest_asyncio
 
 from sandbox.executor.profile_choice import ProfileTree, imported_modules
 from sandbox.gateway.compat import sandbox_fusion
-from sandbox.gateway.compat.sandbox_fusion import decode_cells
-from sandbox.gateway.compat.sandbox_fusion_schemas import EXAMPLES, LANGUAGES
+from sandbox.gateway.compat.models import Language
+from sandbox.gateway.compat.sandbox_fusion import EXAMPLES, decode_cells
 from sandbox.local import local_service
 from sandbox.types import CallError, Profile, Result, Status, UnavailableReason, unavailable_result
 from tests import fakes
@@ -205,7 +207,7 @@ async def test_an_answer_fits_its_schema() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("language", sorted({*LANGUAGES} - {"python"}))
+@pytest.mark.parametrize("language", sorted({*get_args(Language)} - {"python"}))
 async def test_another_language_is_no_failed_program(language: str) -> None:
     async with serving() as served:
         status, answer = await served.post("/run_code", {"code": "x", "language": language})
@@ -214,46 +216,87 @@ async def test_another_language_is_no_failed_program(language: str) -> None:
     assert repr(language) in answer["message"]
 
 
+MALFORMED: list[tuple[str, Any, str, list[Any]]] = [  # route, body, type and place of the error
+    ("/run_code", [], "model_attributes_type", []),
+    ("/run_code", {}, "missing", ["code"]),
+    ("/run_code", {"code": 5}, "string_type", ["code"]),
+    ("/run_code", {"code": "", "language": "klingon"}, "literal_error", ["language"]),
+    ("/run_code", {"code": "", "language": ["python"]}, "literal_error", ["language"]),
+    ("/run_code", {"code": "", "stdin": 5}, "string_type", ["stdin"]),
+    ("/run_code", {"code": "", "run_timeout": -1}, "greater_than_equal", ["run_timeout"]),
+    ("/run_code", {"code": "", "run_timeout": "10"}, "float_type", ["run_timeout"]),
+    ("/run_code", {"code": "", "run_timeout": math.nan}, "finite_number", ["run_timeout"]),
+    ("/run_code", {"code": "", "compile_timeout": None}, "float_type", ["compile_timeout"]),
+    ("/run_code", {"code": "", "memory_limit_MB": 1.5}, "int_from_float", ["memory_limit_MB"]),
+    ("/run_code", {"code": "", "memory_limit_MB": True}, "int_type", ["memory_limit_MB"]),
+    ("/run_code", {"code": "", "memory_limit_MB": 10**400}, "less_than_equal", ["memory_limit_MB"]),
+    ("/run_code", {"code": "", "files": []}, "dict_type", ["files"]),
+    ("/run_code", {"code": "", "files": {f"{n}": "!" for n in range(257)}}, "too_long", ["files"]),
+    ("/run_code", {"code": "", "files": {"./" * 600 + "a": ""}}, "string_too_long", ["files", ANY, "[key]"]),
+    ("/run_code", {"code": "", "files": {"\ud800": 1}}, "string_type", ["files", ANY]),
+    ("/run_code", {"code": "", "fetch_files": "a"}, "list_type", ["fetch_files"]),
+    ("/run_code", {"code": "", "fetch_files": [5]}, "string_type", ["fetch_files", 0]),
+    ("/run_code", {"code": "", "fetch_files": ["a"] * 257}, "too_long", ["fetch_files"]),
+    ("/run_code", {"code": "", "fetch_files": ["[" * 2000]}, "string_too_long", ["fetch_files", 0]),
+    ("/run_code", {"code": "", "fetch_files": ["./" * 600 + "a"]}, "string_too_long", ["fetch_files", 0]),
+    ("/run_jupyter", {}, "missing", ["cells"]),
+    ("/run_jupyter", {"cells": "1"}, "list_type", ["cells"]),
+    ("/run_jupyter", {"cells": [1]}, "string_type", ["cells", 0]),
+    ("/run_jupyter", {"cells": [1] * 4097}, "too_long", ["cells"]),
+    ("/run_jupyter", {"cells": [], "kernel": "julia"}, "literal_error", ["kernel"]),
+    ("/run_jupyter", {"cells": [], "cell_timeout": -1}, "greater_than_equal", ["cell_timeout"]),
+    ("/run_jupyter", {"cells": [], "total_timeout": 0}, "greater_than_equal", ["total_timeout"]),
+]
+
+
+@pytest.mark.asyncio
+async def test_a_malformed_body_is_a_422_with_the_place_of_the_error() -> None:
+    async with serving() as served:
+        for route, body, kind, place in MALFORMED:
+            status, answer = await served.post(route, body)
+            (error,) = answer["detail"]
+            assert (status, error["type"], error["loc"]) == (422, kind, ["body", *place])
+            assert_fits(answer, SCHEMAS["Malformed"])
+        assert served.dispatcher.counters.refused == {422: len(MALFORMED)}
+        assert not served.fleet.executors[0].calls
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("route", "body", "field"),
+    ("files", "fetch_files", "message"),
     [
-        ("/run_code", [], "request"),
-        ("/run_code", {}, "code"),
-        ("/run_code", {"code": 5}, "code"),
-        ("/run_code", {"code": "", "language": "klingon"}, "language"),
-        ("/run_code", {"code": "", "language": ["python"]}, "language"),
-        ("/run_code", {"code": "", "stdin": 5}, "stdin"),
-        ("/run_code", {"code": "", "run_timeout": -1}, "run_timeout"),
-        ("/run_code", {"code": "", "run_timeout": "10"}, "run_timeout"),
-        ("/run_code", {"code": "", "compile_timeout": None}, "compile_timeout"),
-        ("/run_code", {"code": "", "memory_limit_MB": 1.5}, "memory_limit_MB"),
-        ("/run_code", {"code": "", "files": []}, "files"),
-        ("/run_code", {"code": "", "files": {"a": "!"}}, "files"),
-        ("/run_code", {"code": "", "files": {"../a": ""}}, "files"),
-        ("/run_code", {"code": "", "files": {"/etc/a": ""}}, "files"),
-        ("/run_code", {"code": "", "fetch_files": "a"}, "fetch_files"),
-        ("/run_code", {"code": "", "fetch_files": [5]}, "fetch_files"),
-        ("/run_code", {"code": "", "fetch_files": ["/etc/passwd"]}, "fetch_files"),
-        ("/run_code", {"code": "", "files": {f"{n}": "!" for n in range(257)}}, "files: expected at most 256 files"),
-        ("/run_code", {"code": "", "fetch_files": ["a"] * 257}, "expected a list of at most 256 relative paths, got"),
-        ("/run_jupyter", {"cells": [1] * 4097}, "cells: expected a list of at most 4096 Python sources"),
-        ("/run_code", {"code": "", "fetch_files": ["[" * 2000]}, "got '[[[[[["),
-        ("/run_code", {"code": "", "fetch_files": ["./" * 600 + "a"]}, "fetch_files"),
-        ("/run_code", {"code": "", "files": {"./" * 600 + "a": ""}}, "files"),
-        ("/run_jupyter", {}, "cells"),
-        ("/run_jupyter", {"cells": "1"}, "cells"),
-        ("/run_jupyter", {"cells": [1]}, "cells[0]"),
-        ("/run_jupyter", {"cells": [], "kernel": "julia"}, "kernel"),
-        ("/run_jupyter", {"cells": [], "cell_timeout": -1}, "cell_timeout"),
-        ("/run_jupyter", {"cells": [], "total_timeout": 0}, "total_timeout"),
+        ({"a": "!"}, [], "files['a']: expected base64 text"),
+        ({"../a": ""}, [], "call.files: expected a relative path"),
+        ({"/etc/a": ""}, [], "call.files: expected a relative path"),
+        ({}, ["/etc/passwd"], "fetch_files: expected a relative path"),
+        ({}, ["\ud800"], "fetch_files: expected a relative path"),
     ],
 )
-async def test_a_malformed_request_is_refused_by_the_name_of_its_field(route: str, body: Any, field: str) -> None:
+async def test_a_wrong_path_or_content_is_a_422_with_a_message(
+    files: Any, fetch_files: list[str], message: str
+) -> None:
+    async with serving() as served:
+        status, answer = await served.post("/run_code", {"code": "", "files": files, "fetch_files": fetch_files})
+    (error,) = answer["detail"]
+    assert (status, error["type"], error["loc"]) == (422, "value_error", ["body"])
+    assert message in error["msg"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("route", "field"), [("/run_code", "code"), ("/run_code", "stdin"), ("/run_jupyter", "cells")])
+async def test_a_lone_surrogate_reaches_the_call(route: str, field: str) -> None:
+    body = {"code": "", field: ["\ud800"] if field == "cells" else "\ud800"}
     async with serving() as served:
         status, answer = await served.post(route, body)
-    assert status == 400
-    assert field in answer["error"]["message"]
+    assert (status, answer["message"]) == (200, "")
+
+
+@pytest.mark.asyncio
+async def test_a_whole_number_may_have_a_decimal_point() -> None:
+    async with serving() as served:
+        status, _ = await served.post("/run_code", {"code": "x", "memory_limit_MB": 1024.0})
+        (call,) = served.fleet.executors[0].calls.values()
+    assert (status, call["limits"]["memory_mb"]) == (200, 1024)
 
 
 @pytest.mark.asyncio
@@ -261,8 +304,9 @@ async def test_cells_have_the_length_of_a_program_together() -> None:
     body = json.dumps({"cells": ["'" * (3 << 20)] * 2}).encode()
     async with serving() as served:
         status, answer = await served.post("/run_jupyter", body, Content_Type="application/json")
-    assert status == 400
-    assert answer["error"]["message"] == "cells: expected at most 4194304 characters together, got 6291456"
+    assert status == 422
+    (error,) = answer["detail"]
+    assert error["msg"] == "Value error, cells: expected at most 4194304 characters together, got 6291456"
 
 
 @pytest.mark.asyncio

@@ -114,8 +114,8 @@ def program(code: str, tests: int, **fields: Any) -> dict[str, Any]:
 
 
 def reasons(judged: dict[str, Any]) -> list[str]:
-    """Return the first word of each test's message, or its outcome if it has no message."""
-    return [test["message"].partition(":")[0] or test["outcome"] for test in judged["tests"]]
+    """Return the reason of each test that is unavailable, and the outcome of each other test."""
+    return [test.get("reason") or test["outcome"] for test in judged["tests"]]
 
 
 async def test_unfinished_programs_of_an_id_are_cancelled_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,6 +383,7 @@ async def test_a_wave_without_room_becomes_unavailable() -> None:
         assert initials(judged) == "u" * 9
         assert (judged["outcome"], judged["is_scorable"]) == ("unavailable", False)
         assert judged["tests"][0]["message"].startswith("QueueTimeout: ")
+        assert judged["tests"][0]["reason"] == "QueueTimeout"
         other.cancel()
 
 
@@ -433,6 +434,7 @@ async def test_a_poisonous_test_or_check_ends_its_program_and_no_other(
     poisonous, other = body["results"]
     messages = [test["message"] for test in poisonous["tests"]]
     assert messages[1] == messages[3] == "Poison: the reason", "the last wave does not run"
+    assert poisonous["tests"][1]["reason"] == poisonous["tests"][3]["reason"] == "Poison"
     assert (initials(other), poisonous["outcome"], poisonous["total"]) == ("p", "unavailable", 4)
 
 
@@ -441,6 +443,7 @@ async def test_a_lost_executor_makes_tests_unavailable_not_failed() -> None:
         judged = await judge(served, {"code": "die", "tests": make_tests("p")})
     assert initials(judged) == "u"
     assert judged["tests"][0]["message"].startswith("Poison: ")
+    assert judged["tests"][0]["reason"] == "Poison"
     assert not judged["is_scorable"]
 
 
@@ -452,7 +455,7 @@ async def test_a_stopping_server_answers_all_tests() -> None:
         await served.dispatcher.drain(0.01)
         results = (await request)["results"]
     assert [initials(judged) for judged in results] == ["uuuu"] * 3
-    assert {test["message"].partition(":")[0] for judged in results for test in judged["tests"]} == {"Stopped"}
+    assert {test["reason"] for judged in results for test in judged["tests"]} == {"Stopped"}
 
 
 async def test_bodies_and_results_are_released() -> None:

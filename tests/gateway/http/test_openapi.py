@@ -33,7 +33,7 @@ def assert_fits(value: Any, schema: dict[str, Any], where: str = "$") -> None:
     assert isinstance(value, kinds.get(schema.get("type", ""), object)), f"{where}: {value!r} does not fit {schema}"
     assert value in schema.get("enum", [value]), where
     for index, item in enumerate(value if isinstance(value, list) else ()):
-        assert_fits(item, schema["items"], f"{where}[{index}]")
+        assert_fits(item, schema.get("items", {}), f"{where}[{index}]")
     if isinstance(value, dict):
         assert_object_fits(value, schema, where)
 
