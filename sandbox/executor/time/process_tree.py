@@ -75,10 +75,10 @@ def pid_of_pidfd(pidfd: int) -> int | None:
 
 def counts_run_delay() -> bool:
     """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO, schedstat is
-    missing; where the statistics are off, it contains zeros."""
+    missing; where the statistics are off, it contains zeros. Raises `OSError` if no descriptor is left."""
     try:
         return any(map(int, _read("/proc/self/schedstat").split()))
-    except _GONE_ERRORS:
+    except FileNotFoundError:
         return False
 
 
