@@ -43,10 +43,12 @@ def library_closure(
     prefixes = tuple(os.path.join(directory, "") for directory in mounted_dirs)
     for (top, _package), names in _by_package(modules, mounted_dirs).items():
         for name, path in _list_of_modules(loader, program, top, names):
-            is_by_origin = path.startswith(f"{_WORKING_DIR}/")
-            file = os.path.realpath(top + path.removeprefix(_WORKING_DIR)) if is_by_origin else path
-            if not (is_by_origin and file.startswith(prefixes)):
-                libraries.setdefault(name, file)
+            if path.startswith(f"{_WORKING_DIR}/"):
+                directory, file = os.path.split(top + path.removeprefix(_WORKING_DIR))
+                path = os.path.join(os.path.realpath(directory), file)
+                if path.startswith(prefixes):
+                    continue
+            libraries.setdefault(name, path)
     return loader, libraries
 
 

@@ -101,7 +101,8 @@ def test_a_library_is_left_out_only_if_origin_finds_it_in_a_mounted_directory(tm
     top = tmp_path / top_name
     beside = compile_library(top / "pack.libs" / "libbeside.so.1")
     absolute = compile_library(top / "pack" / "libs" / "libabsolute.so.1")
-    outside = compile_library(tmp_path / "lib" / "liboutside.so.1")
+    outside = str(tmp_path / "lib" / "liboutside.so.1")
+    os.symlink(compile_library(tmp_path / "lib" / "liboutside.so.1.2", soname="liboutside.so.1"), outside)
     module = compile_library(
         top / "pack" / "sub" / "module.so",
         *needs(beside, "$ORIGIN/../../pack.libs"),
