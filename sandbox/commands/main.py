@@ -8,10 +8,8 @@ A command imports the packages that it needs when it runs, so that `--help` stay
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +48,7 @@ _GROUPS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = _parse(argv)
+    args = _parser().parse_args(argv)
     try:
         exit_status: int = args.command(args)
         sys.stdout.flush()
@@ -140,10 +138,7 @@ def runtime(args: argparse.Namespace) -> int:
     if current is not None and not (args.python or args.path or args.force):
         print(current / "bin" / "python")
         return 0
-    if args.python:
-        python, version = Path(args.python), runtimes.version_of(Path(args.python))
-    else:
-        python, version = runtimes.best_python()
+    python, version = _python_to_build_with(args.python)
     directory = Path(args.path).absolute() if args.path else runtimes.default_dir(version)
     if args.check and not runtimes.is_complete(directory):
         raise runtimes.RuntimeBuildError(f"no complete runtime at {directory}; run `rstar-sandbox runtime`")
@@ -162,7 +157,6 @@ def runtime(args: argparse.Namespace) -> int:
 
 def _runtime_extras(args: argparse.Namespace) -> int:
     """List all runtimes, remove some, or build one with more packages and print its path."""
-    from sandbox.runtime import build as runtimes
     from sandbox.runtime import extras
 
     if args.list:
@@ -176,15 +170,19 @@ def _runtime_extras(args: argparse.Namespace) -> int:
     if args.path or args.check or args.force:
         raise ConfigError("runtime: --with and --requirements cannot be combined with --path, --check or --force")
     added = [*args.added, *(extras.read_requirements(args.requirements) if args.requirements else ())]
-    if args.python:
-        python, version = Path(args.python), runtimes.version_of(Path(args.python))
-    else:
-        python, version = runtimes.best_python()
+    python, version = _python_to_build_with(args.python)
     with _sigterm_as_exit():
         built = extras.build_with(python, version, added)
     print("rstar-sandbox: pass this path to `serve` or `run` as --python:", file=sys.stderr)
     print(built)
     return 0
+
+
+def _python_to_build_with(named: str | None) -> tuple[Path, tuple[int, int]]:
+    """Return the Python that builds a runtime, and its version. Raises `ConfigError` if the named one is unsuitable."""
+    from sandbox.runtime import build as runtimes
+
+    return (Path(named), runtimes.version_of(Path(named))) if named else runtimes.best_python()
 
 
 def mcp(args: argparse.Namespace) -> int:
@@ -208,25 +206,6 @@ def mcp(args: argparse.Namespace) -> int:
     return 0
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Run one of the benchmarks, which are part of the checkout and are not installed."""
-    import importlib.util
-    import runpy
-
-    sys.path.insert(0, str(Path.cwd()))
-    spec = importlib.util.find_spec("bench")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the benchmarks are part of the project's checkout and are not installed; run this there")
-    files = [file for directory in spec.submodule_search_locations for file in Path(directory).glob("*.py")]
-    # A benchmark is a module with a function `main`.
-    names = sorted(file.stem for file in files if "\ndef main(" in file.read_text(encoding="utf-8"))
-    if args.name not in names:
-        raise ConfigError(f"bench {args.name or 'NAME'}: expected one of {', '.join(names)}")
-    sys.argv = [f"bench.{args.name}", *args.args]
-    runpy.run_module(f"bench.{args.name}", run_name="__main__", alter_sys=True)
-    return 0
-
-
 def exit_code(result: Result) -> int:
     """Return the exit code of `run` for this result: that of the code, as a shell would report it, `EXIT_TIMEOUT` after
     a time-out, and 1 for every other failure."""
@@ -237,16 +216,6 @@ def exit_code(result: Result) -> int:
     if result.signal is not None and result.status is Status.KILLED:
         return EXIT_SIGNAL_BASE + result.signal
     return result.exit_code if result.status is Status.ERROR and result.exit_code else 1
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    args, unknown = _parser().parse_known_args(argv)
-    if unknown:
-        flags = re.findall(r"--[a-z][a-z-]*", args.parser.format_help())
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        advice = f"did you mean {near[0]}?" if near else "--help lists them"
-        args.parser.exit(2, f"{args.parser.prog}: unknown argument {unknown[0]}; {advice}\n")
-    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -260,12 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         ("doctor", _add_doctor_arguments, doctor),
         ("runtime", _add_runtime_arguments, runtime),
         ("mcp", _add_mcp_arguments, mcp),
-        ("bench", _add_bench_arguments, bench),
     ):
         doc = (command.__doc__ or "").rstrip(".")
         sub = commands.add_parser(name, help=doc[0].lower() + doc[1:], description=doc + ".", allow_abbrev=False)
         add_arguments(sub)
-        sub.set_defaults(command=command, parser=sub)
+        sub.set_defaults(command=command)
     return parser
 
 
@@ -364,11 +332,6 @@ def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="server that runs the calls, with the token of RSTAR_SANDBOX_TOKEN (default: start one)",
     )
-
-
-def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the benchmark; without it, all are listed")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the benchmark")
 
 
 def _add_settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

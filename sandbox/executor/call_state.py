@@ -235,9 +235,6 @@ class StillRunning:
     wall_s: float
     pidfd: int
     """Pidfd of the call's first process. The receiver has to close it."""
-    zygote_pid: int
-    pid_in_jail: int
-    """Pid of the call's first process in the PID namespace of the zygote."""
 
 
 def _encode_stdin(text: str | bytes) -> bytes:

@@ -332,13 +332,10 @@ class ZygotePool:
                 self._owner.on_start_failed(attempt.call, reason)
             case "still_running":
                 wall_s = zygote_frames.get_number(header, "wall_ms") / 1e3
-                pid_in_jail = int(zygote_frames.get_number(header, "pid"))
                 if not zygote.stream.received_fds or attempt.is_monitored:
                     raise ProtocolError("still_running without a pidfd, or for the second time")
                 attempt.is_monitored = True
-                pidfd = zygote.stream.received_fds.pop(0)
-                running = StillRunning(wall_s, pidfd, zygote.stream.peer_pid, pid_in_jail)
-                self._owner.on_still_running(self, attempt, running)
+                self._owner.on_still_running(self, attempt, StillRunning(wall_s, zygote.stream.received_fds.pop(0)))
             case _:
                 raise ProtocolError(f"unexpected {op!r}")
 

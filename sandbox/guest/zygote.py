@@ -12,7 +12,7 @@ of each exactly once. Only the executor, at the other end of the socket, decides
     call {run_id, slot, ...}                      ended {run_id, exit_code, signal, ...}
         + code, stdin, options, files                 + stdout, stderr, report, files
                                                   start_failed {run_id, reason}       no code has run
-                                                  still_running {run_id, pid, wall_ms} + pidfd
+                                                  still_running {run_id, wall_ms} + pidfd
                                                       once, after report_after_s or timeout_s of the call
     kill {run_id}
     spawn {profile, own} + socket                 (forks a child zygote that adds a profile and serves the socket)
@@ -340,7 +340,7 @@ class Zygote:
                 self._set_deadline(running, now + _REPORT_RETRY_S)
                 continue
             wall_ms = (now - running.started) * 1e3
-            self.writer.send_with_fd({"op": "still_running", "run_id": run_id, "pid": pid, "wall_ms": wall_ms}, fd)
+            self.writer.send_with_fd({"op": "still_running", "run_id": run_id, "wall_ms": wall_ms}, fd)
             os.close(fd)
 
     def _on_spawn(self, header: dict, _body: memoryview) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.errors import ConfigError
-from sandbox.jail import elf
+from sandbox.jail.shared_libraries import library_closure
 
 PYTHON_DIR_IN_JAIL = "/python"
 MIN_VERSION = (3, 9)
@@ -152,8 +152,8 @@ def _path_in_jail(path: str, prefix: str) -> str:
 def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return all shared libraries. In the jail they lie in one directory, where the loader finds libc by default."""
     packages = [path for top in mounted_dirs for name in PACKAGE_DIRS if os.path.isdir(path := os.path.join(top, name))]
-    modules = [path for top in dict.fromkeys((*mounted_dirs, *packages)) for path in _shared_objects(top)]
-    loader, libraries = elf.library_closure([binary, *modules], mounted_dirs)
+    tops = list(dict.fromkeys((*mounted_dirs, *packages)))
+    loader, libraries = library_closure(binary, [path for top in tops for path in _shared_objects(top)], tops)
     libc = libraries.get("libc.so.6") or loader
     if loader is None or libc is None:
         return ()  # a static interpreter loads no library

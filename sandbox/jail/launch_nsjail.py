@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import NoReturn
 
@@ -45,20 +46,36 @@ def _run_nsjail(spec: JailSpec, socket_fd: int, server_pidfd: int) -> int:
     """Start nsjail, wait for it and return its exit status, which is the guest's."""
     binary = os.open(nsjail_binary.find(os.environ), os.O_RDONLY)
     nsjail_alive_r, nsjail_alive_w = os.pipe()
-    passed_fds = (binary, socket_fd, nsjail_alive_r, nsjail_alive_w)
+    passed_fds = (binary, socket_fd, nsjail_alive_r, nsjail_alive_w)  # the binary too: a script is opened again
     id_map = prepare_host_side(spec)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     start = nsjail_config.StartParameters(socket_fd, nsjail_alive_r, ROOT, LOG, id_map, nice)
     with open(CONFIG, "w", encoding="ascii") as file:
         file.write(nsjail_config.config(spec, start))
     launcher_pid = os.getpid()
-    child = os.fork()
-    if child == 0:
-        _exec_nsjail(passed_fds, launcher_pid)
+
+    def die_with_launcher() -> None:
+        kernel.set_parent_death_signal()
+        if os.getppid() != launcher_pid:
+            os._exit(launcher.EXIT_CANNOT_START)
+
+    try:
+        nsjail = subprocess.Popen(
+            ["nsjail", "--config", CONFIG],
+            executable=f"/proc/self/fd/{binary}",  # a mount may cover the binary's path
+            pass_fds=passed_fds,
+            env={},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=die_with_launcher,
+        )
+    except OSError as error:
+        launcher.print_error(f"cannot start nsjail: {error.strerror}")
+        return launcher.EXIT_CANNOT_START
     for fd in passed_fds:  # only the guest may keep the socket open, and only nsjail the pipe
         os.close(fd)
     launcher.drop_privileges()
-    return launcher.wait_or_kill(server_pidfd, child)
+    return launcher.wait_or_kill(server_pidfd, nsjail.pid)
 
 
 def prepare_host_side(spec: JailSpec) -> str:
@@ -76,23 +93,6 @@ def prepare_host_side(spec: JailSpec) -> str:
         kernel.mount("none", ROOT, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
     with isolation_errors("id map", userns.ID_MAP_REMEDY):
         return userns.zygote_id_map(spec.uid_base, spec.uid_count, userns.open_proc_self(), privileged=privileged)
-
-
-def _exec_nsjail(passed_fds: tuple[int, ...], launcher_pid: int) -> NoReturn:
-    """Execute nsjail by the first descriptor, since its path may be covered by a mount."""
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    launcher.close_fds_except(*passed_fds)
-    for fd in passed_fds:  # the binary too, because the interpreter of a script opens it again
-        os.set_inheritable(fd, True)
-    kernel.set_parent_death_signal()
-    if os.getppid() == launcher_pid:
-        try:
-            os.execve(passed_fds[0], ["nsjail", "--config", CONFIG], {})
-        except OSError as error:
-            launcher.print_error(f"cannot start nsjail: {error.strerror}")
-    os._exit(launcher.EXIT_CANNOT_START)
 
 
 def _log_excerpt() -> str:

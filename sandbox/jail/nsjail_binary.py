@@ -23,10 +23,4 @@ def find(environ: Mapping[str, str]) -> str:
         return os.path.abspath(path)
     if not requested:
         raise IsolationError(f"no nsjail on PATH, and {VARIABLE} is not set; {INSTALL}")
-    if os.path.isdir(requested):
-        problem = "a directory"
-    elif "/" not in requested:
-        problem = "no such command on PATH"
-    else:
-        problem = "a file that is not executable" if os.path.exists(requested) else "no such file"
-    raise IsolationError(f"{VARIABLE}={requested!r}: expected a program, got {problem}; {INSTALL}")
+    raise IsolationError(f"{VARIABLE}={requested!r}: expected a command on PATH or an executable file; {INSTALL}")

@@ -11,47 +11,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from sandbox.jail.launcher import HOSTNAME, ZYGOTE_CAPABILITIES
 from sandbox.jail.spec import GUEST_DIR_IN_JAIL, JailSpec
 
-
-@dataclass(frozen=True, slots=True)
-class EnumValue:
-    """A value of an enum, written without quotes."""
-
-    name: str
-
-
-Value = Union[bool, int, str, EnumValue, "Fields"]
-Fields = Sequence[tuple[str, Value]]
-
-POLICY: Fields = (
-    ("name", "rstar-sandbox"),
-    ("mode", EnumValue("ONCE")),
-    ("hostname", HOSTNAME),
-    ("cwd", "/"),
-    ("log_level", EnumValue("WARNING")),
-    ("keep_env", False),
-    ("keep_caps", False),
-    *(("cap", name) for name in ZYGOTE_CAPABILITIES),
-    ("disable_no_new_privs", False),
-    ("clone_newuser", True),
-    ("clone_newpid", True),
-    ("clone_newns", True),
-    ("clone_newnet", True),
-    ("clone_newipc", True),
-    ("clone_newuts", True),
-    ("clone_newcgroup", False),  # it changes only /proc and /sys, which a jail does not have
-    ("iface_no_lo", True),
-    ("mount_proc", False),
-    ("time_limit", 0),
-    ("disable_rl", True),
+POLICY = (
+    'name: "rstar-sandbox"',
+    "mode: ONCE",
+    f'hostname: "{HOSTNAME}"',
+    'cwd: "/"',
+    "log_level: WARNING",
+    "keep_env: false",
+    "keep_caps: false",
+    *(f'cap: "{name}"' for name in ZYGOTE_CAPABILITIES),
+    "disable_no_new_privs: false",
+    "clone_newuser: true",
+    "clone_newpid: true",
+    "clone_newns: true",
+    "clone_newnet: true",
+    "clone_newipc: true",
+    "clone_newuts: true",
+    "clone_newcgroup: false",  # it changes only /proc and /sys, which a jail does not have
+    "iface_no_lo: true",
+    "mount_proc: false",
+    "time_limit: 0",
+    "disable_rl: true",
 )
-_ROOT_MOUNT: Fields = (("dst", "/"), ("is_bind", True), ("is_dir", True), ("rw", False), ("nosuid", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,42 +61,22 @@ class StartParameters:
 def config(spec: JailSpec, start: StartParameters) -> str:
     """Return nsjail's configuration in protobuf's text format, one field of the message per line."""
     inside, outside, count = start.id_map.split()
-    ids: Fields = (("inside_id", inside), ("outside_id", outside), ("count", int(count)))
+    ids = f"{{ inside_id: {quoted(inside)} outside_id: {quoted(outside)} count: {int(count)} }}"
     init = ("-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.nsjail_alive_fd))
-    arguments = (*init, *spec.guest_argv(start.socket_fd))
-    fields: Fields = (
+    arguments = " ".join(f"arg: {quoted(argument)}" for argument in (*init, *spec.guest_argv(start.socket_fd)))
+    lines = (
         *POLICY,
-        ("log_file", start.log_file),
-        ("nice_level", start.nice),
-        ("uidmap", ids),
-        ("gidmap", ids),
-        ("mount", (("src", start.root_dir), *_ROOT_MOUNT)),
-        ("pass_fd", start.socket_fd),
-        ("pass_fd", start.nsjail_alive_fd),
-        *(("envar", f"{name}={value}") for name, value in spec.guest_env().items()),
-        ("exec_bin", (("path", spec.guest_python), *(("arg", argument) for argument in arguments))),
+        f"log_file: {quoted(start.log_file)}",
+        f"nice_level: {start.nice}",
+        f"uidmap {ids}",
+        f"gidmap {ids}",
+        f'mount {{ src: {quoted(start.root_dir)} dst: "/" is_bind: true is_dir: true rw: false nosuid: true }}',
+        f"pass_fd: {start.socket_fd}",
+        f"pass_fd: {start.nsjail_alive_fd}",
+        *(f"envar: {quoted(f'{name}={value}')}" for name, value in spec.guest_env().items()),
+        f"exec_bin {{ path: {quoted(spec.guest_python)} {arguments} }}",
     )
-    return "".join(f"{line}\n" for line in _lines(fields))
-
-
-def _lines(fields: Fields) -> Iterator[str]:
-    for name, value in fields:
-        if isinstance(value, (bool, int, str, EnumValue)):
-            yield f"{name}: {_scalar(value)}"
-        else:
-            yield f"{name} {{ {' '.join(_lines(value))} }}"
-
-
-def _scalar(value: bool | int | str | EnumValue) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int():
-            return str(value)
-        case EnumValue():
-            return value.name
-        case str():
-            return quoted(value)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def quoted(text: str) -> str:

@@ -65,8 +65,7 @@ def enter_as_root(uid_base: int | None = None, uid_count: int = 0) -> None:
     uid, gid, proc_self = os.geteuid(), os.getegid(), open_proc_self()
     if uid_base is None:
         kernel.unshare(kernel.CLONE_NEWUSER)
-        for name, text in (("setgroups", "deny"), ("gid_map", f"0 {gid} 1"), ("uid_map", f"0 {uid} 1")):
-            _write(proc_self, name, text)
+        _write_maps(proc_self, {"setgroups": "deny", "gid_map": f"0 {gid} 1", "uid_map": f"0 {uid} 1"})
     else:
         id_range = f"{RANGE_START_INSIDE} {uid_base} {uid_count}"
         maps = {name: f"0 {own} 1\n{id_range}\n" for name, own in (("gid_map", gid), ("uid_map", uid))}

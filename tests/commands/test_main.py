@@ -22,7 +22,7 @@ from sandbox.settings.server import ExecutorConfig, ServeConfig
 from sandbox.types import Call, CallError, Limits, Profile, Result, Status, Usage
 
 MAX_HELP_CPU_S = 0.5
-COMMANDS = ((), ("serve",), ("run",), ("doctor",), ("runtime",), ("bench",))
+COMMANDS = ((), ("serve",), ("run",), ("doctor",), ("runtime",), ("mcp",))
 
 MakeResult = Callable[[Call, ExecutorConfig], Result]
 
@@ -94,7 +94,6 @@ def test_wrong_usage_that_argparse_detects_exits_with_2(argv: list[str]) -> None
         (["run", "-c", "1", "--timeout-s", "soon"], "run.limits.timeout_s: expected a number from 0.01"),
         (["run", "-c", "1", "--memory-mb", "-5"], "run.limits.memory_mb: expected a whole number from 16"),
         (["run", "-c", "1", "--return", "../up"], "expected a relative path"),
-        (["bench", "nothing"], "bench nothing: expected one of"),
     ],
 )
 def test_wrong_usage_that_the_command_detects_exits_with_2_and_names_the_expectation(

@@ -164,7 +164,7 @@ class FakeZygote:
     def send_still_running(self, run_id: int, wall_ms: float) -> None:
         """Send a report with a descriptor that is no pidfd."""
         with open(os.devnull) as null:
-            header = {"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": wall_ms}
+            header = {"op": "still_running", "run_id": run_id, "wall_ms": wall_ms}
             self.send(frame(header), (null.fileno(),))
 
     # The behaviours that a call can select
@@ -235,10 +235,10 @@ class FakeZygote:
         self.send(frame(f'{{"op": "ended", "blobs": [], "run_id": {run_id}, "wall_ms": NaN, "cpu_ms": Infinity}}'))
 
     def invalid_wall_time(self, run_id: int) -> None:
-        self.send(frame({"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": "soon"}))
+        self.send(frame({"op": "still_running", "run_id": run_id, "wall_ms": "soon"}))
 
     def no_pidfd(self, run_id: int) -> None:
-        self.send(frame({"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": 10.0}))
+        self.send(frame({"op": "still_running", "run_id": run_id, "wall_ms": 10.0}))
 
     def fake_pidfd(self, run_id: int) -> None:
         self.send_still_running(run_id, -1e14)
@@ -247,7 +247,7 @@ class FakeZygote:
         with subprocess.Popen(["sleep", "1000"]) as victim:
             pidfd = os.pidfd_open(victim.pid)
             for _ in range(2):
-                self.send(frame({"op": "still_running", "run_id": run_id, "pid": 7, "wall_ms": 0.0}), (pidfd,))
+                self.send(frame({"op": "still_running", "run_id": run_id, "wall_ms": 0.0}), (pidfd,))
             os.close(pidfd)
             victim.kill()
 

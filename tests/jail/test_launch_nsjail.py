@@ -53,19 +53,11 @@ def test_nsjail_is_found_on_path_or_by_its_setting(tmp_path: Path) -> None:
     assert nsjail_binary.find({"PATH": "/missing", "RSTAR_NSJAIL": other}) == other
 
 
-@pytest.mark.parametrize(
-    ("setting", "problem"),
-    [
-        ("{}/missing", "no such file"),
-        ("missing-nsjail", "no such command on PATH"),
-        ("{}", "a directory"),
-        ("{}/text", "a file that is not executable"),
-    ],
-)
-def test_an_nsjail_that_is_no_program_is_named(tmp_path: Path, setting: str, problem: str) -> None:
+@pytest.mark.parametrize("setting", ["{}/missing", "missing-nsjail", "{}", "{}/text"])
+def test_an_nsjail_that_is_no_program_is_named(tmp_path: Path, setting: str) -> None:
     (tmp_path / "text").write_text("")
     environ = {"PATH": str(tmp_path), "RSTAR_NSJAIL": setting.format(tmp_path)}
-    message = f"RSTAR_NSJAIL={environ['RSTAR_NSJAIL']!r}: expected a program, got {problem}; install nsjail"
+    message = f"RSTAR_NSJAIL={environ['RSTAR_NSJAIL']!r}: expected a command on PATH or an executable file; install"
     with pytest.raises(IsolationError, match=re.escape(message)):
         nsjail_binary.find(environ)
 
@@ -143,7 +135,7 @@ def test_a_missing_nsjail_program_is_a_launch_error(
 ) -> None:
     monkeypatch.setenv("RSTAR_NSJAIL", str(tmp_path / "missing"))
     with jails.running(spec) as jail:
-        assert "no such file; install nsjail" in jail.launch_error()
+        assert "expected a command on PATH or an executable file; install nsjail" in jail.launch_error()
         assert jail.process.returncode == EXIT_LAYER_REFUSED
 
 

@@ -38,6 +38,7 @@ from sandbox.executor.slots import Slots
 from sandbox.executor.time.process_tree import (
     CpuPriority,
     ProcessTree,
+    counts_run_delay,
     exceeds_memory,
     has_few_sockets,
     pid_of_pidfd,
@@ -168,8 +169,7 @@ class CallMonitor:
         self.max_cpu_s = math.inf
         """A call that has used more CPU seconds than this has timed out, even if it ended by itself before its next
         sample, since virtual time is never less than CPU time per core."""
-        self._attempt, self._slots, self._running, self._started = attempt, slots, running, started
-        self._owner = owner
+        self._attempt, self._slots, self._started, self._owner = attempt, slots, started, owner
         self._pidfd = running.pidfd
         self._timeout_s = attempt.call.request.timeout_s
         self._is_long = self._has_long_slot = self._is_promoted = self._is_demoted_for_good = False
@@ -246,7 +246,7 @@ class CallMonitor:
         )
 
     def _open_process_tree(self) -> ProcessTree | None:
-        pid = pid_of_pidfd(self._pidfd, self._running.zygote_pid, self._running.pid_in_jail)
+        pid = pid_of_pidfd(self._pidfd)
         return None if pid is None else ProcessTree(pid, self._slots.cgroup(self._attempt.slot))
 
     def _advance_clock(self, tree: ProcessTree, wall_s: float) -> None:
@@ -327,6 +327,8 @@ class Monitor:
         """Heap of (time of the next step, number that orders equal times, monitor)."""
         self._numbers = itertools.count()
         self._added = trio.Event()
+        if not counts_run_delay():
+            log.warning("the kernel does not count run delay (/proc/PID/schedstat): time limits are in wall time")
 
     def add(self, attempt: Attempt, slots: Slots, running: StillRunning) -> CallMonitor:
         """Monitor an attempt until it ends or the returned monitor is stopped."""

@@ -1,12 +1,7 @@
 """Samples the processes of one call from /proc, outside the jail, and sets their CPU priority.
 
-    which processes      from the call's cgroup if it has one; else the descendants of its first process. A process
-                         whose parent has exited is then missed (`setsid` and double fork).
-    run delay            schedstat; else an estimate (`_RunDelayEstimator`)
-    CPU time             the process's CPU clock; else clock ticks from stat
-    pid of a pidfd       fdinfo; else the zygote's child that has the call's pid in the zygote's PID namespace
-
-The alternatives are for kernels without these files, such as gVisor's, which imitates /proc.
+The processes are those in the call's cgroup if it has one, else the descendants of its first process. A process whose
+parent has exited is then missed (`setsid` and double fork).
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -31,8 +25,6 @@ log = logging.getLogger(__name__)
 MAX_SAMPLED_THREADS = 128
 """A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. This is
 also the largest number of threads that are moved between cgroups at once."""
-UNKNOWN_PID = 0
-"""Stands for a process whose pid in this /proc cannot be found."""
 LONG_THREADS_WEIGHT = 0.25
 """Share of a core that all long threads of the core together get, over that of one thread at normal priority, where
 long calls are demoted by nice values. Less would starve them while short calls never stop arriving; with more, they
@@ -44,7 +36,7 @@ _UNKNOWN_POLICY = -1
 _UNKNOWN_NICE = -21
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS = 0, 1, 3, 6
-_STAT_CPU, _STAT_CHILDREN_CPU = slice(11, 13), slice(13, 15)
+_STAT_CHILDREN_CPU = slice(13, 15)
 _STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
 """Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
 _PF_EXITING = 0x4
@@ -71,37 +63,22 @@ _GONE_ERRORS = OSError, IndexError, ValueError
 """Errors from reading the files of a process that has just ended."""
 
 
-def pid_of_pidfd(pidfd: int, zygote_pid: int = 0, pid_in_jail: int = 0) -> int | None:
-    """Return the pid in this /proc of the process that a pidfd refers to, or None if the process has ended.
-
-    Where fdinfo does not contain the pid, return the child of `zygote_pid` whose pid in the zygote's PID namespace is
-    `pid_in_jail`, or `UNKNOWN_PID` if there is none.
-    """
+def pid_of_pidfd(pidfd: int) -> int | None:
+    """Return the pid in this /proc of the process that a pidfd refers to. Return None if the process has ended, or if
+    the descriptor is no pidfd."""
     for line in _read(f"/proc/self/fdinfo/{pidfd}").splitlines():
         if line.startswith(b"Pid:"):
             pid = int(line.split()[1])
             return pid if pid > 0 else None
-    with suppress(FileNotFoundError, ProcessLookupError):
-        depth = len(_pids_by_namespace(zygote_pid))
-        for pid in map(int, _read(f"/proc/{zygote_pid}/task/{zygote_pid}/children").split()):
-            with suppress(FileNotFoundError, ProcessLookupError):
-                if _pids_by_namespace(pid)[depth - 1 : depth] == [pid_in_jail]:
-                    return pid
-    return UNKNOWN_PID
-
-
-def _pids_by_namespace(pid: int) -> list[int]:
-    """Return the pids of a process in its PID namespaces, from the namespace of this /proc inwards."""
-    status = _read(f"/proc/{pid}/status")
-    return [*map(int, status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split())] or [pid]
+    return None
 
 
 def counts_run_delay() -> bool:
     """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO, schedstat is
-    missing; where the statistics are off or /proc is imitated, it contains zeros."""
+    missing; where the statistics are off, it contains zeros. Raises `OSError` if no descriptor is left."""
     try:
         return any(map(int, _read("/proc/self/schedstat").split()))
-    except _GONE_ERRORS:
+    except FileNotFoundError:
         return False
 
 
@@ -117,15 +94,14 @@ class CgroupMembers(Protocol):
 
 
 class ProcessTree:
-    """The processes of the call whose first process is `root` (or `UNKNOWN_PID`)."""
+    """The processes of the call whose first process is `root`."""
 
     def __init__(self, root: int, members: CgroupMembers | None = None) -> None:
         self.root = root
         self._members = members
-        self._run_delays = None if counts_run_delay() else _RunDelayEstimator()
-        self._is_unsampled = root == UNKNOWN_PID
-        """Whether the call ever had more than `MAX_SAMPLED_THREADS` threads, or its first process is unknown. The
-        virtual clock then follows wall time until the end of the call."""
+        self._is_unsampled = not counts_run_delay()
+        """Whether the call ever had more than `MAX_SAMPLED_THREADS` threads, or the kernel does not count run delay.
+        The virtual clock then follows wall time until the end of the call."""
         self._pids: list[int] = []
         self._policy_by_thread: dict[int, int] = {}
         """Scheduling policy of each thread in the last sample."""
@@ -151,7 +127,7 @@ class ProcessTree:
 
     def sample(self) -> TreeSample | None:
         """Sample all processes, the first process first. Return an empty sample if the first process has ended. Return
-        None if there are or were too many threads; then only the thread ids are read, for `CpuPriority`."""
+        None if the call is not sampled; then only the thread ids are read, for `CpuPriority`."""
         if self._is_unsampled:
             self._list_threads()
             return None
@@ -159,8 +135,6 @@ class ProcessTree:
         self._policy_by_thread, self._nice_by_thread, self._pid_by_session = {}, {}, {}
         self.runnable_threads = 0
         self._switches_before, self._switches = self._switches, {}
-        if self._run_delays is not None:
-            self._run_delays.start_sample()
         self.cpu_s = 0.0
         self._pids = self._list_pids()
         for pid in self._pids:
@@ -274,25 +248,23 @@ class ProcessTree:
         if stat[_STAT_STATE] in (b"Z", b"X") and int(stat[_STAT_THREADS]) <= 1:
             return None
         self._pid_by_session[int(stat[_STAT_SESSION])] = pid
-        cpu_s = _process_cpu_s(pid, stat)
+        cpu_s = time.clock_gettime(~pid << 3 | 2)  # the process's clock, as clock_getcpuclockid(3) computes its number
         threads = {}
         if stat[_STAT_THREADS] == b"1":
-            threads[pid] = self._sample_thread(pid, f"/proc/{pid}", stat, cpu_s)
+            threads[pid] = self._sample_thread(pid, f"/proc/{pid}", stat)
         else:
             for tid in _thread_ids(pid)[: MAX_SAMPLED_THREADS + 1]:
                 path = f"/proc/{pid}/task/{tid}"
                 with suppress(*_GONE_ERRORS):  # one ended thread must not hide the other threads of the process
                     threads[tid] = self._sample_thread(tid, path, _read_stat(f"{path}/stat"))
-        self.cpu_s += cpu_s + _seconds(stat[_STAT_CHILDREN_CPU])
+        self.cpu_s += cpu_s + sum(map(int, stat[_STAT_CHILDREN_CPU])) / _TICKS_PER_S
         return ProcessSample(int(stat[_STAT_PPID]), _age_s(stat), cpu_s, threads)
 
-    def _sample_thread(self, tid: int, path: str, stat: list[bytes], cpu_s: float | None = None) -> ThreadSample:
+    def _sample_thread(self, tid: int, path: str, stat: list[bytes]) -> ThreadSample:
         self._policy_by_thread[tid], self._nice_by_thread[tid] = int(stat[_STAT_POLICY]), int(stat[_STAT_NICE])
         is_exiting = stat[_STAT_STATE] in (b"S", b"D") and int(stat[_STAT_FLAGS]) & _PF_EXITING != 0
         is_runnable = stat[_STAT_STATE] == b"R" or is_exiting
         self.runnable_threads += is_runnable
-        if self._run_delays is not None:
-            return self._run_delays.estimate(tid, stat, cpu_s, _read_voluntary_switches(path), is_runnable)
         run_ns, delay_ns, timeslices = map(int, _read(f"{path}/schedstat").split())
         switches = self._voluntary_switches(tid, path, timeslices) if is_runnable else 0
         return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable)
@@ -361,67 +333,6 @@ def exceeds_memory(resident_bytes: Mapping[int, int], limit_bytes: int, zygote_b
 
 def _sum_kib(path: str, keys: tuple[bytes, ...]) -> int:
     return sum(int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(keys))
-
-
-@dataclass(slots=True)
-class _ThreadEstimate:
-    """A thread's estimated run delay up to the last sample. The `mixed_` fields are sums over the intervals in which
-    the thread may both have slept and waited."""
-
-    age_s: float = 0.0
-    cpu_s: float = 0.0
-    voluntary_switches: int = 0
-    was_runnable: bool = True
-    run_delay_s: float = 0.0
-    mixed_s: float = 0.0
-    mixed_cpu_s: float = 0.0
-    mixed_delay_s: float = 0.0
-    samples: int = 0
-    samples_runnable: int = 0
-
-
-class _RunDelayEstimator:
-    """Estimates run delay where the kernel does not count it (`counts_run_delay`).
-
-        between two samples the thread               estimated run delay
-        was runnable in both, no voluntary switch    the interval minus CPU time
-        slept in both, no voluntary switch           0
-        otherwise                                    the sum of all such intervals times the share of samples in
-                                                     which it was runnable, minus the CPU time in these intervals
-
-    Samples come at random moments, so a share of the samples is a share of the time.
-    """
-
-    def __init__(self) -> None:
-        self._threads: dict[int, _ThreadEstimate] = {}
-        self._before: dict[int, _ThreadEstimate] = {}
-
-    def start_sample(self) -> None:
-        """Forget the threads that were not in the last sample."""
-        self._before, self._threads = self._threads, {}
-
-    def estimate(
-        self, tid: int, stat: list[bytes], cpu_s: float | None, voluntary_switches: int, is_runnable: bool
-    ) -> ThreadSample:
-        """Return the sample of a thread. `cpu_s` is its CPU time if that is known more exactly than in clock ticks."""
-        cpu_s = _seconds(stat[_STAT_CPU]) if cpu_s is None else cpu_s
-        thread = self._threads[tid] = self._before.get(tid) or _ThreadEstimate()
-        age_s = _age_s(stat)
-        span_s, span_cpu_s = age_s - thread.age_s, cpu_s - thread.cpu_s
-        thread.samples += 1
-        thread.samples_runnable += is_runnable
-        if is_runnable is not thread.was_runnable or voluntary_switches != thread.voluntary_switches:
-            thread.mixed_s += span_s
-            thread.mixed_cpu_s += span_cpu_s
-            likely_s = thread.mixed_s * thread.samples_runnable / thread.samples - thread.mixed_cpu_s
-            delay_s = min(max(likely_s - thread.mixed_delay_s, 0.0), max(span_s - span_cpu_s, 0.0))
-            thread.mixed_delay_s += delay_s
-            thread.run_delay_s += delay_s
-        elif is_runnable:
-            thread.run_delay_s += max(span_s - span_cpu_s, 0.0)
-        thread.age_s, thread.cpu_s = age_s, cpu_s
-        thread.voluntary_switches, thread.was_runnable = voluntary_switches, is_runnable
-        return ThreadSample(cpu_s, thread.run_delay_s, 0, voluntary_switches, is_runnable, is_estimate=True)
 
 
 class CpuPriority:
@@ -495,26 +406,12 @@ def _thread_ids(pid: int) -> list[int]:
 
 
 def _read_voluntary_switches(path: str) -> int:
-    """Return how often a thread has given up its core by itself; 0 where the kernel does not count it."""
-    words = _read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1)
-    return int(words[0]) if words else 0
-
-
-def _process_cpu_s(pid: int, stat: list[bytes]) -> float:
-    """Return the CPU seconds of a process, ended threads included: exact to a nanosecond if the kernel has a clock for
-    the process, else to a clock tick."""
-    try:
-        return time.clock_gettime(~pid << 3 | 2)  # the number of the clock, as clock_getcpuclockid(3) computes it
-    except OSError:
-        return _seconds(stat[_STAT_CPU])
+    """Return how often a thread has given up its core by itself."""
+    return int(_read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1)[0])
 
 
 def _age_s(stat: list[bytes]) -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[_STAT_START]) / _TICKS_PER_S)
-
-
-def _seconds(ticks: list[bytes]) -> float:
-    return sum(map(int, ticks)) / _TICKS_PER_S
 
 
 def _read_stat(path: str) -> list[bytes]:

@@ -11,11 +11,14 @@ random moments (`process_tree`) and passes the samples to `VirtualClock.advance`
                                                                                  the number of threads
     processes never sampled     CPU time is counted by the cgroup; idle time is  estimate, in favour of the call
                                 split into sleep and waiting (`UnobservedTime`)
-    more threads than sampled   wall time                                        counts all run delay
+    a call that is not sampled  wall time                                        counts all run delay
 
 The critical path runs from the start of the call to the process that has computed most, through the starts and ends of
 the processes in between. Time of unknown kind counts as run delay, not as virtual time. A call gains little by that,
 since all CPU time counts and the wall time is limited (`call_state.wall_cap_s`).
+
+A simple rule for several processes (wall time minus run delay, but at least CPU time divided by the cores) would change
+57 of 576 statuses of recorded calls (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -46,8 +49,6 @@ class ThreadSample:
     """Number of times that the thread gave up its core by itself. May be 0 if the thread is not runnable."""
     is_runnable: bool
     """Whether the thread runs, waits for a core, or is exiting."""
-    is_estimate: bool = False
-    """Whether `run_delay_s` is an estimate, because the kernel does not count it. It then includes the current wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ class VirtualClock:
     def advance(self, wall_s: float, processes: TreeSample | None, cpu_s: float) -> None:
         """Advance the clock to `wall_s` seconds after the call's start.
 
-        `processes` is the sample; None means too many threads to sample, and from then on virtual time follows wall
-        time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
+        `processes` is the sample; None means that the call cannot be sampled, and from then on virtual time follows
+        wall time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
 
         The clock gains the growth of the critical path plus the sleep, but at least wall time minus run delay. While
         run delay is unknown, the sleep is estimated, and the clock gains at least this sleep instead.
@@ -225,7 +226,7 @@ def _current_wait_s(
         was runnable and made no voluntary switch since then   at most the span     as before
         otherwise                                              at most the span     all of it
     """
-    if not thread.is_runnable or thread.is_estimate:
+    if not thread.is_runnable:
         return 0.0, 0.0
     if not thread.timeslices or (history.is_runnable and history.timeslices == thread.timeslices):
         return unknown_s, history.uncertain_s

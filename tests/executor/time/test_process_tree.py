@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +13,6 @@ import pytest
 
 from sandbox.executor.time import process_tree
 from sandbox.executor.time.process_tree import ProcessTree, pid_of_pidfd
-from sandbox.executor.time.virtual_clock import VirtualClock
 
 OWN_PID = os.getpid()
 NO_PID = 2**22 + 1
@@ -89,99 +85,7 @@ def test_a_pidfd_gives_the_pid_while_its_process_exists() -> None:
         assert pid_of_pidfd(fd) is None
         os.close(fd)
     with open(os.devnull) as null:
-        assert pid_of_pidfd(null.fileno()) == process_tree.UNKNOWN_PID
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, path_end: str) -> None:
-    """Hide the files of /proc whose paths have this end, as on a kernel without them."""
-    read = process_tree._read
-
-    def read_unless_hidden(path: str) -> bytes:
-        if path.endswith(path_end):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return read(path)
-
-    monkeypatch.setattr(process_tree, "_read", read_unless_hidden)
-
-
-def test_without_a_pid_in_fdinfo_the_process_is_found_among_the_children_of_the_zygote(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read = process_tree._read
-    monkeypatch.setattr(process_tree, "_read", lambda path: b"" if "fdinfo" in path else read(path))
-    with subprocess.Popen(["sleep", "1000"]) as child:
-        fd = os.pidfd_open(child.pid)
-        assert pid_of_pidfd(fd, OWN_PID, child.pid) == child.pid, "without namespaces, a process has one pid"
-        assert pid_of_pidfd(fd, OWN_PID, NO_PID) == process_tree.UNKNOWN_PID
-        assert pid_of_pidfd(fd, child.pid, child.pid) == process_tree.UNKNOWN_PID
-        # This process as a zygote in a PID namespace, and the child in a further one. Pids from outside inwards.
-        pid_in_jail = 57
-        child_pids, other_pids = [child.pid, pid_in_jail, 1], [0, 58, 1]
-        monkeypatch.setattr(
-            process_tree,
-            "_pids_by_namespace",
-            lambda pid: [1, 2] if pid == OWN_PID else child_pids if pid == child.pid else other_pids,
-        )
-        assert pid_of_pidfd(fd, OWN_PID, pid_in_jail) == child.pid
-        child.kill()
-        child.wait()
-        assert pid_of_pidfd(fd, OWN_PID, pid_in_jail) == process_tree.UNKNOWN_PID
-        os.close(fd)
-
-
-def test_a_call_with_an_unknown_first_process_is_not_sampled_but_its_threads_are_listed() -> None:
-    with running(THREADS, "2") as pid:
-        tree = ProcessTree(process_tree.UNKNOWN_PID, Members(pid))
-        assert tree.sample() is None
-        assert len(tree._policy_by_thread) == 3, "the main thread and two others"
-        assert tree.cpu_s == math.inf
-        assert ProcessTree(process_tree.UNKNOWN_PID).sample() is None
-
-
-ENDLESS = "import os, time\nprint(flush=True)\nwhile True: {work}"
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("work", "max_relative_error"),
-    [("pass", 0.1), ("time.sleep(0.3)", 0.4), ("time.sleep(0.02); [0 for _ in range(400_000)]", 0.6)],
-    ids=["computes", "sleeps", "does both"],
-)
-def test_without_schedstat_virtual_time_uses_estimated_run_delay(
-    work: str, max_relative_error: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call shares its core with six busy processes, so it waits most of the time in which it does not sleep."""
-    hide(monkeypatch, "/schedstat")
-    assert not process_tree.counts_run_delay()
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=on_one_core) for _ in range(6)]
-    argv = [sys.executable, "-c", ENDLESS.format(work=work)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, preexec_fn=on_one_core) as child:
-        try:
-            assert child.stdout is not None
-            child.stdout.readline()
-            clock, tree, wall_s = VirtualClock(cores=2), ProcessTree(child.pid), 0.0
-            start = time.monotonic() - process_tree._age_s(process_tree._read_stat(f"/proc/{child.pid}/stat"))
-            while wall_s < 3:
-                time.sleep(random.uniform(0.05, 0.15))
-                wall_s, sample = time.monotonic() - start, tree.sample()
-                assert sample
-                clock.advance(wall_s, sample, tree.cpu_s)
-            virtual_s = wall_s - run_delay_s(child.pid)
-            assert clock.elapsed_s == pytest.approx(virtual_s, rel=max_relative_error, abs=0.15)
-        finally:
-            for process in (child, *others):
-                process.kill()
-                process.wait()
-
-
-def on_one_core() -> None:
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-
-
-def run_delay_s(pid: int) -> float:
-    """The run delay that the kernel has counted."""
-    with open(f"/proc/{pid}/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
+        assert pid_of_pidfd(null.fileno()) is None
 
 
 def test_every_thread_and_process_is_sampled() -> None:
@@ -301,6 +205,30 @@ def test_a_call_with_too_many_threads_is_not_sampled_any_more() -> None:
         with running(THREADS, "0") as other:
             tree.root = other
             assert tree.sample() is None, "the number of threads is small again, but this is not looked at"
+
+
+def test_a_call_is_not_sampled_if_the_kernel_does_not_count_run_delay_but_its_threads_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_tree, "counts_run_delay", lambda: False)
+    with running(THREADS, "2") as pid:
+        tree = ProcessTree(pid)
+        assert tree.sample() is None
+        assert len(tree._policy_by_thread) == 3, "the main thread and two others"
+        assert tree.cpu_s == math.inf
+
+
+def test_run_delay_counts_only_if_schedstat_has_other_numbers_than_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_path: str) -> bytes:
+        raise FileNotFoundError
+
+    for read, counts in (
+        (lambda _path: b"12 0 1\n", True),
+        (lambda _path: b"0 0 0\n", False),
+        (missing, False),
+    ):
+        monkeypatch.setattr(process_tree, "_read", read)
+        assert process_tree.counts_run_delay() is counts
 
 
 STARTS_AND_ENDS_THREADS = """
