@@ -9,7 +9,7 @@ each 4 KiB page that the parent has written. With a heap of 50 MB these entries 
     use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
     colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
     remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
-    compact_heap                       the heap has no free blocks, is in huge pages   after that; Linux 6.1
+    compact_heap                       the heap is in huge pages                       after that; Linux 6.1
     inherited_kb                       measures the memory that a fork shares          last
 """
 
@@ -26,7 +26,6 @@ from collections.abc import Iterator
 import fork_refcounts
 
 _HUGE_BYTES = 2 << 20
-_BYTES_OVERHEAD = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 _MAP_PRIVATE_ANONYMOUS = 0x22
@@ -96,7 +95,6 @@ _CALL_THRESHOLD_BYTES = 4 << 20
 """The same threshold for calls. By default malloc starts at 128 KiB and adapts, but a call is too short for that."""
 _CHUNK_BYTES = 1 << 16
 _kept_alive: list = []  # objects in arenas that malloc must not free
-_fillers: list = []  # objects that occupy free blocks
 _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
 
 
@@ -210,7 +208,6 @@ def compact_heap() -> int:
     gc.freeze()
     gc.disable()
     gc.collect()  # empties the interpreter's free lists, whose objects are scattered
-    _fill_pools()
     _fill_last_block()
     _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
@@ -245,43 +242,6 @@ def _resident_blocks_below(top: int) -> set:
 def _collapse(block: int) -> bool:
     """Collapse block number `block` of 2 MiB into a huge page (madvise(2)). Return whether the kernel did."""
     return bool(_libc.madvise(block * _HUGE_BYTES, _HUGE_BYTES, _MADV_COLLAPSE) == 0)
-
-
-# Pools of the interpreter's allocator (CPython, Objects/obmalloc.c), in bytes.
-_POOL_BYTES, _POOL_HEADER_BYTES, _MAX_BLOCK_BYTES, _ALIGNMENT_BYTES = 1 << 14, 48, 512, 16
-_BATCH_BLOCKS, _MAX_BATCHES, _MAX_GAP_BLOCKS = 16, 4096, 8  # for `_fill_pools`
-
-
-def _fill_pools() -> None:
-    """Allocate all free blocks of pools that already hold objects, so that calls allocate from new pools.
-
-    Otherwise a call's objects would go to free blocks all over the heap, and the call would copy the page of each.
-    """
-    for size in range(_ALIGNMENT_BYTES, _MAX_BLOCK_BYTES + 1, _ALIGNMENT_BYTES):
-        kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
-        arguments = (size - _BYTES_OVERHEAD,) if kind is bytes else ()
-        addresses: list = []
-        for _ in range(_MAX_BATCHES):
-            batch: list = [None] * _BATCH_BLOCKS
-            for index in range(_BATCH_BLOCKS):  # the loop allocates nothing else
-                batch[index] = kind(*arguments)
-            _fillers.append(batch)
-            addresses = addresses[-2:] + [id(filler) for filler in batch]
-            if _starts_new_pool(addresses, size):
-                break
-
-
-def _starts_new_pool(addresses: list, size: int) -> bool:
-    """Return whether three of the addresses follow each other from the start of a pool.
-
-    The allocator starts a new pool only if no other pool has a free block. A few blocks between the addresses may be
-    missing, because this module has other objects there.
-    """
-    start, max_distance = _POOL_HEADER_BYTES + 3 * size, _MAX_GAP_BLOCKS * size
-    return any(
-        first % _POOL_BYTES < start and first < second < third < first + max_distance
-        for first, second, third in zip(addresses, addresses[1:], addresses[2:])
-    )
 
 
 _MAX_HUGE_CODE_BYTES = 16 << 20

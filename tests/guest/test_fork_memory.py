@@ -41,18 +41,6 @@ print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_be
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
 
 
-def test_objects_created_after_the_compaction_share_few_pools() -> None:
-    """90 objects of 100 bytes fill less than two pools of 16 KiB."""
-    code = """
-scattered = [bytes(100) for _ in range(100_000)]
-del scattered[::7]
-fork_memory.compact_heap()
-pools = {id(later) >> 14 for later in [bytes(100) for _ in range(90)]}
-print(len(pools) <= 2)
-"""
-    assert _run(code) == "True\n"
-
-
 def test_all_objects_of_a_zygote_are_in_one_heap_of_huge_pages() -> None:
     code = """
 fork_memory.use_one_heap()
@@ -92,18 +80,6 @@ print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(
 os._exit(0)
 """
     assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
-
-
-def test_fillers_are_allocated_until_no_pool_has_free_blocks() -> None:
-    """2,000 batches of 16 blocks would be far more than the 8,800 free blocks."""
-    code = """
-for size in range(16, 500, 16):
-    scattered = [bytes(size) for _ in range(2_000)]
-    del scattered[::7]
-fork_memory.compact_heap()
-print(len(fork_memory._fillers) < 2_000)
-"""
-    assert _run(code) == "True\n"
 
 
 def test_specialised_functions_lie_side_by_side_and_still_work() -> None:
