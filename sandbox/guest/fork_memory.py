@@ -7,7 +7,6 @@ each 4 KiB page that the parent has written. With a heap of 50 MB these entries 
 
     function                           effect                                          when it is called
     use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
-    colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
     remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
     compact_heap                       the heap is in huge pages                       after that; Linux 6.1
     inherited_kb                       measures the memory that a fork shares          last
@@ -20,8 +19,6 @@ import gc
 import mmap
 import os
 import sys
-import types
-from collections.abc import Iterator
 
 import fork_refcounts
 
@@ -34,7 +31,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
-_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -158,46 +154,6 @@ def _map_blocks_from(size: int) -> None:
     """Make malloc give each block of at least `size` bytes a mapping of its own."""
     _mallopt(_M_MMAP_THRESHOLD, size)
     _mallopt(_M_TRIM_THRESHOLD, 2 * size)
-
-
-def colocate_bytecode(directory: str) -> int:
-    """Copy the bytecode of frequently run functions in files of `directory` side by side. Return their number.
-
-    Since Python 3.12 the interpreter records in the bytecode which way each jump went. So a call copies each page with
-    a function that the call runs, and so does the zygote after each fork.
-    """
-    functions = [subject for subject in gc.get_objects() if type(subject) is types.FunctionType]
-    guest_functions = [function for function in functions if function.__code__.co_filename.startswith(directory)]
-    specialised = [function for function in guest_functions if _is_specialised(function.__code__)]
-    sizes = sorted({sys.getsizeof(function.__code__) for function in specialised}, reverse=True)
-    fillers = [block for size in sizes for block in _fill_holes(size)]
-    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
-    # New objects come from malloc, whatever their size. The interpreter's own functions can free both kinds.
-    mixed = _Allocator(raw.context, raw.malloc, raw.calloc, objects.realloc, objects.free)
-    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(mixed))
-    replaced = [function.__code__ for function in specialised]  # kept alive, so that no new code takes their memory
-    for function in specialised:
-        function.__code__ = function.__code__.replace()
-    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(objects))
-    for filler in fillers:
-        _libc.free(filler)
-    return len(replaced)
-
-
-def _is_specialised(code: types.CodeType) -> bool:
-    """Return whether the interpreter has specialised an instruction of this code, which has therefore run often."""
-    plain, adapted = code.co_code[::2], getattr(code, "_co_code_adaptive", code.co_code)[::2]
-    return any(before != after for before, after in zip(plain, adapted) if before)  # 0 is a cache entry
-
-
-def _fill_holes(size: int) -> Iterator[int]:
-    """Allocate every free block of at least `size` bytes below the end of malloc's heap."""
-    end = _libc.malloc(_HUGE_BYTES * 8)  # larger than every hole
-    _libc.free(end)
-    block = 0
-    while block < end <= _libc.sbrk(0):
-        block = _libc.malloc(size)
-        yield block
 
 
 def compact_heap() -> int:

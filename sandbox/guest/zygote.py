@@ -451,7 +451,6 @@ def main() -> None:
         confine.restrict_zygote(header["plan"])
         runner.prepare(confinement.scratch_mount or "")
         _warm_up(sock, confinement)
-        fork_memory.colocate_bytecode(os.path.dirname(__file__))
         warm_up_and_serve(sock, confinement, header)
 
 

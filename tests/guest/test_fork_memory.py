@@ -80,27 +80,3 @@ print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(
 os._exit(0)
 """
     assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
-
-
-def test_specialised_functions_lie_side_by_side_and_still_work() -> None:
-    code = f"""
-fork_memory.use_one_heap()
-import frames, os, runner
-holes = [bytearray(size) for size in range(200, 4000, 8)]
-del holes[::2]
-def work():
-    runner._last_line_start("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
-    return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
-before = [work() for _ in range(200)][0]
-count = fork_memory.colocate_bytecode({str(GUEST)!r})
-functions = frames.split_blobs, runner._encode_end, runner._last_line_start, runner._compile, runner._Report.encode
-addresses = sorted(id(function.__code__) for function in functions)
-print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32 << 10, end=" ")
-print(frames.split_blobs.__name__, flush=True)
-os._exit(0)
-"""
-    count, same_results, is_side_by_side, name = _run(code).split()
-    assert (same_results, name) == ("True", "split_blobs")
-    if count == "0":
-        pytest.skip("this interpreter does not specialise its bytecode")
-    assert is_side_by_side == "True"
