@@ -15,7 +15,6 @@ import fork_memory
 
 if __name__ == "__main__":  # before all other imports, as in the real zygote
     fork_memory.use_one_heap()
-    fork_memory.reexec_with_malloc()
 
 import marshal
 import os

@@ -5,11 +5,11 @@ This is an optimisation: where the kernel or the C library lacks a feature, fork
 A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
 each 4 KiB page that the parent has written. With a heap of 50 MB these entries cost more than the rest of a small call.
 
-    function                           effect                                          when it is called
-    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
-    remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
-    compact_heap                       the heap is in huge pages                       after that; Linux 6.1
-    inherited_kb                       measures the memory that a fork shares          last
+    function       effect                                          when it is called
+    use_one_heap   all memory comes from malloc's heap             when a zygote starts
+    remap_code     code in huge pages, two mappings per library    after it has loaded its profile
+    compact_heap   the heap is in huge pages                       after that; Linux 6.1
+    inherited_kb   measures the memory that a fork shares          last
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import ctypes
 import gc
 import mmap
 import os
-import sys
 
 import fork_refcounts
 
@@ -82,9 +81,7 @@ _Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_
 _default_arenas = _ArenaAllocator()
 ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_default_arenas))
 
-_RAW, _MEM, _OBJECTS = range(3)  # PyMemAllocatorDomain
-_OFFSETS_VARIABLE = "RSTAR_SMALL_OBJECTS"
-"""Environment variable in which `reexec_with_malloc` passes on the allocator's functions."""
+_PYMEM_DOMAIN_RAW = 0
 _HEAP_THRESHOLD_BYTES = 32 << 20
 """Maximum of M_MMAP_THRESHOLD: malloc takes smaller blocks from its heap, and maps larger ones."""
 _CALL_THRESHOLD_BYTES = 4 << 20
@@ -94,51 +91,15 @@ _kept_alive: list = []  # objects in arenas that malloc must not free
 _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
 
 
-def reexec_with_malloc() -> None:
-    """Execute this program again, so that malloc's heap also holds what the interpreter allocates while it starts.
-
-    Call this first in a zygote, after `use_one_heap`. The interpreter's own allocator (Objects/obmalloc.c) would put
-    those objects into separate mappings of 1 MiB, which cannot become huge pages: 1,000 pages to copy in each fork.
-    PYTHONMALLOC=malloc prevents that, but disables the allocator for the life of the process. So its functions, which
-    have no public name, are passed on as offsets from a public function, and are restored after the start. Nothing
-    happens where the interpreter does not work that way.
-    """
-    anchor = ctypes.cast(ctypes.pythonapi.PyMem_GetAllocator, ctypes.c_void_p).value or 0
-    offsets = os.environ.pop(_OFFSETS_VARIABLE, None)
-    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
-    if offsets is None:
-        if objects.context is None and objects.malloc != raw.malloc and _obeys_pythonmalloc():
-            functions = [getattr(objects, field[0]) for field in _Allocator._fields_[1:]]
-            offsets = ",".join(str(function - anchor) for function in functions)
-            os.environ.update({"PYTHONMALLOC": "malloc", _OFFSETS_VARIABLE: offsets})
-            os.execv(sys.executable, sys.orig_argv)
-        return
-    del os.environ["PYTHONMALLOC"]  # interpreters that calls start must not inherit it
-    if objects.malloc == raw.malloc:
-        original = _Allocator(None, *(anchor + int(offset) for offset in offsets.split(",")))
-        for domain in (_MEM, _OBJECTS):
-            ctypes.pythonapi.PyMem_SetAllocator(domain, ctypes.byref(original))
-
-
-def _obeys_pythonmalloc() -> bool:
-    """Return whether PYTHONMALLOC selects the allocator; a free-threaded Python has only one."""
-    return hasattr(sys, "orig_argv") and "t" not in sys.abiflags and not sys.flags.ignore_environment
-
-
-def _allocator(domain: int) -> _Allocator:
-    allocator = _Allocator()
-    ctypes.pythonapi.PyMem_GetAllocator(domain, ctypes.byref(allocator))
-    return allocator
-
-
 def use_one_heap() -> None:
     """Allocate memory of every kind from malloc's heap, until `compact_heap`.
 
     Otherwise arenas and large blocks would get mappings of their own between those of libraries. malloc must not free
-    the arenas that exist already, so every object in them is kept alive.
+    the arenas that exist already. So every object in them is kept alive, among them those of the interpreter's start.
     """
     _kept_alive.append(gc.get_objects())
-    raw = _allocator(_RAW)  # malloc with a context argument
+    raw = _Allocator()  # malloc with a context argument
+    ctypes.pythonapi.PyMem_GetAllocator(_PYMEM_DOMAIN_RAW, ctypes.byref(raw))
     arenas = _ArenaAllocator(raw.context, raw.malloc, raw.free)
     ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(arenas))
     _map_blocks_from(_HEAP_THRESHOLD_BYTES)

@@ -26,7 +26,6 @@ import fork_memory
 
 if __name__ == "__main__":
     fork_memory.use_one_heap()  # before the other imports, so that they share the heap
-    fork_memory.reexec_with_malloc()
 
 import contextlib
 import errno

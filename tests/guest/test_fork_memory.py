@@ -15,8 +15,8 @@ import fork_memory
 """
 
 
-def _run(code: str, *arguments: str, isolation: str = "-I") -> str:
-    command = [sys.executable, isolation, "-c", PRELUDE + code, *arguments]
+def _run(code: str) -> str:
+    command = [sys.executable, "-I", "-c", PRELUDE + code]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env={}).stdout
 
 
@@ -63,20 +63,3 @@ print(sum(id(subject) in heap for subject in later) < len(later) / 2)
     if huge_pages == "0":
         pytest.skip("this kernel does not collapse memory into huge pages")
     assert int(huge_pages) >= int(heap_size) - 2, "all of the heap but its two ends"
-
-
-def test_objects_from_the_start_of_the_interpreter_are_in_that_heap_too() -> None:
-    code = """
-fork_memory.use_one_heap()
-fork_memory.reexec_with_malloc()
-import gc, os, pathlib
-mappings = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
-heap = next(range(*(int(end, 16) for end in m[0].split("-"))) for m in mappings if m[-1] == "[heap]")
-in_heap = [id(subject) in heap for subject in gc.get_objects() if type(subject) is not type]
-print(sum(in_heap) > 0.99 * len(in_heap), [n for n in os.environ if n.startswith(("PYTHON", "RSTAR"))], sys.argv)
-# Domains: 2 is PYMEM_DOMAIN_OBJ, 0 is PYMEM_DOMAIN_RAW. The sum is that of all digits, and of two brackets per list.
-has_own_allocator = fork_memory._allocator(2).malloc != fork_memory._allocator(0).malloc
-print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
-os._exit(0)
-"""
-    assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
