@@ -20,13 +20,7 @@ import importlib
 import threading
 from typing import Any
 
-PARENT_PROFILE = {
-    "bare": None,
-    "numeric": "bare",
-    "symbolic": "numeric",
-    "scientific": "symbolic",
-    "verify": "symbolic",
-}
+from protocol import CHECKER_MODULE, PARENT_PROFILE
 
 _MODULES = {
     "bare": (
@@ -41,7 +35,7 @@ _MODULES = {
         "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas "
         "matplotlib.pyplot"
     ),
-    "verify": "math_verify rstar_checker",
+    "verify": f"math_verify {CHECKER_MODULE}",
 }
 
 _WARMUP_CODE = {

@@ -20,8 +20,6 @@ from aiohttp import web
 
 from sandbox.errors import InvalidCall, Overloaded
 from sandbox.fields import (
-    MAX_FILES,
-    MAX_PATH_BYTES,
     NumberRule,
     check_mapping,
     check_number,
@@ -38,6 +36,7 @@ from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
+from sandbox.guest.protocol import MAX_FILES, MAX_PATH_BYTES, NOTEBOOK_MODULE
 from sandbox.types import (
     DEFAULT_LIMITS,
     LIMIT_FIELDS,
@@ -131,7 +130,7 @@ class RunJupyterForm(CallsForm):
         limits = _limits(raw, "total_timeout", 45.0, NOTEBOOK_OUTPUT_KB, extra_s=KERNEL_START_S)
         fetched = _fetched(raw)
         call = Call(
-            code=f"__import__('rstar_notebook').run({','.join(map(_literal, cells))})",
+            code=f"__import__('{NOTEBOOK_MODULE}').run({','.join(map(_literal, cells))})",
             files=_files(raw),
             return_files=_return_files(fetched),
             limits=limits,
