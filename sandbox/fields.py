@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox.errors import InvalidCall
-from sandbox.path_patterns import ANY_DIRECTORIES, MAX_PATTERN_BYTES, is_pattern
+from sandbox.guest.protocol import ANY_DIRECTORIES, MAX_FILES, MAX_PATH_BYTES
+from sandbox.path_patterns import MAX_PATTERN_BYTES, is_pattern
 
-MAX_FILES = 256
-MAX_PATH_BYTES = 1024
 MAX_NAME_BYTES = 255
 """Bytes of one part of a path (NAME_MAX of Linux file systems)."""
 MAX_LABEL_CHARS = 256

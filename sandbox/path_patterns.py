@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
+from sandbox.guest.protocol import ANY_DIRECTORIES, PATTERN_CHARACTERS
+
 MAX_PATTERN_BYTES = 255
 """Together with the maximum length of a name, 255 bytes, this bounds the steps of one match to about 60,000."""
-ANY_DIRECTORIES = "**"
-is_pattern = re.compile(r"[*?[]").search
-"""A path is a pattern if it contains one of these characters."""
+is_pattern = re.compile(f"[{PATTERN_CHARACTERS}]").search
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.errors import InvalidCall
-from sandbox.fields import MAX_ARGUMENTS, MAX_ENV_BYTES, MAX_FILES, MAX_VARIABLES
+from sandbox.fields import MAX_ARGUMENTS, MAX_ENV_BYTES, MAX_VARIABLES
+from sandbox.guest.protocol import MAX_FILES
 from sandbox.types import (
     CALL_FIELDS,
     DEFAULT_LIMITS,

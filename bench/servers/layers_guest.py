@@ -15,7 +15,6 @@ import fork_memory
 
 if __name__ == "__main__":  # before all other imports, as in the real zygote
     fork_memory.use_one_heap()
-    fork_memory.reexec_with_malloc()
 
 import marshal
 import os
@@ -26,8 +25,8 @@ from typing import Any, NoReturn
 
 import confine
 import fork_batch
-import frames
 import output_files
+import protocol
 import runner
 import system_calls
 import zygote
@@ -60,9 +59,9 @@ class MeasuringZygote(zygote.Zygote):
     def _on_measure(self, header: dict[str, Any], body: memoryview) -> None:
         step = header["step"]
         self.failed, self.is_mute = 0, True
-        header_bytes, _ = frames.LENGTHS.unpack_from(body)
-        call_body = body[frames.LENGTHS.size + header_bytes :]
-        call = marshal.loads(body[frames.LENGTHS.size : frames.LENGTHS.size + header_bytes])
+        header_bytes, _ = protocol.LENGTHS.unpack_from(body)
+        call_body = body[protocol.LENGTHS.size + header_bytes :]
+        call = marshal.loads(body[protocol.LENGTHS.size : protocol.LENGTHS.size + header_bytes])
         source = bytes(call_body[: call["blobs"][0]])
         children_before = resource.getrusage(resource.RUSAGE_CHILDREN)
         own_before = resource.getrusage(resource.RUSAGE_SELF)

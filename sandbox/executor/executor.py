@@ -46,7 +46,8 @@ from sandbox.executor.slots import Slots
 from sandbox.executor.time.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
 from sandbox.executor.time.process_tree import CpuPriority
 from sandbox.executor.zygote_frames import Header, get_number
-from sandbox.executor.zygote_pool import MAX_SLOTS_PER_POOL, Zygote, ZygotePool
+from sandbox.executor.zygote_pool import Zygote, ZygotePool
+from sandbox.guest.protocol import MAX_SLOTS_PER_POOL
 from sandbox.runtime import build as runtime
 from sandbox.settings.server import ExecutorConfig, resolve_capacity
 from sandbox.types import EncodedCall, EncodedResult, Profile, UnavailableReason, invalid_result

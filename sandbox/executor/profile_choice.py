@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+from sandbox.guest.protocol import PARENT_PROFILE
 from sandbox.settings.profiles import OwnProfile
 from sandbox.types import Profile
 
-PROFILE_CHAIN = (Profile.BARE, Profile.NUMERIC, Profile.SYMBOLIC, Profile.SCIENTIFIC)
+PROFILE_CHAIN = tuple(Profile(name) for name in PARENT_PROFILE if name != Profile.VERIFY)
 """Built-in profiles from the smallest to the largest. Each contains the modules of those before it."""
 MAX_SCANNED_CHARS = 1 << 16
 """Number of characters of the code that are scanned. To scan millions would delay all other calls."""
@@ -50,9 +51,7 @@ class ProfileTree:
         self.own = {profile.name: profile for profile in own_profiles}
         self.names: tuple[str, ...] = (*PROFILE_CHAIN, *self.own)
         """All profiles but `verify`, each after the one that it extends."""
-        self._parents: dict[str, str | None] = {Profile.BARE: None, Profile.VERIFY: Profile.SYMBOLIC}
-        self._parents |= zip(PROFILE_CHAIN[1:], PROFILE_CHAIN, strict=False)
-        self._parents |= {name: profile.extends for name, profile in self.own.items()}
+        self._parents = PARENT_PROFILE | {name: profile.extends for name, profile in self.own.items()}
         self._modules: dict[str, frozenset[str]] = {}
         """Top-level modules of a profile and its ancestors."""
         for name in self.names:

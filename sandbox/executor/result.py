@@ -15,29 +15,25 @@ from __future__ import annotations
 
 import codecs
 import signal
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sandbox.executor import returned_files
 from sandbox.executor.zygote_frames import Header, get_number
+from sandbox.guest.protocol import FILES_TRUNCATED, OUT_OF_MEMORY, REPORT, TRACEBACK_TRUNCATED, VALUE_TRUNCATED
 from sandbox.jail import CgroupUsage
 from sandbox.types import EncodedError, EncodedResult, Status, signal_name
 
-_REPORT = struct.Struct("<6i")
-"""Lengths of value, error type, message and traceback (-1: absent), line number, flags. The texts follow."""
 MAX_INVALID = 10_000
 """Invalid bytes of a text from which on they are no longer replaced one by one."""
 _CHUNK_BYTES = 1 << 14
 _Decoder = codecs.getincrementaldecoder("utf-8")
 _ASCII = bytes(range(128)) + b"?" * 128
-_VALUE_TRUNCATED, _TRACEBACK_TRUNCATED, _FILES_TRUNCATED, _OUT_OF_MEMORY = 1, 2, 4, 8
-"""Flags of a report (`guest/runner.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of the runner (`guest/runner.py`); empty if the process ended before it wrote one."""
+    """The report of the runner (`guest/protocol.py`); empty if the process ended before it wrote one."""
 
     value: str | None = None
     error: EncodedError | None = None
@@ -46,10 +42,10 @@ class Report:
     @classmethod
     def parse(cls, data: bytes) -> Report:
         """Return the report, or an empty one if `data` is not a valid report. Never raises."""
-        if len(data) < _REPORT.size:
+        if len(data) < REPORT.size:
             return cls()
-        *sizes, line, flags = _REPORT.unpack_from(data)
-        texts, start = [], _REPORT.size
+        *sizes, line, flags = REPORT.unpack_from(data)
+        texts, start = [], REPORT.size
         for size in sizes:
             end = start + max(size, 0)
             texts.append(decode_output(data[start:end]))
@@ -110,9 +106,9 @@ def build_result(
     truncated = {
         "stdout": stdout_truncated,
         "stderr": stderr_truncated,
-        "value": report.flags & _VALUE_TRUNCATED,
-        "traceback": report.flags & _TRACEBACK_TRUNCATED,
-        "files": report.flags & _FILES_TRUNCATED,
+        "value": report.flags & VALUE_TRUNCATED,
+        "traceback": report.flags & TRACEBACK_TRUNCATED,
+        "files": report.flags & FILES_TRUNCATED,
     }
     returned = returned_files.parse(file_bytes, return_files, figures=figures)
     return {
@@ -168,7 +164,7 @@ def _status(
         return Status.MEMORY_LIMIT if oom_killed else Status.KILLED
     if exit_code == 0:
         return Status.OK
-    return Status.MEMORY_LIMIT if report.flags & _OUT_OF_MEMORY else Status.ERROR
+    return Status.MEMORY_LIMIT if report.flags & OUT_OF_MEMORY else Status.ERROR
 
 
 def _error(

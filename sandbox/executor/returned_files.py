@@ -1,27 +1,19 @@
 """Reads the files that the process of a call returned. It can return anything, so each name is checked.
 
-    entry    u32 index into `return_files`, u64 length of the rest, the rest
-    rest     of a path: the content
-             of a pattern: the path of a file that matches it, NUL, the content
-             of index 2^32 - 1: a rendered figure
-
-If earlier entries have all matches of a pattern, its entry has the path of one match and no content.
+`guest/protocol.py` has the layout. If earlier entries have all matches of a pattern, its entry has the path of one
+match and no content.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sandbox.errors import InvalidCall
-from sandbox.fields import MAX_FILES, MAX_PATH_BYTES, check_path
+from sandbox.fields import check_path
+from sandbox.guest.protocol import ENTRY, FIGURE_INDEX, MAX_FIGURES, MAX_FILES, MAX_PATH_BYTES
 from sandbox.path_patterns import is_pattern, matches
 
-MAX_FIGURES = 20
-"""Maximum number of figures that a call returns; `guest/returned_files.py` has the same number."""
-_ENTRY = struct.Struct("<IQ")
-_FIGURE_INDEX = 2**32 - 1
 _MAX_ENTRIES = 2 * MAX_FILES + MAX_FIGURES
 """A guest that the code has not changed sends an entry for each file and figure, and one without content for each
 pattern. A call has at most `MAX_FILES` patterns."""
@@ -44,16 +36,16 @@ def parse(data: bytes, return_files: Sequence[str], *, figures: bool) -> Returne
     found = set[str]()
     start = 0
     for _ in range(_MAX_ENTRIES):
-        if len(data) - start < _ENTRY.size:
+        if len(data) - start < ENTRY.size:
             break
-        index, size = _ENTRY.unpack_from(data, start)
-        start += _ENTRY.size
+        index, size = ENTRY.unpack_from(data, start)
+        start += ENTRY.size
         if size > len(data) - start:
             break
         end = start + size
         if index < len(return_files):
             _add(files, found, return_files[index], data, start, end)
-        elif index == _FIGURE_INDEX and figures:
+        elif index == FIGURE_INDEX and figures:
             images.append(data[start:end])
         else:
             break

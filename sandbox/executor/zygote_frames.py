@@ -1,12 +1,7 @@
 """Frames between executor and zygote, as the executor encodes and decodes them.
 
-    frame = header length (u32) | body length (u32) | header | body        little-endian
-
-    direction            header
-    executor -> zygote   marshal, version 2: the fastest format that every supported Python shares
-    zygote -> executor   JSON, except for `ended`, sent once per call, which is packed binary (`_ENDED`)
-
-The header's "blobs" lists the lengths of the byte strings that make up the body. `guest/frames.py` is the other end.
+`guest/protocol.py` has their layout, and `guest/frames.py` is the other end. The header's "blobs" lists the lengths of
+the byte strings that make up the body. Version 2 of `marshal` is the fastest format that every supported Python shares.
 
 A zygote is untrusted: lengths are checked before anything is buffered, a header must be an object with the fields that
 its kind needs, and anything else raises `ProtocolError`, upon which the executor kills the zygote's jail.
@@ -21,17 +16,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sandbox.errors import ProtocolError
+from sandbox.guest.protocol import ENDED, ENDED_KIND, LENGTHS, STDERR_TRUNCATED, STDOUT_TRUNCATED
 
 MAX_HEADER_BYTES = 1 << 20
 _MAX_TEXT_CHARS = 300
 _MAX_NUMBER = 1e15
 """Numbers have to be smaller, so that they are finite and sums and products of them stay so."""
 Header = dict[str, Any]
-_LENGTHS = struct.Struct("<II")
-_ENDED = struct.Struct("<BQiiQQQB")
-"""Kind (1), run id, exit code and signal (-1: none), wall and CPU time in µs, peak in KiB, flags. The length of each
-blob follows as a u64."""
-_ENDED_KIND, _STDOUT_TRUNCATED, _STDERR_TRUNCATED = b"\1", 1, 2
 _MAX_ENDED_BLOBS = 4
 
 
@@ -39,7 +30,7 @@ def pack(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
     """Encode one frame. Adds "blobs" to `header`."""
     header["blobs"] = [len(blob) for blob in blobs]
     head = marshal.dumps(header, 2)
-    return b"".join([_LENGTHS.pack(len(head), sum(header["blobs"])), head, *blobs])
+    return b"".join([LENGTHS.pack(len(head), sum(header["blobs"])), head, *blobs])
 
 
 class Unpacker:
@@ -57,8 +48,8 @@ class Unpacker:
         """Raises `ProtocolError` if a frame is too long or invalid."""
         buffer, start = self._buffer, 0
         try:
-            while len(buffer) - start >= 8:  # the size of `_LENGTHS`
-                head_size, body_size = _LENGTHS.unpack_from(buffer, start)
+            while len(buffer) - start >= 8:  # the size of `LENGTHS`
+                head_size, body_size = LENGTHS.unpack_from(buffer, start)
                 if head_size > MAX_HEADER_BYTES or body_size > self.max_body_bytes:
                     raise ProtocolError(
                         f"a zygote announced a frame of {head_size} + {body_size} bytes, "
@@ -76,7 +67,7 @@ class Unpacker:
 
 def _decode(head: bytes, body: bytes) -> tuple[Header, list[bytes]]:
     try:
-        header = _decode_ended(head) if head[:1] == _ENDED_KIND else json.loads(head)
+        header = _decode_ended(head) if head[:1] == ENDED_KIND.to_bytes() else json.loads(head)
         sizes = header["blobs"]
         if type(sizes) is not list or any(type(size) is not int or size < 0 for size in sizes):
             raise ValueError("blobs is not a list of lengths")
@@ -95,8 +86,8 @@ def _decode(head: bytes, body: bytes) -> tuple[Header, list[bytes]]:
 
 def _decode_ended(head: bytes) -> Header:
     """Decode the header of an `ended` frame. Raises `ValueError` or `struct.error`."""
-    _kind, run_id, exit_code, term_signal, wall_us, cpu_us, peak_kb, flags = _ENDED.unpack_from(head)
-    blob_count = (len(head) - _ENDED.size) // 8
+    _kind, run_id, exit_code, term_signal, wall_us, cpu_us, peak_kb, flags = ENDED.unpack_from(head)
+    blob_count = (len(head) - ENDED.size) // 8
     if blob_count > _MAX_ENDED_BLOBS:
         raise ValueError(f"{blob_count} blobs, expected at most {_MAX_ENDED_BLOBS}")
     return {
@@ -107,9 +98,9 @@ def _decode_ended(head: bytes) -> Header:
         "wall_ms": wall_us / 1e3,
         "cpu_ms": cpu_us / 1e3,
         "peak_kb": peak_kb,
-        "stdout_truncated": bool(flags & _STDOUT_TRUNCATED),
-        "stderr_truncated": bool(flags & _STDERR_TRUNCATED),
-        "blobs": list(struct.unpack(f"<{blob_count}Q", head[_ENDED.size :])),
+        "stdout_truncated": bool(flags & STDOUT_TRUNCATED),
+        "stderr_truncated": bool(flags & STDERR_TRUNCATED),
+        "blobs": list(struct.unpack(f"<{blob_count}Q", head[ENDED.size :])),
     }
 
 

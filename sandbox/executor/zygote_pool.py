@@ -45,8 +45,6 @@ MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
 """Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
 KILL_TIMEOUT_S = 2.0
 """Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
-MAX_SLOTS_PER_POOL = 4096
-"""Size of the zygote's array of confinement marks (`guest/zygote.py`)."""
 
 
 class PoolOwner(Protocol):

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 
-MAX_TEXT_CHARS = 1 << 20
-"""Maximum characters of a text in which an answer is looked for; `sandbox.judging.answers` has the same number."""
+from protocol import MAX_ANSWER_TEXT_CHARS
+
 MAX_ANSWER_CHARS = 4096
 """Maximum characters of the answer that is found."""
 MAX_NESTED_BOXES = 4
@@ -32,8 +32,8 @@ class NoAnswer(Exception):
 
 def extract(text: str) -> str:
     """Return the answer in `text`. Raises `NoAnswer`."""
-    if len(text) > MAX_TEXT_CHARS:
-        raise NoAnswer(f"has more than {MAX_TEXT_CHARS} characters")
+    if len(text) > MAX_ANSWER_TEXT_CHARS:
+        raise NoAnswer(f"has more than {MAX_ANSWER_TEXT_CHARS} characters")
     for where, answer in (("in its last closed box", _boxed(text)), ("behind its last mark", _marked(text))):
         if answer is not None:
             return _checked(answer, where)

@@ -22,7 +22,8 @@ import sys
 from typing import Any, NamedTuple
 
 import answer_comparison
-from answer_extraction import MAX_ANSWER_CHARS, MAX_TEXT_CHARS, NoAnswer, extract
+from answer_extraction import MAX_ANSWER_CHARS, NoAnswer, extract
+from protocol import MAX_ANSWER_TEXT_CHARS
 
 MAX_SHOWN_CHARS = 200
 """Maximum characters of an extracted answer in a report."""
@@ -93,8 +94,8 @@ def _shown(extracted: dict[str, str]) -> dict[str, str]:
 
 def _found_by_math_verify(text: str) -> str:
     """Return the text that math-verify finds. Raises `NoAnswer`."""
-    if len(text) > MAX_TEXT_CHARS:
-        raise NoAnswer(f"has more than {MAX_TEXT_CHARS} characters")
+    if len(text) > MAX_ANSWER_TEXT_CHARS:
+        raise NoAnswer(f"has more than {MAX_ANSWER_TEXT_CHARS} characters")
     parsed = _parse(text) if text.strip() else []
     if not parsed:
         raise NoAnswer("has no answer that math-verify finds")

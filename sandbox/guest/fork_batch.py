@@ -3,6 +3,7 @@
 This is an optimisation. After a fork, both processes share all memory, and the first write to a page copies it. An
 interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
 pages for every call. The machine code writes only to a stack, a page of results and the buffer of the child's input.
+Without it zygote and call of a `print` take 12 % more CPU time, and those of a numpy call 7 %.
 
 A job is a copy of the call's input and a list of system calls (steps), which `Confinement.syscall_steps` in
 `confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the layout of a job.

@@ -5,12 +5,11 @@ This is an optimisation: where the kernel or the C library lacks a feature, fork
 A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
 each 4 KiB page that the parent has written. With a heap of 50 MB these entries cost more than the rest of a small call.
 
-    function                           effect                                          when it is called
-    use_one_heap, reexec_with_malloc   all memory comes from malloc's heap             when a zygote starts
-    colocate_bytecode                  bytecode of hot functions lies side by side     after the first warm-up
-    remap_code                         code in huge pages, two mappings per library    after it has loaded its profile
-    compact_heap                       the heap has no free blocks, is in huge pages   after that; Linux 6.1
-    inherited_kb                       measures the memory that a fork shares          last
+    function       effect                                          when it is called
+    use_one_heap   all memory comes from malloc's heap             when a zygote starts
+    remap_code     code in huge pages, two mappings per library    after it has loaded its profile
+    compact_heap   the heap is in huge pages                       after that; Linux 6.1
+    inherited_kb   measures the memory that a fork shares          last
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ import ctypes
 import gc
 import mmap
 import os
-import sys
-import types
-from collections.abc import Iterator
 
 import fork_refcounts
 
 _HUGE_BYTES = 2 << 20
-_BYTES_OVERHEAD = sys.getsizeof(b"")
 _MADV_COLLAPSE = 25
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 _MAP_PRIVATE_ANONYMOUS = 0x22
@@ -35,7 +30,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
-_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -87,64 +81,25 @@ _Visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_
 _default_arenas = _ArenaAllocator()
 ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(_default_arenas))
 
-_RAW, _MEM, _OBJECTS = range(3)  # PyMemAllocatorDomain
-_OFFSETS_VARIABLE = "RSTAR_SMALL_OBJECTS"
-"""Environment variable in which `reexec_with_malloc` passes on the allocator's functions."""
+_PYMEM_DOMAIN_RAW = 0
 _HEAP_THRESHOLD_BYTES = 32 << 20
 """Maximum of M_MMAP_THRESHOLD: malloc takes smaller blocks from its heap, and maps larger ones."""
 _CALL_THRESHOLD_BYTES = 4 << 20
 """The same threshold for calls. By default malloc starts at 128 KiB and adapts, but a call is too short for that."""
 _CHUNK_BYTES = 1 << 16
 _kept_alive: list = []  # objects in arenas that malloc must not free
-_fillers: list = []  # objects that occupy free blocks
 _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
-
-
-def reexec_with_malloc() -> None:
-    """Execute this program again, so that malloc's heap also holds what the interpreter allocates while it starts.
-
-    Call this first in a zygote, after `use_one_heap`. The interpreter's own allocator (Objects/obmalloc.c) would put
-    those objects into separate mappings of 1 MiB, which cannot become huge pages: 1,000 pages to copy in each fork.
-    PYTHONMALLOC=malloc prevents that, but disables the allocator for the life of the process. So its functions, which
-    have no public name, are passed on as offsets from a public function, and are restored after the start. Nothing
-    happens where the interpreter does not work that way.
-    """
-    anchor = ctypes.cast(ctypes.pythonapi.PyMem_GetAllocator, ctypes.c_void_p).value or 0
-    offsets = os.environ.pop(_OFFSETS_VARIABLE, None)
-    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
-    if offsets is None:
-        if objects.context is None and objects.malloc != raw.malloc and _obeys_pythonmalloc():
-            functions = [getattr(objects, field[0]) for field in _Allocator._fields_[1:]]
-            offsets = ",".join(str(function - anchor) for function in functions)
-            os.environ.update({"PYTHONMALLOC": "malloc", _OFFSETS_VARIABLE: offsets})
-            os.execv(sys.executable, sys.orig_argv)
-        return
-    del os.environ["PYTHONMALLOC"]  # interpreters that calls start must not inherit it
-    if objects.malloc == raw.malloc:
-        original = _Allocator(None, *(anchor + int(offset) for offset in offsets.split(",")))
-        for domain in (_MEM, _OBJECTS):
-            ctypes.pythonapi.PyMem_SetAllocator(domain, ctypes.byref(original))
-
-
-def _obeys_pythonmalloc() -> bool:
-    """Return whether PYTHONMALLOC selects the allocator; a free-threaded Python has only one."""
-    return hasattr(sys, "orig_argv") and "t" not in sys.abiflags and not sys.flags.ignore_environment
-
-
-def _allocator(domain: int) -> _Allocator:
-    allocator = _Allocator()
-    ctypes.pythonapi.PyMem_GetAllocator(domain, ctypes.byref(allocator))
-    return allocator
 
 
 def use_one_heap() -> None:
     """Allocate memory of every kind from malloc's heap, until `compact_heap`.
 
     Otherwise arenas and large blocks would get mappings of their own between those of libraries. malloc must not free
-    the arenas that exist already, so every object in them is kept alive.
+    the arenas that exist already. So every object in them is kept alive, among them those of the interpreter's start.
     """
     _kept_alive.append(gc.get_objects())
-    raw = _allocator(_RAW)  # malloc with a context argument
+    raw = _Allocator()  # malloc with a context argument
+    ctypes.pythonapi.PyMem_GetAllocator(_PYMEM_DOMAIN_RAW, ctypes.byref(raw))
     arenas = _ArenaAllocator(raw.context, raw.malloc, raw.free)
     ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(arenas))
     _map_blocks_from(_HEAP_THRESHOLD_BYTES)
@@ -162,46 +117,6 @@ def _map_blocks_from(size: int) -> None:
     _mallopt(_M_TRIM_THRESHOLD, 2 * size)
 
 
-def colocate_bytecode(directory: str) -> int:
-    """Copy the bytecode of frequently run functions in files of `directory` side by side. Return their number.
-
-    Since Python 3.12 the interpreter records in the bytecode which way each jump went. So a call copies each page with
-    a function that the call runs, and so does the zygote after each fork.
-    """
-    functions = [subject for subject in gc.get_objects() if type(subject) is types.FunctionType]
-    guest_functions = [function for function in functions if function.__code__.co_filename.startswith(directory)]
-    specialised = [function for function in guest_functions if _is_specialised(function.__code__)]
-    sizes = sorted({sys.getsizeof(function.__code__) for function in specialised}, reverse=True)
-    fillers = [block for size in sizes for block in _fill_holes(size)]
-    objects, raw = _allocator(_OBJECTS), _allocator(_RAW)
-    # New objects come from malloc, whatever their size. The interpreter's own functions can free both kinds.
-    mixed = _Allocator(raw.context, raw.malloc, raw.calloc, objects.realloc, objects.free)
-    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(mixed))
-    replaced = [function.__code__ for function in specialised]  # kept alive, so that no new code takes their memory
-    for function in specialised:
-        function.__code__ = function.__code__.replace()
-    ctypes.pythonapi.PyMem_SetAllocator(_OBJECTS, ctypes.byref(objects))
-    for filler in fillers:
-        _libc.free(filler)
-    return len(replaced)
-
-
-def _is_specialised(code: types.CodeType) -> bool:
-    """Return whether the interpreter has specialised an instruction of this code, which has therefore run often."""
-    plain, adapted = code.co_code[::2], getattr(code, "_co_code_adaptive", code.co_code)[::2]
-    return any(before != after for before, after in zip(plain, adapted) if before)  # 0 is a cache entry
-
-
-def _fill_holes(size: int) -> Iterator[int]:
-    """Allocate every free block of at least `size` bytes below the end of malloc's heap."""
-    end = _libc.malloc(_HUGE_BYTES * 8)  # larger than every hole
-    _libc.free(end)
-    block = 0
-    while block < end <= _libc.sbrk(0):
-        block = _libc.malloc(size)
-        yield block
-
-
 def compact_heap() -> int:
     """Free unused objects, exclude the others from collection, and move the heap to huge pages. Return their number."""
     gc.collect()
@@ -210,7 +125,6 @@ def compact_heap() -> int:
     gc.freeze()
     gc.disable()
     gc.collect()  # empties the interpreter's free lists, whose objects are scattered
-    _fill_pools()
     _fill_last_block()
     _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
@@ -245,43 +159,6 @@ def _resident_blocks_below(top: int) -> set:
 def _collapse(block: int) -> bool:
     """Collapse block number `block` of 2 MiB into a huge page (madvise(2)). Return whether the kernel did."""
     return bool(_libc.madvise(block * _HUGE_BYTES, _HUGE_BYTES, _MADV_COLLAPSE) == 0)
-
-
-# Pools of the interpreter's allocator (CPython, Objects/obmalloc.c), in bytes.
-_POOL_BYTES, _POOL_HEADER_BYTES, _MAX_BLOCK_BYTES, _ALIGNMENT_BYTES = 1 << 14, 48, 512, 16
-_BATCH_BLOCKS, _MAX_BATCHES, _MAX_GAP_BLOCKS = 16, 4096, 8  # for `_fill_pools`
-
-
-def _fill_pools() -> None:
-    """Allocate all free blocks of pools that already hold objects, so that calls allocate from new pools.
-
-    Otherwise a call's objects would go to free blocks all over the heap, and the call would copy the page of each.
-    """
-    for size in range(_ALIGNMENT_BYTES, _MAX_BLOCK_BYTES + 1, _ALIGNMENT_BYTES):
-        kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
-        arguments = (size - _BYTES_OVERHEAD,) if kind is bytes else ()
-        addresses: list = []
-        for _ in range(_MAX_BATCHES):
-            batch: list = [None] * _BATCH_BLOCKS
-            for index in range(_BATCH_BLOCKS):  # the loop allocates nothing else
-                batch[index] = kind(*arguments)
-            _fillers.append(batch)
-            addresses = addresses[-2:] + [id(filler) for filler in batch]
-            if _starts_new_pool(addresses, size):
-                break
-
-
-def _starts_new_pool(addresses: list, size: int) -> bool:
-    """Return whether three of the addresses follow each other from the start of a pool.
-
-    The allocator starts a new pool only if no other pool has a free block. A few blocks between the addresses may be
-    missing, because this module has other objects there.
-    """
-    start, max_distance = _POOL_HEADER_BYTES + 3 * size, _MAX_GAP_BLOCKS * size
-    return any(
-        first % _POOL_BYTES < start and first < second < third < first + max_distance
-        for first, second, third in zip(addresses, addresses[1:], addresses[2:])
-    )
 
 
 _MAX_HUGE_CODE_BYTES = 16 << 20

@@ -27,6 +27,7 @@ import frames
 import originals
 import runner
 import system_calls
+from protocol import SCRIPT
 
 if TYPE_CHECKING:
     from zygote import Zygote
@@ -78,7 +79,7 @@ def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
         zygote.send_ended(running, 0, resource.getrusage(resource.RUSAGE_CHILDREN))
     zygote.running.clear()
     zygote.deadlines.clear()
-    linecache.cache.pop(runner.SCRIPT, None)
+    linecache.cache.pop(SCRIPT, None)
     runner.main_module.__dict__.update(main_names)
     sys.path[0] = first_path
     return zygote.writer.first_header()

@@ -1,11 +1,8 @@
-"""Frames between executor and zygote, on the guest's side.
+"""Frames between executor and zygote, on the guest's side. `protocol` has their layout.
 
-    u32 header bytes, u32 body bytes (little-endian), header, body
-
-The header of an incoming frame is a dict in `marshal` form. The header of an outgoing frame is JSON, or binary for
-`ended`, which answers each call. Headers hold numbers and names of this project only. What belongs to a call (code,
-input, file names, output) is the body, whose parts have the lengths listed under `blobs`. A body is only ever in memory
-that a fork does not inherit. The executor has its own decoder and trusts nothing that a zygote sends.
+Headers hold numbers and names of this project only. What belongs to a call (code, input, file names, output) is the
+body, whose parts have the lengths listed under `blobs`. A body is only ever in memory that a fork does not inherit. The
+executor has its own decoder and trusts nothing that a zygote sends.
 """
 
 from __future__ import annotations
@@ -17,10 +14,8 @@ import socket
 import struct
 
 import wiped_memory
+from protocol import ENDED, ENDED_KIND, LENGTHS, STDERR_TRUNCATED, STDOUT_TRUNCATED
 
-LENGTHS = struct.Struct("<II")
-_ENDED = struct.Struct("<BQiiQQQB")
-_ENDED_KIND, _STDOUT_TRUNCATED, _STDERR_TRUNCATED = 1, 1, 2
 _FD = struct.Struct("i")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_FD.size)
 _sendmsg = socket.socket.sendmsg  # kept here because `runner` replaces the method
@@ -123,21 +118,17 @@ class FrameWriter:
 
 
 def _encode_ended(header: dict) -> bytes:
-    """Encode an `ended` header.
-
-    Its fields: kind (1), run_id, exit code (-1: none), signal (-1: none), wall time and CPU time in microseconds, peak
-    memory in KiB, truncation flags; then the length of each blob as u64.
-    """
+    """Encode an `ended` header (`protocol.ENDED`)."""
     exit_code, term_signal, sizes = header["exit_code"], header["signal"], header["blobs"]
-    return _ENDED.pack(
-        _ENDED_KIND,
+    return ENDED.pack(
+        ENDED_KIND,
         header["run_id"],
         -1 if exit_code is None else exit_code,
         -1 if term_signal is None else term_signal,
         round(header["wall_ms"] * 1e3),
         round(header["cpu_ms"] * 1e3),
         header["peak_kb"],
-        _STDOUT_TRUNCATED * header["stdout_truncated"] | _STDERR_TRUNCATED * header["stderr_truncated"],
+        STDOUT_TRUNCATED * header["stdout_truncated"] | STDERR_TRUNCATED * header["stderr_truncated"],
     ) + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 

@@ -1,8 +1,8 @@
 """Calls a function that the code has defined, for the function tests of `sandbox/judging/programs.py`.
 
 The zygote gives this module the name `rstar_function_call`. A judged program ends with a line that calls `run`. The
-name of the function and its arguments are in the file `FILE`. The result is JSON text, which the runner reports as the
-value of that line. The code can replace all of this, which changes only its own answer.
+name of the function and its arguments are in the file `FUNCTION_CALL_FILE`. The result is JSON text, which the runner
+reports as the value of that line. The code can replace all of this, which changes only its own answer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import sys
 from typing import Any
 
 import originals
+from protocol import FUNCTION_CALL_FILE
 
 originals.use_builtins(globals())
 _loads, _dumps, _modules = json.loads, json.dumps, sys.modules
 
-FILE = "function_call.json"
-LINE = "\n__import__('rstar_function_call').run()\n"
-"""The end of a judged program; `sandbox/judging/programs.py` appends the same."""
 MODULE = "solution"
 """`__name__` of such a program, so that what it has behind `if __name__ == "__main__":` does not run."""
 
@@ -33,7 +31,7 @@ class _JsonText(str):
 def run() -> str:
     """Call the function and return its result as JSON. Raises what the function raises, and `NameError` if the code
     does not define the function."""
-    with open(FILE, "rb") as file:
+    with open(FUNCTION_CALL_FILE, "rb") as file:
         request = originals.call(_loads, file.read())
     outer, _, method = request["call"].partition(".")
     scope = _modules["__main__"].__dict__

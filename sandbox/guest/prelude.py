@@ -1,15 +1,14 @@
 """The names that LeetCode gives to a solution without imports, for programs with `prelude` (`judging/programs.py`).
 
-Such a program ends with the comment `LINE`. The prelude runs before the program and is not part of its text, so the
-line numbers of the program stay what they are. A name that the program defines replaces that of the prelude.
+Such a program ends with the comment `PRELUDE_LINE` of `protocol`. The prelude runs before the program and is not part
+of its text, so the line numbers of the program stay what they are. A name that the program defines replaces that of the
+prelude.
 """
 
 from __future__ import annotations
 
 import builtins
 
-LINE = "\n# rstar_prelude: leetcode"
-"""The end of a program with the prelude, before the line of a function test; `judging/programs.py` appends the same."""
 _CODE = compile(
     """
 from string import *

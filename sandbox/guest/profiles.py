@@ -1,6 +1,6 @@
 """The modules that a zygote of each profile imports, and the code that warms them up.
 
-The executor sends the profiles that an operator has defined (`load_own`).
+The executor sends the profiles that an operator has defined (`_run_own`).
 
 An import is not enough: the first `sympy.solve` takes ten times as long as later ones, because of lazy imports and
 caches. So each zygote runs typical code of its profile once, before any call.
@@ -20,13 +20,7 @@ import importlib
 import threading
 from typing import Any
 
-PARENT_PROFILE = {
-    "bare": None,
-    "numeric": "bare",
-    "symbolic": "numeric",
-    "scientific": "symbolic",
-    "verify": "symbolic",
-}
+from protocol import CHECKER_MODULE, PARENT_PROFILE
 
 _MODULES = {
     "bare": (
@@ -41,7 +35,7 @@ _MODULES = {
         "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas "
         "matplotlib.pyplot"
     ),
-    "verify": "math_verify rstar_checker",
+    "verify": f"math_verify {CHECKER_MODULE}",
 }
 
 _WARMUP_CODE = {
@@ -117,49 +111,43 @@ pairs = [
 
 
 _OWN_WARMUP_FILE = "<warm-up>"
-_loaded: dict = {}
+_loaded: dict[str, tuple[list[str], list[str]]] = {}
 """The missing modules and other problems of each profile that has been loaded, with those of its parents."""
 
 
 def load(profile: str) -> tuple[list[str], list[str]]:
-    """Import and warm up a profile and its parents, each once.
+    """Import and warm up a built-in profile and its parents, each once.
 
     Return the missing modules, and other problems, which only make calls slower. A second load returns the same.
     """
-    if profile in _loaded:
-        found: tuple[list[str], list[str]] = _loaded[profile]
-        return found
-    parent = PARENT_PROFILE[profile]
-    missing, problems = load(parent) if parent else ([], [])
-    own_missing, import_problems = _import(profile)
-    warm_up_problems = _warm_up(profile)
-    # A missing module also makes the warm-up fail; then only the module is reported.
-    problems = problems + import_problems + ([] if own_missing else warm_up_problems)
-    _loaded[profile] = sorted({*missing, *own_missing}), problems
-    return load(profile)
+    if profile not in _loaded:
+        parent = PARENT_PROFILE[profile]
+        missing, problems = load(parent) if parent else ([], [])
+        own_missing, import_problems = _import(profile)
+        warm_up_problems = _warm_up(profile)
+        # A missing module also makes the warm-up fail; then only the module is reported.
+        problems = problems + import_problems + ([] if own_missing else warm_up_problems)
+        _loaded[profile] = sorted({*missing, *own_missing}), problems
+    return _loaded[profile]
 
 
 def load_from(header: dict) -> tuple[list[str], list[str], str]:
-    """Load the profile of a frame `configure` or `spawn`, whose `own` is an operator's profile. Return missing modules,
-    other problems, and the reason why the profile cannot be used, or an empty text."""
-    if "own" in header:
-        missing, problems, refused = load_own(header["own"])
-    else:
-        (missing, problems), refused = load(header["profile"]), ""
+    """Load the profile of a frame `configure` or `spawn`, whose `own` is an operator's profile. Return what `load`
+    returns, and the reason why the profile cannot be used, or an empty text."""
+    own = header.get("own")
+    missing, problems = load(own["extends"] if own else header["profile"])
+    refused = ""
+    if own:
+        _loaded[own["name"]] = missing, problems  # for a profile that extends this one, in a child zygote
+        refused = _run_own(own)
     if not refused and threading.active_count() != 1:
         refused = "expected one thread, because a zygote forks, but loading the profile started others"
     return missing, problems, refused
 
 
-def load_own(own: dict) -> tuple[list[str], list[str], str]:
-    """Load an operator's profile: its parents, its imports, and its warm-up code as a whole.
-
-    Return what `load` returns for the parents, and the reason why the profile cannot be used, or an empty text.
-    """
-    name = own["name"]
-    PARENT_PROFILE[name] = own["extends"]
-    missing, problems = load(own["extends"])
-    _loaded[name] = missing, problems  # so that a profile that extends this one does not load it again
+def _run_own(own: dict) -> str:
+    """Import the modules of an operator's profile, and run its warm-up code as a whole. Return the error, or an empty
+    text."""
     step = ""
     try:
         for module in own["imports"]:
@@ -169,8 +157,8 @@ def load_own(own: dict) -> tuple[list[str], list[str], str]:
         scope: dict = {"__name__": "warm", "__builtins__": builtins}
         exec(compile(own["warm"], _OWN_WARMUP_FILE, "exec", dont_inherit=True), scope)
     except BaseException as error:
-        return missing, problems, f"{step}{_line_of(error)}: {type(error).__name__}: {error}"
-    return missing, problems, ""
+        return f"{step}{_line_of(error)}: {type(error).__name__}: {error}"
+    return ""
 
 
 def _line_of(error: BaseException) -> str:

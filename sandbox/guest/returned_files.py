@@ -1,14 +1,9 @@
 """Returns files of a call's working directory, and its open figures, through descriptor 4.
 
-    entry    u32 index into `return_files`, u64 length of the rest, the rest
-    rest     of a path: the content
-             of a pattern: the path of a file that matches it, NUL, the content
-             of index 2^32 - 1: a figure as PNG
-
-Regular files are returned whole or not at all, and each only once. If earlier entries have all matches of a pattern,
-the pattern gets an entry with the path of one match and no content. The rules for patterns are those of
-`sandbox/path_patterns.py`. This module runs after the code and in its process, where the code can change it. So the
-executor trusts no entry, and the bounds here only save the call from useless work.
+`protocol` has the layout. Regular files are returned whole or not at all, and each only once. If earlier entries have
+all matches of a pattern, the pattern gets an entry with the path of one match and no content. The rules for patterns
+are those of `sandbox/path_patterns.py`. This module runs after the code and in its process, where the code can change
+it. So the executor trusts no entry, and the bounds here only save the call from useless work.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import itertools
 import os
 import re
 import stat
-import struct
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -26,20 +20,23 @@ from typing import Any
 
 import originals
 import output_files
+from protocol import (
+    ANY_DIRECTORIES,
+    ENTRY,
+    FIGURE_INDEX,
+    MAX_FIGURES,
+    MAX_FILES,
+    MAX_PATH_BYTES,
+    PATTERN_CHARACTERS,
+    SCRIPT,
+)
 
 originals.use_builtins(globals())
 _modules = sys.modules
 FILES_FD = 4
-SCRIPT = "main.py"
-"""File with the code, as `runner` names it."""
-ENTRY = struct.Struct("<IQ")
-FIGURE_INDEX = 2**32 - 1
-MAX_FILES, MAX_FIGURES = 256, 20
-MAX_PATH_BYTES = 1024
-"""The executor has the same three bounds (`fields.py`, `executor/returned_files.py`)."""
 MAX_SCANNED_ENTRIES = 20_000
 """Directory entries that the patterns of one call may visit together."""
-_is_pattern = re.compile(r"[*?[]").search
+_is_pattern = re.compile(f"[{PATTERN_CHARACTERS}]").search
 
 
 class FileWriter:
@@ -150,8 +147,9 @@ class FileWriter:
         stack = [("", parts)]  # directories, each with the parts that a path in it has to match
         while stack:
             directory, (part, *rest) = stack.pop()
-            if part == "**":
-                deeper = [(path + "/", ["**", *rest]) for path in self._children(directory, part, directories=True)]
+            if part == ANY_DIRECTORIES:
+                subdirectories = self._children(directory, part, directories=True)
+                deeper = [(path + "/", [ANY_DIRECTORIES, *rest]) for path in subdirectories]
                 stack += [*reversed(deeper), (directory, rest or ["*"])]
             elif not rest:
                 yield from self._children(directory, part, directories=False)

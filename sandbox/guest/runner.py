@@ -9,19 +9,12 @@ Invariants:
 - The report (descriptor 3) holds value and error only. The code can forge it, because it is written by the code's own
   process. The status of the call is decided outside, from how the process ended.
 
-Report: six little-endian i32, then four texts in UTF-8.
-
-    i32    length in bytes of each text: value (-1: no value), error type (-1: no error), message, traceback
-           line number of the error (-1: unknown)
-           flags
-    flags  1 value truncated, 2 traceback truncated, 4 returned files truncated, 8 MemoryError
-    texts  value, error type, message, traceback
-
-Returned files go to descriptor 4 (`returned_files.py`).
+`protocol` has the layout of the report. Returned files go to descriptor 4 (`returned_files.py`).
 
 Compiled code: the magic number of the interpreter (4 bytes), then the two results of `_compile` in `marshal` form. A
-call with `compile_only` writes it to the file `COMPILED` and runs nothing. Another call may bring it. It only saves
-time: it is used if the magic number is this interpreter's, and it decides nothing that the code could not do itself.
+call with `compile_only` writes it to the file `COMPILED_FILE` and runs nothing. Another call may bring it. It only
+saves time: it is used if the magic number is this interpreter's, and it decides nothing that the code could not do
+itself.
 """
 
 from __future__ import annotations
@@ -39,7 +32,6 @@ import marshal
 import mmap
 import os
 import re
-import struct
 import sys
 import threading
 import time
@@ -60,20 +52,26 @@ import prelude
 import replacements
 import returned_files
 import sockets
+from protocol import (
+    COMPILED_FILE,
+    FILES_TRUNCATED,
+    FUNCTION_CALL_LINE,
+    OUT_OF_MEMORY,
+    PRELUDE_LINE,
+    REPORT,
+    SCRIPT,
+    TRACEBACK_TRUNCATED,
+    VALUE_TRUNCATED,
+)
 
 originals.use_builtins(globals())
 atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
-SCRIPT = "main.py"
 _NEEDS_SCRIPT = (b"__file__", b"main.py", b"argv", b"multiprocessing", b"concurrent", b"subprocess")
 """Code with one of these may read its own file, or start a process that runs it, so the file is written. A write takes
 20 us, which other calls are spared."""
 _OWN_PROGRAM = b"__import__('rstar_"
 """Start of the server's own programs, such as the cells of a notebook, which has no file."""
-COMPILED = "compiled"
-"""File in which a call with `compile_only` returns its compiled code."""
 REPORT_FD = 3
-REPORT = struct.Struct("<6i")
-VALUE_TRUNCATED, TRACEBACK_TRUNCATED, FILES_TRUNCATED, OUT_OF_MEMORY = 1, 2, 4, 8
 MAX_TYPE_BYTES, MAX_MESSAGE_BYTES = 256, 8192
 _FUTURE_FLAGS = 0
 """Flags of code objects for `from __future__` statements."""
@@ -269,7 +267,7 @@ def _write_files(files: list) -> None:
 def _write_script(source: bytes) -> bytes:
     """Write the file of the code before those of the call, which may have one with the same name. Return its content.
     If the scratch directory has no room for it, the code runs without the file."""
-    script = source.removesuffix(function_call.LINE.encode())  # a process that runs the file calls no function
+    script = source.removesuffix(FUNCTION_CALL_LINE.encode())  # a process that runs the file calls no function
     try:
         _write_files([(SCRIPT, script)])
     except OSError:
@@ -291,13 +289,13 @@ def _run_script(
         linecache.cache[SCRIPT] = (len(text), None, [line + "\n" for line in text.split("\n")], SCRIPT)
         body, last = _load_compiled(compiled) or _compile(text, call["echo"])
         if "compile_only" in call:
-            _write_files([(COMPILED, MAGIC_NUMBER + marshal.dumps((body, last)))])
+            _write_files([(COMPILED_FILE, MAGIC_NUMBER + marshal.dumps((body, last)))])
             return 0
-        is_function_test = text.endswith(function_call.LINE)
+        is_function_test = text.endswith(FUNCTION_CALL_LINE)
         if is_function_test:
             scope["__name__"] = function_call.MODULE
             sys.modules[function_call.MODULE] = main_module
-        if text.removesuffix(function_call.LINE).rstrip("\n").endswith(prelude.LINE):
+        if text.removesuffix(FUNCTION_CALL_LINE).rstrip("\n").endswith(PRELUDE_LINE):
             prelude.run(scope)
         exec(body, scope)
         if is_function_test:

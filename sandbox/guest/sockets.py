@@ -13,8 +13,8 @@ import sys
 import types
 from typing import Any
 
-MAX_BACKLOG = 128
-"""`jail.seccomp.MAX_BACKLOG`: the filter refuses more."""
+from protocol import MAX_BACKLOG
+
 _FORKSERVER = "multiprocessing.popen_forkserver"
 
 

@@ -39,9 +39,9 @@ class CallInput:
     def copy_plan(self, body: memoryview) -> tuple[int, int, int, int]:
         """Return how to copy a body before the fork: source, target, bytes to copy, zero bytes to write behind them.
 
-        `ForkBatch` forks several calls in a row and copies each body just before its fork, in machine code. So this
-        method returns addresses and copies nothing. A body over `USUAL_BYTES` must be the only one of its batch,
-        because there is one buffer for it; `Zygote.on_call` ensures this.
+        All calls of a batch use one buffer, because a child would inherit the buffers of the others. So `ForkBatch`
+        copies each body just before its fork, in machine code, and this method returns addresses and copies nothing. A
+        body over `USUAL_BYTES` must be the only one of its batch; `Zygote.on_call` ensures this.
         """
         size = len(body)
         source = _address(body) if size else 0

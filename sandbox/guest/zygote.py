@@ -26,7 +26,6 @@ import fork_memory
 
 if __name__ == "__main__":
     fork_memory.use_one_heap()  # before the other imports, so that they share the heap
-    fork_memory.reexec_with_malloc()
 
 import contextlib
 import errno
@@ -56,13 +55,13 @@ import returned_files
 import fork_warmup
 import runner
 import system_calls
+from protocol import CHECKER_MODULE, FUNCTION_CALL_MODULE, MAX_SLOTS_PER_POOL, NOTEBOOK_MODULE
 
-sys.modules["rstar_checker"] = checker  # a call may bring a file named checker.py
-sys.modules["rstar_function_call"] = function_call
-sys.modules["rstar_notebook"] = notebook
+sys.modules[CHECKER_MODULE] = checker  # a call may bring a file named checker.py
+sys.modules[FUNCTION_CALL_MODULE] = function_call
+sys.modules[NOTEBOOK_MODULE] = notebook
 _FIRST_FREE_FD = 10
 """The zygote's own descriptors start here, because a call uses 0 to 4."""
-_MAX_SLOTS_PER_POOL = 4096
 _MAX_STALE_DEADLINES = 64
 _REPORT_RETRY_S = 0.02
 """Seconds until another try to report a call as still running."""
@@ -117,7 +116,7 @@ class Zygote:
         self.report_after_s = 0.0
         self.inherited_kb = 0  # resident memory of a child that does nothing
         self.deadlines: list[tuple[float, int, int]] = []  # a heap of (time, process id, run id)
-        self.confined_flags = mmap.mmap(-1, _MAX_SLOTS_PER_POOL)  # shared: a call sets its slot's byte once
+        self.confined_flags = mmap.mmap(-1, MAX_SLOTS_PER_POOL)  # shared: a call sets its slot's byte once
         self.child_signal_fd = system_calls.open_child_signal_fd()
         self.poll = select.poll()
         self.poll.register(self.child_signal_fd, select.POLLIN)
@@ -451,7 +450,6 @@ def main() -> None:
         confine.restrict_zygote(header["plan"])
         runner.prepare(confinement.scratch_mount or "")
         _warm_up(sock, confinement)
-        fork_memory.colocate_bytecode(os.path.dirname(__file__))
         warm_up_and_serve(sock, confinement, header)
 
 

@@ -26,6 +26,7 @@ from functools import cache
 from itertools import groupby
 
 from sandbox.errors import IsolationError
+from sandbox.guest.protocol import MAX_BACKLOG
 from sandbox.jail import bpf
 from sandbox.jail.syscalls import X86_64
 
@@ -174,9 +175,6 @@ CALL_POLICY: Mapping[str, SyscallRule] = {
     **_CHECKED_ARGUMENTS,
 }
 
-MAX_BACKLOG = 128
-"""Maximum number of connections that wait for accept(2). Each can hold the data of a socket, 208 KiB, without a
-descriptor, which would count towards a limit."""
 # For a call in a network namespace that no other call shares: AF_UNIX streams and datagrams, which can have names. The
 # options have no dangerous meaning at either level, SOL_SOCKET or IPPROTO_TCP: 26, 27, 50, 51 and 52 would load BPF, 16
 # (SO_PASSCRED) is not needed, and TCP_MD5SIG (14) and TCP_ULP (31) are parts of the kernel that Python does not need.

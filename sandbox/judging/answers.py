@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import check_flag, check_names
+from sandbox.guest.protocol import CHECKER_MODULE, MAX_ANSWER_TEXT_CHARS
 from sandbox.types import (
     CALL_FIELDS,
     MAX_STDIN_CHARS,
@@ -31,9 +32,6 @@ from sandbox.types import (
     Verdict,
 )
 
-MAX_TEXT_CHARS = 1 << 20
-"""Maximum length of a gold or an answer in characters; longer ones are unparsable. `guest/answer_extraction.py` has the
-same number. A text over `MAX_STDIN_CHARS` is refused before, as in every call, because it is a malformed request."""
 MIN_OUTPUT_KB = 8
 """Minimum `output_kb` of a check. Its report has at most 200 characters of each answer."""
 VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant", "deadline_s")}
@@ -44,7 +42,7 @@ OPTION_FIELDS = {
 }
 """Fields of a request that say how its pairs are compared."""
 
-_CODE = "import rstar_checker\nrstar_checker.outcome()"
+_CODE = f"import {CHECKER_MODULE}\n{CHECKER_MODULE}.outcome()"
 _COMPARED = (Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE)
 """Outcomes that the checker returns."""
 _STATUSES_CAUSED_BY_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
@@ -86,9 +84,9 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
 
 
 def build_check(gold: str, answer: str, template: CheckTemplate) -> Call:
-    """Return the call that compares `gold` and `answer`, with the fields of `template`. A text that is too
-    long is cut one character above the maximum, so that the checker still refuses it."""
-    texts = [text[: MAX_TEXT_CHARS + 1].encode("utf-8", "surrogatepass") for text in (gold, answer)]
+    """Return the call that compares `gold` and `answer`, with the fields of `template`. A text over
+    `MAX_ANSWER_TEXT_CHARS` is cut one character above it, so that the checker still refuses it."""
+    texts = [text[: MAX_ANSWER_TEXT_CHARS + 1].encode("utf-8", "surrogatepass") for text in (gold, answer)]
     header = {"strictness": template.strictness, "rounding": template.rounding, "gold_bytes": len(texts[0])}
     limits = template.call.limits
     limits = replace(limits, output_kb=max(limits.output_kb, MIN_OUTPUT_KB))

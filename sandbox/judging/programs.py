@@ -19,6 +19,7 @@ from typing import Annotated, Any, cast
 from sandbox import dataclass_codec
 from sandbox.errors import InvalidCall
 from sandbox.fields import NumberRule, check_flag, check_mapping, check_names, check_number, check_text, shown
+from sandbox.guest.protocol import COMPILED_FILE, FUNCTION_CALL_FILE, FUNCTION_CALL_LINE, PRELUDE_LINE
 from sandbox.judging.comparison import Comparison, TextComparison, Tolerance
 from sandbox.types import (
     CALL_FIELDS,
@@ -46,17 +47,12 @@ EXCERPT_CHARS = 1000
 MAX_MESSAGE_CHARS = 500
 TOLERANCE = NumberRule(0, 1e300, whole=False)
 """Rule for `abs` and `rel`. The maximum only excludes infinity, with which all numbers would be equal."""
-FUNCTION_CALL_FILE = "function_call.json"
-"""File with the name and arguments of a function test (`guest/function_call.py`)."""
-COMPILED_FILE = "compiled"
-"""File with the compiled code of a call with `compile_only` (`guest/runner.py`)."""
 MAX_COMPILED_BYTES = 128 << 10
 """Maximum length of compiled code that is sent with each call. A call whose body exceeds 256 KiB
 (`guest/wiped_memory.py`) costs the zygote more than compiling costs; the other half is for the source and the input."""
 INPUT_FILE, EXPECTED_FILE, ACTUAL_FILE = "input", "expected", "actual"
 """Names of the files in the working directory of a checker."""
-_PRELUDE = "\n# rstar_prelude: leetcode"
-_FUNCTION_CALL = "\n\n__import__('rstar_function_call').run()\n"
+_FUNCTION_CALL = "\n" + FUNCTION_CALL_LINE
 PRELUDES = ("", "leetcode")
 TEXT_ROOM, NUMBER_ROOM = 2, 8
 """The output limit of a test is at least the length of the expected output, multiplied by this number. A right output
@@ -200,7 +196,7 @@ class Program:
         prelude = mapping.get("prelude", base.prelude)
         if prelude not in PRELUDES:
             raise InvalidCall(f"{where}.prelude: expected leetcode, or an empty text, got {shown(prelude)}")
-        max_chars = MAX_CODE_CHARS - len(_PRELUDE) - len(_FUNCTION_CALL)
+        max_chars = MAX_CODE_CHARS - len(PRELUDE_LINE) - len(_FUNCTION_CALL)
         if len(call["code"]) > max_chars and (prelude or any(test.function_call for test in tests)):
             reason = "since a test calls a function" if not prelude else "since a prelude is added"
             raise InvalidCall(
@@ -230,7 +226,7 @@ class Program:
     def calls(self, start: int = 0, end: int | None = None, *, max_output_kb: int = sys.maxsize) -> list[EncodedCall]:
         """Return the calls that run the tests from `start` to before `end`. Calls with the same code share the text."""
         tests = self.tests[start:end]
-        call: EncodedCall = {**self.call, "code": self.call["code"] + _PRELUDE} if self.prelude else self.call
+        call: EncodedCall = {**self.call, "code": self.call["code"] + PRELUDE_LINE} if self.prelude else self.call
         function_code = call["code"] + _FUNCTION_CALL if any(test.function_call for test in tests) else ""
         limits = self.call.get("limits", {})
         output_kb = limits.get("output_kb", LIMIT_FIELDS["output_kb"].default)

@@ -59,7 +59,7 @@ def ended_json(run_id: int, stdout: bytes = b"", **fields: Any) -> bytes:
 
 
 def ended_binary(run_id: int, stdout: bytes = b"", exit_code: int = 0) -> bytes:
-    """An `ended` frame as real zygotes send it: the fields of `zygote_frames._ENDED`, and the lengths of four blobs."""
+    """An `ended` frame as real zygotes send it: the fields of `protocol.ENDED`, and the lengths of four blobs."""
     head = struct.pack("<BQiiQQQB4Q", 1, run_id, exit_code, -1, 1000, 1000, 1024, 0, len(stdout), 0, 0, 0)
     return struct.pack("<II", len(head), len(stdout)) + head + stdout
 

@@ -16,9 +16,10 @@ from trio.testing import MockClock
 
 from sandbox import machine
 from sandbox.executor import executor as executor_module
-from sandbox.executor import profile_choice, zygote_pool
+from sandbox.executor import profile_choice
 from sandbox.executor.executor import Executor
 from sandbox.executor.slots import Slots
+from sandbox.guest.protocol import MAX_SLOTS_PER_POOL
 from sandbox.jail import CgroupUsage
 from sandbox.settings.server import ExecutorConfig
 from sandbox.types import Profile, Status, UnavailableReason
@@ -276,7 +277,7 @@ def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
     pools = Executor(config, lambda *_: None, lambda *_: None).pools
     assert len(pools) == 3, "a pool has at most 4096 slots"
-    assert max(max(pool.slots.free) for pool in pools) < zygote_pool.MAX_SLOTS_PER_POOL
+    assert max(max(pool.slots.free) for pool in pools) < MAX_SLOTS_PER_POOL
 
 
 BEHAVIOURS = st.sampled_from(["ok", "slow", "start_failed", *HOSTILE_BEHAVIOURS])

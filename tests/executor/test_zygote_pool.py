@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from trio.testing import MockClock
 
 from sandbox.errors import NodeError
 from sandbox.executor import zygote_pool
-from sandbox.jail import GUEST_SOURCE_DIR
 from sandbox.types import Profile, Status
 from tests.executor import fake_zygotes
 from tests.executor.fake_zygotes import HOSTILE_BEHAVIOURS, FakeZygote, driven_executor, frame, until
@@ -222,9 +219,3 @@ async def test_a_zygote_with_an_invalid_ready_frame_is_restarted(
         driver.fleet.on_start = send_invalid_frame_first  # for the restart of a jail; the jails run already
         (result,) = await driver.run("kill_jail 1", profile=Profile.BARE)
         assert (result.status, result.attempts) == (Status.OK, 2)
-
-
-def test_a_zygote_has_a_confinement_mark_for_every_slot_of_a_pool() -> None:
-    source = (Path(GUEST_SOURCE_DIR) / "zygote.py").read_text()
-    (size,) = re.findall(r"^_MAX_SLOTS\w* = (\d+)$", source, re.MULTILINE)
-    assert int(size) == zygote_pool.MAX_SLOTS_PER_POOL

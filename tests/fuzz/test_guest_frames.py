@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sandbox.executor import zygote_frames
 
 GUEST_DIR = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
-MODULES = ("wiped_memory", "frames")  # `frames` imports `wiped_memory`
+MODULES = ("protocol", "wiped_memory", "frames")  # `frames` imports the other two
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def runner() -> Iterator[ModuleType]:
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         yield module
-    for name in ("output_files", "returned_files"):
+    for name in ("output_files", "protocol", "returned_files"):
         del sys.modules[name]
 
 

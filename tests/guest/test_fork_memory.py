@@ -15,8 +15,8 @@ import fork_memory
 """
 
 
-def _run(code: str, *arguments: str, isolation: str = "-I") -> str:
-    command = [sys.executable, isolation, "-c", PRELUDE + code, *arguments]
+def _run(code: str) -> str:
+    command = [sys.executable, "-I", "-c", PRELUDE + code]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env={}).stdout
 
 
@@ -41,18 +41,6 @@ print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_be
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
 
 
-def test_objects_created_after_the_compaction_share_few_pools() -> None:
-    """90 objects of 100 bytes fill less than two pools of 16 KiB."""
-    code = """
-scattered = [bytes(100) for _ in range(100_000)]
-del scattered[::7]
-fork_memory.compact_heap()
-pools = {id(later) >> 14 for later in [bytes(100) for _ in range(90)]}
-print(len(pools) <= 2)
-"""
-    assert _run(code) == "True\n"
-
-
 def test_all_objects_of_a_zygote_are_in_one_heap_of_huge_pages() -> None:
     code = """
 fork_memory.use_one_heap()
@@ -75,56 +63,3 @@ print(sum(id(subject) in heap for subject in later) < len(later) / 2)
     if huge_pages == "0":
         pytest.skip("this kernel does not collapse memory into huge pages")
     assert int(huge_pages) >= int(heap_size) - 2, "all of the heap but its two ends"
-
-
-def test_objects_from_the_start_of_the_interpreter_are_in_that_heap_too() -> None:
-    code = """
-fork_memory.use_one_heap()
-fork_memory.reexec_with_malloc()
-import gc, os, pathlib
-mappings = [line.split() for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
-heap = next(range(*(int(end, 16) for end in m[0].split("-"))) for m in mappings if m[-1] == "[heap]")
-in_heap = [id(subject) in heap for subject in gc.get_objects() if type(subject) is not type]
-print(sum(in_heap) > 0.99 * len(in_heap), [n for n in os.environ if n.startswith(("PYTHON", "RSTAR"))], sys.argv)
-# Domains: 2 is PYMEM_DOMAIN_OBJ, 0 is PYMEM_DOMAIN_RAW. The sum is that of all digits, and of two brackets per list.
-has_own_allocator = fork_memory._allocator(2).malloc != fork_memory._allocator(0).malloc
-print(has_own_allocator, sum(len(str(number)) for number in [[n] for n in range(100_000)]), flush=True)
-os._exit(0)
-"""
-    assert _run(code, "an argument", isolation="-s") == "True [] ['-c', 'an argument']\nTrue 688890\n"
-
-
-def test_fillers_are_allocated_until_no_pool_has_free_blocks() -> None:
-    """2,000 batches of 16 blocks would be far more than the 8,800 free blocks."""
-    code = """
-for size in range(16, 500, 16):
-    scattered = [bytes(size) for _ in range(2_000)]
-    del scattered[::7]
-fork_memory.compact_heap()
-print(len(fork_memory._fillers) < 2_000)
-"""
-    assert _run(code) == "True\n"
-
-
-def test_specialised_functions_lie_side_by_side_and_still_work() -> None:
-    code = f"""
-fork_memory.use_one_heap()
-import frames, os, runner
-holes = [bytearray(size) for size in range(200, 4000, 8)]
-del holes[::2]
-def work():
-    runner._last_line_start("a\\n  b\\nc"), runner._compile("x = 1\\n2", True)
-    return frames.split_blobs(memoryview(b"abc"), [1, 2]), runner._encode_end("text", 2), runner._Report(9).encode()
-before = [work() for _ in range(200)][0]
-count = fork_memory.colocate_bytecode({str(GUEST)!r})
-functions = frames.split_blobs, runner._encode_end, runner._last_line_start, runner._compile, runner._Report.encode
-addresses = sorted(id(function.__code__) for function in functions)
-print(count, all(work() == before for _ in range(200)), addresses[-1] - addresses[0] < 32 << 10, end=" ")
-print(frames.split_blobs.__name__, flush=True)
-os._exit(0)
-"""
-    count, same_results, is_side_by_side, name = _run(code).split()
-    assert (same_results, name) == ("True", "split_blobs")
-    if count == "0":
-        pytest.skip("this interpreter does not specialise its bytecode")
-    assert is_side_by_side == "True"

@@ -25,7 +25,7 @@ SIZES = [(0,), (1, 0, 3), (1 << 18,), (300_000, 5), (1 << 21, 0, 1 << 20), (7,)]
 def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The guest's modules, imported by bare name from their directory, as the guest imports them."""
     monkeypatch.syspath_prepend(str(GUEST))
-    names = ("wiped_memory", "frames")
+    names = ("protocol", "wiped_memory", "frames")
     assert not set(names) & set(sys.modules)
     yield SimpleNamespace(**{name: __import__(name) for name in names})
     for name in names:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.executor import zygote_pool
+from sandbox.guest.protocol import MAX_SLOTS_PER_POOL
 
 GUEST = Path(__file__).resolve().parents[2] / "sandbox" / "guest"
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
-import errno, frames, json, os, socket, time, types, zygote
+import errno, frames, json, os, protocol, socket, time, types, zygote
 ours, theirs = socket.socketpair()
 confinement = types.SimpleNamespace(has_namespaces=False, landlock=None, scratch_mount="/tmp", cgroup_dir_fds={{}})
 confinement.prepare_slot = confinement.release_slot = lambda slot: None
@@ -112,7 +112,7 @@ subject.confined_flags[3] = zygote._CONFINED
 time.sleep(subject._poll_timeout_ms() / 1e3)
 report()
 data, fds, _, _ = socket.recv_fds(ours, 4096, 4)
-header = json.loads(data[frames.LENGTHS.size:])
+header = json.loads(data[protocol.LENGTHS.size:])
 print(header["op"], len(fds), header["wall_ms"] < 50_000)
 """
     assert _run(code) == "nothing\nstill_running 1 True\n"
@@ -126,7 +126,7 @@ def test_only_an_unexpected_error_ends_the_process_with_a_traceback(error: str, 
 
 
 def test_a_zygote_has_a_flag_for_each_slot_that_the_executor_may_use() -> None:
-    assert int(_run("print(zygote._MAX_SLOTS_PER_POOL)")) == zygote_pool.MAX_SLOTS_PER_POOL
+    assert int(_run("print(len(subject.confined_flags))")) == MAX_SLOTS_PER_POOL
 
 
 def test_a_directory_that_no_child_can_be_forked_for_is_emptied_after_a_later_call() -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandbox.guest.protocol import MAX_BACKLOG
 from sandbox.jail import bpf, seccomp
 from sandbox.jail.seccomp import FilterKind
 from sandbox.jail.syscalls import X86_64
@@ -24,7 +25,7 @@ from tests.jail.jails import find_python_minor
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the policy is written for x86_64")
 
 # 1031: F_SETPIPE_SZ, with sizes around its bound
-checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1, seccomp.MAX_BACKLOG, seccomp.MAX_BACKLOG + 1} | {
+checked_values = {1031, seccomp.PIPE_BYTES, seccomp.PIPE_BYTES + 1, MAX_BACKLOG, MAX_BACKLOG + 1} | {
     value
     for policy in (seccomp._CHECKED_ARGUMENTS, seccomp.NAMED_SOCKETS, seccomp.LOOPBACK_SOCKETS)
     for rule in policy.values()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from bench.workloads.answer_pairs import LabelledPair, labelled_pairs
+from sandbox.guest.protocol import MAX_ANSWER_TEXT_CHARS
 from sandbox.judging import answers as verify
 
 pytest.importorskip("math_verify")
@@ -206,7 +207,7 @@ def test_the_answer_of_a_text_is_the_last_box_or_mark(text: str, extracted: str)
         ("####", "has no text behind its last mark"),
         ("x" * 4097, r"has more than 4096 characters and no \boxed{}, #### or <answer>"),
         (r"\boxed{" + "7" * 4097 + "}", "has more than 4096 characters in its last closed box"),
-        (" " * (verify.MAX_TEXT_CHARS + 1), f"has more than {verify.MAX_TEXT_CHARS} characters"),
+        (" " * (MAX_ANSWER_TEXT_CHARS + 1), f"has more than {MAX_ANSWER_TEXT_CHARS} characters"),
     ],
 )
 def test_a_text_without_an_answer_is_unparsable_and_the_message_has_the_limit(text: str, message: str) -> None:
@@ -217,7 +218,7 @@ def test_a_text_without_an_answer_is_unparsable_and_the_message_has_the_limit(te
 
 def test_an_answer_is_found_in_a_completion_of_a_megabyte() -> None:
     text = "We compute {x} and more. " * 41_000 + r"So it is $\boxed{12}$."
-    assert 1_000_000 < len(text) < verify.MAX_TEXT_CHARS
+    assert 1_000_000 < len(text) < MAX_ANSWER_TEXT_CHARS
     ((outcome, _, _, answer, _),) = compare([("12", text)])
     assert (outcome, answer) == ("equivalent", "12")
 

@@ -16,6 +16,7 @@ import pytest
 
 from bench.workloads.answer_pairs import labelled_pairs
 from sandbox.errors import InvalidCall
+from sandbox.guest.protocol import MAX_ANSWER_TEXT_CHARS
 from sandbox.judging import answers as verify
 from sandbox.types import Call, CallError, Limits, Outcome, Profile, Result, Status, Verdict, invalid_result
 from tests.executor.calling import Caller, executor
@@ -67,11 +68,11 @@ def test_a_malformed_pair_is_invalid() -> None:
 
 def test_a_check_is_a_call_with_both_answers_as_input() -> None:
     shared = verify.check_template({"limits": {"timeout_s": 2}, "tenant": "mine", "priority": 3})
-    call = verify.build_check("1'\n", "\ud800" * (verify.MAX_TEXT_CHARS + 2), shared)
+    call = verify.build_check("1'\n", "\ud800" * (MAX_ANSWER_TEXT_CHARS + 2), shared)
     assert (call.profile, call.limits, call.tenant, call.priority) == (Profile.VERIFY, Limits(timeout_s=2), "mine", 3)
     header, _, texts = bytes(call.stdin).partition(b"\n")  # type: ignore[arg-type]
     assert json.loads(header) == {"strictness": "strict", "rounding": False, "gold_bytes": 3}
-    assert texts.decode("utf-8", "surrogatepass") == "1'\n" + "\ud800" * (verify.MAX_TEXT_CHARS + 1), "cut, too long"
+    assert texts.decode("utf-8", "surrogatepass") == "1'\n" + "\ud800" * (MAX_ANSWER_TEXT_CHARS + 1), "cut, too long"
     assert Call.decode(call.encode(binary=True)) == call
     assert verify.build_check("7", "8", DEFAULT_FIELDS).code == call.code
 
@@ -178,7 +179,7 @@ def test_strictness_and_rounding_reach_the_checker(caller: Caller) -> None:
     assert outcomes == [[NOT_EQUIVALENT] * 2, [EQUIVALENT, NOT_EQUIVALENT], [EQUIVALENT] * 2]
 
 
-@pytest.mark.parametrize("text", ["", " \n", "7" * 4097, r"\boxed{}", " " * (verify.MAX_TEXT_CHARS + 1)])
+@pytest.mark.parametrize("text", ["", " \n", "7" * 4097, r"\boxed{}", " " * (MAX_ANSWER_TEXT_CHARS + 1)])
 def test_a_text_without_an_answer_is_unparsable_on_either_side(text: str, caller: Caller) -> None:
     as_gold, as_answer = check(caller, [(text, "7"), ("7", text)])
     assert (as_gold.outcome, as_gold.status) == (as_answer.outcome, as_answer.status) == (UNPARSABLE, Status.OK)

@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SkipVali
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import PydanticKnownError
 
-from sandbox.fields import MAX_FILES, MAX_PATH_BYTES
 from sandbox.gateway.compat.code_judge import MAX_TEXT_CHARS
 from sandbox.gateway.compat.fastapi_bodies import MAX_ERRORS
 from sandbox.gateway.http.openapi import Schema
+from sandbox.guest.protocol import MAX_FILES, MAX_PATH_BYTES
 from sandbox.types import DEFAULT_LIMITS, LIMIT_FIELDS, MAX_CODE_CHARS, MAX_STDIN_CHARS
 
 MAX_SUB_ID_CHARS = 1024

@@ -28,6 +28,7 @@ from sandbox.gateway.http.codec import JSON, Json
 from sandbox.gateway.http.errors import BodyError, HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, Item
+from sandbox.guest.protocol import NOTEBOOK_MODULE
 from sandbox.types import (
     DEFAULT_LIMITS,
     LIMIT_FIELDS,
@@ -98,7 +99,7 @@ class RunJupyterForm(CallsForm):
         if (total_chars := sum(map(len, body.cells))) > MAX_CODE_CHARS:
             raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
         fetched = _fetched(body)
-        code = f"__import__('rstar_notebook').run({','.join(map(_literal, body.cells))})"
+        code = f"__import__('{NOTEBOOK_MODULE}').run({','.join(map(_literal, body.cells))})"
         call = _build_call(body, fetched, code, "", body.total_timeout + KERNEL_START_S, NOTEBOOK_OUTPUT_KB)
         yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(body.cells)])
         yield CheckedCall(0, call.encode(binary=True), "")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _REPLACED_BY = {"socket": "sockets", "fcntl": "file_locks"}
 """Module of the guest that replaces functions of a module."""
-_USED = ("replacements", *_REPLACED_BY.values())
+_USED = ("protocol", "replacements", *_REPLACED_BY.values())
 _SITE_DIR = os.path.dirname(__file__)
 
 
