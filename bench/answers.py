@@ -30,7 +30,7 @@ MAX_COST_RATIO = 1.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if a requirement is not met: no strict verdict is a false `equivalent`,
     and the share of wrong strict verdicts and their CPU time have maxima."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,15 +93,6 @@ def tables(result: Result) -> list[Block]:
     ]
     head = ("strictness", "pairs", "wrong", "false equivalents", "CPU ms per check, median", "mean")
     return [Table(head, rows)]
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Wrong verdicts by kind of answer."""
-    for name, row in result["strictness"].items():
-        kinds = list(row["wrong_by_kind"])[::-1]
-        axes.barh(kinds, [row["wrong_by_kind"][kind] for kind in kinds], label=name, alpha=0.6)
-    axes.set_xlabel("wrong verdicts")
-    axes.legend()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from typing import Any
 import aiohttp
 
 from bench.harness import arguments, command, requirements
-from bench.harness.plots import grouped_bars
 from bench.harness.statistics import median, percentiles
 from bench.harness.tables import Block, Result, Table, number
 from bench.servers import service
@@ -196,7 +195,7 @@ class SystemRound:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if a call of our own service has no correct result."""
-    return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables, draw)
+    return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -431,13 +430,6 @@ def _load_cell(row: Result | None) -> str:
     if row is None:
         return "-"
     return f"{100 * row['correct'] / row['calls']:.1f} % ({row['latency_ms']['p50'] / 1e3:.2g})"
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Calls/s of each system, by kind of call."""
-    kinds = result["kinds"]
-    series = {name: [rows[name]["calls_per_s"] for rows in kinds.values()] for name in result["systems"]}
-    grouped_bars(axes, list(kinds), series, "calls/s")
 
 
 if __name__ == "__main__":

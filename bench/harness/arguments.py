@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_IN_COMMAND = (
-    "json", "plot", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "gantt", "log",
-    "vllm",
+    "json", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "vllm",
 )  # fmt: skip
 """Options that do not change what is measured. A result's command line leaves them out."""
 
@@ -26,10 +25,9 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parser(name: str, doc: str | None, *shared_options: str) -> argparse.ArgumentParser:
-    """A parser with `--json`, `--plot` and the named options; the first line of `doc` is its description."""
+    """A parser with `--json` and the named options; the first line of `doc` is its description."""
     result = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").strip().splitlines()[0])
     result.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    result.add_argument("--plot", metavar="FILE.png", help="draw the result (needs the [bench] extra)")
     for option in shared_options:
         result.add_argument(f"--{option}", **_SHARED_OPTIONS[option])
     return result

@@ -10,15 +10,7 @@ from pathlib import Path
 
 from bench.harness.command import BenchFailed
 from bench.simulator.engine import WATERMARK, EngineProfile
-from bench.simulator.scripts import (
-    TINY_MAX_TOKENS,
-    EpisodeScript,
-    Workload,
-    generated_scripts,
-    recorded_scripts,
-    shuffled,
-    tiny_scripts,
-)
+from bench.simulator.scripts import TINY_MAX_TOKENS, EpisodeScript, Workload, generated_scripts, tiny_scripts
 from trainer.config_loading import load_config
 from trainer.recipe.resource_plan import resource_plan
 
@@ -40,12 +32,10 @@ class Profile:
     max_response_tokens: int
     scripts: Callable[[int], list[EpisodeScript]]
     """The episodes of a seed."""
-    has_history: bool
-    """True if the scheduler knows the lengths of a preceding training step."""
 
     def workload(self, seed: int) -> Workload:
         """The episodes of a seed, and those of the training step before."""
-        previous_step = self.scripts(seed + PREVIOUS_STEP_SEED_OFFSET) if self.has_history else []
+        previous_step = self.scripts(seed + PREVIOUS_STEP_SEED_OFFSET)
         return Workload(self.scripts(seed), self.max_response_tokens, previous_step)
 
 
@@ -103,9 +93,4 @@ def profile_of(args: argparse.Namespace) -> Profile:
         scripts = lambda seed: generated_scripts(  # noqa: E731
             args.groups, args.samples, max_response_tokens, mean, seed
         )
-    if args.episodes:
-        recorded = list(recorded_scripts(args.episodes))
-        max_response_tokens = max(script.length - script.prompt for script in recorded)
-        scripts = lambda seed: shuffled(recorded, seed)  # noqa: E731
-    has_history = not args.no_history and not args.episodes  # the recorded episodes are those to be predicted
-    return Profile(args.profile, engine, args.engines, max_response_tokens, scripts, has_history)
+    return Profile(args.profile, engine, args.engines, max_response_tokens, scripts)
