@@ -9,7 +9,6 @@ pair that differs and is found equivalent: in training the model finds it and is
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
@@ -72,7 +71,6 @@ def summarize(pairs: Sequence[LabelledPair], runs: Sequence[Sequence[Verdict]]) 
     return {
         "wrong": len(wrong),
         "false_equivalent": sum(not pair.are_equivalent for pair in wrong),
-        "wrong_by_kind": dict(Counter(pair.kind for pair in wrong).most_common()),
         "mean_cpu_ms": round(mean(cpu_ms), 3),
         "median_cpu_ms": round(median(cpu_ms), 3),
     }

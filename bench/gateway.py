@@ -45,15 +45,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     total = args.calls * args.rounds
     with stub_executor.serving() as server, command.counted_progress("calls", total) as advance:
         for _ in range(args.rounds):
-            before, cpu_s = server.body_bytes(), processes.cpu_s([server.pid])
+            cpu_s = processes.cpu_s([server.pid])
             wall_s = asyncio.run(send_all(server.url, args, advance))
-            after = server.body_bytes()
             rows.append(
                 {
                     "calls_per_s": args.calls / wall_s,
                     "cpu_us": (processes.cpu_s([server.pid]) - cpu_s) * 1e6 / args.calls,
-                    "bytes_in": (after["in"] - before["in"]) / args.calls,
-                    "bytes_out": (after["out"] - before["out"]) / args.calls,
                 }
             )
     medians = median_of_rows(rows, 1)
@@ -63,7 +60,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "in_flight": args.in_flight,
         **medians,
         "calls_per_core_s": round(1e6 / medians["cpu_us"]),
-        "rounds": rows,
         "requirements": [requirements.at_least("calls/s", MIN_CALLS_PER_S, medians["calls_per_s"])],
     }
 

@@ -48,7 +48,7 @@ to the floor, which is lower (fork by machine code), is reported only."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the measurement. Return exit code 1 if a profile's ratio to os.fork exceeds `--at-most`."""
+    """Run the measurement. Return exit code 1 if a profile's ratio to os.fork exceeds `MAX_RATIO`."""
     return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
@@ -60,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     names = ",".join(PROFILE_CODES)
     profiles = arguments.names_of(PROFILE_CODES)
     parser.add_argument("--profiles", type=profiles, default=tuple(PROFILE_CODES), help=f"of {names}")
-    parser.add_argument("--at-most", type=float, default=MAX_RATIO, help=f"bound on the ratio (default: {MAX_RATIO:g})")
     return parser
 
 
@@ -110,10 +109,9 @@ def summarize(cpu_ms: Mapping[tuple[str, str], Sequence[float]], args: argparse.
         "calls": args.calls,
         "rounds": args.rounds,
         "in_flight": args.in_flight,
-        "max_ratio": args.at_most,
         "profiles": profiles,
         "requirements": [
-            requirements.at_most(f"CPU of a {name} call over os.fork, run and exit", args.at_most, row["ratio_os_fork"])
+            requirements.at_most(f"CPU of a {name} call over os.fork, run and exit", MAX_RATIO, row["ratio_os_fork"])
             for name, row in profiles.items()
         ],
     }

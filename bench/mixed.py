@@ -244,10 +244,10 @@ async def _traffic(server: service.Service, args: argparse.Namespace, bar: Progr
         runs = []
         for name, calls_due in (("without loops", without), ("with loops", due)):
             task = bar.add_task(name, total=len(calls_due))
-            meter, bytes_before = processes.CpuMeter(server.pid), sum(server.body_bytes().values())
+            meter, bytes_before = processes.CpuMeter(server.pid), server.body_bytes()
             run = TrafficRun(await offer(http, server.url, calls_due, lambda task=task: bar.advance(task)))
             run.server_cpu_ms = meter.total_s() * 1e3
-            run.body_bytes = sum(server.body_bytes().values()) - bytes_before
+            run.body_bytes = server.body_bytes() - bytes_before
             command.print_examples("mixed", run.tally.examples)
             runs.append(run)
     return {

@@ -71,19 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=3, help="rounds on real engines (default: 3)")
     parser.add_argument("--groups", type=count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=count, help="episodes per problem (default: 32; cpu-tiny: 16)")
-    parser.add_argument("--cache-share", type=_open_fraction, help="share of an MI300X's memory for the KV cache")
     parser.add_argument("--cache-tokens", type=count, help="tokens of each cache, for cpu-tiny (default: 8192)")
     parser.add_argument(
         "--vllm", metavar="PYTHON", help=f"Python of an environment with vLLM (default: ${VLLM_PYTHON})"
     )
     return parser
-
-
-def _open_fraction(text: str) -> float:
-    fraction = arguments.fraction(text)
-    if fraction in (0, 1):
-        raise argparse.ArgumentTypeError(f"expected a fraction between 0 and 1, got {text}")
-    return fraction
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -93,10 +85,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise command.Misuse(f"expected --simulate with {ORACLE}: the lengths on real engines are not known in advance")
     if args.cache_tokens and ((args.simulate and args.profile != "cpu-tiny") or args.fit):
         raise command.Misuse("expected --engines without --fit, or --profile cpu-tiny, with --cache-tokens")
-    if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
-        raise command.Misuse(
-            "expected --simulate --profile mi300x-14b with --cache-share, a share of that GPU's memory"
-        )
     return _measure_simulated(args) if args.simulate else _measure_real(args)
 
 

@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return `episodes`, `episode_faults` and the requirements."""
+    """Return the seconds with each executor, the counts under faults, and the requirements."""
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as directory:
         return _measure(args, Path(directory))
 
@@ -101,16 +101,14 @@ def _measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         ratio = sequential_s / ray_s[most]
         bounds.append(requirements.at_least(f"sequential over ray on {most} nodes", AWORLD_SPEEDUP, ratio))
     return {
-        "episodes": {
-            "count": args.episodes,
-            "turns": args.turns,
-            "latency_s": args.latency_s,
-            "per_worker": args.per_worker,
-            "sequential_s": sequential_s,
-            "local_s": local_s,
-            "ray_s": ray_s,
-        },
-        "episode_faults": faults,
+        "count": args.episodes,
+        "turns": args.turns,
+        "latency_s": args.latency_s,
+        "per_worker": args.per_worker,
+        "sequential_s": sequential_s,
+        "local_s": local_s,
+        "ray_s": ray_s,
+        "faults": faults,
         "requirements": bounds,
     }
 
@@ -267,20 +265,19 @@ def run_driver(directory: str, url: str, per_worker: str, address: str, path: st
 
 def tables(result: Result) -> list[Block]:
     """AWorld's table from this run, and one sentence on faults."""
-    episodes, faults = result["episodes"], result["episode_faults"]
-    sequential_s = episodes["sequential_s"]
+    faults, sequential_s = result["faults"], result["sequential_s"]
     times = {
         "one at a time (AWorld's baseline)": sequential_s,
-        f"`local`, {episodes['per_worker']} at once": episodes["local_s"],
+        f"`local`, {result['per_worker']} at once": result["local_s"],
         **{
-            f"`ray`, {count} node{'s' * (count != '1')}, {episodes['per_worker']} at once on each": seconds
-            for count, seconds in episodes["ray_s"].items()
+            f"`ray`, {count} node{'s' * (count != '1')}, {result['per_worker']} at once on each": seconds
+            for count, seconds in result["ray_s"].items()
         },
     }
     rows = [(name, f"{seconds:.2f}", f"{sequential_s / seconds:.1f}") for name, seconds in times.items()]
     title = (
-        f"{episodes['count']} episodes of {episodes['turns']} turns, an endpoint that takes "
-        f"{episodes['latency_s']:g} s per turn, all nodes on one machine"
+        f"{result['count']} episodes of {result['turns']} turns, an endpoint that takes "
+        f"{result['latency_s']:g} s per turn, all nodes on one machine"
     )
     return [
         Table(("executor", "rollout s", "times faster"), rows, title),

@@ -81,15 +81,6 @@ def file(text: str) -> Path:
     return Path(text)
 
 
-def new_file(text: str) -> Path:
-    """Parse the path of a file to write. Its directory must exist, since a failure after minutes of work is too
-    late."""
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in an existing directory, got {text!r}")
-    return path
-
-
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """A parser of comma-separated names, each of which must be in `known`."""
 
@@ -108,7 +99,7 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
     for name, value in vars(args).items():
         if name in NOT_IN_COMMAND or value == parser.get_default(name):
             continue
-        parts.append(f"--{name.rstrip('_').replace('_', '-')}")
+        parts.append(f"--{name.replace('_', '-')}")
         if value is not True:
             values = value if isinstance(value, list | tuple) else [value]
             parts.append((" " if isinstance(value, list) else ",").join(map(_short_name, values)))

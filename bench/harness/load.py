@@ -66,10 +66,6 @@ class CallTally:
     """Calls that the service ran more than once."""
     resent: int = 0
     """Requests that were repeated because a connection broke."""
-    abandoned: int = 0
-    """Requests whose client hung up half-way."""
-    refused: Counter[int] = field(default_factory=Counter)
-    """Requests by the HTTP status of their refusal."""
     statuses: Counter[str] = field(default_factory=Counter)
     times: list[CallTimes] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)

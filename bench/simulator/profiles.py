@@ -39,22 +39,21 @@ class Profile:
         return Workload(self.scripts(seed), self.max_response_tokens, previous_step)
 
 
-def mi300x(cache_share: float | None = None) -> EngineProfile:
+def mi300x() -> EngineProfile:
     """An engine of configs/qwen3-14b-mi300x.toml by its roofline; nothing here was measured on a GPU.
 
     AMD's data sheet gives 5.3 TB/s and 1,307 dense bfloat16 TFLOP/s. The profile assumes 65 % of this bandwidth, 40 %
     of this rate, and 2 ms per decode step for everything else. The KV cache has the memory that the config leaves to
-    it, or `cache_share` of the GPU's memory.
+    it.
     """
     config = load_config(CONFIG, {})
     assert config.model.shape is not None
     plan = resource_plan(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
     weights = 2.0 * plan.parameters  # bytes, and operations per token
-    cache = cache_share and cache_share * config.hardware.gpu_memory_gb * 1e9 / plan.kv_bytes_per_token
     return EngineProfile(
         name="mi300x-14b",
-        kv_capacity=int(cache or plan.kv_tokens),
+        kv_capacity=plan.kv_tokens,
         max_running=config.engines.max_num_seqs,
         base_s=0.002,
         weights_s=weights / bandwidth,
@@ -89,7 +88,7 @@ def profile_of(args: argparse.Namespace) -> Profile:
         engine = replace(engine, kv_capacity=args.cache_tokens or engine.kv_capacity)
         scripts = lambda seed: tiny_scripts(args.groups, args.samples, seed)  # noqa: E731
     else:
-        engine, (max_response_tokens, mean) = mi300x(args.cache_share), STAGES[args.stage]
+        engine, (max_response_tokens, mean) = mi300x(), STAGES[args.stage]
         scripts = lambda seed: generated_scripts(  # noqa: E731
             args.groups, args.samples, max_response_tokens, mean, seed
         )

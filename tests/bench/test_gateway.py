@@ -16,6 +16,5 @@ def test_the_result_of_a_stub_executor_is_complete() -> None:
 def test_a_small_run_has_a_complete_result(run_benchmark: RunBenchmark) -> None:
     exit_code, result = run_benchmark(gateway.main, "--calls", "200", "--batch", "64", "--rounds", "1")
     assert result["calls_per_s"] > 0 and result["cpu_us"] > 0
-    assert result["bytes_in"] > len("print(0)") and result["bytes_out"] > result["bytes_in"]
     assert result["holds"] == (result["calls_per_s"] >= gateway.MIN_CALLS_PER_S)
     assert exit_code == (0 if result["holds"] else 1)

@@ -26,7 +26,6 @@ def test_the_ratio_to_os_fork_is_bounded_and_the_ratio_to_the_floor_is_only_repo
     result = layers.summarize(_costs({"http": http_ms, "os.fork": 2.0}), args)
     assert result["profiles"]["bare"]["ratio"] == http_ms
     assert result["profiles"]["bare"]["ratio_os_fork"] == http_ms / 2
-    assert result["max_ratio"] == 1.6
     assert requirements.hold(result["requirements"]) is holds
     sentence = layers.tables(result)[1]
     assert isinstance(sentence, str)
@@ -41,9 +40,9 @@ def test_an_unknown_profile_is_refused(refused_arguments: RefusedArguments) -> N
 def test_every_step_is_measured(guest_python: Path, run_benchmark: RunBenchmark) -> None:
     if jail.choose_level("auto").level is not jail.Level.NAMESPACES:
         pytest.skip("needs isolation=namespaces")
-    sizes = ["--calls", "8", "--rounds", "1", "--profiles", "bare", "--at-most", "1e9"]
+    sizes = ["--calls", "8", "--rounds", "1", "--profiles", "bare"]
     exit_code, result = run_benchmark(layers.main, *sizes, "--python", str(guest_python))
-    assert exit_code == 0
+    assert exit_code == (0 if result["holds"] else 1)
     steps = result["profiles"]["bare"]["steps"]
     assert list(steps) == list(layers.STEPS)
     assert all(step["cpu_ms"] > 0 for step in steps.values())
