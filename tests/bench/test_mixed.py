@@ -146,11 +146,11 @@ def test_all_loops_must_run_and_short_calls_may_not_be_delayed(
 @pytest.mark.parametrize(
     ("run", "unmet_requirement"),
     [
-        (BackgroundRun(3, num_ended=3, alone_ms=[5.0], beside_ms=[54.0]), None),
-        (BackgroundRun(3, num_ended=3, alone_ms=[5.0], beside_ms=[56.0]), "median delay of a short call in ms is 51"),
-        (BackgroundRun(3, num_ended=2, alone_ms=[5.0], beside_ms=[5.0]), "calls that slept is 2, expected ≥ 3"),
+        (BackgroundRun(3, num_ok=3, alone_ms=[5.0], beside_ms=[54.0]), None),
+        (BackgroundRun(3, num_ok=3, alone_ms=[5.0], beside_ms=[56.0]), "median delay of a short call in ms is 51"),
+        (BackgroundRun(3, num_ok=2, alone_ms=[5.0], beside_ms=[5.0]), "calls that slept is 2, expected ≥ 3"),
         (
-            BackgroundRun(3, num_ended=3, alone_ms=[5.0], beside_ms=[5.0], mismatched=1),
+            BackgroundRun(3, num_ok=3, alone_ms=[5.0], beside_ms=[5.0], mismatched=1),
             "mismatched short calls is 1",
         ),
     ],

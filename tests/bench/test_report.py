@@ -128,7 +128,7 @@ EXPECTED = {
         "| the same after that second | 5.0 / 60.5 / 200 |",
     ],
     "mixed-tenants": [
-        "| one `print` after another | 5.0 / 60.5 / 200 |",
+        "| one `print` after another of one tenant | 5.0 / 60.5 / 200 |",
         "| the same beside 1,000 sleeping calls of another tenant | 7.0 / 8.0 / 9.0 |",
     ],
     "invariance": [
