@@ -3,18 +3,14 @@
     python -m bench.agreement [--calls FILE.jsonl] [--n 500] [--json]
 
 A call whose two fresh runs differ from each other (random numbers, clocks, addresses) has no single right result. It is
-counted as unstable and left out of the share that must reach `MIN_AGREEMENT`. All other differences are listed by
-cause.
+counted as unstable and left out of the share that must reach `MIN_AGREEMENT`. All other differences are listed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.harness import arguments, command, requirements
@@ -33,27 +29,11 @@ TIMEOUT_S = 20.0
 """Time-out of calls that have none of their own."""
 CELL_CHARS = 60
 """Characters of an outcome that a table cell shows."""
-_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
-_RANDOM = re.compile(r"\brandom\b|\bshuffle\b|\buuid|\bsecrets\b|\burandom\b")
-_CLOCK = re.compile(r"\btime\b|\bdatetime\b|\bperf_counter\b|%timeit")
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A call on which fresh interpreter and service differ, and the cause as far as the outcomes show it."""
-
-    index: int
-    cause: str
-    fields: tuple[str, ...]
-    fresh: CallOutcome
-    service: CallOutcome
-    message: str
-    """The error message of the service's result."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if too few calls agree."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,55 +56,31 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     suspects = [i for i in range(len(calls)) if differing_fields(first[i], outcomes[i])]
     second = _run_fresh([calls[i] for i in suspects], python, run=2)
     unstable = {i for i, outcome in zip(suspects, second, strict=True) if differing_fields(first[i], outcome)}
-    differences = [
-        Difference(
-            i,
-            cause(calls[i]["code"], first[i], outcomes[i], i in unstable),
-            differing_fields(first[i], outcomes[i]),
-            first[i],
-            outcomes[i],
-            error.message if (error := results[i].error) else "",
-        )
-        for i in suspects
-    ]
-    result = summarize(len(calls), differences, unstable)
-    result["differences"] = [_row(difference) for difference in differences if difference.index not in unstable]
-    result["requirements"] = [requirements.at_least("share of calls that agree", MIN_AGREEMENT, result["agreement"])]
-    return result
+    different = [i for i in suspects if i not in unstable]
+    return {
+        **summarize(len(calls), len(different), len(unstable)),
+        "differences": [_row(i, first[i], outcomes[i]) for i in different],
+    }
 
 
-def cause(code: str, fresh: CallOutcome, served: CallOutcome, is_unstable: bool) -> str:
-    """The cause of a difference between a fresh interpreter and the service, as far as code and outcomes show it."""
-    if "timeout" in (fresh.status, served.status):
-        return "one of them timed out"
-    if served.status in ("memory_limit", "output_limit", "unavailable", "killed") or fresh.status == "killed":
-        return f"service: {served.status}, fresh: {fresh.status}"
-    if _ADDRESS.sub("", str(asdict(fresh))) == _ADDRESS.sub("", str(asdict(served))):
-        return "memory addresses"
-    if {"ModuleNotFoundError", "ImportError"} & {fresh.error, served.error}:
-        return "missing module"
-    if is_unstable:
-        for pattern, name in ((_RANDOM, "random numbers"), (_CLOCK, "clock")):
-            if pattern.search(code):
-                return name
-        return "fresh runs differ from each other"
-    if fresh.error != served.error:
-        return f"{fresh.error or fresh.status} became {served.error or served.status}"
-    return "output"
-
-
-def summarize(num_calls: int, differences: Sequence[Difference], unstable: set[int]) -> dict[str, Any]:
-    """The counts of a comparison of `num_calls` calls."""
-    num_stable = num_calls - len(unstable)
-    num_different = sum(difference.index not in unstable for difference in differences)
+def summarize(num_calls: int, num_different: int, num_unstable: int) -> dict[str, Any]:
+    """The counts of a comparison of `num_calls` calls, and the requirement."""
+    num_stable = num_calls - num_unstable
+    agreement = round((num_stable - num_different) / num_stable, 5) if num_stable else 1.0
     return {
         "calls": num_calls,
-        "equal": num_calls - len(differences),
-        "unstable": len(unstable),
+        "equal": num_stable - num_different,
+        "unstable": num_unstable,
         "different": num_different,
-        "agreement": round((num_stable - num_different) / num_stable, 5) if num_stable else 1.0,
-        "causes": dict(Counter(difference.cause for difference in differences).most_common()),
+        "agreement": agreement,
+        "requirements": [requirements.at_least("share of calls that agree", MIN_AGREEMENT, agreement)],
     }
+
+
+def _row(index: int, fresh: CallOutcome, served: CallOutcome) -> dict[str, Any]:
+    fields = differing_fields(fresh, served)
+    sides = {name: [shortened(getattr(side, name)) for side in (fresh, served)] for name in fields}
+    return {"index": index, "fields": list(fields), **sides}
 
 
 async def _through_service(url: str, calls: Sequence[Mapping[str, Any]]) -> list[sandbox_types.Result]:
@@ -154,17 +110,10 @@ def _outcome_of_fresh(run: FreshRun) -> CallOutcome:
     return CallOutcome(run.status, run.stdout, value, str(run.report.get("error", "")))
 
 
-def _row(difference: Difference) -> dict[str, Any]:
-    row = {"index": difference.index, "cause": difference.cause, "fields": list(difference.fields)}
-    for name in difference.fields:
-        row[name] = [shortened(getattr(side, name)) for side in (difference.fresh, difference.service)]
-    return row | ({"message": shortened(difference.message)} if difference.message else {})
-
-
 def tables(result: Result) -> list[Block]:
     """A sentence, and a row for each difference."""
     rows = [
-        (str(row["index"]), row["cause"], name, *(repr(shortened(side, CELL_CHARS)) for side in row[name]))
+        (str(row["index"]), name, *(repr(shortened(side, CELL_CHARS)) for side in row[name]))
         for row in result.get("differences", ())
         for name in row["fields"][:1]
     ]
@@ -172,14 +121,7 @@ def tables(result: Result) -> list[Block]:
         f"{result['calls']:,} calls beside a fresh interpreter: {result['equal']:,} with the same status and output, "
         f"{result['different']:,} with another, {result['unstable']:,} that differ from run to run."
     )
-    return [sentence, *([Table(("call", "cause", "field", "fresh", "service"), rows)] if rows else [])]
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Differences by cause."""
-    causes = list(result["causes"])[::-1]
-    axes.barh(causes, [result["causes"][name] for name in causes])
-    axes.set_xlabel("calls that differ")
+    return [sentence, *([Table(("call", "field", "fresh", "service"), rows)] if rows else [])]
 
 
 if __name__ == "__main__":

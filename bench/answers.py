@@ -9,7 +9,6 @@ pair that differs and is found equivalent: in training the model finds it and is
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
@@ -30,7 +29,7 @@ MAX_COST_RATIO = 1.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if a requirement is not met: no strict verdict is a false `equivalent`,
     and the share of wrong strict verdicts and their CPU time have maxima."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +71,6 @@ def summarize(pairs: Sequence[LabelledPair], runs: Sequence[Sequence[Verdict]]) 
     return {
         "wrong": len(wrong),
         "false_equivalent": sum(not pair.are_equivalent for pair in wrong),
-        "wrong_by_kind": dict(Counter(pair.kind for pair in wrong).most_common()),
         "mean_cpu_ms": round(mean(cpu_ms), 3),
         "median_cpu_ms": round(median(cpu_ms), 3),
     }
@@ -93,15 +91,6 @@ def tables(result: Result) -> list[Block]:
     ]
     head = ("strictness", "pairs", "wrong", "false equivalents", "CPU ms per check, median", "mean")
     return [Table(head, rows)]
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Wrong verdicts by kind of answer."""
-    for name, row in result["strictness"].items():
-        kinds = list(row["wrong_by_kind"])[::-1]
-        axes.barh(kinds, [row["wrong_by_kind"][kind] for kind in kinds], label=name, alpha=0.6)
-    axes.set_xlabel("wrong verdicts")
-    axes.legend()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ response is whole and in order or streamed with indices. The latency counts from
 
 - The burst: all calls at once. Before and after it, half as many calls each go through as a steady load with 256 calls
   in flight; the burst's calls/s are compared with theirs.
-- `--batch 4` sends many small requests, each on its own connection, as far as descriptors allow.
+- `--batch 4` sends many small requests, each on its own connection.
 - `--loops 0.01` makes one call in a hundred an endless loop, which must end as `timeout`. The latency of the others is
   reported apart. Use it with `--answers stream`; a whole response is sent only after its loops have ended.
 """
@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import math
 import resource
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -38,8 +37,7 @@ from bench.harness.load import (
     http_session,
     send_batch,
 )
-from bench.harness.plots import grouped_bars
-from bench.harness.statistics import percentiles, quantiles
+from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result, Table, count_list, number, percentile_list
 from bench.probes import processes
 from bench.probes.sampler import PeriodicSampler
@@ -48,6 +46,8 @@ from bench.workloads.checked_calls import CheckedCall, numbered_calls
 from bench.workloads.code_kinds import CODES
 
 CALLS = 45_000
+LOOP_S = 1.0
+"""Time-out of the endless loops."""
 STEADY_BATCH = 64
 """Calls in a request of the steady load."""
 STEADY_REQUESTS = 4
@@ -55,8 +55,6 @@ STEADY_REQUESTS = 4
 ACCEPTS: dict[str, tuple[str, ...]] = {"stream": (MSGPACK_STREAM,), "whole": ("application/msgpack",)}
 """Content types that requests accept, by the value of `--answers`."""
 ACCEPTS["both"] = (*ACCEPTS["stream"], *ACCEPTS["whole"])
-SPARE_DESCRIPTORS = 500
-"""Descriptors that a gateway or a client needs besides one per connection."""
 MIN_RATIO = 0.9
 """Required calls/s of the burst, as a multiple of those of the steady load."""
 MAX_MEMORY_MB = 1430
@@ -73,9 +71,7 @@ class MeasuredLoad:
     seconds: float = 0.0
     server_cpu_s: float = 0.0
     """CPU of the whole server, calls and zygotes included."""
-    gateway_cpu_s: float = 0.0
     executor_cpu_s: float = 0.0
-    client_cpu_s: float = 0.0
 
     @property
     def calls_per_s(self) -> float:
@@ -87,38 +83,32 @@ class MeasuredLoad:
         """Send all batches, at most `in_flight` of them at a time, and add their results and times."""
         self.tally.calls += sum(len(batch.calls) for batch in batches)
         async with http_session() as http:
-            gateway, executors = [server.pid], server.executors()
-            meter, client_s = processes.CpuMeter(server.pid), time.thread_time()
-            gateway_s, executor_s = processes.cpu_s(gateway), processes.cpu_s(executors)
+            executors = server.executors()
+            meter, executor_s = processes.CpuMeter(server.pid), processes.cpu_s(executors)
             self.seconds += await closed_loop(
                 iter(batches),
                 lambda batch: send_batch(http, server.url, batch, self.tally, on_answer),
                 min(in_flight, len(batches)),
             )
             self.server_cpu_s += meter.total_s()
-            self.client_cpu_s += time.thread_time() - client_s
-            self.gateway_cpu_s += processes.cpu_s(gateway) - gateway_s
             self.executor_cpu_s += processes.cpu_s(executors) - executor_s
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The server's memory at one moment, and the gateway's descriptors."""
+    """The server's memory at one moment."""
 
     server_mb: float
     gateway_mb: float
-    descriptors: int
 
     @classmethod
     def of(cls, server: service.Service) -> Memory:
-        return cls(
-            processes.pss_mb(server.processes()), processes.pss_mb([server.pid]), processes.descriptors(server.pid)
-        )
+        return cls(processes.pss_mb(server.processes()), processes.pss_mb([server.pid]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the burst. Return exit code 1 if a result is missing or wrong, or a requirement is not met."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,21 +117,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calls", type=count, default=CALLS, help=f"calls of the burst (default: {CALLS})")
     parser.add_argument("--kind", choices=[*CODES, "mix"], default="print", help="kind of call (default: print)")
     parser.add_argument("--loops", type=arguments.fraction, default=0.0, help="share of endless loops (default: 0)")
-    parser.add_argument("--loop-s", type=arguments.seconds, default=1.0, help="time-out of the loops (default: 1)")
     parser.add_argument("--batch", type=count, default=5000, help="calls in one request (default: 5000)")
-    parser.add_argument("--in-flight", type=count, help="calls in flight (default: all)")
     parser.add_argument("--answers", choices=[*ACCEPTS], default="both", help="form of responses (default: both)")
     parser.add_argument("--steady", type=count, help="calls of the steady load (default: as many)")
     return parser
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    if error := too_many_connections(args.calls, args.batch, _max_descriptors()):
-        raise command.Misuse(error)
     half = math.ceil((args.steady or args.calls) / 2)
-    calls = numbered_calls(args.kind, args.calls + 2 * half, args.seed, args.loops, args.loop_s)
+    calls = numbered_calls(args.kind, args.calls + 2 * half, args.seed, args.loops, LOOP_S)
     before, burst_calls, after = (list(itertools.islice(calls, n)) for n in (half, args.calls, half))
-    requests = math.ceil((args.in_flight or args.calls) / args.batch)
+    requests = math.ceil(args.calls / args.batch)
     with ExitStack() as stack:
         stack.enter_context(_raised_descriptor_limit())
         server = stack.enter_context(service.running(args.python, _flags(args)))
@@ -162,10 +148,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "kind": args.kind,
         "loops": args.loops,
-        "loop_s": args.loop_s,
+        "loop_s": LOOP_S,
         "calls": args.calls,
-        "in_flight": min(args.calls, requests * args.batch),
-        "requests": math.ceil(args.calls / args.batch),
+        "in_flight": args.calls,
+        "requests": requests,
         "answers": args.answers,
         **summarize(burst, steady, idle, sampler),
     }
@@ -176,19 +162,6 @@ def _flags(args: argparse.Namespace) -> list[str]:
     flags += ["--queue-calls", str(max(100_000, 2 * args.calls)), "--batch-calls", str(max(65_536, args.batch))]
     # A client on the server's cores needs time to open thousands of connections and to write on each.
     return [*flags, "--stall-s", "600", "--connections", str(math.ceil(args.calls / args.batch) + 100)]
-
-
-def too_many_connections(calls: int, batch: int, max_descriptors: int) -> str:
-    """An error text if all requests at once need more than `max_descriptors` in a process; empty if they do not."""
-    requests = math.ceil(calls / batch)
-    if requests + SPARE_DESCRIPTORS <= max_descriptors:
-        return ""
-    usable = max_descriptors - SPARE_DESCRIPTORS
-    min_batch = math.ceil(calls / usable) if usable > 0 else calls
-    return (
-        f"--calls {calls} --batch {batch} opens {requests} connections at once, and a process may have "
-        f"{max_descriptors} descriptors ({SPARE_DESCRIPTORS} reserved); expected --batch {min_batch} or more"
-    )
 
 
 def summarize(
@@ -204,16 +177,12 @@ def summarize(
         "statuses": dict(burst.tally.statuses.most_common()),
         "burst": _rates(burst),
         "steady": _rates(steady),
-        "call_cpu_ms": quantiles(times.cpu_ms for times in burst.tally.times),
         "ratio": round(ratio, 3),
         "memory_mb": {"idle": round(idle.server_mb), "peak": round(peak_mb)},
         "gateway_mb": {
             "idle": round(idle.gateway_mb, 1),
             "peak": round(max(sample.gateway_mb for sample in sampler.samples), 1),
         },
-        "memory_samples": len(sampler.samples),
-        "memory_sampling_share": round(sampler.sampling_s / burst.seconds, 4),
-        "gateway_descriptors": max(sample.descriptors for sample in sampler.samples),
         "requirements": [
             *requirements.none_of(counts),
             requirements.at_least("calls/s of the burst over those of the steady load", MIN_RATIO, round(ratio, 3)),
@@ -224,22 +193,15 @@ def summarize(
 
 def _rates(load: MeasuredLoad) -> dict[str, Any]:
     tally = load.tally
-    per_call = {"": load.server_cpu_s, "gateway_": load.gateway_cpu_s, "executor_": load.executor_cpu_s}
-    per_call["client_"] = load.client_cpu_s
     return {
         "calls": tally.calls,
         "seconds": round(load.seconds, 2),
         "calls_per_s": round(load.calls_per_s, 1),
-        **{f"{part}cpu_ms": round(cpu_s * 1e3 / tally.calls, 4) for part, cpu_s in per_call.items()},
+        "cpu_ms": round(load.server_cpu_s * 1e3 / tally.calls, 4),
+        "executor_cpu_ms": round(load.executor_cpu_s * 1e3 / tally.calls, 4),
         "latency_ms": percentiles(tally.latencies_ms(), POINTS),
         "short_ms": percentiles(tally.latencies_ms(["short"]), POINTS),
-        "queue_ms": percentiles((times.queue_ms for times in tally.times), POINTS),
-        "run_ms": percentiles((times.run_ms for times in tally.times), POINTS),
     }
-
-
-def _max_descriptors() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 @contextlib.contextmanager
@@ -282,12 +244,6 @@ def tables(result: Result) -> list[Block]:
 
 
 _POINT_NAMES = tuple(f"p{point}" for point in POINTS)
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Latency percentiles of burst and steady load."""
-    series = {name: [result[name]["latency_ms"][point] for point in _POINT_NAMES] for name in ("burst", "steady")}
-    grouped_bars(axes, _POINT_NAMES, series, "ms until the answer")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,13 @@ from typing import Any
 
 from bench.harness import arguments, command, requirements
 from bench.harness.load import CallTally
-from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result
 from bench.probes.fault_injector import KILLABLE, FaultInjector
 from bench.servers.server_under_test import CheckedLoad, ServerUnderTest
 from bench.workloads.checked_calls import KIND_WEIGHTS, STDLIB_WEIGHTS, checked_calls
+
+MAX_S, MAX_S_PER_CALL = 300.0, 0.1
+"""Seconds until unanswered calls are lost."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,9 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kill-every", type=seconds, default=1.0, metavar="S", help="mean seconds between two kills")
     parser.add_argument("--kill-gateway", type=seconds, metavar="S", help="seconds between gateway kills (default: no)")
     parser.add_argument("--executors", type=arguments.count, default=2, help="executors of the server (default: 2)")
-    parser.add_argument(
-        "--max-s", type=seconds, help="seconds until unanswered calls are lost (default: 300 + 0.1 per call)"
-    )
     return parser
 
 
@@ -71,12 +70,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         **tally.errors,
         "unavailable": dict(tally.unavailable),
         "statuses": dict(tally.statuses.most_common()),
-        "retried_calls": tally.retried,
-        "resent_requests": tally.resent,
-        "abandoned_requests": tally.abandoned,
-        "refused_requests": {str(status): count for status, count in tally.refused.items()},
         "kills": {kind: injector.kills[kind] for kind in (*KILLABLE, "gateway")},
-        "latency_ms": percentiles(tally.latencies_ms()),
         "leftovers": server.leftovers,
         "requirements": requirements.none_of({**tally.errors, "leftovers": len(server.leftovers)}),
     }
@@ -85,7 +79,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 async def _attack(
     load: CheckedLoad, server: ServerUnderTest, injector: FaultInjector, args: argparse.Namespace
 ) -> None:
-    """Run the load while processes are killed, for at most `--max-s` seconds."""
+    """Run the load while processes are killed, for at most `MAX_S` seconds and `MAX_S_PER_CALL` for each call."""
 
     async def kill_processes() -> None:
         rng = random.Random(args.seed)
@@ -100,7 +94,7 @@ async def _attack(
             server.kill_gateway()
 
     with contextlib.suppress(TimeoutError):  # the unanswered calls count as lost
-        async with asyncio.timeout(args.max_s or 300 + 0.1 * args.calls), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(MAX_S + MAX_S_PER_CALL * args.calls), asyncio.TaskGroup() as group:
             killers = [group.create_task(kill_processes())]
             if args.kill_gateway:
                 killers.append(group.create_task(kill_gateways()))

@@ -20,7 +20,8 @@ from bench.cluster_parts import calls, episodes, faults
 from bench.harness import arguments, command
 from bench.harness.tables import Block, Result
 
-PARTS = ("episodes", "calls", "faults")
+PARTS: dict[str, Any] = {"episodes": episodes, "calls": calls, "faults": faults}
+"""Modules with `measure(args)`, whose result has its requirements, and with `tables(result)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("cluster", __doc__, "seed")
     count, seconds = arguments.count, arguments.seconds
-    parser.add_argument("--parts", type=arguments.names_of(PARTS), default=PARTS, help=f"of {','.join(PARTS)}")
+    parser.add_argument("--parts", type=arguments.names_of(PARTS), default=tuple(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--rounds", type=count, default=2, help="rounds of the part calls (default: 2)")
     parser.add_argument("--calls-per-round", type=count, default=6400, help="calls of a round (default: 6400)")
     parser.add_argument("--calls", type=count, default=30_000, help="calls under faults (default: 30000)")
@@ -43,32 +44,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {"requirements": []}
-    if "episodes" in args.parts:
-        result = episodes.measure(args)
-    if "calls" in args.parts:
-        total = calls.num_calls(args.calls_per_round, args.rounds)
-        with command.counted_progress("calls", total) as advance:
-            result["calls"] = calls.measure(args.calls_per_round, args.rounds, advance)
-        result["requirements"] += calls.needed(result["calls"])
-    if "faults" in args.parts:
-        with command.counted_progress("calls under faults", args.calls) as advance:
-            result["faults"] = faults.measure(args.calls, args.nodes, args.kill_every, args.cut, args.seed, advance)
-        command.print_examples("cluster", result["faults"].pop("examples"))
-        result["requirements"] += faults.needed(result["faults"])
-    return result
+    result = {part: PARTS[part].measure(args) for part in args.parts}
+    return {**result, "requirements": [row for part in result.values() for row in part.pop("requirements")]}
 
 
 def tables(result: Result) -> list[Block]:
     """One table or sentence for each part."""
-    blocks: list[Block] = []
-    if "episodes" in result:
-        blocks += episodes.tables(result)
-    if "calls" in result:
-        blocks.append(calls.table(result["calls"]))
-    if "faults" in result:
-        blocks.append(faults.sentence(result["faults"]))
-    return blocks
+    return [block for part, module in PARTS.items() if part in result for block in module.tables(result[part])]
 
 
 if __name__ == "__main__":

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
-
-import aiohttp
 
 from bench.harness import arguments, command, requirements
 from bench.harness.load import ask, closed_loop, http_session
@@ -50,15 +45,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     total = args.calls * args.rounds
     with stub_executor.serving() as server, command.counted_progress("calls", total) as advance:
         for _ in range(args.rounds):
-            before, cpu_s = server.body_bytes(), processes.cpu_s([server.pid])
-            wall_s = run_client(server.url, args, advance)
-            after = server.body_bytes()
+            cpu_s = processes.cpu_s([server.pid])
+            wall_s = asyncio.run(send_all(server.url, args, advance))
             rows.append(
                 {
                     "calls_per_s": args.calls / wall_s,
                     "cpu_us": (processes.cpu_s([server.pid]) - cpu_s) * 1e6 / args.calls,
-                    "bytes_in": (after["in"] - before["in"]) / args.calls,
-                    "bytes_out": (after["out"] - before["out"]) / args.calls,
                 }
             )
     medians = median_of_rows(rows, 1)
@@ -68,56 +60,22 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "in_flight": args.in_flight,
         **medians,
         "calls_per_core_s": round(1e6 / medians["cpu_us"]),
-        "rounds": rows,
         "requirements": [requirements.at_least("calls/s", MIN_CALLS_PER_S, medians["calls_per_s"])],
     }
 
 
-def run_client(url: str, args: argparse.Namespace, on_calls: Callable[[int], object]) -> float:
-    """Send the calls of a round from a separate process. Returns the seconds that they took."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    client_args = (url, args.calls, args.batch, args.in_flight, sender)
-    client = context.Process(target=_client_main, args=client_args, daemon=True)
-    client.start()
-    sender.close()
-    try:
-        while not isinstance(message := receiver.recv(), float):
-            if isinstance(message, str):
-                raise command.BenchFailed(message)
-            on_calls(message)
-        return message
-    except EOFError:
-        raise command.BenchFailed("the client process ended; its output is above") from None
-    finally:
-        client.kill()
-        client.join()
-        receiver.close()
-
-
-def _client_main(url: str, calls: int, batch: int, in_flight: int, parent: Connection) -> None:
-    """The client process. Sends numbers of finished calls (int), then the seconds (float) or an error (str)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    try:
-        parent.send(asyncio.run(_send_all(url, calls, batch, in_flight, parent)))
-    except* (command.BenchFailed, aiohttp.ClientError, OSError) as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        parent.send(f"{type(error).__name__}: {error}")
-
-
-async def _send_all(url: str, calls: int, batch: int, in_flight: int, parent: Connection) -> float:
+async def send_all(url: str, args: argparse.Namespace, on_calls: Callable[[int], object]) -> float:
+    """Send the calls of a round. Returns the seconds that they took."""
     async with http_session() as http:
 
         async def send(start: int) -> None:
-            codes = [f"print({number})" for number in range(start, min(start + batch, calls))]
+            codes = [f"print({number})" for number in range(start, min(start + args.batch, args.calls))]
             request = ask(http, url, [{"code": code} for code in codes], "application/msgpack")
             if [result["stdout"] async for _, result in request] != codes:
                 raise command.BenchFailed(f"calls from {start} on: expected each its own result, got others")
-            parent.send(len(codes))
+            on_calls(len(codes))
 
-        return await closed_loop(iter(range(0, calls, batch)), send, in_flight)
+        return await closed_loop(iter(range(0, args.calls, args.batch)), send, args.in_flight)
 
 
 def tables(result: Result) -> list[Block]:

@@ -20,7 +20,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from typing import Any
 
 from bench.harness import arguments, command, requirements
 from bench.harness.call_outcomes import CallOutcome, differing_fields
-from bench.harness.statistics import percentiles
 from bench.harness.tables import Block
 from bench.servers import service
 from bench.workloads.hostile_calls import BACKGROUND_LOOP
@@ -66,6 +64,8 @@ for _ in range(2): subprocess.run([sys.executable, '-c', program], check=True)
 clock of `time.process_time` starts at 0 in each process, and counts all threads of the process."""
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
 """A program that uses a core until its parent process is gone."""
+LIMIT_S = 1.0
+"""Time-out of the calls that need a known share of it."""
 REPEATS = 5
 """Further runs of a call that differed. Several are needed: a call that needs about its limit differs now and then."""
 
@@ -103,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--uses", type=uses, default=tuple(TIME_USES), help=f"some of {','.join(TIME_USES)} (default: all)"
     )
-    parser.add_argument("--limit-s", type=arguments.seconds, default=1.0, help="time-out of those calls (default: 1)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--loops", type=count, default=8, help="endless loops (default: 8)")
     parser.add_argument("--load", type=count, default=cores, help="busy processes (default: one per core)")
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    cases = [*_corpus(args), *calls_using(args.uses, args.limit_s)]
+    cases = [*_corpus(args), *calls_using(args.uses, LIMIT_S)]
     flags = [*arguments.server_flags(args), "--queue-timeout-s", "86400"]  # no call may time out in the queue
     with service.running(args.python, flags) as server:
         idle = asyncio.run(_one_by_one("idle", server.url, cases))
@@ -130,7 +129,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "from": Path(args.calls).name if args.calls else f"generated, seed {args.seed}",
             "calls": sum(case.status is None for case in cases),
         },
-        "limit_s": args.limit_s,
         "loops": args.loops,
         "load": args.load,
         **summarize(cases, idle, overloaded, {change.name for change in unstable}),
@@ -225,21 +223,12 @@ def summarize(
         for case, first, second in zip(cases, idle, overloaded, strict=True)
         if case.status and {first.status.value, second.status.value} != {case.status}
     ]
-    runs = {"idle": idle, "overloaded": overloaded}
     return {
         "calls": len(cases),
         "known": len(known),
         "changed": [_row(change) for change in changes],
         "misjudged": misjudged,
         "unstable": sorted(unstable - known),
-        "statuses": {
-            name: dict(Counter(result.status.value for result in results).most_common())
-            for name, results in runs.items()
-        },
-        "run_ms": {
-            name: percentiles((result.usage.run_ms for result in results), (50, 90, 99))
-            for name, results in runs.items()
-        },
         "requirements": requirements.none_of({"changed results": len(changes), "misjudged calls": len(misjudged)}),
     }
 

@@ -14,16 +14,16 @@ import argparse
 import asyncio
 import io
 import json
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgpack
 
 from bench.harness import arguments, command, requirements
-from bench.harness.load import closed_loop, encode_calls, http_session
-from bench.harness.statistics import median
+from bench.harness.load import ask, closed_loop, encode_calls, http_session
+from bench.harness.rounds import median_of_ratios, median_of_rows
 from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
 from bench.servers import service
@@ -40,13 +40,10 @@ WAYS = {
 }
 MSGPACK = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
 
-Test = dict[str, Any]
-Send = Callable[[aiohttp.ClientSession, str], Awaitable[None]]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if the promised ratio is not reached."""
-    return command.run_benchmark(_parser(), argv, _measure, tables)
+    return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,11 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    return asyncio.run(_measure_ways(args))
-
-
-async def _measure_ways(args: argparse.Namespace) -> dict[str, Any]:
+async def _measure(args: argparse.Namespace) -> dict[str, Any]:
     tests = make_tests(args.tests, args.seed)
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with (
@@ -70,91 +63,68 @@ async def _measure_ways(args: argparse.Namespace) -> dict[str, Any]:
     ):
         async with http_session() as http:
             for way in WAYS:
-                await _requests_of(way, tests)[0](http, server.url)  # connect, and warm the server up
+                await _send(http, server.url, _requests_of(way, tests)[0])  # connect, and warm the server up
             for _ in range(args.rounds):
                 for way in WAYS:
-                    rows[way].append(await _measure_way(way, tests, args.requests, server, http))
+                    requests = [request for _ in range(args.requests) for request in _requests_of(way, tests)]
+                    meter = processes.CpuMeter(server.pid)
+                    wall_s = await closed_loop(
+                        iter(requests), partial(_send, http, server.url), IN_FLIGHT if way == "execute" else 1
+                    )
+                    calls = args.requests * len(tests)
+                    rows[way].append({"cpu_ms": meter.total_s() * 1e3 / calls, "tests_per_s": calls / wall_s})
                     advance()
-    result = {
+    ratios = {way: round(median_of_ratios(rows["judge"], rows[way], _cpu_ratio), 3) for way in WAYS if way != "judge"}
+    return {
         "tests": args.tests,
         "requests": args.requests,
         "rounds": args.rounds,
         "in_flight": IN_FLIGHT,
         "code_lines": PROGRAM.count("\n"),
         "stdin_bytes": round(sum(len(test["stdin"]) for test in tests) / len(tests)),
-        "ways": {way: _summary(rows[way]) for way in WAYS},
-        "ratios": {way: _ratio(rows["judge"], rows[way]) for way in WAYS if way != "judge"},
+        "ways": {way: median_of_rows(way_rows, 3) for way, way_rows in rows.items()},
+        "ratios": ratios,
+        "requirements": [
+            requirements.at_most("CPU of judge by CPU of separate calls", MAX_RATIO, ratios["execute"]),
+        ],
     }
-    requirement = requirements.at_most("CPU of judge by CPU of separate calls", MAX_RATIO, result["ratios"]["execute"])
-    return {**result, "requirements": [requirement]}
 
 
-async def _measure_way(
-    way: str, tests: Sequence[Test], requests: int, server: service.Service, http: aiohttp.ClientSession
-) -> dict[str, float]:
-    """Judge the program `requests` times, and return CPU and wall milliseconds per test."""
-    bodies = [send for _ in range(requests) for send in _requests_of(way, tests)]
-
-    async def send_one(send: Send) -> None:
-        await send(http, server.url)
-
-    meter = processes.CpuMeter(server.pid)
-    start = time.perf_counter()
-    await closed_loop(iter(bodies), send_one, IN_FLIGHT if way == "execute" else 1)
-    wall_s = time.perf_counter() - start
-    calls = requests * len(tests)
-    return {"cpu_ms": meter.total_s() * 1e3 / calls, "wall_ms": wall_s * 1e3 / calls}
+def _cpu_ratio(ours: Mapping[str, float], others: Mapping[str, float]) -> float:
+    return ours["cpu_ms"] / others["cpu_ms"]
 
 
-def _requests_of(way: str, tests: Sequence[Test]) -> list[Send]:
+class Request(NamedTuple):
+    """An encoded request, and the tests whose outcomes its response has."""
+
+    way: str
+    body: bytes
+    tests: Sequence[Mapping[str, Any]]
+
+
+def _requests_of(way: str, tests: Sequence[Mapping[str, Any]]) -> list[Request]:
     """Return the requests that judge the program once."""
-    calls = [{"code": PROGRAM, "stdin": test["stdin"], "echo": False} for test in tests]
     if way == "judge":
-        return [_judge(msgpack.packb({"code": PROGRAM, "tests": tests}), len(tests))]
+        return [Request(way, msgpack.packb({"code": PROGRAM, "tests": tests}), tests)]
+    calls = [{"code": PROGRAM, "stdin": test["stdin"], "echo": False} for test in tests]
     if way == "batch":
-        return [_run("batch", encode_calls(calls), tests)]
-    return [_run("execute", encode_calls([call], single=True), [test]) for call, test in zip(calls, tests, strict=True)]
+        return [Request(way, encode_calls(calls), tests)]
+    return [Request(way, encode_calls([call], single=True), [test]) for call, test in zip(calls, tests, strict=True)]
 
 
-def _judge(body: bytes, tests: int) -> Send:
-    async def send(http: aiohttp.ClientSession, url: str) -> None:
-        judged = await _post(http, f"{url}/v1/judge", body)
-        if judged["passed"] != tests:
-            raise command.BenchFailed(
-                f"the program passed {judged['passed']} of {tests} tests: {json.dumps(judged):.300}"
-            )
-
-    return send
-
-
-def _run(path: str, body: bytes, tests: Sequence[Test]) -> Send:
-    async def send(http: aiohttp.ClientSession, url: str) -> None:
-        answer = await _post(http, f"{url}/v1/{path}", body)
-        results: Iterable[Any] = answer["results"] if path == "batch" else [answer]
-        for test, result in zip(tests, results, strict=True):
-            if result["stdout"] != test["expected"]:
-                raise command.BenchFailed(f"expected {test['expected']!r}, got {json.dumps(result):.300}")
-
-    return send
-
-
-async def _post(http: aiohttp.ClientSession, url: str, body: bytes) -> Any:
-    async with http.post(url, data=io.BytesIO(body), headers=MSGPACK) as response:
-        data = await response.read()
-        if response.status != 200:
-            raise command.BenchFailed(f"{url} answered {response.status}: {data[:300]!r}")
-        return msgpack.unpackb(data)
-
-
-def _summary(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {
-        "cpu_ms": median(row["cpu_ms"] for row in rows),
-        "tests_per_s": median((1e3 / row["wall_ms"] for row in rows), 1),
-    }
-
-
-def _ratio(ours: Sequence[dict[str, float]], others: Sequence[dict[str, float]]) -> float:
-    return median(mine["cpu_ms"] / theirs["cpu_ms"] for mine, theirs in zip(ours, others, strict=True))
+async def _send(http: aiohttp.ClientSession, url: str, request: Request) -> None:
+    """Send a request and check its outcomes."""
+    if request.way == "judge":
+        async with http.post(f"{url}/v1/judge", data=io.BytesIO(request.body), headers=MSGPACK) as response:
+            judged = msgpack.unpackb(await response.read())
+        if response.status != 200 or judged["passed"] != len(request.tests):
+            raise command.BenchFailed(f"expected {len(request.tests)} passed tests, got {json.dumps(judged):.300}")
+        return
+    answers = ask(http, url, request.body, MSGPACK["Accept"], single=request.way == "execute")
+    results = [result async for _, result in answers]
+    for test, result in zip(request.tests, results, strict=True):
+        if result["stdout"] != test["expected"]:
+            raise command.BenchFailed(f"expected {test['expected']!r}, got {json.dumps(result):.300}")
 
 
 def tables(result: Result) -> list[Block]:

@@ -2,8 +2,8 @@
 
     python -m bench.leaks [--calls 10000] [--json]
 
-The calls are the mix of real traffic or, with `--from`, those of a file, which are repeated as often as necessary.
-Among them are calls that leave something behind if the sandbox does not remove it (`bench.workloads.hostile_calls`).
+The calls are the mix of real traffic. Among them are calls that leave something behind if the sandbox does not remove
+it (`bench.workloads.hostile_calls`).
 Between them whole batches are abandoned and zygotes are killed. After every `--every` calls the server comes to rest,
 and its processes, descriptors, mounts, control groups, temporary files and memory are counted. After the server's end,
 everything that it created must be gone.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ from bench.probes.resource_growth import growth_at_rest
 from bench.probes.resources import ResourceSnapshot
 from bench.servers.server_under_test import ServerUnderTest
 from bench.workloads.hostile_calls import HOSTILE_CALLS, SHORT_LIMITS
-from bench.workloads.tool_calls import load_calls, sample_calls
+from bench.workloads.tool_calls import sample_calls
 from sandbox.client import AsyncClient
 from sandbox.types import Call, Status
 
@@ -45,14 +44,13 @@ KILL_AFTER_S = 0.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return exit code 1 if a resource has grown or something is left behind."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("leaks", __doc__, "python", "seed")
     count = arguments.count
     parser.add_argument("--calls", type=count, default=10_000, help="number of calls (default: 10000)")
-    parser.add_argument("--from", dest="from_", type=arguments.file, metavar="FILE", help="JSONL to use for the mix")
     parser.add_argument("--every", type=count, default=1000, help="calls between two counts (default: 1000)")
     parser.add_argument(
         "--warm-up", type=count, default=2000, help="calls until pools are filled and caches warm (default: 2000)"
@@ -98,7 +96,6 @@ class _LeakLoad:
         self.unavailable: Counter[str] = Counter()
         """Error messages of unavailable calls."""
         self._server = server
-        self._source = args.from_
         self._rng = random.Random(args.seed)
         self._on_answer = on_answer
 
@@ -120,8 +117,6 @@ class _LeakLoad:
     def _calls(self, count: int) -> list[Call]:
         seed = self._rng.randrange(1 << 30)
         calls = sample_calls(count, seed)
-        if self._source:
-            calls = list(itertools.islice(itertools.cycle(load_calls(self._source)), count))
         for index, call in enumerate(calls):
             if call.get("limits"):  # `sample_calls` gives limits only to endless loops
                 call["limits"] = SHORT_LIMITS
@@ -156,15 +151,6 @@ def tables(result: Result) -> list[Block]:
         f"explain: {grown} (memory by {memory[-1] - memory[0]:+.1f} MiB to {memory[-1]:,.0f}). "
         f"Left behind after its end: {leftovers}."
     ]
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Memory at rest over the number of calls."""
-    snapshots = result["snapshots"]
-    axes.plot([row["calls"] for row in snapshots], [row["memory_mb"] for row in snapshots], marker="o")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("calls")
-    axes.set_ylabel("memory of the server at rest, MiB")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""Do endless calls delay short ones? Real traffic at a rate of its own, then short calls beside many endless loops.
+"""Do calls that never end, or that sleep, delay short ones? Real traffic, then short calls beside a background.
 
-    python -m bench.mixed [--seconds 60] [--rate 10] [--loops 40] [--json]
+    python -m bench.mixed [--parts traffic,loops,tenants] [--seconds 60] [--rate 10] [--loops 40] [--json]
 
-Part 1, traffic. Calls of the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are
+Part `traffic`. Calls of the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are
 resource bombs, arrive at random moments (open loop), so a slow server cannot hide its queue. The latency counts from
 the moment at which a call was due. The same arrivals come twice, the second time with 1 % endless loops (time-out 10
 s). Without `--rate`, the rate is 60 % of the throughput in a closed loop.
 
-Part 2, loops. Short calls go out one after another: first without endless loops, then from the moment at which
+Part `loops`. Short calls go out one after another: first without endless loops, then from the moment at which
 `--loops` of them arrive in one batch. Calls sent in the first second after that and calls sent later are reported
 apart.
+
+Part `tenants`, which runs only if it is named. Short calls of one tenant go out one after another: first alone, then
+while `--sleeping` calls of another tenant, which sleep for 2 s each, wait and run.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +33,7 @@ from rich.progress import Progress
 
 from bench.harness import arguments, command, requirements
 from bench.harness.load import CallTally, OnAnswer, Refused, ask, closed_loop, execute, http_session, open_loop
-from bench.harness.plots import percentile_bars
-from bench.harness.statistics import percentiles, quantiles
+from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result, Table
 from bench.probes import processes
 from bench.servers import service
@@ -45,8 +47,8 @@ RARE = ("error", "bomb", "loop")
 """Groups that have at least one call, however short the traffic is."""
 SHORT = ("short", "error")
 """Groups of calls whose latency has a requirement."""
-CALIBRATION_IN_FLIGHT = 16
-"""Calls in flight of the closed loop, which measures the throughput."""
+CALIBRATION_CALLS, CALIBRATION_IN_FLIGHT = 200, 16
+"""Calls of the closed loop, which measures the throughput, and how many of them are in flight."""
 RATE_SHARE = 0.6
 """Arrival rate as a share of the throughput in a closed loop."""
 MAX_OPEN = 10_000
@@ -63,6 +65,11 @@ ARRIVAL_S = 1.0
 """Length of the first phase, which begins when the loops are sent."""
 MAX_P90_RATIO = {"arriving": 5.0, "under_loops": 2.0}
 """Largest allowed p90 of the short calls in each phase beside loops, over their p90 without loops."""
+SLEEP_S = 2.0
+"""Seconds of each call of the part `tenants` that sleeps."""
+MAX_TENANT_DELAY_MS = 50.0
+"""Largest allowed median of a short call beside the sleeping calls of another tenant, less that alone."""
+PARTS = ("traffic", "loops", "tenants")
 MAX_TRAFFIC_RATIO = 1.5
 """Largest allowed p90 of the short calls in traffic with endless loops, over that without."""
 POINTS = (50, 90, 99)
@@ -94,39 +101,77 @@ class TrafficRun:
 
 
 @dataclass(slots=True)
-class LoopsRun:
-    """Latencies of short calls, one after another, before and while endless loops run."""
+class BackgroundRun:
+    """Latencies of short calls, one after another, before and while the calls of a background run."""
 
-    loops: int
+    background: int
+    """Calls of the background: endless loops, or calls that sleep."""
     num_running: int = 0
     """Calls that ran at the end of the measurement."""
     num_ended: int = 0
-    """Loops that ended, which none should."""
-    baseline_ms: list[float] = field(default_factory=list)
+    """Calls of the background that ended."""
+    num_ok: int = 0
+    """Those of them that ended as ok."""
+    alone_ms: list[float] = field(default_factory=list)
     arriving_ms: list[float] = field(default_factory=list)
-    """Latencies of the short calls that were sent in the first `ARRIVAL_S` after the loops."""
-    under_loops_ms: list[float] = field(default_factory=list)
+    """Latencies of the short calls that were sent in the first `ARRIVAL_S` after the background."""
+    beside_ms: list[float] = field(default_factory=list)
     mismatched: int = 0
     timed_out: int = 0
+
+    async def run_background(self, http: aiohttp.ClientSession, url: str, call: dict[str, Any]) -> None:
+        """Run the background in one request, and count the calls that end."""
+        async for _, result in ask(http, url, [call] * self.background):
+            self.num_ended += 1
+            self.num_ok += result["status"] == "ok"
+
+    async def one_by_one(
+        self, http: aiohttp.ClientSession, url: str, more: Callable[[int], bool], on_answer: OnAnswer
+    ) -> list[float]:
+        """Send short calls, each after the answer to the one before, while `more(number of answers)` returns True.
+
+        Returns their latencies in milliseconds. The latency of a call without an answer is the time that it was waited
+        for.
+        """
+        latencies_ms: list[float] = []
+        timed_out = 0
+        while more(n := len(latencies_ms)) and timed_out < MAX_TIMEOUTS:
+            start = time.perf_counter()
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    result = await execute(http, url, {"code": f"print({n} * {n})"})
+                    self.mismatched += (result["status"], result["stdout"]) != ("ok", f"{n * n}\n")
+            except TimeoutError:
+                timed_out += 1
+            latencies_ms.append((time.perf_counter() - start) * 1e3)
+            on_answer()
+        self.timed_out += timed_out
+        return latencies_ms
+
+    def counts(self) -> dict[str, int]:
+        """Counts that must be 0."""
+        timed_out = f"short calls without an answer after {ANSWER_TIMEOUT_S:g} s"
+        return {"mismatched short calls": self.mismatched, timed_out: self.timed_out}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both parts. Return exit code 1 if endless calls delay short ones too much, or a result is wrong."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("mixed", __doc__, *arguments.SERVER_OPTIONS, "seed")
     count, seconds = arguments.count, arguments.seconds
-    parser.add_argument("--parts", choices=["both", "traffic", "loops"], default="both", help="(default: both)")
+    parts = arguments.names_of(PARTS)
+    parser.add_argument("--parts", type=parts, default=PARTS[:2], help=f"of {','.join(PARTS)} (default: the first two)")
     parser.add_argument("--seconds", type=seconds, default=60.0, help="duration of arrivals, twice (default: 60)")
     parser.add_argument(
         "--rate", type=seconds, metavar="CALLS_PER_S", help="arrival rate (default: 60 %% of the throughput)"
     )
     parser.add_argument("--loop-s", type=seconds, default=10.0, help="time-out of the traffic's loops (default: 10)")
-    parser.add_argument("--calibration", type=count, default=200, help="calls of the closed loop (default: 200)")
-    parser.add_argument("--loops", type=count, default=40, help="endless loops of part 2 (default: 40)")
-    parser.add_argument("--short", type=count, default=200, help="short calls of part 2, twice (default: 200)")
+    parser.add_argument("--loops", type=count, default=40, help="endless loops of the part loops (default: 40)")
+    parser.add_argument("--sleeping", type=count, default=1000, help="calls that sleep (default: 1000)")
+    parser.add_argument("--short", type=count, default=200, help="short calls of the other parts (default: 200)")
     return parser
 
 
@@ -135,13 +180,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise command.Misuse("--isolation none: some calls exhaust resources; expected a level that isolates them")
     result: dict[str, Any] = {"isolation": args.isolation, "requirements": []}
     with service.running(args.python, arguments.server_flags(args)) as server, command.progress() as bar:
-        if args.parts != "loops":
-            result["traffic"] = asyncio.run(_traffic(server, args, bar))
-        if args.parts != "traffic":
-            task = bar.add_task("beside endless loops", total=2 * args.short)
-            result["loops"] = summarize_loops(asyncio.run(_beside_loops(server, args, lambda: bar.advance(task))))
-    for part in ("traffic", "loops"):
-        result["requirements"] += result.get(part, {}).pop("requirements", [])
+        for part in args.parts:
+            result[part] = asyncio.run(_MEASURES[part](server, args, bar))
+            result["requirements"] += result[part].pop("requirements")
     return result
 
 
@@ -189,9 +230,9 @@ async def _traffic(server: service.Service, args: argparse.Namespace, bar: Progr
     async with http_session() as http:
         closed_loop_rate = None
         if args.rate is None:
-            task = bar.add_task("closed loop", total=args.calibration)
+            task = bar.add_task("closed loop", total=CALIBRATION_CALLS)
             mix = _mix(args.seed + 1, families)
-            calls = [next(mix) for _ in range(args.calibration)]
+            calls = [next(mix) for _ in range(CALIBRATION_CALLS)]
 
             async def send(call: CheckedCall) -> None:
                 await execute(http, server.url, call.call)
@@ -206,10 +247,10 @@ async def _traffic(server: service.Service, args: argparse.Namespace, bar: Progr
         runs = []
         for name, calls_due in (("without loops", without), ("with loops", due)):
             task = bar.add_task(name, total=len(calls_due))
-            meter, bytes_before = processes.CpuMeter(server.pid), sum(server.body_bytes().values())
+            meter, bytes_before = processes.CpuMeter(server.pid), server.body_bytes()
             run = TrafficRun(await offer(http, server.url, calls_due, lambda task=task: bar.advance(task)))
             run.server_cpu_ms = meter.total_s() * 1e3
-            run.body_bytes = sum(server.body_bytes().values()) - bytes_before
+            run.body_bytes = server.body_bytes() - bytes_before
             command.print_examples("mixed", run.tally.examples)
             runs.append(run)
     return {
@@ -260,45 +301,49 @@ def summarize_traffic(without: TrafficRun, with_loops: TrafficRun) -> dict[str, 
 
 
 def _traffic_row(run: TrafficRun, short_ms: dict[str, float]) -> dict[str, Any]:
-    loop_ms = run.tally.latencies_ms(["loop"])
     return {
         "calls": run.tally.calls,
         "short_ms": short_ms,
-        "loops": len(loop_ms),
-        "loop_ms": percentiles(loop_ms, POINTS),
-        "bombs": len(run.tally.latencies_ms(["bomb"])),
+        "loops": len(run.tally.latencies_ms(["loop"])),
         "cpu_ms": round(statistics.fmean(run.short_cpu_ms() or [0.0]) + run.service_cpu_ms(), 3),
-        "call_cpu_ms": quantiles(run.short_cpu_ms()),
         "bytes": round(run.body_bytes / max(1, run.tally.answered)),
-        "statuses": dict(run.tally.statuses.most_common()),
-        "sent_late_ms": percentiles(run.tally.sent_late_ms, POINTS),
     }
 
 
-# Short calls beside endless loops
+# Short calls beside a background
 
 
-async def _beside_loops(server: service.Service, args: argparse.Namespace, on_answer: OnAnswer) -> LoopsRun:
-    run = LoopsRun(args.loops)
+async def _beside_loops(server: service.Service, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
+    run, task = BackgroundRun(args.loops), bar.add_task("beside endless loops", total=2 * args.short)
+    on_answer = lambda: bar.advance(task)  # noqa: E731
     async with http_session() as http:
-        run.baseline_ms = await _one_by_one(http, server.url, args.short, args.seed, run, on_answer)
-        loops = asyncio.create_task(_run_loops(http, server.url, run))
+        run.alone_ms = await run.one_by_one(http, server.url, lambda n: n < args.short, on_answer)
+        loops = asyncio.create_task(run.run_background(http, server.url, BACKGROUND_LOOP))
         try:
             until = time.perf_counter() + ARRIVAL_S
-            run.arriving_ms = await _one_by_one(http, server.url, math.inf, args.seed, run, until=until)
-            run.under_loops_ms = await _one_by_one(http, server.url, args.short, args.seed, run, on_answer)
+            run.arriving_ms = await run.one_by_one(
+                http, server.url, lambda _: time.perf_counter() < until, lambda: None
+            )
+            run.beside_ms = await run.one_by_one(http, server.url, lambda n: n < args.short, on_answer)
             run.num_running = await _wait_until_running(server, args.loops)
         finally:
             loops.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await loops
-    return run
+    return summarize_loops(run)
 
 
-async def _run_loops(http: aiohttp.ClientSession, url: str, run: LoopsRun) -> None:
-    """Run all loops in one request until this task is cancelled; count those that end."""
-    async for _ in ask(http, url, [BACKGROUND_LOOP] * run.loops):
-        run.num_ended += 1
+async def _beside_another_tenant(server: service.Service, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
+    run, task = BackgroundRun(args.sleeping), bar.add_task("beside another tenant", total=None)
+    call = {"code": f"import time\ntime.sleep({SLEEP_S})", "tenant": "sleeping"}
+    async with http_session() as http, asyncio.TaskGroup() as group:
+        run.alone_ms = await run.one_by_one(http, server.url, lambda n: n < args.short, lambda: bar.advance(task))
+        sleeping = group.create_task(run.run_background(http, server.url, call))
+        run.beside_ms = await run.one_by_one(http, server.url, lambda _: not sleeping.done(), lambda: bar.advance(task))
+    return summarize_tenants(run)
+
+
+_MEASURES = {"traffic": _traffic, "loops": _beside_loops, "tenants": _beside_another_tenant}
 
 
 async def _wait_until_running(server: service.Service, loops: int) -> int:
@@ -311,68 +356,41 @@ async def _wait_until_running(server: service.Service, loops: int) -> int:
         await asyncio.sleep(0.2)
 
 
-async def _one_by_one(
-    http: aiohttp.ClientSession,
-    url: str,
-    count: float,
-    seed: int,
-    run: LoopsRun,
-    on_answer: OnAnswer = lambda: None,
-    *,
-    until: float = math.inf,
-) -> list[float]:
-    """Send up to `count` short calls, each after the answer to the one before, until `time.perf_counter()` is `until`.
-
-    Returns their latencies in milliseconds. The latency of a call without an answer is the time that it was waited for.
-    """
-    latencies_ms: list[float] = []
-    timed_out = 0
-    while len(latencies_ms) < count and time.perf_counter() < until and timed_out < MAX_TIMEOUTS:
-        n = len(latencies_ms)
-        start = time.perf_counter()
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                result = await execute(http, url, {"code": f"print({n} * {n} + {seed})"})
-                run.mismatched += (result["status"], result["stdout"]) != ("ok", f"{n * n + seed}\n")
-        except TimeoutError:
-            timed_out += 1
-        latencies_ms.append((time.perf_counter() - start) * 1e3)
-        on_answer()
-    run.timed_out += timed_out
-    return latencies_ms
-
-
-def summarize_loops(run: LoopsRun) -> dict[str, Any]:
-    """The result of part 2, and its requirements."""
-    phases = {"baseline": run.baseline_ms, "arriving": run.arriving_ms, "under_loops": run.under_loops_ms}
+def summarize_loops(run: BackgroundRun) -> dict[str, Any]:
+    """The result of the part `loops`, and its requirements."""
+    phases = {"baseline": run.alone_ms, "arriving": run.arriving_ms, "under_loops": run.beside_ms}
     points = {phase: percentiles(latencies_ms, POINTS) for phase, latencies_ms in phases.items()}
     ratios = {phase: round(points[phase]["p90"] / points["baseline"]["p90"], 2) for phase in MAX_P90_RATIO}
     when = {"arriving": "just after", "under_loops": f"from {ARRIVAL_S:g} s after"}
     return {
-        "loops": run.loops,
-        "running": run.num_running,
-        "calls": len(run.under_loops_ms),
+        "loops": run.background,
         **{f"{phase}_ms": values for phase, values in points.items()},
-        "p90_ratio": ratios,
-        "timed_out": run.timed_out,
-        "mismatched": run.mismatched,
         "requirements": [
             *(
                 requirements.at_most(
-                    f"p90 of a short call {when[phase]} {run.loops} endless loops arrived, over that without",
+                    f"p90 of a short call {when[phase]} {run.background} endless loops arrived, over that without",
                     bound,
                     ratios[phase],
                 )
                 for phase, bound in MAX_P90_RATIO.items()
             ),
-            requirements.at_least("running endless loops", run.loops, run.num_running),
-            *requirements.none_of(
-                {
-                    "mismatched short calls": run.mismatched,
-                    f"short calls without an answer after {ANSWER_TIMEOUT_S:g} s": run.timed_out,
-                    "ended loops": run.num_ended,
-                }
-            ),
+            requirements.at_least("running endless loops", run.background, run.num_running),
+            *requirements.none_of({**run.counts(), "ended loops": run.num_ended}),
+        ],
+    }
+
+
+def summarize_tenants(run: BackgroundRun) -> dict[str, Any]:
+    """The result of the part `tenants`, and its requirements."""
+    delay_ms = round(statistics.median(run.beside_ms) - statistics.median(run.alone_ms), 2)
+    return {
+        "sleeping": run.background,
+        "alone_ms": percentiles(run.alone_ms, POINTS),
+        "beside_ms": percentiles(run.beside_ms, POINTS),
+        "requirements": [
+            requirements.at_most("median delay of a short call in ms", MAX_TENANT_DELAY_MS, delay_ms),
+            requirements.at_least("calls that slept", run.background, run.num_ok),
+            *requirements.none_of(run.counts()),
         ],
     }
 
@@ -387,6 +405,9 @@ def _rows(result: Result) -> dict[str, dict[str, float]]:
         rows["one `print` after another"] = loops["baseline_ms"]
         rows[f"the same in the first second of {loops['loops']} endless loops"] = loops["arriving_ms"]
         rows["the same after that second"] = loops["under_loops_ms"]
+    if tenants := result.get("tenants"):
+        rows["one `print` after another of one tenant"] = tenants["alone_ms"]
+        rows[f"the same beside {tenants['sleeping']:,} sleeping calls of another tenant"] = tenants["beside_ms"]
     return rows
 
 
@@ -396,11 +417,6 @@ _POINT_NAMES = tuple(f"p{point}" for point in POINTS)
 def tables(result: Result) -> list[Block]:
     """A row of latencies for each situation."""
     return [Table.of_percentiles("short calls", _rows(result), _POINT_NAMES), *requirements.unmet(result)]
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Latency percentiles for each situation."""
-    percentile_bars(axes, _rows(result), _POINT_NAMES)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from typing import Any
 import aiohttp
 
 from bench.harness import arguments, command, requirements
-from bench.harness.plots import grouped_bars
 from bench.harness.statistics import median, percentiles
 from bench.harness.tables import Block, Result, Table, number
 from bench.servers import service
@@ -90,15 +89,10 @@ class Load:
     title: str
 
 
+_SLOW_TITLE = f"200 `sympy.solve`, 64 at once, limit {SLOW_TIMEOUT_S:g} s"
 LOADS = {
     "burst": Load("print", 1000, 256, {}, "1,000 `print`, 256 at once"),
-    "slow": Load(
-        "sympy",
-        200,
-        64,
-        {"timeout_s": SLOW_TIMEOUT_S},
-        f"200 `sympy.solve`, 64 at once, limit {SLOW_TIMEOUT_S:g} s",
-    ),
+    "slow": Load("sympy", 200, 64, {"timeout_s": SLOW_TIMEOUT_S}, _SLOW_TITLE),
 }
 """The loads that show losses and wrong time-outs, by name."""
 
@@ -176,8 +170,6 @@ class SystemRound:
     correct: int = 0
     mismatched: int = 0
     seconds: float = 0.0
-    cpu_s: float = 0.0
-    """CPU of the whole machine."""
     latencies_ms: list[float] = field(default_factory=list)
     unanswered: Counter[str] = field(default_factory=Counter)
     """Calls without a result, by reason."""
@@ -196,7 +188,7 @@ class SystemRound:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if a call of our own service has no correct result."""
-    return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables, draw)
+    return command.run_benchmark(_parser(), argv, lambda args: asyncio.run(_measure(args)), tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -249,14 +241,12 @@ async def _http_systems(stack: AsyncExitStack, args: argparse.Namespace) -> list
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-    makers: list[Callable[[int], System]] = [partial(our_service, client)]
-    if args.code_judge:
-        makers.append(partial(code_judge, http, args.code_judge))
-    if args.sandbox_fusion:
-        makers.append(partial(sandbox_fusion, http, args.sandbox_fusion))
-    if args.scalebox:
-        makers.append(partial(sandbox_fusion, http, args.scalebox, name="ScaleBox"))
-    return makers
+    peers = (
+        (args.code_judge, partial(code_judge, http, args.code_judge)),
+        (args.sandbox_fusion, partial(sandbox_fusion, http, args.sandbox_fusion)),
+        (args.scalebox, partial(sandbox_fusion, http, args.scalebox, name="ScaleBox")),
+    )
+    return [partial(our_service, client), *(maker for peer_url, maker in peers if peer_url)]
 
 
 async def _calls(kind: str, fresh: FreshInterpreters, seed: int) -> list[PeerCall]:
@@ -295,7 +285,7 @@ async def run_load(system: System, call: PeerCall, load: Load) -> SystemRound:
 
 async def _send_all(system: System, calls: Iterator[PeerCall]) -> SystemRound:
     row = SystemRound()
-    start, cpu_s = time.perf_counter(), _machine_cpu_s()
+    start = time.perf_counter()
 
     async def work() -> None:
         while batch := list(islice(calls, system.batch)):
@@ -304,7 +294,7 @@ async def _send_all(system: System, calls: Iterator[PeerCall]) -> SystemRound:
     async with asyncio.TaskGroup() as group:
         for _ in range(max(1, system.in_flight // system.batch)):
             group.create_task(work())
-    row.seconds, row.cpu_s = time.perf_counter() - start, _machine_cpu_s() - cpu_s
+    row.seconds = time.perf_counter() - start
     return row
 
 
@@ -358,13 +348,6 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_CHARS]
 
 
-def _machine_cpu_s() -> float:
-    """CPU seconds that all cores of this machine have spent on anything."""
-    with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, file.readline().split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
 def summarize(
     rounds: Mapping[str, Mapping[str, Sequence[SystemRound]]], loads: Mapping[str, Mapping[str, SystemRound]]
 ) -> dict[str, Any]:
@@ -380,12 +363,6 @@ def summarize(
         "systems": list(next(iter(kinds.values()))),
         "kinds": kinds,
         "loads": load_rows,
-        "faster": [
-            f"{kind}: {name} runs {row['calls_per_s']:g} calls/s, {OURS} {rows[OURS]['calls_per_s']:g}"
-            for kind, rows in kinds.items()
-            for name, row in rows.items()
-            if row["calls_per_s"] > rows[OURS]["calls_per_s"]
-        ],
         "requirements": requirements.none_of(counts),
     }
 
@@ -396,7 +373,6 @@ def _row(rounds: Sequence[SystemRound]) -> dict[str, Any]:
     return {
         "calls": sum(row.calls for row in rounds),
         "calls_per_s": median(((row.correct + row.mismatched) / row.seconds for row in rounds), 1),
-        "machine_cpu_ms": median((row.cpu_s * 1e3 / max(1, row.calls) for row in rounds), 2),
         "latency_ms": percentiles([ms for row in rounds for ms in row.latencies_ms]),
         "correct": sum(row.correct for row in rounds),
         "mismatched": sum(row.mismatched for row in rounds),
@@ -406,18 +382,20 @@ def _row(rounds: Sequence[SystemRound]) -> dict[str, Any]:
 
 
 def tables(result: Result) -> list[Block]:
-    """A row for each kind of call, a column for each system, and where a peer is faster than our service."""
+    """A row for each kind of call and each load, a column for each system."""
     systems = result["systems"]
     rows = [(KIND_NAMES[kind], *(_cell(row.get(name)) for name in systems)) for kind, row in result["kinds"].items()]
-    blocks: list[Block] = [Table(("calls/s (without a correct result)", *systems), rows)]
-    load_cells = [
+    load_rows = [
         (LOADS[name].title, *(_load_cell(row.get(system)) for system in systems))
         for name, row in result["loads"].items()
     ]
-    blocks.append(Table(("calls with the correct result (p50 in s)", *systems), load_cells))
+    blocks: list[Block] = [
+        Table(("calls/s (without a correct result)", *systems), rows),
+        Table(("calls with the correct result (p50 in s)", *systems), load_rows),
+    ]
     if absent := [name for name in PEERS if name not in systems]:
         blocks.append(f"Not running there: {', '.join(absent)}.")
-    return [*blocks, *result.get("faster", ()), *requirements.unmet(result)]
+    return [*blocks, *requirements.unmet(result)]
 
 
 def _cell(row: Result | None) -> str:
@@ -431,13 +409,6 @@ def _load_cell(row: Result | None) -> str:
     if row is None:
         return "-"
     return f"{100 * row['correct'] / row['calls']:.1f} % ({row['latency_ms']['p50'] / 1e3:.2g})"
-
-
-def draw(axes: Any, result: Result) -> None:
-    """Calls/s of each system, by kind of call."""
-    kinds = result["kinds"]
-    series = {name: [rows[name]["calls_per_s"] for rows in kinds.values()] for name in result["systems"]}
-    grouped_bars(axes, list(kinds), series, "calls/s")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ STAGE_FIELDS = ("name", "accuracy", "tool_error_ratio", "one_answer", "seconds")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe. Return exit code 1 if it failed, or a requirement is not met."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:

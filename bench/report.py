@@ -17,13 +17,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.harness import command, plots
+from bench.harness import command
 from bench.harness.tables import Result, Table, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -167,12 +166,16 @@ def _update(results: Mapping[str, Result], *, write: bool) -> list[str]:
 def _plot(results: Mapping[str, Result], directory: Path) -> list[Path]:
     if find_spec("matplotlib") is None:
         raise command.BenchFailed("plots need matplotlib; pip install '.[bench]'")
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+
     directory.mkdir(parents=True, exist_ok=True)
     files = []
     for name in sorted(results):
         if draw := getattr(_bench_module(name), "draw", None):
+            figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+            draw(figure.subplots(), results[name])
             files.append(directory / f"{name}.png")
-            plots.plot(files[-1], partial(draw, result=results[name]))
+            figure.savefig(files[-1], dpi=150)
     return files
 
 

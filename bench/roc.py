@@ -50,7 +50,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "grpo-g": {"samples_per_problem": GROUP, "kept_per_problem": GROUP, "roc_mode": "off"},
     "grpo-2g": {"samples_per_problem": 2 * GROUP, "kept_per_problem": 2 * GROUP, "roc_mode": "off"},
     "uniform": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "uniform"},
-    "roc-released": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "released"},
 }
 DEFAULT_ARMS = "roc,grpo-g,grpo-2g"
 NAMES = {
@@ -59,7 +58,6 @@ NAMES = {
     "grpo-g": "GRPO, all of G",
     "grpo-2g": "GRPO, all of 2G",
     "uniform": "uniform, 2G to G",
-    "roc-released": "RoC as released, 2G to G",
 }
 TASKS: dict[str, Callable[[Path], list[str]]] = {
     "costly": lambda folder: [],
@@ -99,7 +97,7 @@ CURVES = ("tool_error_ratio_correct", "one_answer", "reward")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Return exit code 1 if a run failed."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:

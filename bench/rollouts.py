@@ -1,13 +1,13 @@
 """How do placement policies compare on the same rollouts, on simulated engines and on real ones?
 
-    python -m bench.rollouts --simulate [--profile mi300x-14b] [--stage 1] [--seeds 5] [--gantt F.png] [--json]
-    python -m bench.rollouts --engines 2 [--rounds 3] [--gantt F.png] [--json]    # vLLM on the CPU, small caches
+    python -m bench.rollouts --simulate [--profile mi300x-14b] [--stage 1] [--seeds 5] [--json]
+    python -m bench.rollouts --engines 2 [--rounds 3] [--json]    # vLLM on the CPU, small caches
     python -m bench.rollouts --engines 2 --fit      # also measures the constants of the profile cpu-tiny
 
 Every policy plays the same scripted episodes, all submitted at once; a script has the sampled tokens, the observation
 and the tool time of each turn. Real engines sample exactly as many tokens as the script has. Policies take turns over
 the rounds, each starts with empty prefix caches, and medians over rounds are compared. The simulator runs the same
-episodes. The scheduler knows the lengths of a preceding training step, except with `--no-history` or recorded episodes.
+episodes. The scheduler knows the lengths of a preceding training step.
 
 | measure | definition |
 |---|---|
@@ -30,36 +30,28 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench.harness import arguments, command
-from bench.harness import tables as harness_tables
 from bench.harness.requirements import Requirement, at_least, at_most, requirement_table
-from bench.harness.rounds import append_row, median_of_ratios, median_of_rows, read_rows, rotated
-from bench.harness.statistics import median, percentiles
-from bench.harness.tables import Block, Result, Table, number, percentile_list
+from bench.harness.rounds import median_of_ratios, median_of_rows, rotated
+from bench.harness.tables import Block, Result, Table, percentile_list
 from bench.simulator import profiles
-from bench.simulator.lower_bound import lower_bound_s
-from bench.simulator.measures import EngineCounters, measured, simulated, validation
+from bench.simulator.measures import measured, simulated, validation
 from bench.simulator.oracle import ORACLE
 from bench.simulator.placement import POLICIES
 from bench.simulator.profiles import STAGES, Profile, profile_of
-from bench.simulator.simulation import TurnTrace, decision_cost
-from bench.simulator.timeline import Timeline, gantt, timeline
 
 VLLM_PYTHON = "RSTAR_VLLM_PYTHON"
 Rows = dict[str, list[dict[str, Any]]]
 """The measures of each round or seed, by policy."""
-Passes = dict[int, list[list[float]]]
-"""The sizes of each timed batch and its seconds, by round."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison, the fit or the timing of decisions. Return exit code 1 if it failed."""
-    return command.run_benchmark(_parser(), argv, _measure, tables, draw)
+    """Run the comparison. Return exit code 1 if it failed or a requirement is not met."""
+    return command.run_benchmark(_parser(), argv, _measure, tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,32 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stage", type=int, choices=STAGES, default=1, help="stage of the paper, for mi300x-14b (default: 1)"
     )
-    parser.add_argument("--episodes", type=arguments.file, nargs="+", metavar="FILE.jsonl", help="a run's episodes")
     policies_help = f"of {','.join(POLICIES)}; with --simulate also {ORACLE}, which knows all lengths"
     parser.add_argument("--policies", type=policies, default=tuple(POLICIES), help=policies_help)
     parser.add_argument("--seeds", type=count, default=5, help="simulated workloads (default: 5)")
     parser.add_argument("--rounds", type=count, default=3, help="rounds on real engines (default: 3)")
     parser.add_argument("--groups", type=count, help="problems (default: 512; cpu-tiny: 12)")
     parser.add_argument("--samples", type=count, help="episodes per problem (default: 32; cpu-tiny: 16)")
-    parser.add_argument("--cache-share", type=_open_fraction, help="share of an MI300X's memory for the KV cache")
     parser.add_argument("--cache-tokens", type=count, help="tokens of each cache, for cpu-tiny (default: 8192)")
-    parser.add_argument("--cost", action="store_true", help="with --simulate: CPU time of the scheduler's decisions")
-    parser.add_argument("--no-history", action="store_true", help="the scheduler knows no preceding training step")
-    parser.add_argument(
-        "--log", type=arguments.new_file, metavar="FILE.jsonl", help="record turns, and resume from them"
-    )
     parser.add_argument(
         "--vllm", metavar="PYTHON", help=f"Python of an environment with vLLM (default: ${VLLM_PYTHON})"
     )
-    parser.add_argument("--gantt", type=arguments.new_file, metavar="FILE.png", help="draw the engines over time")
     return parser
-
-
-def _open_fraction(text: str) -> float:
-    fraction = arguments.fraction(text)
-    if fraction in (0, 1):
-        raise argparse.ArgumentTypeError(f"expected a fraction between 0 and 1, got {text}")
-    return fraction
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -106,37 +83,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise command.Misuse("expected --simulate, or --engines N")
     if ORACLE in args.policies and not args.simulate:
         raise command.Misuse(f"expected --simulate with {ORACLE}: the lengths on real engines are not known in advance")
-    if args.cost and (args.plot or not args.simulate):
-        raise command.Misuse("expected --simulate and no --plot with --cost")
     if args.cache_tokens and ((args.simulate and args.profile != "cpu-tiny") or args.fit):
         raise command.Misuse("expected --engines without --fit, or --profile cpu-tiny, with --cache-tokens")
-    if args.cache_share and not (args.simulate and args.profile == "mi300x-14b"):
-        raise command.Misuse(
-            "expected --simulate --profile mi300x-14b with --cache-share, a share of that GPU's memory"
-        )
-    measure = _measure_cost if args.cost else _measure_simulated if args.simulate else _measure_real
-    return measure(args)
-
-
-def _compare(
-    args: argparse.Namespace,
-    profile: Profile,
-    repeats: int,
-    title: str,
-    measure: Callable[[str, int], tuple[dict[str, Any], Timeline]],
-) -> tuple[Rows, dict[str, Any]]:
-    """Rows and result of every policy. `measure(policy, repeat)` has the measures of one rollout and its timeline."""
-    bounds = [lower_bound_s(profile.scripts(repeat), profile.engine, profile.num_engines) for repeat in range(repeats)]
-    rows: Rows = {policy: [] for policy in args.policies}
-    lines: dict[str, Timeline] = {}
-    for repeat, policy in product(range(repeats), args.policies):
-        row, line = measure(policy, repeat)
-        rows[policy].append(row | {"over_bound": round(row["makespan_s"] / bounds[repeat], 4)})
-        lines.setdefault(policy, line)
-    if args.gantt:
-        gantt(args.gantt, title, lines, {policy: rows[policy][0]["makespan_s"] for policy in rows})
-    result = summarize(rows, bounds, profile)
-    return rows, {**result, "is_simulated": args.simulate, "repeats": repeats}
+    return _measure_simulated(args) if args.simulate else _measure_real(args)
 
 
 # Simulated engines
@@ -144,24 +93,26 @@ def _compare(
 
 def _measure_simulated(args: argparse.Namespace) -> dict[str, Any]:
     profile = profile_of(args)
-    title = f"{profile.name}, simulated: {profile.num_engines} engines, {len(profile.scripts(0)):,} episodes"
     with command.counted_progress("simulated", args.seeds * len(args.policies)) as advance:
 
-        def measure(policy: str, seed: int) -> tuple[dict[str, Any], Timeline]:
+        def measure(policy: str, seed: int) -> dict[str, Any]:
             advance()
             return simulated(profile, policy, seed)
 
-        rows, result = _compare(args, profile, args.seeds, title, measure)
-    return {**result, "requirements": simulated_requirements(rows)}
-
-
-def _measure_cost(args: argparse.Namespace) -> dict[str, Any]:
-    """CPU time of each decision of `kv`, in microseconds."""
-    profile = profile_of(args)
-    costs = decision_cost(profile.workload(0), profile.engine, profile.num_engines)
+        rows = _rows(args.policies, args.seeds, measure)
     return {
-        "microseconds": {name: {"calls": len(calls), **percentiles(calls)} for name, calls in costs.items()},
+        **summarize(rows, profile),
+        "is_simulated": True,
+        "repeats": args.seeds,
+        "requirements": simulated_requirements(rows),
     }
+
+
+def _rows(policies: Sequence[str], repeats: int, measure: Callable[[str, int], dict[str, Any]]) -> Rows:
+    rows: Rows = {policy: [] for policy in policies}
+    for repeat, policy in product(range(repeats), policies):
+        rows[policy].append(measure(policy, repeat))
+    return rows
 
 
 # Real engines
@@ -170,88 +121,40 @@ def _measure_cost(args: argparse.Namespace) -> dict[str, Any]:
 def _measure_real(args: argparse.Namespace) -> dict[str, Any]:
     args.profile = "cpu-tiny"
     with tempfile.TemporaryDirectory() as directory:
-        log = args.log or Path(directory) / "played.jsonl"
-        keys = [(number, policy) for number in range(args.rounds) for policy in rotated(args.policies, number)]
-        played, passes = _read_log(log)
-        if missing := [key for key in keys if key not in played]:
-            asyncio.run(_play(args, missing, passes, log, Path(directory)))
-            played, passes = _read_log(log)
-    if args.fit:
-        fit = _write_fit(passes, args.engines)
-        costs = [(name, f"{value:.3g}") for name, value in fit["profile"].items() if name.endswith("_s")]
-        title = f"{profiles.FITTED}: median error of a batch {fit['residual']:.1%}"
-        harness_tables.show([Table(("constant", "seconds"), costs, title)])
+        rows = asyncio.run(_play(args, Path(directory)))
     profile = profile_of(args)
-    names = [f"e{index}" for index in range(profile.num_engines)]
-    title = f"vLLM on the CPU: {profile.num_engines} engines of {profile.engine.kv_capacity:,} tokens"
-
-    def measure(policy: str, round_number: int) -> tuple[dict[str, Any], Timeline]:
-        turns, counters = played[round_number, policy]
-        line = timeline(turns, names, profile.engine.kv_capacity)
-        return measured(turns, names, line, counters), line
-
-    rows, result = _compare(args, profile, args.rounds, f"{title}, {len(profile.scripts(0))} episodes", measure)
-    simulated_rows = {
-        policy: [simulated(profile, policy, round_number)[0] for round_number in range(args.rounds)]
-        for policy in args.policies
-    }
+    simulated_rows = _rows(args.policies, args.rounds, lambda policy, number: simulated(profile, policy, number))
     errors = validation(rows, simulated_rows)
     return {
-        **result,
-        "simulated": {policy: median_of_rows(policy_rows) for policy, policy_rows in simulated_rows.items()},
+        **summarize(rows, profile),
+        "is_simulated": False,
+        "repeats": args.rounds,
         "validation": errors,
         "requirements": real_requirements(rows, errors),
-        "rounds": rows,
-        "simulated_rounds": simulated_rows,
     }
 
 
-async def _play(
-    args: argparse.Namespace, missing: Sequence[tuple[int, str]], passes: Passes, log: Path, directory: Path
-) -> None:
-    """Play the missing rounds on vLLM servers and log them."""
+async def _play(args: argparse.Namespace, directory: Path) -> Rows:
+    """Play all rounds on vLLM servers. With `--fit`, time batches before each round, and write the profile cpu-tiny."""
+    from bench.simulator.fit import KV_CAPACITY, Batch, fit_profile
     from bench.simulator.testbed import VllmTestbed
 
+    kv_capacity = args.cache_tokens or KV_CAPACITY
+    names = [f"e{number}" for number in range(args.engines)]
+    passes: list[dict[Batch, float]] = []
+    rows: Rows = {policy: [] for policy in args.policies}
     with command.progress() as bar:
-        async with VllmTestbed.started(
-            _vllm_python(args), args.engines, directory, profile_of(args).engine.kv_capacity
-        ) as testbed:
-            for round_number, policy in bar.track(missing, description="rounds"):
-                if args.fit and round_number not in passes:
-                    times = await testbed.time_batches(bar)
-                    passes[round_number] = [[*astuple(batch), times[batch]] for batch in times]
-                    append_row(log, {"round": round_number, "batches": passes[round_number]})
-                    _write_fit(passes, args.engines)
-                workload = profile_of(args).workload(round_number)
-                turns, counters = await testbed.play(policy, workload, seed=round_number)
-                row = {"counters": astuple(counters), "turns": [*map(astuple, turns)]}
-                append_row(log, {"round": round_number, "policy": policy, **row})
-
-
-def _read_log(log: Path) -> tuple[dict[tuple[int, str], tuple[list[TurnTrace], EngineCounters]], Passes]:
-    """The played turns by round and policy, and the timed batches."""
-    played = {}
-    passes: Passes = {}
-    for row in read_rows(log):
-        if "batches" in row:
-            passes[row["round"]] = row["batches"]
-        else:
-            turns = [TurnTrace(*turn) for turn in row["turns"]]
-            played[row["round"], row["policy"]] = turns, EngineCounters(*row["counters"])
-    return played, passes
-
-
-def _write_fit(passes: Passes, engines: int) -> dict[str, Any]:
-    """Fit the constants to all passes and write them as the profile cpu-tiny."""
-    from bench.simulator.fit import Batch, fit_profile
-
-    if not passes:
-        raise command.BenchFailed("expected rounds that were played with --fit, got a log without any")
-    times = [{Batch(*map(int, sizes)): seconds for *sizes, seconds in rows} for rows in passes.values()]
-    fit = fit_profile(times, engines)
-    text = json.dumps({**fit, "machine": command.machine()}, indent=2)
-    profiles.FITTED.write_text(text + "\n", encoding="utf-8")
-    return fit
+        async with VllmTestbed.started(_vllm_python(args), args.engines, directory, kv_capacity) as testbed:
+            for number in bar.track(range(args.rounds), description="rounds"):
+                if args.fit:
+                    passes.append(await testbed.time_batches(bar))
+                    fit = {**fit_profile(passes, args.engines), "machine": command.machine()}
+                    profiles.FITTED.write_text(json.dumps(fit, indent=2) + "\n", encoding="utf-8")
+                workload = profile_of(args).workload(number)
+                for policy in rotated(args.policies, number):
+                    turns, counters = await testbed.play(policy, workload, seed=number)
+                    rows[policy].append(measured(turns, names, kv_capacity, counters))
+    return rows
 
 
 def _vllm_python(args: argparse.Namespace) -> str:
@@ -266,9 +169,7 @@ def _vllm_python(args: argparse.Namespace) -> str:
 # Results
 
 
-def summarize(
-    rows: Mapping[str, Sequence[Mapping[str, Any]]], bounds: Sequence[float], profile: Profile
-) -> dict[str, Any]:
+def summarize(rows: Mapping[str, Sequence[Mapping[str, Any]]], profile: Profile) -> dict[str, Any]:
     """Medians, and the ratio of `kv`'s makespan to each policy's on the same episodes."""
     policies = {policy: median_of_rows(policy_rows) for policy, policy_rows in rows.items()}
     if "kv" in rows:
@@ -276,9 +177,7 @@ def summarize(
             row["kv_makespan_ratio"] = round(median_of_ratios(rows["kv"], rows[policy], _makespan_ratio), 4)
     return {
         "policies": policies,
-        "lower_bound_s": median(bounds),
         "profile": profile.name,
-        "source": profile.engine.source,
         "engines": profile.num_engines,
         "capacity": profile.engine.kv_capacity,
         "max_response_tokens": profile.max_response_tokens,
@@ -293,12 +192,7 @@ def simulated_requirements(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
         for other, bound in (("static", 0.75), ("least_inflight", 0.85))
         if {"kv", other} <= rows.keys()
     ]
-    requirements += peer_requirements(rows)
-    if "kv" in rows:
-        requirements.append(
-            at_most("makespan / lower bound", 1.15, median((row["over_bound"] for row in rows["kv"]), 4))
-        )
-    return requirements
+    return requirements + peer_requirements(rows)
 
 
 def peer_requirements(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Requirement]:
@@ -352,16 +246,12 @@ def _makespan_ratio(ours: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def tables(result: Result) -> list[Block]:
-    """A row for each policy, the simulator's errors, and the requirements; or the costs of decisions."""
-    if costs := result.get("microseconds"):
-        cells = [(name, f"{row['calls']:,}", number(row["p50"]), number(row["p99"])) for name, row in costs.items()]
-        return [Table(("", "calls", "median µs", "p99 µs"), cells)]
+    """A row for each policy, the simulator's errors, and the requirements."""
     kind, repeat = ("**Simulated.**", "seed") if result["is_simulated"] else ("vLLM on the CPU:", "round")
     repeats = f"Medians of {result['repeats']} {repeat}s." if result["repeats"] > 1 else f"One {repeat}."
     blocks: list[Block] = [
         f"{kind} {result['engines']} engines of {result['capacity']:,} tokens, {result['episodes']:,} episodes "
-        f"of at most {result['max_response_tokens']:,} tokens; the lower bound of the makespan is "
-        f"{result['lower_bound_s']:,.1f} s. " + repeats,
+        f"of at most {result['max_response_tokens']:,} tokens. {repeats}",
         Table.from_cells([_policy_row(policy, row) for policy, row in result["policies"].items()]),
     ]
     if errors := result.get("validation"):
@@ -387,7 +277,6 @@ def _policy_row(policy: str, row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "": f"`{policy}`",
         "makespan s": f"{row['makespan_s']:,.1f}",
-        "/ bound": f"{row['over_bound']:.2f}",
         "`kv` / this": f"{row['kv_makespan_ratio']:.2f}" if "kv_makespan_ratio" in row else "-",
         "preemptions": f"{row['preemptions']:,.0f}",
         "recomputed": f"{row['recomputed_tokens']:,.0f}",
@@ -397,23 +286,6 @@ def _policy_row(policy: str, row: Mapping[str, Any]) -> dict[str, str]:
         "service p50 / p95 s": percentile_list(row["service_s"], "p50", "p95"),
         "latency p50 / p95 s": percentile_list(row["latency_s"], "p50", "p95"),
     }
-
-
-def draw(axes: Any, result: Result) -> None:
-    """The makespan of each policy, and the lower bound; or the costs of decisions."""
-    if costs := result.get("microseconds"):
-        axes.barh(list(costs), [row["p50"] for row in costs.values()])
-        axes.set_xlabel("median µs per call")
-        axes.set_title("decisions of the scheduler")
-        return
-    policies = result["policies"]
-    axes.barh(list(policies), [row["makespan_s"] for row in policies.values()])
-    axes.axvline(result["lower_bound_s"], color="black", linestyle="--", linewidth=1, label="lower bound")
-    axes.set_xlabel("seconds until the last episode has ended")
-    kind = "simulated" if result["is_simulated"] else "vLLM"
-    axes.set_title(f"{result['profile']}, {kind}: {result['engines']} engines, {result['episodes']:,} episodes")
-    axes.invert_yaxis()
-    axes.legend()
 
 
 if __name__ == "__main__":

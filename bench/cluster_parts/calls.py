@@ -6,17 +6,17 @@ Ray beside it: the cost of Ray's own processes counts against the cluster.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bench.harness import requirements
-from bench.harness.command import BenchFailed
+from bench.harness import command, requirements
 from bench.harness.load import CallTally, OnAnswer, closed_loop, encoded_batches, execute, http_session, send_batch
 from bench.harness.requirements import Requirement
 from bench.harness.statistics import median
-from bench.harness.tables import Result, Table
+from bench.harness.tables import Block, Result, Table
 from bench.servers import service
 from bench.servers.ray_cluster import RayCluster
 from bench.servers.service import Service
@@ -34,19 +34,23 @@ MAX_ADDED_MS = 5.0
 """Median latency in ms that a node may add."""
 
 
-def measure(calls: int, rounds: int, on_answer: OnAnswer) -> dict[str, Any]:
-    """Measure both servers `rounds` times, and return the medians and all rounds."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure both servers `--rounds` times, and return the medians and all rounds."""
+    calls = args.calls_per_round
+    num_calls = 2 * args.rounds * (calls + WARM_UP_CALLS + SINGLE_CALLS)
     sides: dict[str, Callable[[], Any]] = {"local": _local_server, "ray": _ray_server}
     rows: list[dict[str, float]] = []
-    for _ in range(rounds):
-        row: dict[str, float] = {}
-        for name, side in sides.items():
-            with side() as server:
-                row |= {f"{name}_{key}": value for key, value in asyncio.run(_load(server, calls, on_answer)).items()}
-        rows.append(row)
+    with command.counted_progress("calls", num_calls) as advance:
+        for _ in range(args.rounds):
+            row: dict[str, float] = {}
+            for name, side in sides.items():
+                with side() as server:
+                    measured = asyncio.run(_load(server, calls, advance))
+                row |= {f"{name}_{key}": value for key, value in measured.items()}
+            rows.append(row)
     local, ray = (median([row[f"{name}_per_s"] for row in rows]) for name in sides)
     added_ms = median([row["ray_p50_ms"] - row["local_p50_ms"] for row in rows])
-    return {
+    result = {
         "calls": calls,
         "local_per_s": round(local),
         "ray_per_s": round(ray),
@@ -54,6 +58,7 @@ def measure(calls: int, rounds: int, on_answer: OnAnswer) -> dict[str, Any]:
         "added_p50_ms": round(added_ms, 2),
         "rounds": [{key: round(value, 2) for key, value in row.items()} for row in rows],
     }
+    return {**result, "requirements": needed(result)}
 
 
 def needed(result: Result) -> list[Requirement]:
@@ -63,17 +68,13 @@ def needed(result: Result) -> list[Requirement]:
     ]
 
 
-def table(result: Result) -> Table:
+def tables(result: Result) -> list[Block]:
+    """A row for each server."""
     rows = [
         (f"{name}", f"{result[f'{key}_per_s']:,}", f"{median([row[f'{key}_p50_ms'] for row in result['rounds']]):.2f}")
         for key, name in (("local", "executors of the gateway"), ("ray", "executors on one node of Ray"))
     ]
-    return Table(("calls run by", "calls/s", "p50 of a single call, ms"), rows)
-
-
-def num_calls(calls: int, rounds: int) -> int:
-    """Return how many calls `measure` sends."""
-    return 2 * rounds * (calls + WARM_UP_CALLS + SINGLE_CALLS)
+    return [Table(("calls run by", "calls/s", "p50 of a single call, ms"), rows)]
 
 
 @contextmanager
@@ -101,7 +102,7 @@ async def _load(server: Service, calls: int, on_answer: OnAnswer) -> dict[str, f
                 iter(batches), lambda batch: send_batch(http, server.url, batch, tally, on_answer), BATCHES_IN_FLIGHT
             )
             if tally.correct < count:
-                raise BenchFailed(f"{count - tally.correct} of {count} calls failed: {tally.examples[:1]}")
+                raise command.BenchFailed(f"{count - tally.correct} of {count} calls failed: {tally.examples[:1]}")
             return seconds
 
         await send_all(WARM_UP_CALLS, 0)

@@ -5,46 +5,38 @@
 - `ray`: `--per-worker` episodes at once on each node, timed from the moment at which all workers are ready.
 
 Episodes wait for a model endpoint of stated latency. The faults: a collection whose workers and nodes are killed at
-random, and whose driver is killed twice. The memory of the driver is that of a process which collects episodes that a
-stub makes.
+random, and whose driver is killed twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.harness import arguments, command, requirements
-from bench.harness.statistics import percentiles
 from bench.harness.tables import Block, Result, Table
+from bench.probes import processes
+from bench.servers.ray_cluster import RayCluster, kill
 from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.local import LocalExecutor
-from trainer.collection.store import EpisodeStore, Growth, StoreReader
+from trainer.collection.store import EpisodeStore, StoreReader
 from trainer.collection.work import EpisodeExecutor
 from trainer.config import CollectConfig, EnginesConfig, ModelConfig, RunConfig
-from trainer.episodes.episode import Episode, Problem, StopReason, Turn
+from trainer.episodes.episode import Problem
 
 AWORLD_SPEEDUP = 14.6
 """Rollout time of one sequential node over that of the cluster (arXiv 2508.20404, table 2: 7,695 s and 525 s)."""
-STORE_BYTES = 80 << 20
-"""Bytes of a Ray node's object store, about the smallest that Ray accepts. Nothing here uses it."""
-STUB_EPISODES = (2_000, 100_000)
-"""Sizes of the collections without a model that show the memory of the driver."""
-MAX_MEMORY_GROWTH_MB = 30
 SAMPLES_PER_PROBLEM = 4
 FAULT_EPISODES_PER_WORKER = 1
 """Episodes at once per node in the fault test. With few, the test lasts long enough for many kills."""
@@ -73,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return `episodes`, `episode_faults`, `driver_memory_mb` and the requirements."""
+    """Return the seconds with each executor, the counts under faults, and the requirements."""
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as directory:
         return _measure(args, Path(directory))
 
@@ -83,53 +75,41 @@ def _measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
     write_tiny_model(directory / "model")
     node_counts = [int(number) for number in args.episode_nodes.split(",")]
-    with ExitStack() as stack:
-        url = stack.enter_context(_model_endpoint(directory / "model", args.latency_s, args.turns))
+    with _model_endpoint(directory / "model", args.latency_s, args.turns) as url:
         setup = _Setup(directory, url, args.per_worker)
-        advance = stack.enter_context(command.counted_progress("runs", 3 + len(node_counts)))
-        sequential_s, _ = setup.collect("sequential", args.episodes)
-        train_s = _train_s(directory, directory / "sequential-0", args.episodes)
-        advance()
-        local_s, local_latency = setup.collect("local", args.episodes)
-        advance()
-        ray_s: dict[str, float] = {}
-        ray_latency: dict[str, float] = {}
-        with ray_cluster() as cluster:
+        with RayCluster() as cluster, command.counted_progress("runs", 3 + len(node_counts)) as advance:
+            sequential_s = setup.collect("sequential", args.episodes)
+            advance()
+            local_s = setup.collect("local", args.episodes)
+            advance()
+            ray_s: dict[str, float] = {}
             for count in node_counts:
-                while len(cluster.worker_nodes) < count:
-                    cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
-                ray_s[str(count)], ray_latency = setup.collect("ray", args.episodes, cluster.address, count)
+                while len(cluster.raylets) < count:
+                    cluster.add_node()
+                ray_s[str(count)] = setup.collect("ray", args.episodes, cluster.address, count)
                 advance()
             faults = _faults(setup, cluster, args)
             advance()
-    memory = {str(count): _driver_memory_mb(directory / f"stub-{count}", count) for count in STUB_EPISODES}
-    growth = memory[str(STUB_EPISODES[1])] - memory[str(STUB_EPISODES[0])]
     most = str(node_counts[-1])
     bounds = [
-        requirements.at_most("time of ray on 1 node over local", 1.1, ray_s["1"] / local_s) if "1" in ray_s else None,
-        requirements.at_least(f"sequential over ray on {most} nodes", AWORLD_SPEEDUP, sequential_s / ray_s[most])
-        if int(most) >= 8
-        else None,
         requirements.at_most("stored episodes missing", 0, faults["episodes"] - faults["stored"]),
         requirements.at_most("episodes stored twice", 0, faults["doubled"]),
-        requirements.at_most("MiB that the driver gains by 98,000 episodes", MAX_MEMORY_GROWTH_MB, growth),
     ]
+    if "1" in ray_s:
+        bounds.append(requirements.at_most("time of ray on 1 node over local", 1.1, ray_s["1"] / local_s))
+    if int(most) >= 8:
+        ratio = sequential_s / ray_s[most]
+        bounds.append(requirements.at_least(f"sequential over ray on {most} nodes", AWORLD_SPEEDUP, ratio))
     return {
-        "episodes": {
-            "count": args.episodes,
-            "turns": args.turns,
-            "latency_s": args.latency_s,
-            "per_worker": args.per_worker,
-            "sequential_s": sequential_s,
-            "local_s": local_s,
-            "ray_s": ray_s,
-            "train_s": train_s,
-            "local_episode_s": local_latency,
-            "ray_episode_s": ray_latency,
-        },
-        "episode_faults": faults,
-        "driver_memory_mb": memory,
-        "requirements": [bound for bound in bounds if bound],
+        "count": args.episodes,
+        "turns": args.turns,
+        "latency_s": args.latency_s,
+        "per_worker": args.per_worker,
+        "sequential_s": sequential_s,
+        "local_s": local_s,
+        "ray_s": ray_s,
+        "faults": faults,
+        "requirements": bounds,
     }
 
 
@@ -139,16 +119,13 @@ class _Setup:
     def __init__(self, directory: Path, url: str, per_worker: int) -> None:
         self.directory, self.url, self.per_worker = directory, url, per_worker
 
-    def collect(
-        self, executor: str, num_episodes: int, address: str = "", num_nodes: int = 0
-    ) -> tuple[float, dict[str, float]]:
-        """Return the seconds from the first to the last episode, and percentiles of the seconds per episode."""
+    def collect(self, executor: str, num_episodes: int, address: str = "", num_nodes: int = 0) -> float:
+        """Return the seconds from the first to the last episode."""
         path = self.directory / f"{executor}-{num_nodes}"
         seconds = asyncio.run(self._collect(path, executor, num_episodes, address, num_nodes))
         with StoreReader(path) as reader:
-            durations = [duration for (duration,) in reader.query("duration_s")]
-        assert len(durations) == num_episodes
-        return round(seconds, 3), percentiles(durations)
+            assert len(list(reader.query("sample"))) == num_episodes
+        return round(seconds, 3)
 
     async def _collect(self, path: Path, executor: str, num_episodes: int, address: str, num_nodes: int) -> float:
         with EpisodeStore(path, {}) as store:
@@ -183,48 +160,12 @@ class _Setup:
 async def run_collection(store: EpisodeStore, executor: EpisodeExecutor, num_episodes: int) -> CollectionStatus:
     """Collect episodes, `SAMPLES_PER_PROBLEM` of each problem. Tries are not limited, since a kill costs one."""
     options = {"game": "number_guessing", "low": 2, "max_moves": 50}
-    problems = (
-        Problem(f"game-{index}", "Play.", "1", "", "text", options) for index in range(num_problems(num_episodes))
-    )
-    limits = CollectConfig(samples_per_problem=SAMPLES_PER_PROBLEM, max_infrastructure_failures=1000)
-    return await Collection(store, executor, problems, limits).run()
-
-
-def num_problems(num_episodes: int) -> int:
     if num_episodes % SAMPLES_PER_PROBLEM:
         raise command.Misuse(f"expected a multiple of {SAMPLES_PER_PROBLEM} episodes, got {num_episodes}")
-    return num_episodes // SAMPLES_PER_PROBLEM
-
-
-def _train_s(directory: Path, store: Path, num_episodes: int) -> float:
-    """Return the seconds of a training step of the tiny model on the episodes of a store."""
-    from trainer.collection.store import StoreReader
-    from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
-    from trainer.config import StageConfig
-    from trainer.rollout.loop_thread import LoopThread
-    from trainer.rollout.runtime import RolloutRuntime
-    from trainer.runs.run_folder import RunFolder
-    from trainer.training.context import TrainingContext
-    from trainer.training.grpo import train_stage
-
-    stage = StageConfig(
-        name="step",
-        steps=1,
-        problems_per_step=num_problems(num_episodes),
-        samples_per_problem=SAMPLES_PER_PROBLEM,
-        kept_per_problem=SAMPLES_PER_PROBLEM,
-        roc_mode="off",
-    )
-    run_folder = RunFolder(directory / "train")
-    with LoopThread() as loop_thread, StoreReader(store) as reader:
-        train_stage(
-            stage,
-            TrainingContext(directory / "model", run_folder.path / "stages/step", run_folder, seed=0),
-            problems=stored_problems(store, SAMPLES_PER_PROBLEM),
-            rollouts=RolloutRuntime(loop_thread, StoredCollector(reader), NoEngines()),
-        )
-    (row,) = run_folder.read_metrics()
-    return round(float(row["step_s"]), 3)
+    num_problems = num_episodes // SAMPLES_PER_PROBLEM
+    problems = (Problem(f"game-{index}", "Play.", "1", "", "text", options) for index in range(num_problems))
+    limits = CollectConfig(samples_per_problem=SAMPLES_PER_PROBLEM, max_infrastructure_failures=1000)
+    return await Collection(store, executor, problems, limits).run()
 
 
 @contextmanager
@@ -245,27 +186,12 @@ def _model_endpoint(model_dir: Path, latency_s: float, num_turns: int) -> Iterat
         process.stdin.close()
 
 
-@contextmanager
-def ray_cluster() -> Iterator[Any]:
-    """A Ray cluster on this machine whose head has no CPUs."""
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    try:
-        from ray.cluster_utils import Cluster
-    except ModuleNotFoundError:
-        raise command.BenchFailed("needs Ray; run pip install '.[cluster]' in the checkout") from None
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES})
-    try:
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-def _faults(setup: _Setup, cluster: Any, args: argparse.Namespace) -> dict[str, Any]:
+def _faults(setup: _Setup, cluster: RayCluster, args: argparse.Namespace) -> dict[str, Any]:
     """Collect in a process of its own, and kill workers, nodes and twice the driver."""
     rng = random.Random(args.seed)
     kills: Counter[str] = Counter()
     path = setup.directory / "faults"
-    nodes = list(cluster.worker_nodes)
+    nodes = list(range(len(cluster.raylets)))
     with ExitStack() as stack:
         driver = stack.enter_context(_FaultDriver(setup, cluster.address, path, args.fault_episodes))
         while True:
@@ -275,14 +201,13 @@ def _faults(setup: _Setup, cluster: Any, args: argparse.Namespace) -> dict[str, 
             if kills["driver"] < 2 and driver.num_stored() > args.fault_episodes * (kills["driver"] + 1) / 3:
                 kills["driver"] += 1
                 driver.restart()
-            elif rng.random() < 0.5 and (workers := _worker_pids()):
+            elif rng.random() < 0.5 and (workers := _worker_pids(cluster, nodes)):
                 kills["worker"] += 1
-                with suppress(ProcessLookupError):
-                    os.kill(rng.choice(workers), signal.SIGKILL)
+                kill(rng.choice(workers))
             else:
                 kills["node"] += 1
-                cluster.remove_node(nodes.pop(rng.randrange(len(nodes))), allow_graceful=False)
-                nodes.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
+                cluster.kill_node(nodes.pop(rng.randrange(len(nodes))))
+                nodes.append(cluster.add_node())
         if driver.process.returncode:
             raise command.BenchFailed(f"the driver ended with exit code {driver.process.returncode}")
     with StoreReader(path) as reader:
@@ -321,6 +246,12 @@ class _FaultDriver:
         return sum(shard.read_bytes().count(b"\n") for shard in (self._path / "episodes").glob("*.jsonl"))
 
 
+def _worker_pids(cluster: RayCluster, nodes: Sequence[int]) -> list[int]:
+    """Return the processes of Ray's actors on these nodes that run episodes."""
+    pids = [pid for number in nodes for pid in cluster.processes(number)]
+    return [pid for pid in pids if processes.command(pid).startswith("ray::EpisodeWorker")]
+
+
 def run_driver(directory: str, url: str, per_worker: str, address: str, path: str, num_episodes: str) -> None:
     """The process of `_FaultDriver`."""
 
@@ -332,72 +263,26 @@ def run_driver(directory: str, url: str, per_worker: str, address: str, path: st
     asyncio.run(run())
 
 
-def _worker_pids() -> list[int]:
-    """Return the processes of Ray's actors on this machine that run episodes."""
-    pids = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if process.read_bytes().startswith(b"ray::EpisodeWorker"):
-                pids.append(int(process.parent.name))
-    return pids
-
-
-def _driver_memory_mb(path: Path, num_episodes: int) -> float:
-    """Return the maximum resident memory of a process that collects so many episodes without a model."""
-    code = f"from bench.cluster_parts.episodes import collect_stubs; collect_stubs({str(path)!r}, {num_episodes})"
-    output = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(output)
-
-
-def collect_stubs(path: str, num_episodes: int) -> None:
-    """Collect episodes that a stub makes at once, and print the maximum resident memory in MiB."""
-
-    async def run_episode(episode: Episode, on_growth: Callable[[Growth], None]) -> float:
-        episode.prompt_ids = tuple(range(100))
-        episode.append_sampled([1] * 200, [-1.0] * 200, 0)
-        episode.turns.append(Turn(0, 200, "text"))
-        episode.stop_reason = StopReason.FINISHED
-        on_growth(Growth(0, episode.tail(0, 0)))
-        return 1.0
-
-    async def run() -> None:
-        with EpisodeStore(Path(path), {}) as store:
-            async with LocalExecutor(run_episode, 256) as executor:
-                await run_collection(store, executor, num_episodes)
-
-    asyncio.run(run())
-    # Not ru_maxrss, which a process inherits from the one that started it.
-    print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024)  # type: ignore[index]
-
-
 def tables(result: Result) -> list[Block]:
-    """AWorld's table from this run, and one sentence on faults and memory."""
-    episodes, faults, memory = result["episodes"], result["episode_faults"], result["driver_memory_mb"]
-    sequential_s = episodes["sequential_s"]
+    """AWorld's table from this run, and one sentence on faults."""
+    faults, sequential_s = result["faults"], result["sequential_s"]
     times = {
         "one at a time (AWorld's baseline)": sequential_s,
-        f"`local`, {episodes['per_worker']} at once": episodes["local_s"],
+        f"`local`, {result['per_worker']} at once": result["local_s"],
         **{
-            f"`ray`, {count} node{'s' * (count != '1')}, {episodes['per_worker']} at once on each": seconds
-            for count, seconds in episodes["ray_s"].items()
+            f"`ray`, {count} node{'s' * (count != '1')}, {result['per_worker']} at once on each": seconds
+            for count, seconds in result["ray_s"].items()
         },
     }
-    train_s = episodes["train_s"]
-    rows = [
-        (name, f"{seconds:.2f}", f"{train_s:.2f}", f"{seconds + train_s:.2f}", f"{sequential_s / seconds:.1f}")
-        for name, seconds in times.items()
-    ]
+    rows = [(name, f"{seconds:.2f}", f"{sequential_s / seconds:.1f}") for name, seconds in times.items()]
     title = (
-        f"{episodes['count']} episodes of {episodes['turns']} turns, an endpoint that takes "
-        f"{episodes['latency_s']:g} s per turn, all nodes on one machine"
+        f"{result['count']} episodes of {result['turns']} turns, an endpoint that takes "
+        f"{result['latency_s']:g} s per turn, all nodes on one machine"
     )
     return [
-        Table(("executor", "rollout s", "train s", "cycle s", "rollout, times faster"), rows, title),
+        Table(("executor", "rollout s", "times faster"), rows, title),
         f"{faults['episodes']} episodes while a worker, a node or the driver was killed {faults['kills']} times: "
         f"{faults['stored']} stored, {faults['doubled']} stored twice.",
-        "Memory of the driver: "
-        + ", ".join(f"{value:.0f} MiB with {int(count):,} episodes" for count, value in memory.items())
-        + ".",
     ]
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -19,11 +20,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.harness import requirements
-from bench.harness.load import CallTally, OnAnswer
+from bench.harness import command, requirements
+from bench.harness.load import CallTally
 from bench.harness.requirements import Requirement
-from bench.harness.statistics import percentiles
-from bench.harness.tables import Result
+from bench.harness.tables import Block, Result
 from bench.probes import processes
 from bench.probes.leftovers import surviving
 from bench.servers import node_networks, service
@@ -108,26 +108,27 @@ class _LoadedServer:
         assert processes.state(self.server.pid) not in ("", "Z"), "the gateway has ended by itself"
 
 
-def measure(
-    calls: int, nodes: int, kill_every_s: float, cut_s: float, seed: int, on_answer: OnAnswer
-) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Send the calls under faults and return the counts."""
-    tally, rng = CallTally(calls), random.Random(seed)
-    with RayCluster(networks=node_networks.are_available()) as cluster:
-        numbers = [cluster.add_node() for _ in range(nodes)]
+    tally, rng = CallTally(args.calls), random.Random(args.seed)
+    with (
+        RayCluster(networks=node_networks.are_available()) as cluster,
+        command.counted_progress("calls under faults", args.calls) as advance,
+    ):
+        numbers = [cluster.add_node() for _ in range(args.nodes)]
         faults = _Faults(cluster, rng, numbers)
         with service.running(flags=[*FLAGS, "--cluster", f"ray={cluster.address}"]) as server:
-            load = CheckedLoad(
-                _LoadedServer(server), checked_calls(calls, seed, STDLIB_WEIGHTS), tally, random.Random(seed), on_answer
-            )
+            calls = checked_calls(args.calls, args.seed, STDLIB_WEIGHTS)
+            load = CheckedLoad(_LoadedServer(server), calls, tally, random.Random(args.seed), advance)
             start = time.monotonic()
-            asyncio.run(_attack(load, faults, kill_every_s, cut_s))
+            asyncio.run(_attack(load, faults, args.kill_every, args.cut))
             seconds = time.monotonic() - start
             pids = [*server.processes(), *cluster.sandbox_processes()]
         left = [processes.command(pid) for pid in surviving(pids)]
-    return {
-        "calls": calls,
-        "nodes": nodes,
+    command.print_examples("cluster", tally.examples)
+    result = {
+        "calls": args.calls,
+        "nodes": args.nodes,
         "seconds": round(seconds, 1),
         "kills": faults.kills,
         "cuts": faults.cuts,
@@ -135,12 +136,9 @@ def measure(
         **tally.errors,
         "unavailable": tally.unavailable.total(),
         "retried": tally.retried,
-        "resent_requests": tally.resent,
-        "abandoned_requests": tally.abandoned,
-        "latency_ms": percentiles(tally.latencies_ms()),
         "leftovers": left,
-        "examples": tally.examples[:3],
     }
+    return {**result, "requirements": needed(result)}
 
 
 async def _attack(load: CheckedLoad, faults: _Faults, kill_every_s: float, cut_s: float) -> None:
@@ -161,13 +159,14 @@ def needed(result: Result) -> list[Requirement]:
     )
 
 
-def sentence(result: Result) -> str:
-    return (
+def tables(result: Result) -> list[Block]:
+    """The counts, as text."""
+    return [
         f"{result['calls']:,} calls over {result['nodes']} nodes in {result['seconds']:.0f} s, {result['kills']} nodes "
         f"killed and {result['cuts']} cut off ({result['cut_by']}): {result['lost']:,} lost, "
         f"{result['doubled']:,} doubled, {result['mismatched']:,} mixed up, {result['unavailable']:,} `unavailable`, "
         f"{result['retried']:,} retried."
-    )
+    ]
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_IN_COMMAND = (
-    "json", "plot", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "gantt", "log",
-    "vllm",
+    "json", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "vllm",
 )  # fmt: skip
 """Options that do not change what is measured. A result's command line leaves them out."""
 
@@ -26,10 +25,9 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parser(name: str, doc: str | None, *shared_options: str) -> argparse.ArgumentParser:
-    """A parser with `--json`, `--plot` and the named options; the first line of `doc` is its description."""
+    """A parser with `--json` and the named options; the first line of `doc` is its description."""
     result = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").strip().splitlines()[0])
     result.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    result.add_argument("--plot", metavar="FILE.png", help="draw the result (needs the [bench] extra)")
     for option in shared_options:
         result.add_argument(f"--{option}", **_SHARED_OPTIONS[option])
     return result
@@ -83,15 +81,6 @@ def file(text: str) -> Path:
     return Path(text)
 
 
-def new_file(text: str) -> Path:
-    """Parse the path of a file to write. Its directory must exist, since a failure after minutes of work is too
-    late."""
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in an existing directory, got {text!r}")
-    return path
-
-
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """A parser of comma-separated names, each of which must be in `known`."""
 
@@ -110,7 +99,7 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
     for name, value in vars(args).items():
         if name in NOT_IN_COMMAND or value == parser.get_default(name):
             continue
-        parts.append(f"--{name.rstrip('_').replace('_', '-')}")
+        parts.append(f"--{name.replace('_', '-')}")
         if value is not True:
             values = value if isinstance(value, list | tuple) else [value]
             parts.append((" " if isinstance(value, list) else ",").join(map(_short_name, values)))

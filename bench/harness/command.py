@@ -1,9 +1,9 @@
-"""A benchmark as a command: exit codes, progress, tables, the plot, and the JSON object on the last line.
+"""A benchmark as a command: exit codes, progress, tables, and the JSON object on the last line.
 
 An entry point `bench/NAME.py` exports:
 
 - `tables(result) -> list[Block]`: its tables, for the terminal and for the documents;
-- `draw(axes, result)`, if it has a picture;
+- `draw(axes, result)`, if `bench.report` draws it;
 - `main(argv)`, which calls `run_benchmark` with a function that measures and returns the result.
 
 Tables go to stdout, progress and errors to stderr. With `--json` the last line of stdout is the JSON object.
@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.harness import plots, requirements
+from bench.harness import requirements
 from bench.harness.arguments import command_line
 from bench.harness.tables import STDERR, Block, Result, show
 from sandbox.errors import SandboxError
@@ -48,9 +48,8 @@ def run_benchmark(
     argv: Sequence[str] | None,
     measure: Callable[[argparse.Namespace], dict[str, Any]],
     tables: Callable[[Result], list[Block]],
-    draw: Callable[[Any, Result], None] | None = None,
 ) -> int:
-    """Parse the arguments, measure, then print the tables, the plot and the result.
+    """Parse the arguments, measure, then print the tables and the result.
 
     Returns the exit code: 0 if all of `result["requirements"]` hold, 1 if one does not or if the measurement failed.
     Exits with 2 for wrong arguments.
@@ -71,8 +70,6 @@ def run_benchmark(
     show(tables(result))
     for line in requirements.unmet(result):
         print(f"{name}: {line}", file=sys.stderr)
-    if draw is not None:
-        plots.plot(args.plot, lambda axes: draw(axes, result))
     print_result(result, parser, args)
     return 0 if result["holds"] else 1
 

@@ -45,8 +45,6 @@ class CallTimes:
     group: str
     latency_ms: float
     """Time from the request to the answer; in an open loop, from the moment at which the call was due."""
-    queue_ms: float
-    run_ms: float
     cpu_ms: float
     """CPU time of the call's own processes."""
 
@@ -68,14 +66,8 @@ class CallTally:
     """Calls that the service ran more than once."""
     resent: int = 0
     """Requests that were repeated because a connection broke."""
-    abandoned: int = 0
-    """Requests whose client hung up half-way."""
-    refused: Counter[int] = field(default_factory=Counter)
-    """Requests by the HTTP status of their refusal."""
     statuses: Counter[str] = field(default_factory=Counter)
     times: list[CallTimes] = field(default_factory=list)
-    sent_late_ms: list[float] = field(default_factory=list)
-    """Delays between the due time and the sending of each request of an open loop. The client causes them."""
     examples: list[str] = field(default_factory=list)
     """Descriptions of wrong results."""
 
@@ -96,10 +88,9 @@ class CallTally:
         self, call: CheckedCall, result: Mapping[str, Any], latency_s: float, *, allow_unavailable: bool = False
     ) -> None:
         """Count the first answer to a call."""
-        usage = result["usage"]
         self.statuses[result["status"]] += 1
         self.retried += result["attempts"] > 1
-        self.times.append(CallTimes(call.group, latency_s * 1e3, usage["queue_ms"], usage["run_ms"], usage["cpu_ms"]))
+        self.times.append(CallTimes(call.group, latency_s * 1e3, result["usage"]["cpu_ms"]))
         if allow_unavailable and result["status"] == "unavailable" and result["id"] == call.call.get("id", ""):
             self.unavailable[(result["error"] or {}).get("type", "?")] += 1
         elif call.matches(result):
@@ -185,7 +176,6 @@ async def open_loop(
 
     async def work(request: Request, due_at: float) -> None:
         nonlocal num_open
-        tally.sent_late_ms.append((time.perf_counter() - due_at) * 1e3)
         try:
             await send(request, due_at)
         finally:

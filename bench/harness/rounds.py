@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 Row = TypeVar("Row")
@@ -30,14 +28,3 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The names in an order that starts with another one in each round."""
     turn %= len(names)
     return [*names[turn:], *names[:turn]]
-
-
-def append_row(log: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to a JSONL log, from which an interrupted measurement resumes."""
-    with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def read_rows(log: Path) -> list[dict[str, Any]]:
-    """The rows that `append_row` has written to a log; empty if the log does not exist."""
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.probes import processes
 from bench.probes.leftovers import cgroups
@@ -24,8 +23,6 @@ class ResourceSnapshot:
     calls: int
     memory_mb: float
     """PSS of all processes."""
-    gateway_mb: float
-    """PSS of the gateway alone, which holds the waiting calls."""
     processes: int = 0
     zombies: int = 0
     descriptors: int = 0
@@ -33,8 +30,6 @@ class ResourceSnapshot:
     """Mounts in the namespaces of all processes, and in our own."""
     cgroups: int = 0
     temporary_files: int = 0
-    slab_mb: float = 0.0
-    """Kernel slab of the whole machine."""
 
     @classmethod
     def take(cls, gateway: int, calls: int = 0, files: Sequence[str] = ()) -> ResourceSnapshot:
@@ -43,14 +38,12 @@ class ResourceSnapshot:
         return cls(
             calls=calls,
             memory_mb=round(processes.pss_mb(pids), 2),
-            gateway_mb=round(processes.pss_mb([gateway]), 3),
             processes=len(pids),
             zombies=sum(map(processes.is_zombie, pids)),
             descriptors=sum(map(processes.descriptors, pids)),
             mounts=processes.mounts(os.getpid()) + sum(map(processes.mounts, pids)),
             cgroups=len(cgroups()),
             temporary_files=len(files),
-            slab_mb=_slab_mb(),
         )
 
 
@@ -68,8 +61,3 @@ def wait_until_settled(list_pids: Callable[[], list[int]]) -> None:
         if current != pids or processes.cpu_s(pids) > cpu_s + SETTLED_CPU_S:
             pids, since = current, time.monotonic()
             cpu_s = processes.cpu_s(pids)
-
-
-def _slab_mb() -> float:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return round(next(int(line.split()[1]) for line in lines if line.startswith("Slab:")) / 1024, 1)

@@ -23,8 +23,6 @@ class PeriodicSampler(Generic[Sample]):
 
     def __init__(self, take_sample: Callable[[], Sample], interval_s: float = INTERVAL_S) -> None:
         self.samples: list[Sample] = []
-        self.sampling_s = 0.0
-        """Seconds that all samples took together."""
         self._take_sample = take_sample
         self._interval_s = interval_s
         self._stopped = threading.Event()
@@ -51,4 +49,3 @@ class PeriodicSampler(Generic[Sample]):
         start = time.monotonic()
         self.samples.append(self._take_sample())
         self._last_s = time.monotonic() - start
-        self.sampling_s += self._last_s

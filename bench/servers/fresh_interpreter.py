@@ -7,7 +7,6 @@ shell, no polling, output into a file, and a thread per core that only waits.
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import signal
@@ -67,18 +66,14 @@ class FreshInterpreters:
         self,
         calls: Sequence[Mapping[str, Any]],
         on_run: Callable[[], object] = lambda: None,
-        *,
-        seconds: float = math.inf,
     ) -> list[FreshRun]:
-        """Run all calls, or those that can be started within `seconds`. `on_run()` is called after each, from several
-        threads. Ctrl-C kills the running calls."""
+        """Run all calls. `on_run()` is called after each, from several threads. Ctrl-C kills the running calls."""
         runs: dict[int, FreshRun] = {}
         pending = iter(range(len(calls)))
         lock = threading.Lock()
-        stop_at = time.monotonic() + seconds
 
         def work() -> None:
-            while not self._stopped and time.monotonic() < stop_at:
+            while not self._stopped:
                 with lock:
                     index = next(pending, None)
                 if index is None:

@@ -158,7 +158,6 @@ class CheckedLoad:
                     self._tally.resent += 1
                     await asyncio.sleep(RETRY_DELAY_S)
                 except Refused as refusal:
-                    self._tally.refused[refusal.status] += 1
                     if refusal.status not in (429, 503):
                         raise
                     await asyncio.sleep(RETRY_DELAY_S)
@@ -183,7 +182,6 @@ class CheckedLoad:
                 self._tally.record(call, result, time.monotonic() - start, allow_unavailable=True)
                 self._on_answer()
                 if is_abandoned and unanswered:
-                    self._tally.abandoned += 1
                     return
         if len(answered) < len(sent):
             raise BenchFailed(f"{len(sent)} calls sent, {len(answered)} answered, and the response is complete")

@@ -10,9 +10,10 @@ from typing import Any
 from bench.harness.statistics import percentiles
 from bench.simulator.profiles import Profile
 from bench.simulator.simulation import Simulation, TurnTrace
-from bench.simulator.timeline import Timeline, timeline
 
 POINTS = (50, 95, 99)
+NUM_BINS = 240
+"""Steps in time at which the use of the caches is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class EngineCounters:
 
 
 def measured(
-    turns: Sequence[TurnTrace], engines: Sequence[str], line: Timeline, counters: EngineCounters
+    turns: Sequence[TurnTrace], engines: Sequence[str], kv_capacity: int, counters: EngineCounters
 ) -> dict[str, Any]:
     """The measures of a policy; all episodes were submitted at time 0."""
     makespan = max(turn.ended_at for turn in turns)
@@ -35,12 +36,11 @@ def measured(
     for turn in turns:
         started[turn.episode] = min(turn.started_at, started.get(turn.episode, turn.started_at))
         ended[turn.episode] = max(turn.ended_at, ended.get(turn.episode, turn.ended_at))
-    uses = [min(1.0, share) for shares in line.values() for share in shares]
+    uses = [min(1.0, share) for shares in cache_uses(turns, engines, kv_capacity).values() for share in shares]
     busy_s = sum(_busy_seconds([turn for turn in turns if turn.engine == engine]) for engine in engines)
     hit_rate = counters.prefix_hits / counters.prefix_queries if counters.prefix_queries else 0.0
     return {
         "makespan_s": round(makespan, 3),
-        "tokens_per_s": round(sum(turn.sampled for turn in turns) / makespan, 1),
         "preemptions": counters.preemptions,
         "recomputed_tokens": counters.recomputed,
         "prefix_hit_rate": round(hit_rate, 4),
@@ -48,18 +48,31 @@ def measured(
         "idle_share": round(1 - busy_s / (makespan * len(engines)), 4),
         "service_s": percentiles((ended[key] - started[key] for key in started), POINTS),
         "latency_s": percentiles(ended.values(), POINTS),
-        "migrations": sum(turn.is_migration for turn in turns),
     }
 
 
-def simulated(profile: Profile, policy: str, seed: int) -> tuple[dict[str, Any], Timeline]:
-    """A policy's measures on simulated engines, and its timeline."""
+def cache_uses(
+    turns: Sequence[TurnTrace], engines: Sequence[str], kv_capacity: int, bins: int = NUM_BINS
+) -> dict[str, list[float]]:
+    """By engine, the contexts of its turns as a share of its cache, at even times until the last turn has ended. If the
+    share is above 1, they do not fit."""
+    width = max(turn.ended_at for turn in turns) / bins
+    uses = {engine: [0.0] * bins for engine in engines}
+    for turn in turns:
+        shares = uses[turn.engine]
+        rate = turn.sampled / max(turn.ended_at - turn.started_at, 1e-9)
+        for number in range(int(turn.started_at / width + 0.5), min(bins, int(turn.ended_at / width + 0.5))):
+            shares[number] += (turn.context + rate * ((number + 0.5) * width - turn.started_at)) / kv_capacity
+    return uses
+
+
+def simulated(profile: Profile, policy: str, seed: int) -> dict[str, Any]:
+    """A policy's measures on simulated engines."""
     run = Simulation(profile.workload(seed), profile.engine, profile.num_engines, policy).run()
     counters = EngineCounters(
         *(sum(getattr(engine, name) for engine in run.engines.values()) for name in EngineCounters.__slots__)
     )
-    line = timeline(run.turns, [*run.engines], profile.engine.kv_capacity)
-    return measured(run.turns, [*run.engines], line, counters), line
+    return measured(run.turns, [*run.engines], profile.engine.kv_capacity, counters)
 
 
 def validation(

@@ -10,15 +10,7 @@ from pathlib import Path
 
 from bench.harness.command import BenchFailed
 from bench.simulator.engine import WATERMARK, EngineProfile
-from bench.simulator.scripts import (
-    TINY_MAX_TOKENS,
-    EpisodeScript,
-    Workload,
-    generated_scripts,
-    recorded_scripts,
-    shuffled,
-    tiny_scripts,
-)
+from bench.simulator.scripts import TINY_MAX_TOKENS, EpisodeScript, Workload, generated_scripts, tiny_scripts
 from trainer.config_loading import load_config
 from trainer.recipe.resource_plan import resource_plan
 
@@ -40,31 +32,28 @@ class Profile:
     max_response_tokens: int
     scripts: Callable[[int], list[EpisodeScript]]
     """The episodes of a seed."""
-    has_history: bool
-    """True if the scheduler knows the lengths of a preceding training step."""
 
     def workload(self, seed: int) -> Workload:
         """The episodes of a seed, and those of the training step before."""
-        previous_step = self.scripts(seed + PREVIOUS_STEP_SEED_OFFSET) if self.has_history else []
+        previous_step = self.scripts(seed + PREVIOUS_STEP_SEED_OFFSET)
         return Workload(self.scripts(seed), self.max_response_tokens, previous_step)
 
 
-def mi300x(cache_share: float | None = None) -> EngineProfile:
+def mi300x() -> EngineProfile:
     """An engine of configs/qwen3-14b-mi300x.toml by its roofline; nothing here was measured on a GPU.
 
     AMD's data sheet gives 5.3 TB/s and 1,307 dense bfloat16 TFLOP/s. The profile assumes 65 % of this bandwidth, 40 %
     of this rate, and 2 ms per decode step for everything else. The KV cache has the memory that the config leaves to
-    it, or `cache_share` of the GPU's memory.
+    it.
     """
     config = load_config(CONFIG, {})
     assert config.model.shape is not None
     plan = resource_plan(config, config.model.shape)
     bandwidth, flops = 0.65 * 5.3e12, 0.40 * 1307e12
     weights = 2.0 * plan.parameters  # bytes, and operations per token
-    cache = cache_share and cache_share * config.hardware.gpu_memory_gb * 1e9 / plan.kv_bytes_per_token
     return EngineProfile(
         name="mi300x-14b",
-        kv_capacity=int(cache or plan.kv_tokens),
+        kv_capacity=plan.kv_tokens,
         max_running=config.engines.max_num_seqs,
         base_s=0.002,
         weights_s=weights / bandwidth,
@@ -99,13 +88,8 @@ def profile_of(args: argparse.Namespace) -> Profile:
         engine = replace(engine, kv_capacity=args.cache_tokens or engine.kv_capacity)
         scripts = lambda seed: tiny_scripts(args.groups, args.samples, seed)  # noqa: E731
     else:
-        engine, (max_response_tokens, mean) = mi300x(args.cache_share), STAGES[args.stage]
+        engine, (max_response_tokens, mean) = mi300x(), STAGES[args.stage]
         scripts = lambda seed: generated_scripts(  # noqa: E731
             args.groups, args.samples, max_response_tokens, mean, seed
         )
-    if args.episodes:
-        recorded = list(recorded_scripts(args.episodes))
-        max_response_tokens = max(script.length - script.prompt for script in recorded)
-        scripts = lambda seed: shuffled(recorded, seed)  # noqa: E731
-    has_history = not args.no_history and not args.episodes  # the recorded episodes are those to be predicted
-    return Profile(args.profile, engine, args.engines, max_response_tokens, scripts, has_history)
+    return Profile(args.profile, engine, args.engines, max_response_tokens, scripts)

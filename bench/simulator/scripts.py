@@ -1,15 +1,10 @@
-"""Scripted episodes: generated workloads, and the episodes of a recorded run."""
+"""Scripted episodes: generated workloads."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-from bench.harness.command import BenchFailed
 
 # Episodes of the profile cpu-tiny:
 TINY_MAX_TOKENS = 896
@@ -88,39 +83,3 @@ def tiny_scripts(groups: int, samples: int, seed: int) -> list[EpisodeScript]:
     """Small episodes. A cache of 8,192 tokens holds three in ten of them, as the caches of 64 MI300X do in stage 2."""
     scripts = generated_scripts(groups, samples, TINY_MAX_TOKENS, TINY_MEAN_TOKENS, seed)
     return [replace(script, prompt=script.prompt // TINY_PROMPT_DIVISOR) for script in scripts]
-
-
-def recorded_scripts(files: Iterable[Path]) -> Iterator[EpisodeScript]:
-    """The episodes of a run's `episodes/*.jsonl`, with their lengths and tool times."""
-    groups: dict[tuple[int, int], int] = {}
-    for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                if row["turns"]:
-                    yield _recorded(row, groups.setdefault((row["step"], row["group"]), len(groups)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise BenchFailed(f"{file}:{number}: expected an episode as runs record them, got {error!r}") from error
-
-
-def _recorded(row: Mapping[str, Any], group: int) -> EpisodeScript:
-    turns = row["turns"]
-    next_starts = [*(turn["start"] for turn in turns[1:]), turns[-1]["end"]]
-    return EpisodeScript(
-        group=group,
-        prompt=row["prompt_tokens"],
-        turns=tuple(
-            (turn["end"] - turn["start"], start - turn["end"], turn["tool_s"] if start > turn["end"] else 0.0)
-            for turn, start in zip(turns, next_starts, strict=True)
-        ),
-    )
-
-
-def shuffled(scripts: Sequence[EpisodeScript], seed: int) -> list[EpisodeScript]:
-    """The groups in random order, each whole."""
-    groups: dict[int, list[EpisodeScript]] = {}
-    for script in scripts:
-        groups.setdefault(script.group, []).append(script)
-    order = list(groups.values())
-    random.Random(seed).shuffle(order)
-    return [script for group in order for script in group]

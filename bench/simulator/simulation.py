@@ -1,6 +1,6 @@
 """Rollouts on simulated engines: scripted episodes under a placement policy.
 
-Everything is seeded, and nothing but `decision_cost` reads a clock.
+Everything is seeded, and nothing reads a clock.
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
 
 from bench.simulator.engine import EngineProfile, EngineRequest, SimulatedEngine
 from bench.simulator.oracle import ORACLE, Oracle
@@ -22,7 +19,6 @@ from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
 
 SCRAPE_INTERVAL_S = 1.0
 """Seconds between two scrapes of an engine."""
-TIMED_METHODS = ("submit", "place", "park", "resume", "complete", "update_stats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,29 +155,3 @@ class Simulation:
         self._event_times[engine.name] = event_at
         if event_at < math.inf:
             self._push_event(event_at, "engine", engine)
-
-
-def decision_cost(workload: Workload, profile: EngineProfile, num_engines: int) -> dict[str, list[float]]:
-    """Microseconds of CPU time of each call of the `kv` scheduler's methods during a rollout, by method.
-
-    The time of `place` is divided by the number of turns that it places.
-    """
-    simulation = Simulation(workload, profile, num_engines, "kv")
-    microseconds: dict[str, list[float]] = {}
-    for name in TIMED_METHODS:
-        timed = _timed(getattr(simulation.scheduler, name), microseconds.setdefault(name, []))
-        setattr(simulation.scheduler, name, timed)
-    simulation.run()
-    return microseconds
-
-
-def _timed(method: Callable[..., Any], microseconds: list[float]) -> Callable[..., Any]:
-    @wraps(method)
-    def timed(*args: Any) -> Any:
-        start = time.thread_time()
-        returned = method(*args)
-        passed_us = 1e6 * (time.thread_time() - start)
-        microseconds.append(passed_us / max(1, len(returned)) if method.__name__ == "place" else passed_us)
-        return returned
-
-    return timed

@@ -22,7 +22,6 @@ def test_a_false_equivalent_and_a_refused_pair_are_wrong() -> None:
     verdicts = [FOUND[Outcome.UNPARSABLE], FOUND[Outcome.EQUIVALENT], FOUND[Outcome.NOT_EQUIVALENT]]
     row = answers.summarize([EQUAL, DIFFERENT, DIFFERENT], [verdicts])
     assert (row["wrong"], row["false_equivalent"]) == (2, 1)
-    assert row["wrong_by_kind"] == {"decimals": 1, "integers": 1}
     assert (row["mean_cpu_ms"], row["median_cpu_ms"]) == (4.0, 3.0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import burst, leaks, peers, recipe
+from bench import agreement, burst, peers, recipe
 from bench.harness import arguments, command, requirements
 
 
@@ -18,16 +18,16 @@ def _command_line(bench: object, *argv: str) -> str:
 
 def test_a_recorded_command_has_the_options_of_the_measurement_but_not_of_its_output() -> None:
     assert _command_line(burst) == "python -m bench.burst"
-    left_out = ("--json", "--plot", "a.png", "--python", "python3", "--calls", "45000")  # the last is the default
+    left_out = ("--json", "--python", "python3", "--calls", "45000")  # the last is the default
     assert _command_line(burst, *left_out) == _command_line(burst)
-    options = ("--stdlib-only", "--calls", "5", "--loops", "0.5", "--in-flight", "4")
+    options = ("--stdlib-only", "--calls", "5", "--loops", "0.5", "--batch", "4")
     assert _command_line(burst, *options) == f"python -m bench.burst {' '.join(options)}"
 
 
 def test_a_file_is_shown_without_its_directory(tmp_path: Path) -> None:
     (tmp_path / "calls.jsonl").touch()
-    command_line = _command_line(leaks, "--from", str(tmp_path / "calls.jsonl"))
-    assert command_line == "python -m bench.leaks --from calls.jsonl"
+    command_line = _command_line(agreement, "--calls", str(tmp_path / "calls.jsonl"))
+    assert command_line == "python -m bench.agreement --calls calls.jsonl"
 
 
 def test_a_list_is_shown_as_it_was_typed() -> None:

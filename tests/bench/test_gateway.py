@@ -1,11 +1,8 @@
-"""bench.gateway: stub executors give complete results, and errors of the client are reported."""
+"""bench.gateway: stub executors give complete results."""
 
 from __future__ import annotations
 
-import pytest
-
 from bench import gateway
-from bench.harness.command import BenchFailed
 from bench.servers.stub_executor import result_of
 from sandbox.types import Call, Result
 from tests.bench.conftest import RunBenchmark
@@ -19,12 +16,5 @@ def test_the_result_of_a_stub_executor_is_complete() -> None:
 def test_a_small_run_has_a_complete_result(run_benchmark: RunBenchmark) -> None:
     exit_code, result = run_benchmark(gateway.main, "--calls", "200", "--batch", "64", "--rounds", "1")
     assert result["calls_per_s"] > 0 and result["cpu_us"] > 0
-    assert result["bytes_in"] > len("print(0)") and result["bytes_out"] > result["bytes_in"]
     assert result["holds"] == (result["calls_per_s"] >= gateway.MIN_CALLS_PER_S)
     assert exit_code == (0 if result["holds"] else 1)
-
-
-def test_a_gateway_that_cannot_be_reached_is_an_error() -> None:
-    args = gateway._parser().parse_args(["--calls", "1"])
-    with pytest.raises(BenchFailed, match="Cannot connect"):
-        gateway.run_client("http://127.0.0.1:9", args, print)  # nothing listens on the discard port

@@ -1,4 +1,4 @@
-"""bench.judge: the program passes its tests, and the ratio is that of CPU times of the same round."""
+"""bench.judge: the program passes its tests, and a small run is complete."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ def test_the_program_and_the_expected_outputs_agree() -> None:
         assert done.stdout == test["expected"]
         assert 200 <= len(test["stdin"]) <= 600
     assert make_tests(2, seed=1) == make_tests(2, seed=1) != make_tests(2, seed=2)
-
-
-def test_the_ratio_is_the_median_of_the_ratios_of_rounds() -> None:
-    ours = [{"cpu_ms": cpu_ms} for cpu_ms in (1.0, 2.0, 9.0)]
-    others = [{"cpu_ms": cpu_ms} for cpu_ms in (2.0, 8.0, 10.0)]
-    assert judge._ratio(ours, others) == 0.5
 
 
 @pytest.mark.runtime

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -15,10 +13,9 @@ from bench import leaks
 from bench.probes import processes
 from bench.probes.resource_growth import growth_at_rest
 from bench.probes.resources import ResourceSnapshot, wait_until_settled
-from bench.servers.server_under_test import ServerUnderTest
 from tests.bench.conftest import RunBenchmark
 
-REST = ResourceSnapshot(calls=1000, memory_mb=500.0, gateway_mb=50.0, processes=14, descriptors=160, mounts=120)
+REST = ResourceSnapshot(calls=1000, memory_mb=500.0, processes=14, descriptors=160, mounts=120)
 
 
 def _snapshots(**increase: float) -> list[ResourceSnapshot]:
@@ -52,14 +49,6 @@ def test_growth_during_warm_up_does_not_count() -> None:
 def test_too_few_calls_for_the_warm_up_and_one_interval_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaks.main(["--calls", "100"]) == 1
     assert "3000" in capsys.readouterr().err
-
-
-def test_the_calls_of_a_short_file_are_repeated(tmp_path: Path) -> None:
-    file = tmp_path / "calls.jsonl"
-    file.write_text('{"code": "1"}\n{"code": "2"}\n')
-    args = argparse.Namespace(from_=file, seed=0)
-    load = leaks._LeakLoad(cast(ServerUnderTest, None), args, lambda: None)  # `_calls` does not use the server
-    assert len(load._calls(7)) == 7
 
 
 def test_a_process_that_still_computes_is_not_at_rest() -> None:

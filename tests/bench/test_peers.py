@@ -164,19 +164,18 @@ async def test_calls_to_an_unreachable_peer_are_unanswered() -> None:
 def _row(correct: int, mismatched: int = 0, unanswered: int = 0) -> SystemRound:
     """A round of 2 s."""
     answered = correct + mismatched
-    row = SystemRound(answered + unanswered, correct, mismatched, 2.0, cpu_s=1.0, latencies_ms=[1.0] * answered)
+    row = SystemRound(answered + unanswered, correct, mismatched, 2.0, latencies_ms=[1.0] * answered)
     row.unanswered["gone"] += unanswered
     return row
 
 
-def test_a_faster_peer_is_only_reported_but_our_own_failures_do_not_meet_the_requirements() -> None:
+def test_a_faster_peer_meets_the_requirements_but_our_own_failures_do_not_meet_the_requirements() -> None:
     rounds = {OURS: [_row(100), _row(20), _row(60)], "other": [_row(80, 2, 8)] * 3}
     result = peers.summarize({"print": rounds}, {})
     assert result["kinds"]["print"][OURS]["calls_per_s"] == 30  # the median of 50, 10 and 30
     # The other system answers 82 calls in each round of 2 s; unanswered calls do not count for its rate.
     sums = {"calls": 270, "correct": 240, "mismatched": 6, "unanswered": 24, "reasons": {"gone": 24}}
     assert result["kinds"]["print"]["other"].items() >= {"calls_per_s": 41.0, **sums}.items()
-    assert result["faster"] == [f"print: other runs 41 calls/s, {OURS} 30"]
     assert hold(result["requirements"])
     assert not hold(peers.summarize({"print": {OURS: [_row(9, mismatched=1)]}}, {})["requirements"])
     assert not hold(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import report, roc
+from bench import report, roc, scaling
 from bench.harness.command import BenchFailed
 from bench.harness.requirements import none_of
 
@@ -43,6 +43,10 @@ RESULTS: dict[str, dict[str, Any]] = {
         "traffic": {"rate": 9.5, "without_loops": {"short_ms": POINTS}, "with_loops": {"short_ms": POINTS, "loops": 6}},
         "loops": {"loops": 40, "baseline_ms": POINTS, "arriving_ms": POINTS, "under_loops_ms": POINTS},
     },
+    "mixed-tenants": {
+        "command": "python -m bench.mixed --parts tenants",
+        "tenants": {"sleeping": 1000, "alone_ms": POINTS, "beside_ms": {"p50": 7.0, "p90": 8.0, "p99": 9.0}},
+    },
     "invariance": {
         "calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"], "unstable": ["c"],
         "corpus": {"from": "snippets.jsonl", "calls": 60},
@@ -56,25 +60,9 @@ RESULTS: dict[str, dict[str, Any]] = {
             for name, ratio in (("bare", 1.9), ("symbolic", 1.2))
         },
     },
-    "soak": {
-        "answered": 1_000_000, "calls_per_s": [127.6, 99.04], "lost": 0, "doubled": 1,
-        "mismatched": 2, "unavailable": 3,
-        "last_half": {"memory_mb": {"median": 800.0, "growth": 1.25, "noise": 3.0, "tolerance": 1}},
-        "at_rest": [{"memory_mb": 700.4}, {"memory_mb": 702.6}],
-    },
     "scaling": {
-        "calls": 45_000, "p99_s": 1.0, "endless_core_s": 4500,
-        "kinds": {
-            "mix": {
-                "cpu_ms": 88.3, "own_p99_s": 1.281, "core_s": 3815,
-                "arrival_patterns": {"all at once": {"cores_for_wait": 2977, "cores_for_answer": None}},
-            },
-        },
-        "gateway": {
-            "calls_per_core_s": 18_282, "bytes": 900,
-            "arrival_patterns": {"all at once": {"calls_per_s": 45_000, "mb_per_s": 40.5}},
-        },
-        "executor": {"cpu_ms": 0.4, "calls_per_core_s": 2500},
+        "calls": 45_000, "endless_core_s": 4500, "bytes": 900, "gateway_calls_per_core_s": 18_282,
+        "executor_calls_per_core_s": 2500, "kinds": {"mix": scaling.estimate(45_000, 88.3)},
         "memory": {
             "print": {"idle_mb": 832, "call_kb": 1.52, "running_mb": 5, "total_mb": 899},
             "mix": {"idle_mb": 832, "call_kb": 2.52, "running_mb": 250, "total_mb": 1190},
@@ -106,15 +94,12 @@ RESULTS: dict[str, dict[str, Any]] = {
         },
         "differences": {"grpo-g": {"accuracy": {"mean": -0.0123, "sd": 0.004}}},
     },
-    "rollouts-cost": {"command": "python -m bench.rollouts --simulate --cost", "microseconds": {
-        "place": {"calls": 1234, "p50": 56.78, "p99": 345.6},
-    }},
     "rollouts": {
         "command": "python -m bench.rollouts --engines 2", "is_simulated": False, "engines": 2, "capacity": 4096,
-        "episodes": 96, "max_response_tokens": 896, "lower_bound_s": 12.345, "repeats": 3,
+        "episodes": 96, "max_response_tokens": 896, "repeats": 3,
         "policies": {
             "kv": {
-                "makespan_s": 20.55, "over_bound": 1.6646, "kv_makespan_ratio": 1.0,
+                "makespan_s": 20.55, "kv_makespan_ratio": 1.0,
                 "preemptions": 1.0, "recomputed_tokens": 1234.0,
                 "prefix_hit_rate": 0.715, "kv_use": 0.6, "idle_share": 0.05,
                 "service_s": {"p50": 1.0, "p95": 8.0}, "latency_s": {"p50": 9.0, "p95": 19.0},
@@ -142,6 +127,10 @@ EXPECTED = {
         "| the same in the first second of 40 endless loops | 5.0 / 60.5 / 200 |",
         "| the same after that second | 5.0 / 60.5 / 200 |",
     ],
+    "mixed-tenants": [
+        "| one `print` after another of one tenant | 5.0 / 60.5 / 200 |",
+        "| the same beside 1,000 sleeping calls of another tenant | 7.0 / 8.0 / 9.0 |",
+    ],
     "invariance": [
         "100 calls alone",
         "beside 5 endless loops and 4 busy",
@@ -153,14 +142,10 @@ EXPECTED = {
         "| bare | 1.00 | 1.25 | 1.90 | 1.90× | 1.52× |",
         "At most 1.6 times fork, run and exit by os.fork: all; by the cheapest fork: all but bare.",
     ],
-    "soak": [
-        "1,000,000 calls: 0 lost, 1 doubled, 2 mismatched, 3 unavailable; 128, 99.0 calls/s in each quarter; "
-        "700, 703 MiB at rest after each.",
-        "| memory mb | 800.0 | 1.2 | 3.0 |",
-    ],
     "scaling": [
-        "88.3 ms of CPU per call, 99 % of them within 1.28 s",
-        "| all at once | 45,000 | 2,977 | - | 40.5 |",
+        "the mix of real traffic: 88.3 ms of CPU per call, 3,974 core seconds",
+        "| all at once | 45,000 | 3,974 | 40.5 |",
+        "| over 60 s | 750 | 67 | 0.7 |",
         "832 MiB without calls, 1.5 KiB per call of `print(1 + 1)` in flight, 899 MiB in total (5 of it",
         "and 2.5 KiB per call of the mix of real traffic in flight, 1,190 MiB in total (250 of it",
         "an executor's 2,500 of `print(1 + 1)`;",
@@ -176,11 +161,10 @@ EXPECTED = {
         "| RoC less GRPO, all of G | -0.012 ± 0.004 | - |",
         "2 seeds, 30 steps, G = 8",
     ],
-    "rollouts-cost": ["| place | 1,234 | 56.8 | 346 |"],
     "rollouts": [
         "vLLM on the CPU: 2 engines of 4,096 tokens, 96 episodes of at most 896 tokens",
-        "is 12.3 s. Medians of 3 rounds.",
-        "| `kv` | 20.6 | 1.66 | 1.00 | 1 | 1,234 | 0.71 | 0.60 | 0.05 | 1.0 / 8.0 | 9.0 / 19.0 |",
+        "tokens. Medians of 3 rounds.",
+        "| `kv` | 20.6 | 1.00 | 1 | 1,234 | 0.71 | 0.60 | 0.05 | 1.0 / 8.0 | 9.0 / 19.0 |",
         "| `kv` | -5.0% | +8.0% | 1.25× | +3.1 |",
         "| makespan / static's | ≤ 1 | 1.23 | **no** |",
         "<sub>`python -m bench.rollouts --engines 2` on",
