@@ -71,13 +71,13 @@ FetchFiles = Annotated[
 ]
 MemoryMb = Annotated[
     int,
-    BeforeValidator(_number),
     Field(
         strict=False,
         ge=-(10**9),
         le=10**9,
         description=f"MiB beyond the interpreter's own memory; 0 or less: {DEFAULT_LIMITS.memory_mb}",
     ),
+    BeforeValidator(_number),  # behind the bounds, which are else missing in the schema
 ]
 
 

@@ -15,6 +15,7 @@ from sandbox.gateway.compat import fastapi_bodies
 from sandbox.gateway.compat.fastapi_bodies import MAX_ERRORS, MAX_INPUT_CHARS, MalformedBody, validate
 from sandbox.gateway.compat.models import CodeJudgeBatch, CodeJudgeSubmission, SandboxFusionCode
 from sandbox.gateway.http.body_parser import LARGE_BODY_BYTES
+from tests.gateway.http.test_openapi import SCHEMAS
 from tests.gateway.serving import serving
 
 PROGRAM = {"type": "python", "solution": "hello"}
@@ -144,3 +145,11 @@ def test_pydantic_is_imported_with_the_first_body_only() -> None:
     program = "import sys, sandbox, sandbox.gateway.server; print('pydantic' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed == "False\n"
+
+
+def test_the_bounds_of_numbers_are_in_the_schema() -> None:
+    for name in ("SandboxFusionCode", "SandboxFusionCells"):
+        properties = SCHEMAS[name]["properties"]
+        numbers = {field for field, schema in properties.items() if schema.get("type") in ("number", "integer")}
+        assert numbers
+        assert numbers == {field for field, schema in properties.items() if {"minimum", "maximum"} <= schema.keys()}
