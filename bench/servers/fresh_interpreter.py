@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox.executor.executor import GUEST_ENV
+from sandbox.executor.pool_plan import GUEST_ENV
 from sandbox.types import DEFAULT_LIMITS
 
 WRAPPER = Path(__file__).with_name("fresh_script.py")

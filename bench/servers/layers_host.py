@@ -16,7 +16,7 @@ from bench.harness.command import BenchFailed
 from bench.workloads.code_kinds import PROFILE_CODES
 from sandbox import jail
 from sandbox.executor import zygote_frames
-from sandbox.executor.executor import GUEST_ENV
+from sandbox.executor.pool_plan import GUEST_ENV
 
 ANSWER_TIMEOUT_S = 120.0
 FIRST_JAIL = 900

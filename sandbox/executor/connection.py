@@ -15,6 +15,7 @@ import trio
 from sandbox import wire
 from sandbox.errors import ConfigError, ProtocolError, SandboxError, first_error
 from sandbox.executor.executor import Executor
+from sandbox.executor.pool_plan import plan_pools
 from sandbox.executor.unix_stream import UnixStream
 from sandbox.jail import AUTO
 from sandbox.settings.server import ExecutorConfig
@@ -61,7 +62,7 @@ class GatewayConnection:
         self._results: list[tuple[int, EncodedResult]] = []
         self._has_results = trio.Event()
         self._is_draining = False
-        self._executor = Executor(config, self._add_result, self._send_lost, is_replacement=is_replacement)
+        self._executor = Executor(plan_pools(config), self._add_result, self._send_lost, is_replacement=is_replacement)
         self._executor.on_window_changed = self._send_window
 
     async def run(self, frames: Frames) -> None:
@@ -99,11 +100,11 @@ class GatewayConnection:
         await self._executor.wait_ready()
         executor, zygotes = self._executor, self._executor.all_zygotes()
         ready = {
-            "slots": executor.slots,
-            "long_slots": executor.long_slots,
-            "wanted_fds": executor.wanted_fds,
+            "slots": executor.plan.slots,
+            "long_slots": executor.plan.long_slots,
+            "wanted_fds": executor.plan.wanted_fds,
             "missing_modules": sorted({module for zygote in zygotes for module in zygote.missing_modules}),
-            "isolation": executor.level.value,
+            "isolation": executor.plan.level.value,
             "cgroups": executor.cgroups,
             "warnings": executor.warnings,
             "python": next((zygote.python for zygote in zygotes), ""),

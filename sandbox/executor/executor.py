@@ -21,55 +21,32 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import secrets
-import shutil
 import signal
-import tempfile
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import trio
 
-from sandbox import jail, machine
+from sandbox import jail
 from sandbox.backoff import backoff_s
 from sandbox.errors import IsolationError, ProtocolError
 from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
 from sandbox.executor.machine_memory import MachineMemory
-from sandbox.executor.profile_choice import ProfileTree
+from sandbox.executor.pool_plan import PoolPlan
 from sandbox.executor.result import build_result, total_cpu_ms
 from sandbox.executor.slots import Slots
 from sandbox.executor.time.monitor import CallMonitor, KillReason, Monitor, start_memory_reader
 from sandbox.executor.time.process_tree import CpuPriority
 from sandbox.executor.zygote_frames import Header, get_number
 from sandbox.executor.zygote_pool import Zygote, ZygotePool
-from sandbox.guest.protocol import MAX_SLOTS_PER_POOL
-from sandbox.runtime import build as runtime
-from sandbox.settings.server import ExecutorConfig, resolve_capacity
 from sandbox.types import EncodedCall, EncodedResult, Profile, UnavailableReason, invalid_result
 
 log = logging.getLogger(__name__)
 
-GUEST_ENV = {
-    "PATH": "/python/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "USER": "sandbox",
-    "LOGNAME": "sandbox",
-    "MPLBACKEND": "Agg",
-    "LD_BIND_NOW": "1",  # the reason is in guest/zygote.py
-    "PYTHONHASHSEED": "0",  # so that the same code has the same output in every zygote
-    "MALLOC_ARENA_MAX": "1",  # each arena reserves 64 MiB of the address space that memory_mb limits
-    # One thread for each library, since calls share the cores and a zygote with several threads cannot fork.
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""Environment variables of every call."""
 STALL_S = 0.08
 """If calls are queued and no call has ended for this many seconds, running calls are demoted earlier
 (`Executor.demote_after_s`). Less than the default of `demote_after_ms`, so that it has an effect on the first
@@ -92,40 +69,27 @@ class Executor:
 
     `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call that is not cancelled,
     and at most once for a cancelled one. `is_replacement`: the executor replaces one that has died, so it is ready with
-    its first zygote. Raises `IsolationError` if the machine lacks the isolation level.
+    its first zygote.
     """
 
-    def __init__(
-        self, config: ExecutorConfig, on_result: OnResult, on_lost: OnLost, *, is_replacement: bool = False
-    ) -> None:
-        self.granted_cores = machine.granted_cores()
-        """Cores that the machine grants to this process and its calls."""
-        capacity = resolve_capacity(config, self.granted_cores)
-        self.level = jail.choose_level(config.isolation).level
-        self._mounts = config.mounts
-        has_uids = jail.host_uids(0, 1, self.level)[0] is not None
-        jail.check_mounts(self._mounts, self.level, has_uids=has_uids)
-        self.wanted_fds = jail.fds_for_slots(capacity["slots"] + capacity["long_slots"])
-        """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""
-        self.slots = max(1, min(capacity["slots"], jail.max_slots_for_fds()))
-        self.long_slots = max(0, min(capacity["long_slots"], jail.max_slots_for_fds() - self.slots))
+    def __init__(self, plan: PoolPlan, on_result: OnResult, on_lost: OnLost, *, is_replacement: bool = False) -> None:
+        self.plan = plan
+        self.granted_cores = plan.granted_cores
+        self.profile_tree = plan.profile_tree
         self.cgroups = ""
         """Version and directories of the cgroups of the calls; empty if there are none."""
-        self.warnings: list[str] = []
+        self.warnings = list(plan.warnings)
         """What this machine lacks, one sentence each. A server logs them once; `run` leaves them to `doctor`."""
-        self.python = jail.Interpreter.find(config.python or str(runtime.default_python()))
-        self.cpu_priority = CpuPriority(capacity["cores"])
+        self.cpu_priority = CpuPriority(plan.cores)
         self.on_window_changed: Callable[[int], None] = lambda _window: None
         """Called with `window` whenever that has changed."""
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
         """By module: how often calls have imported it in a zygote that had not loaded it."""
-        self._planned_cores = capacity["cores"]
-        """This executor's share of the setting `cores`."""
         self._on_result = on_result
         self._on_lost = on_lost
         self._is_replacement = is_replacement
-        self._demote_after_s = config.demote_after_ms / 1e3
+        self._demote_after_s = plan.config.demote_after_ms / 1e3
         self._progress_at = -math.inf
         """Monotonic time at which a call last ended, or at which a call was added to the empty queue."""
         self._machine_memory = MachineMemory()
@@ -140,56 +104,20 @@ class Executor:
         """The monitors of running calls, by run id."""
         self._nursery: trio.Nursery | None = None
         self._ready = trio.Event()
-        self._scratch_parent_dir = self._find_scratch_parent_dir()
-        self.profile_tree = ProfileTree(config.own_profiles)
-        profiles = (*config.profiles, *self.profile_tree.own)
-        min_pools = math.ceil((self.slots + self.long_slots) / MAX_SLOTS_PER_POOL)
-        pools = max(min(capacity["zygote_pools"], self.slots), min_pools)
-        short, long = math.ceil(self.slots / pools), math.ceil(self.long_slots / pools)
-        self.pools = [self._new_pool(number, Slots(short, long), profiles) for number in range(pools)]
+        self.pools = [self._new_pool(spec) for spec in plan.specs]
         self._announced_window = self.window
 
-    def _find_scratch_parent_dir(self) -> str:
-        """Return the host directory for scratch directories. Only level `landlock` uses one; other levels mount tmpfs
-        in the jail."""
-        if self.level is not jail.Level.LANDLOCK:
-            return ""
-        has_uids = jail.host_uids(0, 1, self.level)[0] is not None
-        parent = jail.scratch_parent_dir(has_uids=has_uids)
-        default = tempfile.gettempdir()
-        reason = "" if parent == default else f" (the uids of calls cannot enter {default})"
-        total_mib = shutil.disk_usage(parent).total >> 20
-        shared = f"{parent}{reason}, {total_mib} MiB shared by all calls"
-        log.info("scratch directories are on %s; disk_mb limits each file only", shared)
-        return parent
-
-    def _new_pool(self, number: int, slots: Slots, profiles: tuple[str, ...]) -> ZygotePool:
-        uid_base, uid_count = jail.host_uids(number, slots.count, self.level, self.python)
-        shares_uid = uid_base is None and self.level in (jail.Level.NSJAIL, jail.Level.NAMESPACES)
-        scratch_root = f"{self._scratch_parent_dir}/rstar-sandbox-{secrets.token_hex(8)}"
-        spec = jail.JailSpec(
-            self.level,
-            self.python,
-            str(jail.GUEST_SOURCE_DIR),
-            env=GUEST_ENV,
-            uid_base=uid_base,
-            uid_count=uid_count,
-            data=self._mounts,
-            user_namespace_per_call=shares_uid and self._can_limit_processes,
-            scratch_root=scratch_root if self.level is jail.Level.LANDLOCK else None,
-        )
+    def _new_pool(self, spec: jail.JailSpec) -> ZygotePool:
+        slots = Slots(*self.plan.slots_per_pool)
         slots.have_networks = spec.has_slot_networks
         return ZygotePool(
-            spec, profiles, slots, self, report_after_s=self._demote_after_s, is_replacement=self._is_replacement
+            spec,
+            self.plan.profiles,
+            slots,
+            self,
+            report_after_s=self._demote_after_s,
+            is_replacement=self._is_replacement,
         )
-
-    @cached_property
-    def _can_limit_processes(self) -> bool:
-        """Whether the kernel can limit the processes of each call although all calls share one uid."""
-        probed = jail.probe_process_limits()
-        if not probed.ok:
-            self.warnings.append(f"the number of processes per call is limited only by cgroups: {probed.found}")
-        return probed.ok
 
     async def run(self) -> None:
         """Run calls until cancelled. Raises `NodeError` if the zygotes fail to start and have never been ready."""
@@ -204,7 +132,7 @@ class Executor:
 
     def _create_cgroups(self, stack: ExitStack) -> None:
         """Create cgroups for all slots, if the machine grants any, and have `stack` remove them."""
-        if self.level is jail.Level.NONE:
+        if self.plan.level is jail.Level.NONE:
             return
         try:
             jail.raise_fd_limit_for(sum(pool.slots.count for pool in self.pools))
@@ -235,10 +163,10 @@ class Executor:
 
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
-        if self.level is jail.Level.NONE or self.pools[0].slots.have_networks:
+        if self.plan.level is jail.Level.NONE or self.pools[0].slots.have_networks:
             return ""
         reason = "this server has mounts, and the code could connect to sockets in them"
-        if self.level is jail.Level.LANDLOCK:
+        if self.plan.level is jail.Level.LANDLOCK:
             reason = "level landlock has no private network; use level namespaces"
         return f"network: expected none, got loopback: {reason}"
 
@@ -285,8 +213,8 @@ class Executor:
             "queued": self._queued + len(self._waiting_for_verifier),
             "running": self.running,
             "running_long": self.running_long,
-            "slots": self.slots,
-            "long_slots": self.long_slots,
+            "slots": self.plan.slots,
+            "long_slots": self.plan.long_slots,
             "zygotes": Counter(str(zygote.profile) for zygote in self.all_zygotes()),
             "zygote_restarts_total": sum(pool.restarts for pool in self.pools),
             "retried_total": self.counts["retried"],
@@ -316,7 +244,7 @@ class Executor:
     def window(self) -> int:
         """Number of calls, those in reserved slots not counted, that the gateway may have sent and not yet got a result
         for: as many as there are calls in long slots, and two for each short slot."""
-        return 2 * self.slots + self.running_long
+        return 2 * self.plan.slots + self.running_long
 
     @property
     def demote_after_s(self) -> float:
@@ -329,11 +257,11 @@ class Executor:
         """
         if self._queued and time.monotonic() - self._progress_at < STALL_S:
             return self._demote_after_s
-        return self._demote_after_s / max(1.0, (self.running - self.running_long) / self._planned_cores)
+        return self._demote_after_s / max(1.0, (self.running - self.running_long) / self.plan.cores)
 
     @property
     def calls_per_core(self) -> float:
-        return self.running / self._planned_cores
+        return self.running / self.plan.cores
 
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]

@@ -12,6 +12,7 @@ import trio
 from sandbox import machine
 from sandbox.errors import SandboxError, first_error
 from sandbox.executor.executor import Executor
+from sandbox.executor.pool_plan import plan_pools
 from sandbox.executor.profile_choice import ProfileTree, imported_modules
 from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ZYGOTE_PROFILES, ExecutorConfig, within_memory
@@ -66,7 +67,7 @@ async def _run(encoded: EncodedCall, config: ExecutorConfig) -> EncodedResult:
             result = used_up_result(encoded.get("id", ""), attempts, reason, has_started=may_have_run)
             on_result(seq, result.encode(binary=True))
 
-    executor = Executor(config, on_result, on_lost)
+    executor = Executor(plan_pools(config), on_result, on_lost)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(executor.run)
         await executor.wait_ready()

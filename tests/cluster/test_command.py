@@ -16,7 +16,7 @@ from sandbox.cluster import ray_driver
 from sandbox.cluster.ray_driver import RayDriver
 from sandbox.commands import main as cli
 from sandbox.errors import ConfigError, NodeError
-from sandbox.executor.executor import GUEST_ENV
+from sandbox.executor.pool_plan import GUEST_ENV
 from sandbox.settings.server import ServeConfig
 from tests.cluster.serving import needs_ray
 

@@ -29,6 +29,7 @@ import trio
 
 from sandbox.executor import executor, zygote_pool
 from sandbox.executor.executor import Executor
+from sandbox.executor.pool_plan import plan_pools
 from sandbox.jail import Interpreter
 from sandbox.settings.server import ExecutorConfig
 from sandbox.types import Call, EncodedResult, Result
@@ -294,7 +295,7 @@ class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
-        self.executor = Executor(config, self._on_result, self._on_lost, is_replacement=is_replacement)
+        self.executor = Executor(plan_pools(config), self._on_result, self._on_lost, is_replacement=is_replacement)
         self.attempts = Attempts(config.attempts, self.executor.submit)
         self.results: dict[int, Result] = {}
         self.fleet: Fleet

@@ -18,6 +18,7 @@ from sandbox import machine
 from sandbox.executor import executor as executor_module
 from sandbox.executor import profile_choice
 from sandbox.executor.executor import Executor
+from sandbox.executor.pool_plan import plan_pools
 from sandbox.executor.slots import Slots
 from sandbox.guest.protocol import MAX_SLOTS_PER_POOL
 from sandbox.jail import CgroupUsage
@@ -267,15 +268,15 @@ def test_slots_are_limited_by_the_descriptor_limit(
 ) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: max_slots)
     config = ExecutorConfig(python=sys.executable, isolation="none", slots=32, long_slots=512)
-    executor = executor_module.Executor(config, lambda *_: None, lambda *_: None)
-    assert (executor.slots, executor.long_slots) == (slots, long_slots)
-    assert executor.wanted_fds == 8 * (32 + 512) + 256, "8 per slot and 256 for the rest, whatever the limit"
+    plan = plan_pools(config)
+    assert (plan.slots, plan.long_slots) == (slots, long_slots)
+    assert plan.wanted_fds == 8 * (32 + 512) + 256, "8 per slot and 256 for the rest, whatever the limit"
 
 
 def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module.jail, "max_slots_for_fds", lambda: sys.maxsize)
     config = ExecutorConfig(python=str(OWN_PYTHON), isolation="none", zygote_pools=1, slots=10_000)
-    pools = Executor(config, lambda *_: None, lambda *_: None).pools
+    pools = Executor(plan_pools(config), lambda *_: None, lambda *_: None).pools
     assert len(pools) == 3, "a pool has at most 4096 slots"
     assert max(max(pool.slots.free) for pool in pools) < MAX_SLOTS_PER_POOL
 

@@ -12,6 +12,7 @@ import trio
 from sandbox.errors import IsolationError
 from sandbox.executor import executor as executor_module
 from sandbox.executor.executor import Executor
+from sandbox.executor.pool_plan import plan_pools
 from sandbox.executor.slots import Slots
 from sandbox.jail import CgroupTree, choose_level
 from sandbox.settings.server import ExecutorConfig
@@ -74,7 +75,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
     results: list[Result] = []
     settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2}
     executor = Executor(
-        ExecutorConfig(python=python, isolation=level, **settings),
+        plan_pools(ExecutorConfig(python=python, isolation=level, **settings)),
         lambda _seq, result: results.append(Result.decode(result)),
         lambda *_lost: None,
     )
