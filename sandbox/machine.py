@@ -15,8 +15,8 @@ from pathlib import Path
 
 
 def granted_cores(root: str = "/") -> int:
-    """Return the number of cores: those in the affinity mask, or the CPU quota of the cgroups, rounded up, if that is
-    lower. At least 1."""
+    """Return the number of cores in the affinity mask. If the CPU quota of the cgroups is lower, return the quota,
+    rounded up. At least 1."""
     granted = float(len(os.sched_getaffinity(0)))
     for group in _limiting_cgroups("cpu", root):
         quota, period = _cpu_quota(group)

@@ -35,11 +35,12 @@ TIMEOUT_S = 120.0
 """Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and
 on an overloaded machine some may be late."""
 RETRIES = 8
-"""Further attempts of a call in a row. With one endpoint their back-off takes at least 16 s, enough for a restart."""
+"""Maximum number of further attempts in a row for one call. With one endpoint, the back-off between them takes at least
+16 s together, enough for a restart of the server."""
 BATCH_CALLS = 64
 """Calls per request."""
 MAX_CONNECTIONS = 256
-"""Requests at once; each needs a connection."""
+"""Maximum number of requests at once. Each request needs a connection."""
 
 AnyCall = str | Call | Mapping[str, Any]
 """Source, a `Call`, or a mapping as in `calls` of POST /v1/batch, except that a text in `files` is the file's text, not
@@ -319,7 +320,7 @@ class Client:
         try:
             while (item := self._wait(get_next)) is not None:
                 yield item
-        finally:  # also if the generator is collected, in whichever thread: so it must not wait for the loop
+        finally:  # this may run in any thread, when the generator is collected, so it must not wait for the loop
             with suppress(RuntimeError):  # the client is closed, and `results` with it
                 self._start(results.aclose)
 
@@ -419,7 +420,7 @@ def _result_of(future: asyncio.Future[T]) -> T | None:
 
 
 async def _converted(results: Awaitable[list[T]], convert: Callable[[T], U]) -> list[U]:
-    """Return converted results. Those of a `ServiceError` are converted too."""
+    """Return converted results. The results that a `ServiceError` has are converted too."""
     try:
         return [convert(result) for result in await results]
     except ServiceError as error:

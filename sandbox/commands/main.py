@@ -200,7 +200,8 @@ def mcp(args: argparse.Namespace) -> int:
             check_url(args.url, "--url")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    # The SDK's thread that reads standard input cannot be cancelled. The server that this process starts ends with it.
+    # SIGINT must kill the process: the SDK's thread that reads standard input cannot be cancelled. A server that this
+    # process has started ends with the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(serve_stdio(args.url, os.environ.get(f"{ENV_PREFIX}TOKEN")))
     return 0

@@ -16,7 +16,7 @@ from sandbox.types import LIMIT_FIELDS, Call, Result, Status
 def call_of(args: argparse.Namespace) -> Call:
     """Return the call that the arguments describe. Raises `ConfigError` or `InvalidCall`."""
     argv = args.args
-    if args.code is not None and args.file is not None:  # with -c CODE the first argument is no FILE
+    if args.code is not None and args.file is not None:  # with -c CODE, the parser's FILE is the first argument
         args.file, argv = None, [args.file, *argv]
     if args.code is None and args.file is None:
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")

@@ -33,7 +33,7 @@ from sandbox.types import (
 )
 
 MIN_OUTPUT_KB = 8
-"""Minimum `output_kb` of a check. Its report has at most 200 characters of each answer."""
+"""Minimum `output_kb` of a check. The report of the checker has at most 200 characters of each answer."""
 VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant", "deadline_s")}
 """Fields of a call that a request may set for its checks."""
 OPTION_FIELDS = {

@@ -118,7 +118,7 @@ class ExecutorHandle:
         self.stats = ExecutorStats()
         self.restarts = 0
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the executor is ready for the first time. If the first start fails, its exception is `NodeError`."""
+        """Done when the executor is ready for the first time, or with `NodeError` if the first start fails."""
         self._launch = launch
         self._silence_timeout_s = silence_timeout_s
         self._owner = owner

@@ -6,9 +6,10 @@ small and no call of the request runs. The requests with waiting calls are in tw
     ring of first calls   A -> B -> C     requests whose next call is a first call
     ring of others        D -> E          all other requests
 
-Starts alternate between the rings while both have requests. (For a reserved place, `peek` returns a first call or
-nothing.) Each start takes one call of the request at the head of a ring. If this request still has waiting calls, it
-goes to the end of the ring of others, because a call of it now runs.
+Each start takes one call of the request at the head of a ring. If this request still has waiting calls, it goes to the
+end of the ring of others, because a call of it now runs. Starts alternate between the rings while both have requests.
+Only a start for a reserved place (a place at an executor that only a first call gets) always uses the ring of first
+calls.
 
 Invariants:
 - The calls of one request start in the order in which they were pushed.
@@ -115,7 +116,7 @@ class RequestQueue(Generic[Item]):
         self._set_running(self._request(item.request_number), 1)
 
     def finished(self, item: Item) -> None:
-        """Count a running call as finished."""
+        """Stop counting a call as running."""
         self._set_running(self._requests[item.request_number], -1)
 
     def _set_running(self, request: _Request[Item], change: int) -> None:

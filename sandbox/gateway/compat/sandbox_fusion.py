@@ -233,9 +233,9 @@ def _returned_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[s
 
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
-    """Return the results of the cells that have ended. `guest/notebook.py` writes one line of `stdout` for each. Hostile
-    code can write other lines. So the results end before the first line that is malformed, or with which the lines have
-    more than `MAX_CELL_VALUES` values."""
+    """Return the results of the cells that have ended. `guest/notebook.py` writes one line of `stdout` for each cell.
+    Hostile code can write other lines. So the results end before the first line that is malformed, or with which the
+    lines have more than `MAX_CELL_VALUES` values."""
     from sandbox.gateway.compat.models import SandboxFusionCell  # here, because importing pydantic takes 0.2 s
 
     cells: list[Response] = []

@@ -37,8 +37,8 @@ ERROR_TYPES = {
 
 
 class BodyError(Exception):
-    """A reason to refuse a body. It may be raised in another process, so `args` are those of the constructor, as plain
-    data."""
+    """A reason to refuse a body. It may be raised in another process, which sends its `args` to the gateway. So `args`
+    must be the arguments of the constructor, and plain data."""
 
 
 class HttpError(BodyError):

@@ -73,7 +73,7 @@ class Route:
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
     error_schemas: Mapping[int, str] = field(default_factory=dict)
-    """Schema names of the bodies of errors that are no `Refusal`, by status."""
+    """By status: the schema name of the body of an error. Without an entry, it is `Refusal`."""
     group: str = "rstar-sandbox"
     """Heading of the route on the API page."""
 

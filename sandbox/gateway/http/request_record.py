@@ -27,7 +27,7 @@ access_log = logging.getLogger("sandbox.access")
 
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""Ids that the server accepts from a request. It replaces others by an id of its own."""
+"""Form of the ids that the server accepts from a request. It replaces any other id by an id of its own."""
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 MAX_PATH_CHARS = 200
 CLIENT_DISCONNECTED = 499
@@ -41,7 +41,7 @@ class RequestRecord:
     id: str
     started_at: float
     tenant: str = ""
-    """Tenant of the token; without one, that of the first call."""
+    """The tenant of the token. If the token has no tenant, the tenant of the first call."""
     calls: int = 0
     trace: RequestTrace | None = None
 
@@ -113,8 +113,8 @@ def shorten_malformed(record: logging.LogRecord) -> bool:
 
 
 def _size(response: web.StreamResponse) -> int:
-    """Return the size of a response's body in bytes, whether or not it has been sent. That of a stream includes the
-    framing of its chunks."""
+    """Return the size of a response's body in bytes, whether or not the body has been sent. The size of a stream
+    includes the framing of its chunks."""
     length = response.content_length
     return response.body_length if length is None else length
 
