@@ -19,8 +19,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def use_one_arena() -> None:
-    """Make all threads use the main arena, the only one that malloc_trim(3) can shrink. Call it before any thread
-    starts."""
+    """Make all threads use the main arena (a heap of glibc), the only arena that malloc_trim(3) can shrink. Call this
+    function before any thread starts."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)
 
