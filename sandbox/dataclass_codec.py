@@ -3,8 +3,8 @@ fields. An annotation is also the description of its field: `name: Annotated[str
 
 - A mapping has the names of the fields, in their order. An enum is its value, a dataclass a mapping, a tuple a list.
   None stays None.
-- Decoding ignores unknown keys and gives missing fields their defaults, so that an older client can read the results of
-  a newer server, and a newer client those of an older one.
+- Decoding ignores unknown keys and gives missing fields their defaults. So a client can read the results of a newer
+  server and of an older server.
 - Bytes stay bytes in an encoded mapping; decoding also takes base64 text.
 """
 

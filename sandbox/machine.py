@@ -26,7 +26,7 @@ def granted_cores(root: str = "/") -> int:
 
 
 def memory_limit(root: str = "/") -> int:
-    """Return the bytes of the machine's memory, or the lowest limit of the cgroups if that is lower."""
+    """Return the bytes of the machine's memory. If a limit of the cgroups is lower, return the lowest limit."""
     limits = [limit for group in _limiting_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
     return min([_meminfo(root)["MemTotal"], *limits])
 

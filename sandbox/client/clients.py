@@ -173,7 +173,7 @@ class AsyncClient:
         return await _converted(self.run_batch([build_check(*pair, template) for pair in decoded]), verdict_of)
 
     async def cancel(self, call_id: str) -> int:
-        """Cancel all unfinished calls with this id, those of other clients too, and return their number.
+        """Cancel all unfinished calls with this id, also calls of other clients, and return their number.
 
         The result of each is `unavailable` with `Cancelled`. Raises `InvalidCall` for an id that no call can have, and
         `ServiceError` if no endpoint answers.
@@ -201,11 +201,13 @@ class AsyncClient:
     async def rewards(
         self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = False
     ) -> list[float | None]:
-        """Judge programs as `judge` does, and return the reward of each in the same order: 1.0 if it passed all of its
-        tests and else 0.0, or with `partial` the share of its tests that it passed. Without `partial`, a program's
-        tests end at its first failure unless `defaults` or the program sets `stop_at_first_failure`.
+        """Judge programs as `judge` does, and return the reward of each program in the same order.
 
-        The reward is None if the program is not scorable: it says nothing about the program, so it must not become 0.
+        - Without `partial`, the reward is 1.0 if the program passed all of its tests, else 0.0. The tests of a program
+          end at its first failure, unless `defaults` or the program sets `stop_at_first_failure`.
+        - With `partial`, the reward is the share of its tests that the program passed.
+        - The reward is None if the program is not scorable. The result then says nothing about the program, so the
+          reward must not become 0.
         """
 
         def reward(program: JudgedProgram) -> float | None:
@@ -321,7 +323,7 @@ class Client:
             while (item := self._wait(get_next)) is not None:
                 yield item
         finally:  # this may run in any thread, when the generator is collected, so it must not wait for the loop
-            with suppress(RuntimeError):  # the client is closed, and `results` with it
+            with suppress(RuntimeError):  # the client is closed; closing it has ended `results` too
                 self._start(results.aclose)
 
     def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:

@@ -10,8 +10,8 @@ A program differs from a call only in its route (`BatchRoute`). What this module
   result.
 - If a request fails, its unfinished calls are sent again. If an endpoint is not backing off, they are sent there at
   once; otherwise they are sent after a pause.
-- The calls of a request that is refused as too large (HTTP 413) are sent in requests of half as many calls. Only a call
-  that is refused alone gets the error.
+- If a request is refused as too large (HTTP 413), its calls are sent again in requests with at most half the number of
+  calls. A call gets the error only if it was the only call of its request.
 - Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
 - Calls have no effects outside their sandbox, so sending a call twice is safe.
 - An idle transport sends a call at once. A busy transport sends it when a connection is free. With `gather_s`, a call
@@ -379,7 +379,8 @@ class Transport:
                     await asyncio.sleep(self._retry_in_s(failures, what, str(error), error.retry_after_s))
 
     def _split(self, calls: list[PendingResult[Any]]) -> None:
-        """Put the calls of a request in front of the waiting calls, for requests of at most half as many calls."""
+        """Put the calls of a request in front of the waiting calls. Each next request with any of them has at most half
+        their number of calls."""
         for pending in calls:
             pending.detach()
             pending.max_items = math.ceil(len(calls) / 2)

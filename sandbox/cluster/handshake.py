@@ -44,7 +44,7 @@ class ExecutorStart:
 
 
 def encode_request(secret: bytes, hello: bytes, nonce: bytes, start: ExecutorStart) -> bytes:
-    """Encode the gateway's message. Raises `ProtocolError` if `hello` is not that of an agent."""
+    """Encode the gateway's message. Raises `ProtocolError` if `hello` is not the first message of an agent."""
     if not hello.startswith(MAGIC):
         raise ProtocolError(f"expected an agent of rstar-sandbox, got {hello[: len(MAGIC)]!r}")
     body = nonce + _START.pack(start.executor, start.generation)

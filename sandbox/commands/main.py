@@ -208,8 +208,8 @@ def mcp(args: argparse.Namespace) -> int:
 
 
 def exit_code(result: Result) -> int:
-    """Return the exit code of `run` for this result: that of the code, as a shell would report it, `EXIT_TIMEOUT` after
-    a time-out, and 1 for every other failure."""
+    """Return the exit code of `run` for this result. If the code ended or a signal killed it, it is the exit code
+    that a shell would report. After a time-out it is `EXIT_TIMEOUT`, and after any other failure 1."""
     if result.status is Status.TIMEOUT:
         return EXIT_TIMEOUT
     if result.status is Status.OK:

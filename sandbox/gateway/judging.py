@@ -95,7 +95,7 @@ class JudgeRequest:
     """Admits a batch of calls to the call table and records that the request has them. Raises `Overloaded` or
     `RequestRefused`."""
     number: int = field(default_factory=next_request_number)
-    """Number of the request, whose calls take turns with those of other requests."""
+    """Number of the request. Its calls take turns with the calls of other requests."""
 
 
 class Judge:

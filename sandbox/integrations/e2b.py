@@ -71,6 +71,7 @@ class AsyncSandbox:
         """
         session = self._opened()
         limits = self._limits if timeout is None else replace(self._limits, timeout_s=timeout)
+        # `record` adds the code to the session if the result is ok.
         result = session.record(code, await self._run(code, figures=True, limits=limits))
         self._num_executions += 1
         return Execution.of(result, self._num_executions)

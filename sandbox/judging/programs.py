@@ -271,7 +271,8 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class JudgedTest:
     """The result of one test. `status` is the status of the program's call; None if the call did not run. `reason` says
-    why the test is `unavailable`; None if it is not, or if no call of it is the reason."""
+    why the test is `unavailable`. It is None if the test is not, and if the reason is an internal error of the server.
+    """
 
     outcome: Annotated[JudgeOutcome, "how the program did in the test"]
     status: Annotated[Status | None, "how the program's call ended; null if it did not run"] = None

@@ -80,8 +80,8 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PackageSet:
-    """The packages of a runtime: `requirements` are the pins of all packages, `added` are those that an operator has
-    added."""
+    """The packages of a runtime. `requirements` are the pins of all packages. `added` are the packages that an operator
+    has added."""
 
     requirements: tuple[str, ...]
     added: tuple[str, ...] = ()

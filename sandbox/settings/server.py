@@ -27,7 +27,7 @@ from sandbox.types import LIMIT_FIELDS, Limits
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_VARIABLES = ("URL",)
-"""Variables with the prefix that are for clients: a server may be started from the same shell."""
+"""Variables with the prefix that only clients read. A server ignores them: it may be started from a client's shell."""
 LOG_FORMATS = ("text", "json")
 
 SLOTS_PER_CORE = 16
@@ -152,8 +152,8 @@ def _number(group: str, default: float, low: float, high: float, doc: str) -> An
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """The settings that executors receive. In a `ServeConfig` the numbers of `SPLIT_BY_EXECUTOR` are those of all
-    executors together; `ServeConfig.per_executor` divides them."""
+    """The settings that executors receive. In a `ServeConfig`, the numbers of `SPLIT_BY_EXECUTOR` are for all executors
+    together, and `ServeConfig.per_executor` divides them."""
 
     python: str | None = _text("isolation", None, "Python that runs the calls (default: the guest runtime)")
     isolation: str = _text(
@@ -283,7 +283,7 @@ class ServeConfig(ExecutorConfig):
 
     @property
     def needs_token(self) -> bool:
-        """Whether requests must carry a token: the server's or that of a tenant."""
+        """Whether requests must carry a token: the server's token or the token of a tenant."""
         return self.token is not None or self.tenants is not None
 
     @property

@@ -57,7 +57,7 @@ class Tenant:
     to this one."""
 
     def check_owner(self, named: str, where: str) -> None:
-        """Check the tenant that a call of this tenant names. Raises `InvalidCall` if it is another one."""
+        """Check the tenant that a call of this tenant names. Raises `InvalidCall` if it names another tenant."""
         if named not in ("", self.name):
             raise InvalidCall(
                 f"{where}.tenant: the token is that of tenant {self.name!r}, got {named!r:.80}; omit the field"

@@ -10,8 +10,8 @@
     waiting or running ---expire_deadlines, end---> `unavailable`
 
 Invariants:
-- A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
-  never exceed its share.
+- A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`. The unfinished calls of
+  one tenant never exceed the tenant's share.
 - While unread results exceed `max_result_bytes`, no batch is admitted, except a batch with `reads_results`. If a batch
   then holds more than an equal share of `max_result_bytes`, its further results are replaced by `unavailable`.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.

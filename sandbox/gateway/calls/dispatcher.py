@@ -1,7 +1,7 @@
 """Sends calls from the call table to the executors, and their results back. Owns the table and the executors.
 
-The executors are processes of this machine, whose number is fixed, or those of a `Membership`, which adds and removes
-executors of other machines while the server runs.
+The executors are either a fixed number of processes of this machine, or the executors of a `Membership`. A membership
+adds and removes executors of other machines while the server runs.
 
 Invariants:
 - All calls that can be sent in one iteration of the event loop are sent together: `_dispatch` runs at most once per
@@ -312,7 +312,7 @@ class Dispatcher:
         return count
 
     def samples(self, owner: Tenant | None = None) -> list[MetricSample]:
-        """Return all metrics, or those that a tenant may read; gauges are read now."""
+        """Return all metrics, or with `owner` only the metrics that this tenant may read. Gauges are read now."""
         if owner is not None:
             own = (sample for sample in self.samples() if sample[0] in TENANT_METRICS)
             return [*own, *self._tenant_samples([owner.name])]
@@ -359,7 +359,7 @@ class Dispatcher:
         self._requeue(*self.call_table.calls_lost(executor.number, lost, monotonic()))
 
     def _requeue(self, requeued: list[PendingCall], failed: list[PendingCall]) -> None:
-        """Dispatch the lost calls that the call table has requeued, and count those that have failed."""
+        """Dispatch the lost calls that the call table has requeued, and count the calls that have failed."""
         self.counters.retried += len(requeued)
         self._count_unavailable(failed)
         for batch in {call.batch for call in requeued}:

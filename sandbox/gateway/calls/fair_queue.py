@@ -140,7 +140,7 @@ class FairQueue(Generic[Item]):
         return self._tenants[tenant].running if tenant in self._tenants else 0
 
     def lift_bounds(self) -> None:
-        """Let `pop` return the calls of all tenants, however many of their calls are running."""
+        """From now on, let `pop` return the calls of a tenant whatever its number of running calls is."""
         for tenant in self._tenants.values():
             self._update(tenant, tenant.running, math.inf)
 
@@ -211,8 +211,8 @@ class _Tenant(Generic[Item]):
 class _PriorityLevel(Generic[Item]):
     """One priority: its requeued calls, and the tenants that have waiting calls of this priority and may run one.
 
-    The tenants are in rings, one ring per number of running calls. The next call is that of the first tenant in the
-    ring with the lowest number; the tenant then moves to the end of the ring for its new number.
+    The tenants are in rings, one ring per number of running calls. The next call belongs to the first tenant in the
+    ring with the lowest number. The tenant then moves to the end of the ring for its new number.
     """
 
     __slots__ = ("requeued", "rings")

@@ -31,7 +31,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class OfRequest(Protocol):
-    """A call that belongs to a request: the field of it that the queue reads. Calls are compared by identity."""
+    """A call of a request, with the only field that the queue reads. Calls are compared by identity."""
 
     @property
     def request_number(self) -> int: ...

@@ -1,8 +1,8 @@
 """The routes of code-judge (commit fbc5293), so that its clients run unchanged: rStar2-Agent's tool and reward, and the
 clients of code-judge's `judge_client.py`.
 
-- `reason` is empty if the code ended, also with an error or beyond its memory or output limit. It is `worker_timeout`
-  if the code reached its time limit, and `queue_timeout` or `internal_error` if the service failed.
+- `reason` is `worker_timeout` if the code reached its time limit, and `queue_timeout` or `internal_error` if the
+  service failed. Otherwise it is empty: the code ended, perhaps with an error or at its memory or output limit.
 - A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. The ids and the
   expected outputs that a request keeps count as part of the size of its calls.
 - Unknown fields and `options` are ignored, as code-judge does.
@@ -73,7 +73,7 @@ class SubmissionForm(CallsForm):
     """The body of one submission. `CheckedCall.extra` has what the answer needs: the id and the expected output."""
 
     max_wait_s = QUEUE_TIMEOUT_S
-    """Maximum of the batch's `queue_timeout_s`. `_run` sets that of the route."""
+    """Maximum of the batch's `queue_timeout_s`. `_run` sets the maximum of the route."""
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""

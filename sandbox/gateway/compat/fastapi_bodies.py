@@ -103,7 +103,7 @@ def route(
     examples: Mapping[str, Any],
 ) -> Route:
     """Return a route whose handler raises `MalformedBody` for a malformed body. `body` and `response` are the names of
-    models, and `failure_statuses` are those of failures of the service."""
+    models. `failure_statuses` are the HTTP statuses for failures of the service."""
     return Route(
         "POST",
         path,

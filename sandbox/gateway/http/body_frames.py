@@ -1,5 +1,5 @@
-"""Frames between the gateway and its body worker, on a socket: a 1-byte kind and a 4-byte little-endian length, then as
-many bytes.
+"""Frames between the gateway and its body worker, on a socket: a 1-byte kind and a 4-byte little-endian length, then
+the payload of this length.
 
     gateway -> worker                              worker -> gateway
     CONFIG  [batch_calls, queue_timeout_s, ...]    ITEMS  [item, ...]       of about `FRAME_BYTES` together

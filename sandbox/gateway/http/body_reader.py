@@ -2,7 +2,7 @@
 
 - The budget of a tenant covers its bodies from the first byte until their calls are admitted or rejected. The length in
   the request's head is reserved before the first byte is read; a body without a length is reserved as it grows. So a
-  body that does not fit is refused at once, and not after most of it has been sent.
+  body with a length that does not fit is refused at once, and not after most of the body has been sent.
 - The bodies of a tenant count only against the budget of this tenant. With a tenants file, the budget of a tenant is
   its share of `queue_mb`, or `body_mb` (one body of the largest size) if that is more. So all bodies together have at
   most `queue_mb` plus `body_mb` for each tenant.
@@ -50,7 +50,8 @@ class ByteBudget:
         return max(config.body_mb << 20, int((config.queue_mb << 20) * share / max(1.0, all_shares)))
 
     def reserve(self, owner: Tenant | None, size: int, what: str) -> None:
-        """Add bytes to those that a tenant holds. Raises `HttpError` 429 if they do not fit; `what` names them."""
+        """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. `what` says for the
+        message what the bytes are."""
         name = "" if owner is None else owner.name
         maximum = self.maximum(owner)
         if self._held[name] + size > maximum:
@@ -62,7 +63,7 @@ class ByteBudget:
         self._held[name] += size
 
     def release(self, owner: Tenant | None, size: int) -> None:
-        """Subtract bytes from those that a tenant holds."""
+        """Subtract `size` from the bytes that a tenant holds."""
         name = "" if owner is None else owner.name
         self._held[name] -= size
         if not self._held[name]:

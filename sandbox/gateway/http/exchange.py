@@ -61,7 +61,7 @@ async def admitted_batch(request: web.Request, form: CallsForm) -> AsyncIterator
 
 
 async def _cancel(dispatcher: Dispatcher, form: CallsForm) -> None:
-    """Cancel unfinished calls, and free them in steps: those of one batch can have millions of texts."""
+    """Cancel unfinished calls, and free them in steps: the calls of one batch can have millions of texts."""
     if (batch := form.batch) is None:
         return
     calls = [pending.call for pending in batch.calls]

@@ -167,7 +167,7 @@ def _rejection(max_connections: int) -> bytes:
 def raise_connection_limit(connections: int) -> int:
     """Raise the limit on file descriptors to what `connections` need, and return how many connections are possible.
 
-    Raises `ConfigError` if fewer than `MIN_CONNECTIONS` are possible, or fewer than `connections` if that is less.
+    Raises `ConfigError` if fewer than `MIN_CONNECTIONS` and fewer than `connections` are possible.
     """
     wanted = connections + RESERVED_FDS
     granted = machine.raise_fd_limit(wanted)

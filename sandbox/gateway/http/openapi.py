@@ -444,7 +444,7 @@ def _schema_of_dataclass(cls: type, docs: Mapping[str, str] | None = None) -> Sc
 
 
 def _schema_of_hint(hint: Any) -> Schema:
-    """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
+    """Return the schema of an annotation. Only the annotations that `sandbox.types` uses are supported."""
     if hint == str | bytes:  # as text, since JSON has no bytes
         hint = str
     if hint == Profile | str:  # `document` adds the other names to the schema of `Profile`

@@ -1,8 +1,9 @@
 """The record of each request: its id, its line in the access log, and its trace.
 
-- The id is the request's `X-Request-Id`, else the trace id of its `traceparent` (W3C Trace Context), else a random one.
-  The response has it as `X-Request-Id`, and every log line of the request contains it. Results do not contain it,
-  because a result belongs to exactly one response, and an id in each result would cost time for each call.
+- The id is the request's `X-Request-Id`. Without this header, it is the trace id of the request's `traceparent` (W3C
+  Trace Context). Without both headers, it is random.
+- The response has the id as `X-Request-Id`, and every log line of the request contains it. Results do not contain it: a
+  result belongs to exactly one response, and an id in each result would cost time for each call.
 - Text from the client reaches a log line only if it is printable ASCII of bounded length.
 """
 
@@ -104,7 +105,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 def shorten_malformed(record: logging.LogRecord) -> bool:
     """Filter of aiohttp's log: shorten the record of a request that is no HTTP. Its traceback contains bytes that the
-    client has sent, which may be those of a token."""
+    client has sent, perhaps the bytes of a token."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.msg, record.exc_info = f"{record.msg}: {type(error).__name__}", None
