@@ -147,8 +147,13 @@ class RayNodes:
 
 
 def _usable_nodes(infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the living nodes with CPUs, or the only living node; only those with `NODE_RESOURCE` if any has it. A head
-    without CPUs must not run calls when the other nodes are lost or have not joined yet."""
+    """Return the living nodes that may run calls.
+
+    - A node with CPUs may run calls. A node without CPUs may run calls only if it is the only living node.
+    - If one of these nodes has `NODE_RESOURCE`, only the nodes with this resource are returned.
+
+    A head without CPUs must not run calls when the other nodes are lost or have not joined yet.
+    """
     alive = [info for info in infos if info["Alive"]]
     usable = [info for info in alive if len(alive) == 1 or info["Resources"].get("CPU", 0) > 0]
     return [info for info in usable if NODE_RESOURCE in info["Resources"]] or usable
