@@ -1,6 +1,6 @@
 """The gateway: one asyncio process (on uvloop) that serves HTTP and owns every unfinished call.
 
-An arrow means "imports":
+An arrow means "uses":
 
 server -> routes -> compat -> http -> judging -> calls -> (sandbox.wire) -> executors
                               http -> observe -> calls -> metrics, heap
