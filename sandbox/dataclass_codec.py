@@ -3,8 +3,8 @@ fields. An annotation is also the description of its field: `name: Annotated[str
 
 - A mapping has the names of the fields, in their order. An enum is its value, a dataclass a mapping, a tuple a list.
   None stays None.
-- Decoding ignores unknown keys and gives missing fields their defaults, so that an older client can read the results of
-  a newer server, and a newer client those of an older one.
+- Decoding ignores unknown keys and gives missing fields their defaults. So a client can read the results of a newer
+  server and of an older server.
 - Bytes stay bytes in an encoded mapping; decoding also takes base64 text.
 """
 
@@ -32,7 +32,7 @@ class Codec:
         self.names = [field.name for field in fields(cls)]
         self.descriptions: dict[str, str] = {}
         self.encoders: list[tuple[str, Convert]] = []
-        """Functions for the fields that do not have the same form in a mapping."""
+        """Functions for the fields whose form in a mapping differs from their value."""
         self.decoders: list[tuple[str, Convert]] = []
         for name in self.names:
             assert get_origin(annotations[name]) is Annotated, f"{cls.__name__}.{name} has no description"
@@ -71,7 +71,7 @@ def decode(cls: Callable[..., T], raw: Mapping[str, Any]) -> T:
 
 def _converters(hint: Any) -> tuple[Convert | None, Convert | None]:
     """Return the functions that encode and decode a value with this annotation. None stands for no change. A dataclass
-    that has methods for it is converted by them."""
+    with the methods `encode` and `decode` is converted by these methods."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         (hint,) = (argument for argument in arguments if argument is not type(None))

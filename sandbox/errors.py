@@ -62,7 +62,8 @@ class ServiceError(SandboxError):
         self.results = results
 
     def with_results(self, results: Sequence[Any]) -> Self:
-        """Return this error with other results. Several calls may have failed with the same object."""
+        """Return a copy of this error with other results. A copy, because several calls may have failed with the same
+        error object."""
         return type(self)(str(self), retry_after_s=self.retry_after_s, results=results)
 
 
@@ -83,7 +84,7 @@ class Unreachable(ServiceError):
 
 
 def first_error(errors: BaseException) -> BaseException:
-    """Return the first exception of a possibly nested exception group."""
+    """Return the first exception of an exception group, whose members may be groups too."""
     while isinstance(errors, BaseExceptionGroup):
         errors = errors.exceptions[0]
     return errors

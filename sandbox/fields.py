@@ -22,15 +22,18 @@ MAX_NAME_BYTES = 255
 """Bytes of one part of a path (NAME_MAX of Linux file systems)."""
 MAX_LABEL_CHARS = 256
 """Characters of an id or a tenant."""
-MAX_VARIABLES = MAX_ARGUMENTS = 256
-MAX_ENV_BYTES = MAX_ARGV_BYTES = 64 << 10
-"""Bytes of all environment variables, or of all arguments. The kernel passes at most 128 KiB in one text to a program
-(MAX_ARG_STRLEN), so the code can start programs with any of them."""
+MAX_VARIABLES = 256
+MAX_ARGUMENTS = 256
+MAX_ENV_BYTES = 64 << 10
+"""Maximum bytes of all names and texts of environment variables together. It is half of what the kernel accepts as one
+variable or one argument of a program (MAX_ARG_STRLEN, 128 KiB). So the code can pass each of them on to a program."""
+MAX_ARGV_BYTES = 64 << 10
+"""Maximum bytes of all arguments together, for the same reason."""
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARENT = re.compile(r"\.(\w+(\[\d+\])?)$")
-"""The last part of the place of an object, such as `limits` in `calls[3].limits`."""
+"""Finds the name of a nested object in the path that an error message shows: `limits` in `calls[3].limits`."""
 _MAX_SHOWN_CHARS = 60
-"""Characters of a hostile text that an error message repeats."""
+"""Maximum characters of a hostile text that an error message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,15 @@ class NumberRule:
     default: float = 0
     doc: str = ""
     metavar = "N"
+    """Placeholder of the value in the help of commands. Each rule of a setting has it (`settings.server`)."""
 
     @property
     def expected(self) -> str:
         return f"a{' whole' if self.whole else ''} number from {self.low:.12g} to {self.high:.12g}"
 
     def parse(self, text: str) -> float | str:
-        """Return the number that `text` spells, or `text` itself, which `accepts` refuses."""
+        """Return the number that `text` spells. If `text` spells no number, return `text` itself: `accepts` refuses it,
+        and the error message shows it."""
         try:
             return int(text) if self.whole else float(text)
         except ValueError:
@@ -60,7 +65,7 @@ class NumberRule:
         return is_number and self.low <= value <= self.high and (not self.whole or value == int(value))
 
     def convert(self, value: Any) -> float:
-        """Return an accepted value as an `int` or a `float`, by the rule."""
+        """Return an accepted value as an `int` if the rule demands a whole number, else as a `float`."""
         return int(value) if self.whole else float(value)
 
 
@@ -76,15 +81,16 @@ def check_names(
     where: str,
     nested: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Refuse a mapping with a field that is not in `known`. The message suggests a field with a similar name, also from
-    the objects in `nested`, which maps the name of an object's field to its own fields."""
+    """Refuse a mapping with a field that is not in `known`. The message suggests a field with a similar name. `nested`
+    has fields of nested objects, which are suggested too: it maps the name of the object to the fields of the object.
+    """
     if mapping.keys() <= known.keys():
         return
     unknown = next(name for name in mapping if name not in known)
     parent = match[1] if (match := _PARENT.search(where)) else ""
     paths = {name: f"{parent}.{name}" if parent else name for name in known}
     for outer, names in (nested or {}).items():
-        paths = {name: f"{outer}.{name}" for name in names} | paths
+        paths = {name: f"{outer}.{name}" for name in names} | paths  # `known` wins over a nested field of this name
     similar = difflib.get_close_matches(unknown[:_MAX_SHOWN_CHARS], paths, n=1) if isinstance(unknown, str) else []
     suggestion = f"; did you mean {paths[similar[0]]}?" if similar else ""
     raise InvalidCall(f"{where}: unknown field {shown(unknown)}; the fields are {', '.join(known)}{suggestion}")
@@ -184,8 +190,8 @@ def check_arguments(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _check_process_texts(texts: Iterable[tuple[str, Any]], max_bytes: int, where: str) -> None:
-    """Refuse what the kernel cannot pass to a program, and texts of more than `max_bytes` together. `texts` are pairs
-    of a position, for messages, and a text."""
+    """Refuse texts that the kernel cannot pass to a program, and texts that have more than `max_bytes` bytes together.
+    Each item of `texts` is a text and, before it, the position of the text for error messages."""
     size = 0
     for position, text in texts:
         if not isinstance(text, str) or "\0" in text:
@@ -194,7 +200,7 @@ def _check_process_texts(texts: Iterable[tuple[str, Any]], max_bytes: int, where
             size += len(text.encode("utf-8", "surrogateescape"))  # as Python encodes it for a program
         except UnicodeEncodeError:
             raise InvalidCall(f"{where}{position}: expected text that UTF-8 can encode, got {shown(text)}") from None
-        if size > max_bytes:
+        if size > max_bytes:  # of variables, `max_bytes` is without their names; the message has the limit with them
             raise InvalidCall(f"{where}: expected at most {MAX_ENV_BYTES >> 10} KiB together; use files for more")
 
 
@@ -230,7 +236,8 @@ def encode_text(text: str) -> bytes:
 
 
 def with_encoded_texts(files: Any) -> Any:
-    """Return the `files` of a Python caller, for whom a text is a file's text, in a form that `check_files` takes."""
+    """Return the `files` of a Python caller with the texts encoded as bytes. For a Python caller, a text is the content
+    of a file; `check_files` would decode it as base64."""
     if not isinstance(files, Mapping):
         return files
     return {path: encode_text(data) if isinstance(data, str) else data for path, data in files.items()}
@@ -254,10 +261,10 @@ def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a short, printable rendering of a hostile value for an error message."""
+    """Return a short, printable text that shows a hostile value in an error message."""
     if isinstance(value, (Mapping, list, tuple)):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"  # repr() refuses integers of over 4,300 digits
     text = repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, (str, bytes)) else value)
-    return text[:80] if text.isascii() else ascii(text)[1:-1]  # `ascii` escapes, and adds quotes
+    return text[:80] if text.isascii() else ascii(text)[1:-1]  # `ascii` also adds quotes, which [1:-1] removes

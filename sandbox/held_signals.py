@@ -41,7 +41,7 @@ def held_signals() -> Iterator[Callable[[], None]]:
     def release() -> None:
         while held:
             signal.signal(*held[-1])
-            held.pop()  # last, so that after an exception of a handler that is back, the next call continues here
+            held.pop()  # last: if a restored handler raises here, the next `release` restores the rest
         while received:
             number, handler = received.pop(0)
             handler(number, None)

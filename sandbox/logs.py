@@ -19,8 +19,8 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def configure(log_format: str = "text", level: int = logging.INFO) -> None:
-    """Send the log lines of this process to stderr, in one of `config.LOG_FORMATS`. A later call replaces the
-    format."""
+    """Send the log lines of this process to stderr, in one of `settings.server.LOG_FORMATS`. A later call
+    replaces the format."""
     stderr = logging.StreamHandler(sys.stderr)
     stderr.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(TEXT_FORMAT))
     logging.basicConfig(level=level, handlers=[stderr], force=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 
 def granted_cores(root: str = "/") -> int:
-    """Return the number of cores: those in the affinity mask, or the CPU quota of the cgroups, rounded up, if that is
-    lower. At least 1."""
+    """Return the number of cores in the affinity mask. If the CPU quota of the cgroups is lower, return the quota,
+    rounded up. At least 1."""
     granted = float(len(os.sched_getaffinity(0)))
     for group in _limiting_cgroups("cpu", root):
         quota, period = _cpu_quota(group)
@@ -26,7 +26,7 @@ def granted_cores(root: str = "/") -> int:
 
 
 def memory_limit(root: str = "/") -> int:
-    """Return the bytes of the machine's memory, or the lowest limit of the cgroups if that is lower."""
+    """Return the bytes of the machine's memory. If a limit of the cgroups is lower, return the lowest limit."""
     limits = [limit for group in _limiting_cgroups("memory", root) if (limit := _cgroup_memory(group)[0])]
     return min([_meminfo(root)["MemTotal"], *limits])
 

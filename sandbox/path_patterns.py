@@ -12,14 +12,14 @@ from fnmatch import fnmatchcase
 from sandbox.guest.protocol import ANY_DIRECTORIES, PATTERN_CHARACTERS
 
 MAX_PATTERN_BYTES = 255
-"""Together with the maximum length of a name, 255 bytes, this bounds the steps of one match to about 60,000."""
+"""Maximum bytes of a pattern. A name has at most 255 bytes too, so one match takes at most about 255 x 255 steps."""
 is_pattern = re.compile(f"[{PATTERN_CHARACTERS}]").search
 
 
 def matches(path: str, pattern: str) -> bool:
     """Return whether a relative path without empty, `.` or `..` parts matches a pattern."""
     names, parts = path.split("/"), pattern.split("/")
-    if ANY_DIRECTORIES in parts:
+    if ANY_DIRECTORIES in parts:  # replace `**` by one `*` for each directory that it stands for
         at = parts.index(ANY_DIRECTORIES)
         last = parts[at + 1 :] or ["*"]
         parts = [*parts[:at], *["*"] * (len(names) - at - len(last)), *last]

@@ -45,7 +45,7 @@ TOOL_SCHEMA = tool_schema()
 
 
 def parse_arguments(arguments: str | Mapping[str, Any]) -> Call:
-    """Return the call for a model's `arguments`. Raises `InvalidCall`; its text is meant as the tool's response."""
+    """Return the call for a model's `arguments`. Raises `InvalidCall`, whose text is the response for the model."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -4,7 +4,7 @@
 - `code` and `stdin` may hold any characters. NUL bytes and lone surrogates reach the guest and come back as a Python
   error in the result.
 - `CALL_FIELDS` and `LIMIT_FIELDS` describe each field of a call once, for validation and the OpenAPI schema. The
-  annotations of `Result` and its parts do so for the fields of results (`sandbox.dataclass_codec`).
+  annotations of `Result` and its parts describe the fields of results (`sandbox.dataclass_codec`).
 
 Bytes are base64 text in JSON and raw `bin` in msgpack; `decode` takes both. Standard input that is bytes is the field
 `stdin` in msgpack and `stdin_base64` in JSON.
@@ -46,7 +46,7 @@ from sandbox.fields import (
 MAX_CODE_CHARS = 4 << 20
 DEADLINE = NumberRule(0.01, 1e9, whole=False, doc="seconds from admission until an unfinished call is cancelled")
 MAX_STDIN_CHARS = 16 << 20
-"""Characters of standard input, or its bytes if it is bytes."""
+"""Maximum length of standard input, in characters for text and in bytes for bytes."""
 
 
 class DocumentedEnum(StrEnum):
@@ -305,11 +305,11 @@ class EncodedCall(TypedDict, total=False):
     deadline_s: float
     network: str
     compiled: bytes
-    """The compiled code, which is only an accelerator: the result is the same without it."""
+    """The compiled form of `code`. It only saves time: the result is the same without it."""
     compile_only: bool
     """Whether the call compiles its code and does not run it. It returns the compiled code as a file."""
     reserved: bool
-    """Whether the call is sent to an executor in addition to its window."""
+    """Whether the call gets a reserved place: the executor accepts it in addition to its window (`sandbox.wire`)."""
 
 
 class EncodedError(TypedDict):
@@ -472,9 +472,11 @@ def unavailable_reason(error_type: str) -> UnavailableReason | None:
 
 
 def used_up_result(call_id: str, attempts: int, reason: str, *, has_started: bool) -> Result:
-    """Return the result of a call whose attempts are all used up; the last one ended for this reason. If its code may
-    have started in one of them (`has_started`), it may be what ends its zygotes: the reason is then `POISON`, and the
-    call must not be sent again. Otherwise it is `NODE_ERROR`."""
+    """Return the result of a call whose attempts are all used up. The last attempt was lost for `reason`.
+
+    If the code may have started in one of the attempts (`has_started`), the code itself may end the zygotes. The
+    `UnavailableReason` is then `POISON`, and the call must not be sent again. Otherwise it is `NODE_ERROR`.
+    """
     message = f"each of its {attempts} attempts ended without a result, the last for this reason: {reason}"
     reason_type = UnavailableReason.POISON if has_started else UnavailableReason.NODE_ERROR
     return unavailable_result(call_id, reason_type, message, attempts)

@@ -8,20 +8,24 @@
                                                    ["window", n]        max calls at the executor from now on
                                                    ["failed", message]  the executor cannot start
 
-- `seq` is the gateway's number of an attempt, never reused on one connection. Each attempt ends with a result or as
-  lost, exactly once and in any order; a cancelled one at most once.
-- An executor starts the code of an attempt once, and once more if the call starved at a lower CPU priority
-  (`executor.time.monitor`). It does not repeat an attempt that is lost. An attempt is lost if the code ended without a
-  result (`has_started`), because its zygote exited or an outer memory limit killed it, or if it could not be started.
-  The gateway decides whether the call gets another attempt.
+- An attempt is one dispatch of a call to an executor. `seq` is the gateway's number of the attempt, never reused on one
+  connection. Each attempt ends exactly once, with a result or as lost; a cancelled attempt ends at most once. Attempts
+  end in any order.
+- An executor starts the code of an attempt once. It starts the code once more if the call starved at a lower CPU
+  priority (`executor.time.monitor`).
+- An attempt is lost if its code could not be started, or if its code ended without a result (`has_started`): its zygote
+  (the process from which it was forked) exited, or an outer memory limit killed it. The executor does not repeat a lost
+  attempt. The gateway decides whether the call gets another attempt.
 - `call` is `Call.encode(binary=True)`, validated and clamped; `result` is `Result.encode(binary=True)`. A call of
   `sandbox.judging.programs` may also have `compiled` (bytes) or `compile_only`, which no HTTP request can set.
   `request` is the number of the HTTP request of a call.
-- An executor with `is_replacement` is ready with its first zygote; others are ready when every zygote has been ready.
+- An executor with `is_replacement` is ready when its first zygote is ready. Other executors are ready when every zygote
+  has been ready.
 - `isolation` in the settings is never "auto": the server chooses the level once, before it starts executors.
-- Beyond the window, an executor accepts `reserved_slots` calls whose requests have no running call.
-- The window is twice the slots until a "window" frame changes it, which may happen at any time after "ready". A smaller
-  window does not affect calls that the executor already has.
+- The window is the number of calls that an executor accepts at once. It is twice the slots until a "window" frame
+  changes it, which may happen at any time after "ready". A smaller window does not affect calls that the executor
+  already has.
+- In addition to its window, an executor accepts `reserved_slots` calls whose requests have no running call.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ MAX_FRAME_CALLS = 64
 TARGET_FRAME_BYTES = 8 << 20
 """Size in bytes from which a frame gets no further calls or results."""
 LARGE_BYTES = 64 << 10
-"""Length from which the bytes of a file are a part of a frame by themselves."""
+"""The content of a file with at least this many bytes is a part of the frame by itself, so that it is not copied."""
 _LENGTH = struct.Struct("<I")
 _BYTES_HEADER = struct.Struct(">BI")
 """Header of bytes in msgpack: 0xC6 and the length."""
@@ -101,7 +105,8 @@ class Unpacker:
         self._buffer += data
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield complete messages. Raises `ProtocolError` for a frame that is too long or no array `[kind, ...]`.
+        """Yield complete messages. Raises `ProtocolError` for a frame that is too long, or that is no array
+        `[kind, ...]`.
 
         If the loop ends early, the next loop continues with the following frame.
         """

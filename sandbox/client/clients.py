@@ -35,11 +35,12 @@ TIMEOUT_S = 120.0
 """Seconds without data from the server after which a request has failed. The server sends a heartbeat every 15 s, and
 on an overloaded machine some may be late."""
 RETRIES = 8
-"""Further attempts of a call in a row. With one endpoint their back-off takes at least 16 s, enough for a restart."""
+"""Maximum number of further attempts in a row for one call. With one endpoint, the back-off between them takes at least
+16 s together, enough for a restart of the server."""
 BATCH_CALLS = 64
 """Calls per request."""
 MAX_CONNECTIONS = 256
-"""Requests at once; each needs a connection."""
+"""Maximum number of requests at once. Each request needs a connection."""
 
 AnyCall = str | Call | Mapping[str, Any]
 """Source, a `Call`, or a mapping as in `calls` of POST /v1/batch, except that a text in `files` is the file's text, not
@@ -172,7 +173,7 @@ class AsyncClient:
         return await _converted(self.run_batch([build_check(*pair, template) for pair in decoded]), verdict_of)
 
     async def cancel(self, call_id: str) -> int:
-        """Cancel all unfinished calls with this id, those of other clients too, and return their number.
+        """Cancel all unfinished calls with this id, also calls of other clients, and return their number.
 
         The result of each is `unavailable` with `Cancelled`. Raises `InvalidCall` for an id that no call can have, and
         `ServiceError` if no endpoint answers.
@@ -200,11 +201,13 @@ class AsyncClient:
     async def rewards(
         self, programs: Sequence[RawProgram], defaults: Mapping[str, Any] | None = None, *, partial: bool = False
     ) -> list[float | None]:
-        """Judge programs as `judge` does, and return the reward of each in the same order: 1.0 if it passed all of its
-        tests and else 0.0, or with `partial` the share of its tests that it passed. Without `partial`, a program's
-        tests end at its first failure unless `defaults` or the program sets `stop_at_first_failure`.
+        """Judge programs as `judge` does, and return the reward of each program in the same order.
 
-        The reward is None if the program is not scorable: it says nothing about the program, so it must not become 0.
+        - Without `partial`, the reward is 1.0 if the program passed all of its tests, else 0.0. The tests of a program
+          end at its first failure, unless `defaults` or the program sets `stop_at_first_failure`.
+        - With `partial`, the reward is the share of its tests that the program passed.
+        - The reward is None if the program is not scorable. The result then says nothing about the program, so the
+          reward must not become 0.
         """
 
         def reward(program: JudgedProgram) -> float | None:
@@ -319,8 +322,8 @@ class Client:
         try:
             while (item := self._wait(get_next)) is not None:
                 yield item
-        finally:  # also if the generator is collected, in whichever thread: so it must not wait for the loop
-            with suppress(RuntimeError):  # the client is closed, and `results` with it
+        finally:  # this may run in any thread, when the generator is collected, so it must not wait for the loop
+            with suppress(RuntimeError):  # the client is closed; closing it has ended `results` too
                 self._start(results.aclose)
 
     def verify(self, pairs: Sequence[Pair], **fields: Any) -> list[Verdict]:
@@ -419,7 +422,7 @@ def _result_of(future: asyncio.Future[T]) -> T | None:
 
 
 async def _converted(results: Awaitable[list[T]], convert: Callable[[T], U]) -> list[U]:
-    """Return converted results. Those of a `ServiceError` are converted too."""
+    """Return converted results. The results that a `ServiceError` has are converted too."""
     try:
         return [convert(result) for result in await results]
     except ServiceError as error:

@@ -1,9 +1,9 @@
-"""The URLs of a client: which of them gets the next request, which error a failed request is, and how long its URL is
-avoided.
+"""The endpoints (URLs) of a client. This module chooses the endpoint of the next request, and the time for which an
+endpoint is avoided after a failed request. It also turns a failed response into an error.
 
-- A request goes to the endpoint with the fewest calls that is not backing off.
-- The back-off of an endpoint grows with its failures in a row. Until it returns a result, it gets one request at a time
-  if another endpoint has not failed.
+- A request goes to the endpoint with the fewest calls. Endpoints that are backing off are left out.
+- The back-off of an endpoint grows with its failures in a row. After the back-off, the endpoint is on trial until it
+  returns a result: it gets one request at a time while there is an endpoint without failures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Endpoint:
         self.num_calls = 0
         """Number of calls in requests that are not finished."""
         self.num_requests = 0
-        """Number of requests so far. Of endpoints with equally many calls, the one with the fewest requests is next."""
+        """Number of requests so far. If several endpoints have the fewest calls, the fewest requests decide."""
         self.failures = 0
         """Number of failures since the last result. Requests that failed together count once."""
         self.failed_at = 0.0
@@ -46,12 +46,13 @@ class Endpoints:
         self._rng = random.Random()
 
     def pause_s(self, failures: int, at_least_s: float = 0.0) -> float:
-        """Return the pause after `failures` in a row: an exponential back-off, or `at_least_s` if that is longer, plus
-        up to 50 % of it at random."""
+        """Return the seconds of the pause after this number of failures in a row. It is an exponential back-off, or
+        `at_least_s` if that is longer, and a random addition of up to 50 %."""
         return max(_backoff_s(failures), at_least_s) * self._rng.uniform(1.0, 1.5)
 
     def next(self) -> Endpoint:
-        """Return the endpoint for the next request. If all are backing off, it is the first that will be free."""
+        """Return the endpoint for the next request. If all are backing off, return the endpoint whose back-off ends
+        first."""
         now = _now()
 
         def order(endpoint: Endpoint) -> tuple[float, bool, int, int]:
@@ -63,9 +64,12 @@ class Endpoints:
     def count_failure(
         self, endpoint: Endpoint, sent_at: float, retry_after_s: float | None = None, waited_s: float = 0.0
     ) -> None:
-        """Count the failure of a request that was sent at `sent_at`, and avoid its endpoint for a while, at least for
-        `waited_s` or, if that is less, `MAX_RETRY_DELAY_S`. Requests that were in flight when the last failure was
-        counted probably failed for the same reason, so they do not count."""
+        """Count the failure of a request that was sent at `sent_at`, and avoid its endpoint for a while.
+
+        The endpoint is avoided for at least `retry_after_s`, and for at least `waited_s` up to `MAX_RETRY_DELAY_S`.
+        A request that was in flight when the last failure was counted does not count: it has probably failed for the
+        same reason.
+        """
         if sent_at >= endpoint.failed_at or not endpoint.failures:
             endpoint.failures += 1
             endpoint.failed_at = _now()
@@ -74,7 +78,7 @@ class Endpoints:
 
     def retry_in_s(self, failures: int, retry_after_s: float | None = None) -> float:
         """Return the seconds until calls with this number of failures in a row are sent again: 0 if an endpoint is not
-        backing off. Retry-After counts until another endpoint is free."""
+        backing off. `retry_after_s`, from the header Retry-After, is obeyed only until another endpoint is free."""
         first_free_s = min(endpoint.backoff_until for endpoint in self.all) - _now()
         pause_s = self.pause_s(failures, retry_after_s or 0.0)
         return min(pause_s, max(_backoff_s(failures), first_free_s)) if first_free_s > 0 else 0.0

@@ -15,9 +15,9 @@ from sandbox.judging.programs import JudgedProgram, JudgeOutcome, Program
 from sandbox.types import Limits, UnavailableReason, unavailable_reason
 
 MAX_TESTS = 4096
-"""Tests in one request, except for a program that has more."""
+"""Maximum number of tests in one request. A program that has more tests is sent in a request of its own."""
 MAX_TESTS_AT_ONCE = 16 * MAX_TESTS
-"""Tests of one `judge` that are submitted at once, so that many programs do not fill the queue of the server."""
+"""Maximum number of tests that one `judge` submits at once, so that many programs do not fill the server's queue."""
 
 RawProgram = Mapping[str, Any]
 """A program as in `programs` of POST /v1/judge."""
@@ -52,8 +52,7 @@ class JudgeRoute:
 
 
 def decode_all(programs: Sequence[RawProgram], defaults: Mapping[str, Any]) -> list[Submission[JudgedProgram]]:
-    """Check programs before they are sent, and return what is to be sent of them. Raises `InvalidCall` with the index
-    of a malformed one."""
+    """Check programs, and return a submission for each. Raises `InvalidCall` with the index of a malformed program."""
     base, route = Program.decode_defaults(defaults), JudgeRoute(defaults)
     submissions = []
     for index, raw in enumerate(programs):

@@ -54,13 +54,13 @@ class Submission(Generic[T]):
     route: BatchRoute[T]
     item: Any
     id: str
-    """The id that its caller gave it, or empty."""
+    """The id that the caller gave the item, or an empty text."""
     result_id: str
     """The id of its result."""
     size: int
     """Approximate bytes of its encoding."""
     weight: int = 1
-    """Number of calls that the server runs for it."""
+    """Number of calls that the server runs for the item: 1 for a call, the number of its tests for a program."""
 
 
 class PendingResult(Generic[T]):
@@ -76,7 +76,7 @@ class PendingResult(Generic[T]):
         self.failing_since = 0.0
         """Time at which the first of these attempts was sent."""
         self.max_items = sys.maxsize
-        """Number of items that a request with this one may have."""
+        """Maximum number of items in a request that contains this item."""
         self.request: BatchRequest | None = None
         """The request that contains the item; None while the item waits."""
 
@@ -122,6 +122,7 @@ class BatchRequest:
         self.num_awaited = len(items)
         """Number of items that are unfinished and not abandoned."""
         self.num_results = 0
+        """Number of results that have arrived, over all attempts of the request."""
         self.has_abandoned_items = False
         self.is_sent = False
         """False while the request pauses between two attempts, so that no server has its items."""

@@ -1,6 +1,6 @@
 """The client's transport: it sends calls and programs in batch requests and gives each its result or its error.
 
-A program differs from a call only in its route (`BatchRoute`): what is written of calls here holds for both.
+A program differs from a call only in its route (`BatchRoute`). What this module says about calls holds for both.
 
     submit --> waiting --> request --> result or error
                   ^           |
@@ -8,10 +8,10 @@ A program differs from a call only in its route (`BatchRoute`): what is written 
 
 - A call gets a `Result` of the server, or a `ServiceError` is raised. A failure of the service never looks like a
   result.
-- A failed request is sent again with its unfinished calls, to another endpoint if one is not backing off, else after a
-  pause.
-- The calls of a request that is refused as too large (HTTP 413) are sent in requests of half as many calls. Only a call
-  that is refused alone gets the error.
+- If a request fails, its unfinished calls are sent again. If an endpoint is not backing off, they are sent there at
+  once; otherwise they are sent after a pause.
+- If a request is refused as too large (HTTP 413), its calls are sent again in requests with at most half the number of
+  calls. A call gets the error only if it was the only call of its request.
 - Each call has up to `retries` further attempts in a row. After the last one it gets the failure of that attempt.
 - Calls have no effects outside their sandbox, so sending a call twice is safe.
 - An idle transport sends a call at once. A busy transport sends it when a connection is free. With `gather_s`, a call
@@ -45,13 +45,13 @@ from sandbox.types import Call, Result, Status, UnavailableReason, unavailable_r
 log = logging.getLogger("sandbox.client")  # the name in the documentation of the client
 
 MAX_BATCH_BYTES = 32 << 20
-"""Bytes of calls in one request. A larger call is sent alone."""
+"""Maximum bytes of calls in one request. A larger call is sent alone."""
 MAX_BATCH_CALLS = 1024
-"""Calls in one request, unless `batch_size` is larger. A request keeps its connection until its slowest call ends, and
-a server refuses one with more calls than its queue takes."""
+"""Maximum number of calls in one request, unless `batch_size` is larger. A request keeps its connection until its
+slowest call ends, and a server refuses a request with more calls than fit into its queue."""
 CONNECT_TIMEOUT_S = 10.0
 MAX_RESULT_BYTES = 1 << 30
-"""Bytes of one encoded result. A longer result is treated as a malformed response."""
+"""Maximum bytes of one encoded result. A longer result is treated as a malformed response."""
 STREAM = "application/x-msgpack-stream"
 """Content type of a streamed response."""
 CLOSED = "the client was closed before the result was there"
@@ -177,7 +177,7 @@ class Transport:
         self, endpoint: Endpoint, path: str, body: bytes, content_type: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, msgpack.Unpacker]]:
         """Send a request, and yield its streamed response and an unpacker for the results. Raises `ServiceError` if the
-        request fails, and in place of what the block raises for a malformed result."""
+        request fails. If the `with` block raises an error for a malformed result, `ServiceError` replaces it."""
         headers = {"Content-Type": content_type, "Accept": STREAM}
         endpoint.num_requests += 1
         try:
@@ -203,8 +203,12 @@ class Transport:
         self, submissions: Sequence[Submission[T]], max_weight_at_once: float = math.inf
     ) -> AsyncGenerator[tuple[int, T], None]:
         """Send calls or programs, and yield the index and result of each as it ends. Ending the generator abandons the
-        rest. At most `max_weight_at_once` is submitted at once; more is submitted when half of it has ended, so that
-        requests have many items. A heavier item is submitted alone."""
+        rest.
+
+        The items that are submitted at once weigh at most `max_weight_at_once` together (`Submission.weight`). Further
+        items are submitted when half of this weight has ended, so that requests have many items. An item that weighs
+        more is submitted alone.
+        """
         submitted: list[PendingResult[T]] = []
         ended_indexes: asyncio.Queue[int] = asyncio.Queue()
         weight = 0
@@ -229,7 +233,7 @@ class Transport:
             self.abandon(submitted)
 
     def abandon(self, calls: Sequence[PendingResult[Any]]) -> None:
-        """Cancel calls, unless they have ended, and each request without another awaited call."""
+        """Cancel the calls that have not ended. A request without any other awaited call is cancelled too."""
         for pending in calls:
             pending.future.cancel()
             if not pending.future.cancelled():
@@ -239,9 +243,12 @@ class Transport:
 
     async def cancel(self, call_id: str) -> int:
         """Cancel all unfinished calls and programs with this id, at every endpoint and in this transport, and return
-        their number. A program counts as its unfinished tests at an endpoint, and as one in this transport.
-        The request may arrive before this transport's own calls, so it is sent until they have ended. Raises
-        `ServiceError` if no endpoint answers."""
+        their number. At an endpoint, each unfinished test of a program counts as one. In this transport, a program
+        counts as one. Raises `ServiceError` if no endpoint answers.
+
+        A cancel request may arrive before the calls that this transport has sent. So it is repeated until these calls
+        have ended.
+        """
         submitted = [*chain(self._waiting, *self._pausing, *(request.items for request in self._requests))]
         own = [pending for pending in submitted if pending.submission.id == call_id]
         cancelled = 0
@@ -284,8 +291,8 @@ class Transport:
         return self._session
 
     def _schedule_send(self, delay_s: float = 0.0) -> None:
-        """Send after `delay_s`, and not before the next iteration of the event loop, so that calls which are submitted
-        in one iteration share a request."""
+        """Send after `delay_s`, and not before the next iteration of the event loop. So calls that are submitted in one
+        iteration share a request."""
         if self._send_handle:
             if delay_s >= self._send_delay_s:
                 return
@@ -359,7 +366,7 @@ class Transport:
                 raise
             except ServiceError as error:
                 has_results = request.num_results > previous_results
-                # Its calls have lost the time until the request failed, so the endpoint is avoided for as long.
+                # The calls have lost the time from sending to failure, so the endpoint is avoided for this time.
                 waited_s = 0.0 if has_results else _now() - sent_at
                 self.endpoints.count_failure(endpoint, sent_at, error.retry_after_s, waited_s)
                 for pending in request.unfinished():
@@ -372,7 +379,8 @@ class Transport:
                     await asyncio.sleep(self._retry_in_s(failures, what, str(error), error.retry_after_s))
 
     def _split(self, calls: list[PendingResult[Any]]) -> None:
-        """Put the calls of a request in front of the waiting calls, for requests of at most half as many calls."""
+        """Put the calls of a request in front of the waiting calls. Each next request with any of them has at most half
+        their number of calls."""
         for pending in calls:
             pending.detach()
             pending.max_items = math.ceil(len(calls) / 2)
@@ -455,7 +463,7 @@ class Transport:
         return delay_s
 
     def _final_error(self, error: ServiceError, failures: int, failing_since: float) -> ServiceError:
-        """Return `error` with the number of failures in a row, of which it is the last, and the seconds they took."""
+        """Return `error`, the last of a number of failures in a row, with this number and the seconds they took."""
         urls = ", ".join(endpoint.url for endpoint in self.endpoints.all)
         tries = f"{failures} tries in {_now() - failing_since:.1f} s" if failures > 1 else "1 try"
         question = f"; is `rstar-sandbox serve` running at {urls}?" if isinstance(error, Unreachable) else ""

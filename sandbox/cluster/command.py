@@ -14,10 +14,11 @@ from sandbox.gateway import serve
 from sandbox.settings.server import ServeConfig
 
 CONNECT_TIMEOUT_S = 5.0
-"""Seconds to connect, and seconds to wait for the first bytes."""
+"""Maximum seconds for each of two steps: to connect, and to wait for the first bytes."""
 HTTP2_SETTINGS = b"\x04"
 """Type of the frame that each end of an HTTP/2 connection, and so of a gRPC connection, sends first (RFC 9113, 3.4)."""
 HTTP2_HEADER_BYTES = 9
+"""Length of the header of an HTTP/2 frame. The fourth byte is the type of the frame."""
 HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + bytes(5)
 
 

@@ -4,9 +4,11 @@
     gateway -> agent   nonce of the gateway, executor, generation, HMAC of all of it
     agent -> gateway   HMAC of the gateway's message
 
-- Both ends prove that they know the secret of this `serve` run. Neither sends anything else before.
-- `generation` numbers all starts of executors in one `serve` run. An agent rejects a number that is not higher than the
-  last one for the same executor, and kills the process of the last one.
+- An agent is the process on a node that starts executors there. HMAC is a message authentication code.
+- Both ends prove that they know the secret of this `serve` run. Before that, neither end sends anything else.
+- `generation` is the number of this start among all starts of executors in one `serve` run. An agent rejects a number
+  that is not higher than the last number for the same executor. If it accepts the number, it kills the process of the
+  executor's last start.
 - The connection is neither encrypted nor protected against changes after the handshake.
 """
 
@@ -42,7 +44,7 @@ class ExecutorStart:
 
 
 def encode_request(secret: bytes, hello: bytes, nonce: bytes, start: ExecutorStart) -> bytes:
-    """Encode the gateway's message. Raises `ProtocolError` if `hello` is not that of an agent."""
+    """Encode the gateway's message. Raises `ProtocolError` if `hello` is not the first message of an agent."""
     if not hello.startswith(MAGIC):
         raise ProtocolError(f"expected an agent of rstar-sandbox, got {hello[: len(MAGIC)]!r}")
     body = nonce + _START.pack(start.executor, start.generation)

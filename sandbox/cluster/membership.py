@@ -6,13 +6,13 @@
         +--> refused <-----------+                                     +--> removed: Ray does not list the node
 
 Invariants:
-- Only its own connection decides that an executor is lost (end, error, silence). A loss that Ray reports removes the
-  executors of a node only if none of them answers. If the node's agent (`node_agent.py`) has been started
-  again, they are replaced.
+- Whether an executor is lost depends only on its own connection (end, error, silence). If Ray reports that a node is
+  lost, the node's executors are removed only if none of them answers.
+- If the agent of a node (`node_agent.py`) has been started again, the node's executors are replaced.
 - A node that comes back has new executors with new numbers.
-- An executor that does not start is tried again after a back-off. The others of its node go on.
+- If an executor does not start, its start is repeated after a back-off. The other executors of its node keep running.
 - An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. The start of
-  the server fails if the cluster is unusable before any node has been ready.
+  the server fails if the cluster turns out to be unusable before any node has been ready.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ log = logging.getLogger(__name__)
 
 SILENCE_TIMEOUT_S = 10.0
 """Seconds without a frame after which an executor on a node counts as lost. Stats frames come about once a second."""
-MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 1.0, 30.0
-"""Seconds before the driver is started again, or the executors of a node whose first start failed."""
+MIN_RESTART_DELAY_S = 1.0
+"""Seconds before the driver is started again after its first failure, and before the executors of a node are started
+again after their first failed start. Each further failure doubles the time, up to `MAX_RESTART_DELAY_S`."""
+MAX_RESTART_DELAY_S = 30.0
 LOST_SHOWN_S = 600.0
-"""Seconds for which a node that has left is shown as lost."""
+"""Seconds for which a node that has left the cluster is shown as lost."""
 
 
 class Driver(Protocol):
@@ -66,7 +68,7 @@ class _Node:
     address: str
     report: NodeReport | None = None
     executors: dict[int, ExecutorHandle] = field(default_factory=dict)
-    """By number on the node, without those whose start has failed."""
+    """By the executor's number on the node. Executors whose start has failed are left out."""
     executor_count: int = 1
     """Executors that the node should have."""
     is_listed: bool = True
@@ -74,9 +76,9 @@ class _Node:
     refusal: str = ""
     """The reason why the node is not accepted, or why one of its executors did not start."""
     loss: str = ""
-    """The reason, according to Ray, why the node may not answer. Empty if Ray knows none."""
+    """Why the node may not answer, as Ray reports it. Empty if Ray reports no reason."""
     failed_starts: int = 0
-    """Failed starts since all executors of the node were last ready. Those within one back-off count once."""
+    """Failed starts since all executors of the node were last ready. Failures within one back-off count once."""
     retry_at: float = 0.0
     past_restarts: int = 0
     """Restarts of executors that have been removed, and of agents."""
@@ -109,14 +111,14 @@ class _Node:
 
 
 class ClusterMembership:
-    """The `Membership` of a dispatcher, by a driver process that is started again if it ends."""
+    """The `Membership` of a dispatcher. A driver process lists the nodes; it is started again if it ends."""
 
     def __init__(self, config: ServeConfig, start_driver: StartDriver) -> None:
         self._config = config
         self._start_driver = start_driver
         self._secret = secrets.token_bytes(32)
         self._nodes: dict[str, _Node] = {}
-        """By Ray's id."""
+        """By the id that Ray gives a node."""
         self._runtime_identity = ""
         """The guest runtime of the first accepted node."""
         self._generations = itertools.count(1)
@@ -125,7 +127,7 @@ class ClusterMembership:
         """Set when the start of the server has succeeded or failed."""
         self._start_error: ClusterError | None = None
         self._has_nodes = True
-        """Whether the last list of nodes has any."""
+        """Whether the last list of nodes was not empty."""
         self._dispatcher: Dispatcher
 
     def rows(self) -> list[NodeRow]:
@@ -184,7 +186,7 @@ class ClusterMembership:
         except ProtocolError as error:
             node.refusal = str(error)
             return
-        if raw["cpus"] >= 1:  # a node without CPUs, which is used if it is the only one, uses all its cores
+        if raw["cpus"] >= 1:  # a node without CPUs is used only if it is the only node; it then uses all its cores
             report = replace(report, cores=min(report.cores, int(raw["cpus"])))
         if node.report is None or node.report.instance != report.instance:  # another start of the agent
             node.past_restarts += node.report is not None
@@ -229,7 +231,7 @@ class ClusterMembership:
                 node.failed_starts = 0
             self._start_ended.set()
         else:
-            if (now := monotonic()) >= node.retry_at:  # otherwise it counts with the failure before it
+            if (now := monotonic()) >= node.retry_at:  # otherwise it is within the back-off of a counted failure
                 node.failed_starts += 1
                 node.retry_at = now + backoff_s(node.failed_starts, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S)
             node.refusal = str(error)
@@ -241,7 +243,7 @@ class ClusterMembership:
 
     def _remove_executors(self, node: _Node) -> None:
         if node.executors:
-            node.refusal = ""  # the reason why another executor did not start
+            node.refusal = ""  # with executors, it was the reason why another executor of the node did not start
         for index in list(node.executors):
             self._remove_executor(node, index)
 
@@ -252,8 +254,8 @@ class ClusterMembership:
         self._limit_memory()
 
     def _limit_memory(self) -> None:
-        """Limit further calls to the memory of each node that has executors, since any of them may run a call. Without
-        such a node the limit stays."""
+        """Limit the memory of further calls to that of the smallest node with executors, since any of these nodes may
+        run a call. If no node has executors, the limit stays."""
         memory_mb = [node.report.memory_mb for node in self._nodes.values() if node.executors and node.report]
         if memory_mb:
             self._dispatcher.limit_memory(min(memory_mb))

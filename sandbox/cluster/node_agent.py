@@ -1,12 +1,13 @@
-"""The agent of a node: accepts connections of one gateway and starts an executor for each, on the socket itself.
+"""The agent of a node: accepts connections of one gateway and starts an executor for each connection. The executor uses
+the socket of the connection directly.
 
     accept -> handshake -> spawn `python -m sandbox.executor --fd N` -> wait for exit or hang-up -> kill, close
 
 Invariants:
 - An executor runs only as long as its connection: it is killed at once after a reset, and `STOP_TIMEOUT_S` after EOF.
-- An executor runs only as long as its agent: the kernel kills it when the agent's thread ends (PR_SET_PDEATHSIG, which
-  the executor sets itself), so also when the agent's process is killed. The thread ends with its process.
-- At most one process runs for an executor's number, that of the highest generation.
+- An executor runs only as long as its agent. The kernel kills the executor when the thread of the agent ends
+  (PR_SET_PDEATHSIG, which the executor sets itself). The thread also ends when the process of the agent is killed.
+- At most one process runs for an executor's number: the process of the highest generation (`handshake`).
 - At most `MAX_UNAUTHENTICATED` connections wait for the handshake, each for at most `handshake.TIMEOUT_S`.
 
 The agent keeps a descriptor of each connection to notice its end, but never reads from it after the handshake.
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
 STOP_TIMEOUT_S = 8.0
-"""Seconds from EOF to the kill: more than the executor's time-out for unsent frames."""
+"""Seconds from EOF to the kill. It is longer than the executor's time-out for unsent frames."""
 EXECUTOR_COMMAND = (sys.executable, "-m", EXECUTOR_MODULE)
 
 
@@ -47,7 +48,7 @@ class NodeAgent:
         self._secret = secret
         self._command = command
         self._generations: dict[int, int] = {}
-        """The last generation, by executor."""
+        """By executor: the generation of its last start."""
         self._executors: dict[int, _NodeExecutor] = {}
         self._unauthenticated = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -174,7 +175,7 @@ class _NodeExecutor:
             with select.epoll() as hang_ups:
                 hang_ups.register(self._sock, select.EPOLLRDHUP)  # not EPOLLIN, which comes with every frame
                 if not await _readable_first(pidfd, hang_ups.fileno(), None):
-                    hang_ups.modify(self._sock, 0)  # only a reset is left to be reported
+                    hang_ups.modify(self._sock, 0)  # from now on, epoll reports only a reset
                     await _readable_first(pidfd, hang_ups.fileno(), STOP_TIMEOUT_S)
                     self.kill()
                     await _readable_first(pidfd, None, None)
@@ -187,7 +188,7 @@ class _NodeExecutor:
 
 
 async def _readable_first(fd: int, other: int | None, timeout_s: float | None) -> bool:
-    """Wait until one of two descriptors is readable. Return whether it is the first."""
+    """Wait until one of two descriptors is readable, at most `timeout_s`. Return whether the first one is readable."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     fds = [fd] if other is None else [fd, other]
     for each in fds:

@@ -1,7 +1,7 @@
 """The report of a node, and the rules by which the gateway accepts or refuses the node.
 
-`python -m sandbox.cluster.node_report ISOLATION [PYTHON]` prints the report of its machine as JSON. It is a process of
-its own, since the probe of isolation layers forks and the process of a Ray actor has threads.
+`python -m sandbox.cluster.node_report ISOLATION [PYTHON]` prints the report of its machine as JSON. A Ray actor runs it
+as a separate process, because the probe of the isolation layers forks, and the process of a Ray actor has threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class NodeReport:
     cores: int
     memory_mb: int
     isolation: str
-    """The strongest isolation level, or the one that the operator requires. Empty if the node lacks it."""
+    """The isolation level that the operator requires, or with `auto` the strongest level of the node. Empty if the node
+    lacks the required level."""
     isolation_error: str
     python: str
     """Path of the Python for calls. Empty if the node has none."""
@@ -95,8 +96,8 @@ def inspect_in_subprocess(isolation: str, python: str, environ: Mapping[str, str
 
 
 def refusal(report: NodeReport, config: ServeConfig, runtime_identity: str) -> str:
-    """Return the reason why a node is not accepted, or an empty string. `runtime_identity` is that of the first node;
-    empty if there is none yet."""
+    """Return the reason why a node is not accepted, or an empty string. `runtime_identity` is the `runtime` of the
+    first accepted node; it is empty if there is none yet."""
     ours = version("rstar-sandbox")
     if report.version != ours:
         return f"has rstar-sandbox {report.version}, the gateway has {ours}"

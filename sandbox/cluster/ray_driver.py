@@ -4,7 +4,7 @@
     driver -> gateway   ["nodes", [{id, name, address, cpus, state, reason, report}, ...]]  every `POLL_INTERVAL_S`
                         ["failed", message]  no cluster can be used
 
-The driver ends at EOF: it kills its actors, and stops Ray if it started Ray. Its process group is killed after that.
+At EOF the driver kills its actors, stops Ray if it has started Ray, and exits. Then its process group is killed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SILENCE_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 """Seconds from EOF to the kill of the driver."""
 RAY_SETTINGS = {"RAY_ENABLE_AUTO_CONNECT": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONWARNINGS": "ignore"}
-"""Environment of the driver. Without the first two, Ray may start a cluster by itself, and may install packages on the
-nodes."""
+"""Environment of the driver. The first variable keeps Ray from starting a cluster by itself, the second from installing
+packages on the nodes."""
 
 MAX_STDERR_BYTES = 1 << 16
 FATAL_LINE = re.compile(r"\[[^]]* [CF] \d+ \d+\] ")
@@ -53,7 +53,7 @@ class RayDriver:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  `__aexit__` closes it
         """Ray writes warnings and stack traces. The operator gets the one line with the reason."""
         self._is_connected = False
-        """A list of nodes has come, so there may be actors."""
+        """Whether a list of nodes has come. If so, there may be actors, which the driver must have time to kill."""
 
     async def __aenter__(self) -> RayDriver:
         own_end, driver_end = socket.socketpair()

@@ -1,13 +1,13 @@
 """The driver process of Ray, and the actor that it keeps on each node. The only module that imports Ray.
 
 Invariants:
-- The actor reserves no CPU: Ray could not place it on a node whose CPUs are all taken. A call that waits for a core
-  loses nothing, since its limits are in virtual time.
-- Actors belong to the driver: they die with it, and Ray restarts them as often as they die before. They are named in a
-  namespace of the driver's own.
-- An actor makes everything in its constructor, since a restart by Ray runs nothing else. It ends its process if its
-  agent has failed, so that Ray restarts it.
-- The driver never waits for an actor or a node, so one of them cannot delay the list of the others.
+- The actor reserves no CPU. Otherwise Ray could not place it on a node whose CPUs are all taken. Calls on such a node
+  wait for a core, but this costs them nothing: their limits are in virtual time, which excludes the waiting.
+- Actors belong to the driver: they die with it. If an actor dies earlier, Ray restarts it, as often as necessary. The
+  names of the actors are in a namespace of this driver.
+- An actor creates everything in its constructor, since a restart by Ray runs nothing else. If its agent has failed, the
+  actor ends its process, so that Ray restarts it.
+- The driver never waits for an actor or a node, so none of them can delay the list of the nodes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ POLL_INTERVAL_S = 2.0
 ANSWER_TIMEOUT_S = 10.0
 """Seconds without an answer of its actor after which a node counts as lost."""
 RETRY_S = 30.0
-"""Seconds before an actor whose constructor failed is made again."""
+"""Seconds before an actor whose constructor failed is created again."""
 NODE_RESOURCE = "rstar_sandbox"
-"""Custom resource of Ray. If any node has it, nodes without it are not used."""
+"""Custom resource of Ray. If any node has this resource, nodes without it are not used."""
 OBJECT_STORE_BYTES = 100 << 20
-"""Object store of a Ray that is started here. Actors return reports of less than a kilobyte."""
+"""Bytes of the object store of a Ray that is started here. It is small because actors return only reports of less than
+a kilobyte."""
 TOKEN_BY_DEFAULT = (2, 59)
 """The first version of Ray that starts a local cluster with token authentication."""
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
@@ -68,7 +69,7 @@ class _Node:
         self._report: dict[str, object] | None = None
         self._reason = ""
         self._failed_at: float | None = None
-        """When the actor died for good."""
+        """Time at which the actor died and Ray did not restart it."""
         self._create_actor()
 
     def _create_actor(self) -> None:
@@ -122,7 +123,7 @@ class RayNodes:
         self._nodes: dict[str, _Node] = {}
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the nodes with their states, and make an actor on each new one."""
+        """Return the nodes with their states, and create an actor on each new node."""
         usable = _usable_nodes(ray.nodes())
         for node_id in self._nodes.keys() - {info["NodeID"] for info in usable}:
             self._nodes.pop(node_id).kill()
@@ -146,8 +147,13 @@ class RayNodes:
 
 
 def _usable_nodes(infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the living nodes with CPUs, or the only living node; only those with `NODE_RESOURCE` if any has it. A head
-    without CPUs must not run calls when the other nodes are lost or have not joined yet."""
+    """Return the living nodes that may run calls.
+
+    - A node with CPUs may run calls. A node without CPUs may run calls only if it is the only living node.
+    - If one of these nodes has `NODE_RESOURCE`, only the nodes with this resource are returned.
+
+    A head without CPUs must not run calls when the other nodes are lost or have not joined yet.
+    """
     alive = [info for info in infos if info["Alive"]]
     usable = [info for info in alive if len(alive) == 1 or info["Resources"].get("CPU", 0) > 0]
     return [info for info in usable if NODE_RESOURCE in info["Resources"]] or usable
@@ -160,7 +166,8 @@ def _name(info: dict[str, Any]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of Ray's error that has the reason: the last one, without details and a general remark."""
+    """Return the line of Ray's error that has the reason. It is the last line that is neither an indented detail nor
+    the general remark "The actor never ran"."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
     lines = [line for line in lines if not line.startswith("The actor never ran")]
     return (lines[-1] if lines else type(error).__name__)[:MAX_REASON_CHARS]

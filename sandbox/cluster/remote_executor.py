@@ -1,6 +1,6 @@
 """The gateway's end of an executor on another machine: the `LaunchedExecutor` whose process an agent starts.
 
-The socket of the connection is the descriptor that the executor serves, so frames pass no other process.
+The executor itself serves the other end of the connection, so frames pass through no other process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _OPEN_STATES = (1, 4, 5)
 """States of a TCP connection whose other end has not sent FIN or RST: ESTABLISHED, FIN_WAIT1, FIN_WAIT2 (see
 include/net/tcp_states.h)."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+"""SO_LINGER with a time of 0 s: closing the socket resets the connection (socket(7))."""
 
 
 class RemoteExecutor:
-    """One start of an executor on a node. `launch` makes it."""
+    """One start of an executor on a node. `launch` returns it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._watched: socket.socket | None = sock.dup()
-        """The same connection. The event loop closes `socket` itself."""
+        """A second descriptor of the connection, because the event loop closes `socket` itself."""
 
     @classmethod
     async def launch(cls, host: str, port: int, secret: bytes, start: ExecutorStart) -> RemoteExecutor:
@@ -58,15 +59,15 @@ class RemoteExecutor:
         return cls(sock)
 
     def kill(self) -> None:
-        """Have the connection be reset when `socket` is closed; the agent then kills the executor. Without this, the
-        end of the stream would wait behind unsent data."""
+        """Make the close of `socket` reset the connection; the agent then kills the executor at once. Without a reset,
+        the agent would get the end of the stream only after all unsent data."""
         if self._watched is not None:
             self._watched.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             self._watched.close()
             self._watched = None
 
     async def wait(self) -> None:
-        """Wait until the other end has closed the connection, which it does when the process has exited."""
+        """Wait until the other end has closed the connection. The agent closes it when the process has exited."""
         while self._watched is not None:
             state = self._watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
             if state not in _OPEN_STATES:

@@ -200,15 +200,16 @@ def mcp(args: argparse.Namespace) -> int:
             check_url(args.url, "--url")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    # The SDK's thread that reads standard input cannot be cancelled. The server that this process starts ends with it.
+    # SIGINT must kill the process: the SDK's thread that reads standard input cannot be cancelled. A server that this
+    # process has started ends with the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(serve_stdio(args.url, os.environ.get(f"{ENV_PREFIX}TOKEN")))
     return 0
 
 
 def exit_code(result: Result) -> int:
-    """Return the exit code of `run` for this result: that of the code, as a shell would report it, `EXIT_TIMEOUT` after
-    a time-out, and 1 for every other failure."""
+    """Return the exit code of `run` for this result. If the code ended or a signal killed it, it is the exit code
+    that a shell would report. After a time-out it is `EXIT_TIMEOUT`, and after any other failure 1."""
     if result.status is Status.TIMEOUT:
         return EXIT_TIMEOUT
     if result.status is Status.OK:

@@ -16,7 +16,7 @@ from sandbox.types import LIMIT_FIELDS, Call, Result, Status
 def call_of(args: argparse.Namespace) -> Call:
     """Return the call that the arguments describe. Raises `ConfigError` or `InvalidCall`."""
     argv = args.args
-    if args.code is not None and args.file is not None:  # with -c CODE the first argument is no FILE
+    if args.code is not None and args.file is not None:  # with -c CODE, the parser's FILE is the first argument
         args.file, argv = None, [args.file, *argv]
     if args.code is None and args.file is None:
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
@@ -57,8 +57,8 @@ def check_return_files(call: Call, *, overwrite: bool) -> None:
 
 
 def write_returned(result: Result, call: Call, *, overwrite: bool) -> None:
-    """Write the returned files and figures. Raises `ConfigError`, with nothing written, if one of them would overwrite
-    a file or leave the directory, and `SandboxError` if a file cannot be written."""
+    """Write the returned files and figures. If one of them would overwrite a file or leave the directory, raises
+    `ConfigError` and writes nothing. Raises `SandboxError` if a file cannot be written."""
     returned = {path: data for path, data in result.files.items() if _is_requested(path, call)}
     targets = [_return_target(path, overwrite=overwrite) for path in returned]  # raises before anything is written
     for target, data in zip(targets, returned.values(), strict=True):

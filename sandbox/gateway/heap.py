@@ -19,8 +19,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def use_one_arena() -> None:
-    """Make all threads use the main arena, the only one that malloc_trim(3) can shrink. Call it before any thread
-    starts."""
+    """Make all threads use the main arena (a heap of glibc), the only arena that malloc_trim(3) can shrink. Call this
+    function before any thread starts."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)
 
@@ -34,7 +34,7 @@ def trim() -> None:
 async def trim_at_rest(is_at_rest: Callable[[], bool], bytes_in: Callable[[], int]) -> None:
     """Call malloc_trim(3) once after each busy period, until cancelled. Returns at once if the C library is not glibc.
 
-    `bytes_in` returns the number of bytes received so far; the gateway was busy if that number has grown.
+    `bytes_in` returns the number of bytes received so far. If this number has grown, the gateway was busy.
     """
     bytes_in_at_trim = bytes_in()
     while hasattr(_LIBC, "malloc_trim"):

@@ -4,8 +4,9 @@
                                                    +-> comparison (here) -----> outcome
                                                    +-> call of the checker ---> outcome
 
+- A wave is the tests of a program that are submitted together.
 - The code of a program or a checker is compiled in a call of its own if at least `MIN_CALLS_TO_COMPILE` calls of a wave
-  use it. If this call fails, the others bring no compiled code and compile for themselves.
+  use it. If this call fails, the other calls get no compiled code and compile the code themselves.
 - Without `stop_at_first_failure` all tests are one wave, unless there are very many (`MAX_WAVE_CALLS`) or their calls
   are too large (`MAX_WAVE_BYTES`). With it the waves have 1, 2, 4, ... tests. Which tests are skipped depends only on
   the outcomes of the tests before them.
@@ -55,13 +56,13 @@ from sandbox.types import EncodedCall, EncodedResult, UnavailableReason, call_si
 log = logging.getLogger(__name__)
 
 MIN_CALLS_TO_COMPILE = 3
-"""Calls with the same code for which a call that only compiles is worth its own cost."""
+"""If at least this many calls have the same code, a call that only compiles saves more time than it costs."""
 MAX_WAVE_BYTES = 32 << 20
-"""A wave ends with the call with which its calls have this many bytes. The code counts for each call."""
+"""A wave gets no further call once its calls have this many bytes together. The code counts again for each call."""
 MAX_WAVE_CALLS = 2048
-"""Calls of one wave, which are built and admitted in one step of the event loop, 5 us each."""
+"""Maximum number of calls in one wave. They are built and admitted in one step of the event loop, 5 us each."""
 MAX_PROGRAMS_AT_ONCE = 1024
-"""Programs of a request that are judged at the same time, each by a task."""
+"""Maximum number of programs of a request that are judged at the same time, each by a task."""
 ADMISSION_RETRY_S = 0.05
 """Seconds between two attempts to admit a wave."""
 PROGRAMS_PER_YIELD = 1024
@@ -69,14 +70,15 @@ PROGRAMS_PER_YIELD = 1024
 RESULTS_PER_YIELD = 32
 """Results judged before the task yields to the event loop."""
 MAX_UNEXPECTED_VALUES = 50_000
-"""JSON values, counted as `[`, `{` and `,`, above which a returned value is not decoded if the expected value has far
-fewer. Hostile code can return millions, and decoding them would block the event loop for a second, even in a thread,
-since `json.loads` keeps Python's lock."""
+"""A returned value with more JSON values than this is not decoded if the expected value has far fewer. Values are
+counted as `[`, `{` and `,`. Hostile code can return millions of values. Decoding them would block the event loop for a
+second, even in a thread, since `json.loads` keeps Python's lock."""
 MAX_UNKNOWN_VALUES = 1_000_000
-"""The same for a test without an expected value, whose answer a checker judges."""
+"""For a test without an expected value, whose answer a checker judges: a returned value with more JSON values than this
+is not decoded."""
 CHECKER_DEPTH = 100
-"""A returned value must be readable inside this many more lists, since a checker that decodes it may have so many more
-frames on its stack."""
+"""A returned value must be decodable when it is nested in this many lists. A checker may decode it at a point where its
+stack has as many frames."""
 
 
 _CANCELLED = unavailable_result("", UnavailableReason.CANCELLED, CANCELLED_MESSAGE).encode(binary=True)
@@ -93,7 +95,7 @@ class JudgeRequest:
     """Admits a batch of calls to the call table and records that the request has them. Raises `Overloaded` or
     `RequestRefused`."""
     number: int = field(default_factory=next_request_number)
-    """Number of the request, whose calls take turns with those of other requests."""
+    """Number of the request. Its calls take turns with the calls of other requests."""
 
 
 class Judge:
@@ -102,7 +104,7 @@ class Judge:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._admission_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """One lock per tenant, so that only one task of a tenant retries the admission and the others wait in order."""
+        """One lock per tenant: only one task of a tenant retries the admission, and its other tasks wait in order."""
         self._unfinished: set[ProgramRun] = set()
 
     async def check_room(self, programs: Sequence[Program], owner: Tenant | None) -> None:
@@ -146,8 +148,8 @@ class Judge:
             self._unfinished.difference_update(run for _, run in runs)
 
     def cancel(self, program_id: str, owner: Tenant | None) -> int:
-        """Cancel all unfinished programs with this id of a tenant, or of all. Returns the number of their tests that
-        have no outcome, which become `unavailable` with `Cancelled`."""
+        """Cancel all unfinished programs with this id: those of the tenant `owner`, or of all tenants if it is None.
+        Their tests that have no outcome become `unavailable` with `Cancelled`. Returns the number of these tests."""
         found = [run for run in self._unfinished if run.program.id == program_id]
         return sum(run.cancel() for run in found if owner is None or run.belongs_to(owner))
 
@@ -156,7 +158,7 @@ class Judge:
         self, calls: Sequence[EncodedCall], request: JudgeRequest, *, reads_results: bool
     ) -> AsyncIterator[_Results]:
         """Run calls that `clamped` has returned. Calls that are unfinished at the end of the block are cancelled.
-        `reads_results`: whether they check results that are unread (`Batch.reads_results`)."""
+        `reads_results` is `Batch.reads_results` of these calls."""
         batch, owner = Batch(len(calls), request.queue_timeout_s, request_number=request.number), request.owner
         batch.tenant, batch.reads_results = owner, reads_results
         results = _Results(batch, self._dispatcher)
@@ -242,8 +244,9 @@ class ProgramRun:
         """Compiled code of the program and of the checker, by source."""
         self._tests: list[JudgedTest | None] = [None] * len(program.tests)
         self._rest: JudgedTest | None = None
-        """If the run has been ended early: the result of the tests that have no outcome then."""
+        """Set if the run ends early: the result of the tests that have no outcome at that time."""
         self._scope: asyncio.Timeout | None = None
+        """Surrounds the run of all waves, so that `cancel` can end it."""
 
     def belongs_to(self, owner: Tenant) -> bool:
         return self._request.owner is not None and self._request.owner.name == owner.name
@@ -276,7 +279,7 @@ class ProgramRun:
         return JudgedProgram.of(self.program.id, tuple(test for test in tests if test is not None), clamped)
 
     def _too_long_expected(self) -> str:
-        """Return what is wrong if no program may print the expected output of a test here."""
+        """Return an error message if the expected output of a test is longer than any program may print, else ""."""
         max_kb = self._judge.max_output_kb(self._request.owner)
         for index, test in enumerate(() if self.program.checker else self.program.tests):
             if test.expected_bytes > max_kb << 10:
@@ -328,8 +331,8 @@ class ProgramRun:
                 await self._run_checkers(to_check)
 
     async def _run_checkers(self, to_check: Mapping[int, EncodedResult]) -> None:
-        """Run the checker on results of calls, which are given by the index of their test, and set the results of these
-        tests."""
+        """Run the checker on results of calls, and set the results of their tests. `to_check` has the result of a call
+        by the index of its test."""
         indexes = list(to_check)
         checks = [self.program.checker_call(self.program.tests[index], result) for index, result in to_check.items()]
         clamped = [self._judge.clamped(check, self._request.owner)[0] for check in checks]
@@ -348,7 +351,8 @@ class ProgramRun:
     async def _with_compiled(
         self, calls: Sequence[EncodedCall], *, reads_results: bool = False
     ) -> Sequence[EncodedCall]:
-        """Compile each code that many of the calls share, and return the calls with their compiled code."""
+        """Compile each source that enough of the calls share (`MIN_CALLS_TO_COMPILE`), and return the calls with their
+        compiled code."""
         any_call = {call["code"]: call for call in calls}
         for code, count in Counter(call["code"] for call in calls).items():
             if count >= MIN_CALLS_TO_COMPILE and code not in self._compiled:
@@ -393,8 +397,9 @@ async def _is_right(test: ProgramTest, result: EncodedResult, comparison: Compar
 
 
 def _is_readable(test: ProgramTest, result: EncodedResult) -> bool:
-    """Return whether a checker can read the answer. A forged one is wrong, since the checker could fail because of it:
-    the test would be unjudged, and the program would have no score."""
+    """Return whether a checker can read the answer. An answer that cannot be read is forged, and counts as wrong
+    without the checker. If the checker read it and failed, the test would be unjudged and the program would have no
+    score."""
     if test.function_call:
         try:
             _returned_value(test, result)
@@ -408,7 +413,7 @@ def _returned_value(test: ProgramTest, result: EncodedResult) -> Any:
     text = result["value"] or ""
     if _has_too_many_values(text, test.expected):
         raise ValueError("far more values than expected")
-    # The brackets leave a checker some levels of nesting, since it has more frames on its stack.
+    # The brackets are the levels of nesting that are left for the checker (`CHECKER_DEPTH`).
     value = json.loads("[" * CHECKER_DEPTH + text + "]" * CHECKER_DEPTH)
     for _ in range(CHECKER_DEPTH):
         (value,) = value  # raises ValueError if the text was no JSON by itself
@@ -416,10 +421,11 @@ def _returned_value(test: ProgramTest, result: EncodedResult) -> Any:
 
 
 def _has_too_many_values(text: str, expected: str | None) -> bool:
-    """Return whether JSON text has far more values than the expected JSON text, so that it cannot equal it.
+    """Return whether JSON text has far more values than the expected JSON text, so that the two cannot be equal.
 
-    No JSON text of a value has more of the counted characters than that of `json.dumps`, which escapes none of them.
-    Only text that repeats keys of an object (1 and "1") may have more; the factor 2 leaves room for it.
+    `count_values` counts the characters `[`, `{` and `,`. `json.dumps`, which made the expected text, escapes none of
+    them. So another JSON text of an equal value has no more of them, unless it repeats a key of an object (1 and "1").
+    The factor 2 leaves room for this case.
     """
     values = count_values(text)
     if expected is None:

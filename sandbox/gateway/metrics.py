@@ -63,7 +63,8 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """Type and description of every metric, by its name without prefix."""
 TENANT_METRICS = frozenset({"build_info", "executors_ready"})
-"""Metrics without the label `tenant` that the token of a tenant reads. All others tell it about other tenants."""
+"""Metrics without the label `tenant` that a request with the token of a tenant may read. All other metrics without
+this label contain information about other tenants."""
 PREFIX = "rstar_sandbox_"
 _PREFERRED_NUMBERS = (1, 1.12, 1.25, 1.4, 1.6, 1.8, 2, 2.24, 2.5, 2.8, 3.15, 3.55, 4, 4.5, 5, 5.6, 6.3, 7.1, 8, 9)
 """Twenty steps per decade (Renard's R20 series): neighbours differ by at most 15 %."""
@@ -73,8 +74,9 @@ BOUNDS_S = tuple(float(f"{number}e{decade}") for decade in _DECADES for number i
 SCRAPED_BUCKETS = tuple(
     BOUNDS_S.index(float(f"{number}e{decade}")) for decade in _DECADES[1:] for number in (1, 2.5, 5)
 )
-"""Indexes in `BOUNDS_S` of the buckets in the Prometheus text: three per decade, from 1 ms on. Each of them is a time
-series of its own, and few durations are below 1 ms. A cumulative count contains the counts of the buckets left out."""
+"""Indexes in `BOUNDS_S` of the buckets in the Prometheus text: three per decade, from 1 ms on. There are so few because
+each bucket is a time series of its own, and few durations are below 1 ms. The counts are cumulative, so they contain
+the counts of the buckets that are left out."""
 
 MetricSample = tuple[str, Mapping[str, str], float]
 """Name without prefix, labels, value."""
@@ -137,7 +139,7 @@ class Counters:
         self.by_status: Counter[str] = Counter()
         """Finished calls."""
         self.by_tenant: dict[str, TenantUsage] = {}
-        """Usage by tenant, for the tenants of the tenants file and those that were in it. Other names are left out:
+        """Usage by tenant, for each tenant that is or was in the tenants file. Other names of tenants are left out:
         callers choose them, so their number has no bound."""
         self.refused: Counter[int] = Counter()
         """Requests answered with an error, by HTTP status."""

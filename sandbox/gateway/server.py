@@ -88,7 +88,7 @@ async def _serve(config: ServeConfig, launch: Launch, membership: Membership | N
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Return an event that the first SIGINT or SIGTERM sets; the second cancels the caller's task."""
+    """Return an event that the first SIGINT or SIGTERM sets. A second signal cancels the caller's task."""
     stop = asyncio.Event()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -128,7 +128,8 @@ async def _wait_started_or_stopped(stop: asyncio.Event, dispatcher: Dispatcher) 
 
 
 async def _start_failure(dispatcher: Dispatcher) -> ConfigError | None:
-    """Return the reason why the executors did not start. If it were raised, the caller's task group would wrap it."""
+    """Return the reason why the executors did not start, or None. The error is returned and not raised, because the
+    caller's task group would wrap it."""
     try:
         await dispatcher.started()
     except ConfigError as error:

@@ -28,15 +28,15 @@ def shared_client(url: str | None = None, token: str | None = None) -> Client:
 
 @cache
 def _open_client(url: str, token: str | None, pid: int) -> Client:
-    """Open a client. The argument `pid` makes a forked process open its own client, because the thread of its parent's
-    client does not exist in it."""
+    """Open a client. `pid` is an argument so that a forked process opens its own client: the thread of its parent's
+    client does not exist in the forked process."""
     client = Client(url, token=token).open()
     atexit.register(client.close)
     return client
 
 
 def checked(result: Result) -> Result:
-    """Return the result of a call that ran. Raises `ServiceError` for `unavailable` and `invalid`."""
+    """Return the result if its call ran. Raises `ServiceError` for `unavailable` and `invalid`."""
     if result.status in (Status.UNAVAILABLE, Status.INVALID):
         raise ServiceError(f"the sandbox did not run the code: {result.error or 'the call has no result'}")
     return result

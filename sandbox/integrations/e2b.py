@@ -29,6 +29,7 @@ __all__ = ["AsyncSandbox", "Execution", "ExecutionError", "Logs", "Result", "San
 T = TypeVar("T")
 
 _LISTING = ".listing.json"
+"""File in the session's directory into which `_LIST_CODE` writes its result."""
 _LIST_CODE = f"""
 import json, os
 with os.scandir({{path!r}}) as entries:
@@ -36,11 +37,13 @@ with os.scandir({{path!r}}) as entries:
 with open({_LISTING!r}, "w") as file:
     json.dump(listing, file)
 """
+"""Code that lists a directory. The f-string inserts the name of the listing and leaves `{path!r}` for `_list`, which
+inserts the path by `format`."""
 
 
 class AsyncSandbox:
-    """One session. E2B keeps a process for it; here each call runs the earlier code of the session again. The module
-    `replayed_session` lists the effects."""
+    """One session. E2B keeps a process for each session. Here, each call runs the earlier code of the session again.
+    The module `replayed_session` lists the effects of this."""
 
     def __init__(
         self,
@@ -63,10 +66,12 @@ class AsyncSandbox:
         return cls(*args, **kwargs)
 
     async def run_code(self, code: str, *, timeout: float | None = None) -> Execution:
-        """Run code after the earlier code of the session. `timeout` is the limit for both together, in seconds of
-        virtual time. Raises `InvalidCall` and `ServiceError`."""
+        """Run the earlier code of the session and then `code`. `timeout` is the time limit of both together, in seconds
+        of virtual time (wall time without the time spent waiting for a core). Raises `InvalidCall` and `ServiceError`.
+        """
         session = self._opened()
         limits = self._limits if timeout is None else replace(self._limits, timeout_s=timeout)
+        # `record` adds the code to the session if the result is ok.
         result = session.record(code, await self._run(code, figures=True, limits=limits))
         self._num_executions += 1
         return Execution.of(result, self._num_executions)
@@ -113,11 +118,12 @@ class AsyncSandbox:
         ]
 
     async def _returned_file(self, path: str, code: str, name: str) -> bytes:
-        """Return the file `name` as it is after `code`, which does not become part of the session. Errors name
-        `path`."""
+        """Run `code` after the earlier code, and return the content of the file `name`. `code` does not become part of
+        the session. `path` is the user's name of the file, for error messages."""
         result = await self._run(code, in_session=False, return_files=[glob.escape(name)])
         result = self._opened().result_of(code, result)
         if result.status is not Status.OK:
+            # An exception of the sandbox arrives as a `CallError`, which has only the name of its type.
             is_absent = result.error is not None and result.error.type == "FileNotFoundError"
             raise (FileNotFoundError if is_absent else OSError)(f"{path}: {result.error or result.status.description}")
         if name in result.files:
@@ -132,6 +138,7 @@ class AsyncSandbox:
         return self._session
 
     async def _run(self, code: str, **fields: Any) -> CallResult:
+        """Run the earlier code and then `code`. Raises `ServiceError` if the service has not run them."""
         return checked(await self._wait(self._client.submit(self._opened().call(code, **fields))))
 
     async def _wait(self, future: Future[CallResult]) -> CallResult:

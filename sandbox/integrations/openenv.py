@@ -3,8 +3,8 @@
     uvicorn --factory sandbox.integrations.openenv:build_app --port 8000
 
 Actions and observations have the fields of OpenEnv's `coding_env`, so its client works unchanged. Each WebSocket is a
-session with variables and files of its own; `replayed_session` describes how they are kept. The state is on the
-server of this module, and the code of all sessions runs in the sandbox, so many sessions can be open at once.
+session with variables and files of its own; `replayed_session` describes how they are kept. The server of this module
+keeps the state of all sessions, but their code runs in the sandbox. So many sessions can be open at once.
 
 A failure of the service is an error of the step, which OpenEnv's client raises, and never an observation.
 """

@@ -5,10 +5,10 @@ must know:
 - The time limit of a call covers the earlier code too, and the cost of a session grows with the square of its length.
 - Code that depends on the clock or on unseeded random numbers can give another state.
 - Code that does not end as ok leaves no variables and no files behind. `sys.exit()` ends its own step, which is ok.
-- If the process ends before the new code has ended, such as by `os._exit(0)`, the step is the error `ProcessExit`, also
-  if earlier code ended the process.
-- Output of the earlier code is dropped. Its threads and exit handlers that print after it has ended add to the output
-  of the new code.
+- If the process ends before the new code has ended, for example by `os._exit(0)`, the step has the error `ProcessExit`.
+  This also holds if the earlier code ends the process.
+- Output of the earlier code is dropped. If threads or exit handlers of the earlier code print after the earlier code
+  has ended, their output is part of the output of the new code.
 - As in a Jupyter kernel, a step can change the interpreter that runs the later steps.
 """
 
@@ -92,7 +92,8 @@ _RUN = (
     f"(lambda scope: (exec(compile({_REPLAY_CODE!r}, '<frozen replay>', 'exec'), scope), scope['value'])[1])"
     "({'session': globals()})"
 )
-"""An expression that runs the replay. The runner shows no frames of files whose names start with "<frozen "."""
+"""An expression that runs `_REPLAY_CODE` and returns its `value`. The file name starts with "<frozen " because
+tracebacks of calls leave out the frames of such files."""
 
 
 @dataclass
@@ -102,11 +103,12 @@ class ReplayedSession:
     fields: dict[str, Any] = field(default_factory=dict)
     _steps: list[dict[str, str]] = field(default_factory=list)
     _token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """The start of the value of a call whose code has ended in the regular way."""
+    """A random text. The value of a call starts with it only if the code ended without an error, by `sys.exit` too."""
 
     def call(self, code: str, *, in_session: bool = True, **changed: Any) -> Call:
-        """Return the call that runs the earlier steps and then `code`; `changed` replaces fields. Code that is not
-        `in_session` has no variables of the session, and runs in the directory of its files. Raises `InvalidCall`."""
+        """Return the call that runs the earlier steps and then `code`. `changed` replaces fields of the call. If
+        `in_session` is false, `code` runs without the variables of the session, but in the directory of its files.
+        Raises `InvalidCall`."""
         call = Call(code, **{**self.fields, **changed})
         code = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
         content = {"steps": self._steps, "code": code, "token": self._token, "in_session": in_session}
@@ -122,8 +124,8 @@ class ReplayedSession:
         return result
 
     def result_of(self, code: str, result: Result) -> Result:
-        """Return the result of a call as that of `code` alone, or the error `ProcessExit` if the process ended before
-        the end of `code`."""
+        """Return the result of a call as if the call had run only `code`. If the process ended before the end of
+        `code`, the result has the error `ProcessExit`."""
         if result.status is Status.OK:
             token, has_value, value = (result.value or "").partition(":")
             if token == self._token:
@@ -144,12 +146,12 @@ class ReplayedSession:
 
 
 def _run_line(code: str) -> int:
-    """Return the line number of `_RUN` in a call, which no line of `code` has."""
+    """Return the line number of `_RUN` in a call. It is higher than the number of each line of `code`."""
     return len(code.splitlines()) + 2
 
 
 def _without_run_line(text: str, code: str) -> str:
-    """Remove the frames of `_RUN` from tracebacks, and the head of a traceback that has no other frames."""
+    """Remove the frames of `_RUN` from tracebacks. If a traceback has no other frames, remove its head too."""
     head = r"(Traceback \(most recent call last\):\n)?"
     frames = rf'(?:[ |]*File "main\.py", line {_run_line(code)}, in <.*\n)+'
     return re.sub(rf"{head}{frames}(?=([ |]*File .*, in )?)", lambda match: (match[2] and match[1]) or "", text)

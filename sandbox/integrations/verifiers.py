@@ -7,11 +7,11 @@
 The server of the tools is a process of its own, which verifiers starts with the environment of its parent. It uses
 `RSTAR_SANDBOX_URL` and `RSTAR_SANDBOX_TOKEN`. Each call starts afresh.
 
-If the service fails, the rollout ends with the error `TaskError` before it is scored. The model reads an error text
-until then.
+If the service fails, the rollout ends with the error `TaskError` before it is scored. Until then, the model reads an
+error text as the response of the tool.
 
-This module has no `from __future__ import annotations`: verifiers would evaluate the text of an annotation in a module
-where the names of this one are unknown.
+This module has no `from __future__ import annotations`. Annotations would then be texts, and verifiers would evaluate
+them in another module, in which the names of this module are unknown.
 """
 
 import asyncio

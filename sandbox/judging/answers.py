@@ -1,9 +1,9 @@
 """Answer checks as calls: a pair of answers becomes a `Call`, and the call's `Result` becomes a `Verdict`.
 
-A pair is the reference answer, `gold`, and the `answer` to check; both may be whole completions. They are extracted and
-compared inside the sandbox, in a call of its own for each pair. A pair on which the comparison hangs or crashes affects
-no other pair. The code of the call imports `guest/checker.py`, to which the zygote gives the module name
-`rstar_checker`.
+A pair is the reference answer, `gold`, and the `answer` to check; both may be whole completions. For each pair, one
+call in the sandbox extracts both answers and compares them. A pair on which the comparison hangs or crashes affects no
+other pair. The code of the call imports `guest/checker.py` as the module `rstar_checker`, a name that its zygote (the
+process from which the call is forked) gives to it.
 
 - Both answers are data: they are sent as standard input and never executed.
 - If the pair causes a failure (a time-out, a crash, used up memory), the outcome is `unparsable`. After a failure of
@@ -33,7 +33,7 @@ from sandbox.types import (
 )
 
 MIN_OUTPUT_KB = 8
-"""Minimum `output_kb` of a check. Its report has at most 200 characters of each answer."""
+"""Minimum `output_kb` of a check. The report of the checker has at most 200 characters of each answer."""
 VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant", "deadline_s")}
 """Fields of a call that a request may set for its checks."""
 OPTION_FIELDS = {

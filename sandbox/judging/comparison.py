@@ -1,7 +1,7 @@
 """Compares the output of a program with the expected output: text by lines, tokens or numbers, and JSON.
 
 The output is hostile. A comparison takes time linear in the length of both sides, and does not recurse into nested
-values. It is a generator that yields after each `PIECES_PER_STEP`, so that an event loop can do other work, and returns
+values. It is a generator. It yields after each `PIECES_PER_STEP`, so that an event loop can do other work, and returns
 whether both sides are equal.
 
     compare         two texts are equal if                                   two JSON values are equal if
@@ -33,7 +33,7 @@ Steps = Generator[None, None, bool]
 PIECES_PER_STEP = 4096
 """Lines, tokens or JSON values that one step compares, which takes about a millisecond."""
 MAX_NUMBER_CHARS = 400
-"""Longest token that is read as a number. A longer token is compared as text."""
+"""Maximum characters of a token that is read as a number. A longer token is compared as text."""
 _TOKEN = re.compile(r"\S+")
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
@@ -139,12 +139,13 @@ def _number(token: str) -> float | None:
     if len(token) > MAX_NUMBER_CHARS or not token.isascii() or "_" in token:
         return None
     if _WHOLE.fullmatch(token):
-        return int(token)  # as in JSON: a float would make large neighbours equal
+        return int(token)  # as in JSON; as floats, two large numbers that differ by 1 would be equal
     try:
         number = float(token)
     except ValueError:
         return None
-    is_too_large = math.isinf(number) and token[-1].isdigit()  # else all such numbers would be equal, also to "inf"
+    # A token such as 1e400 is no number: it would be equal to all other such tokens, and to "inf".
+    is_too_large = math.isinf(number) and token[-1].isdigit()
     return None if is_too_large else number
 
 

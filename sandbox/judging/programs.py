@@ -40,24 +40,31 @@ from sandbox.types import (
 )
 
 MAX_EXPECTED_VALUES = 500_000
-"""JSON values in the expected value of a function test, counted as `[`, `{` and `,`. The server's own process compares
-values, and decoding a million takes it 0.1 s."""
+"""Maximum number of JSON values in the expected value of a function test, counted as `[`, `{` and `,`. The server's own
+process compares values, and needs 0.1 s to decode a million."""
 EXCERPT_CHARS = 1000
-"""Characters of stdout, stderr and value in the result of a test."""
+"""Maximum characters of stdout, of stderr and of value in the result of a test."""
 MAX_MESSAGE_CHARS = 500
 TOLERANCE = NumberRule(0, 1e300, whole=False)
 """Rule for `abs` and `rel`. The maximum only excludes infinity, with which all numbers would be equal."""
 MAX_COMPILED_BYTES = 128 << 10
-"""Maximum length of compiled code that is sent with each call. A call whose body exceeds 256 KiB
-(`guest/wiped_memory.py`) costs the zygote more than compiling costs; the other half is for the source and the input."""
-INPUT_FILE, EXPECTED_FILE, ACTUAL_FILE = "input", "expected", "actual"
-"""Names of the files in the working directory of a checker."""
+"""Maximum bytes of compiled code that is sent with each call. A call whose body exceeds 256 KiB
+(`guest/wiped_memory.py`) costs the zygote, from which it is forked, more than compiling costs. Half of the 256 KiB is
+for the compiled code, the other half for the source and the input."""
+INPUT_FILE = "input"
+"""File in the working directory of a checker: the input of the program."""
+EXPECTED_FILE = "expected"
+"""File in the working directory of a checker: the expected output, if the test has one."""
+ACTUAL_FILE = "actual"
+"""File in the working directory of a checker: the output of the program."""
 _FUNCTION_CALL = "\n" + FUNCTION_CALL_LINE
 PRELUDES = ("", "leetcode")
-TEXT_ROOM, NUMBER_ROOM = 2, 8
-"""The output limit of a test is at least the length of the expected output, multiplied by this number. A right output
-may have more white space. With a tolerance it may have more digits (0.30000000000000004 for 0.3), and with a checker it
-may be another, longer answer."""
+TEXT_ROOM = 2
+"""The output limit of a test is at least this many times the length of the expected output. A right output may have
+more white space."""
+NUMBER_ROOM = 8
+"""The same factor for a test with a tolerance or a checker. With a tolerance, a right output may have more digits
+(0.30000000000000004 for 0.3). With a checker, it may be another, longer answer."""
 _CALL_FIELDS = ("code", "limits", "profile", "priority", "tenant", "id")
 """Fields of a program that are also fields of `Call`, with the same rules."""
 
@@ -97,11 +104,11 @@ class JudgeOutcome(DocumentedEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """One test: standard input, or a function with its arguments; and the expected output.
+    """One test: the input of the program (standard input, or a function with its arguments) and the expected output.
 
-    `function_call` is JSON text with the function's name and arguments, or empty. `expected` is text, with a function
-    JSON text; None if only the checker knows the right answer. JSON stays text, since millions of values would take the
-    server long to free.
+    `function_call` is JSON text with the function's name and arguments; it is empty if the test has standard input.
+    `expected` is text; for a function it is JSON text. It is None if only the checker knows the right answer. JSON
+    stays text, since the server would need long to free millions of values.
     """
 
     stdin: str = ""
@@ -224,7 +231,8 @@ class Program:
         return replace(self, call={**self.call, "tenant": tenant})
 
     def calls(self, start: int = 0, end: int | None = None, *, max_output_kb: int = sys.maxsize) -> list[EncodedCall]:
-        """Return the calls that run the tests from `start` to before `end`. Calls with the same code share the text."""
+        """Return the calls that run the tests from index `start` to before `end`. Calls with the same code share one
+        `str`."""
         tests = self.tests[start:end]
         call: EncodedCall = {**self.call, "code": self.call["code"] + PRELUDE_LINE} if self.prelude else self.call
         function_code = call["code"] + _FUNCTION_CALL if any(test.function_call for test in tests) else ""
@@ -263,7 +271,8 @@ class Program:
 @dataclass(frozen=True, slots=True)
 class JudgedTest:
     """The result of one test. `status` is the status of the program's call; None if the call did not run. `reason` says
-    why the test is `unavailable`; None if it is not, or if no call of it is the reason."""
+    why the test is `unavailable`. It is None if the test is not, and if the reason is an internal error of the server.
+    """
 
     outcome: Annotated[JudgeOutcome, "how the program did in the test"]
     status: Annotated[Status | None, "how the program's call ended; null if it did not run"] = None
@@ -363,7 +372,7 @@ class JudgedProgram:
 
 
 FAILURES = (JudgeOutcome.WRONG_ANSWER, JudgeOutcome.FAILED)
-"""Outcomes of a test that the program has not passed, by its own fault."""
+"""Outcomes of a test that the program itself has failed."""
 
 
 def compile_call(call: EncodedCall) -> EncodedCall:
@@ -373,9 +382,9 @@ def compile_call(call: EncodedCall) -> EncodedCall:
 
 
 def compiled_code(result: EncodedResult) -> bytes:
-    """Return the compiled code that a `compile_call` has returned, or b"" if the other calls must compile for
-    themselves: the call failed, the code is longer than `MAX_COMPILED_BYTES`, or compiling printed a warning, which
-    each call has to print."""
+    """Return the compiled code that a `compile_call` has returned. Return b"" if the other calls must compile the code
+    themselves. This has one of three reasons: the call failed; the compiled code is longer than `MAX_COMPILED_BYTES`;
+    or compiling printed a warning, which each call has to print."""
     if result["status"] != Status.OK or result["stderr"]:
         return b""
     compiled = result["files"].get(COMPILED_FILE, b"")
@@ -383,7 +392,7 @@ def compiled_code(result: EncodedResult) -> bytes:
 
 
 def count_values(text: str) -> int:
-    """Return the number of values in JSON text, or a few more: the brackets and commas."""
+    """Return the number of values in JSON text, or a few more. Opening brackets and commas are counted."""
     return sum(map(text.count, "[{,"))
 
 

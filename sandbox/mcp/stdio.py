@@ -10,8 +10,8 @@ from sandbox.mcp.server import build_server
 
 
 async def serve_stdio(url: str | None, token: str | None) -> None:
-    """Serve one client on standard input and output until it closes them. Calls run on the server at `url`; if that is
-    None, on a server that is started for this client."""
+    """Serve one client on standard input and output until it closes them. Calls run on the server at `url`. If `url` is
+    None, a server is started for this client."""
     async with AsyncExitStack() as stack:
         if url is None:
             url = await stack.enter_async_context(local_service())

@@ -80,7 +80,8 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PackageSet:
-    """The packages of a runtime: the pins of all of them, and which of them an operator has added."""
+    """The packages of a runtime. `requirements` are the pins of all packages. `added` are the packages that an operator
+    has added."""
 
     requirements: tuple[str, ...]
     added: tuple[str, ...] = ()
@@ -104,7 +105,8 @@ def log_to_stderr(line: str) -> None:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory of the runtime that all commands use: the complete one with the newest Python, if any."""
+    """Return the directory of the runtime that all commands use: of all complete runtimes, the one with the newest
+    Python. Return None if there is none."""
     directory = default_dir(sys.version_info[:2], environ)
     if environ.get("RSTAR_RUNTIME"):
         candidates = [directory]
@@ -151,8 +153,8 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 
 def is_complete(directory: Path, packages: PackageSet | None = None) -> bool:
-    """Return whether `directory` is a finished runtime with these packages, by default the current pins, whose base
-    interpreter still exists."""
+    """Return whether `directory` is a finished runtime with these packages, by default the current pins. The Python
+    that it was built with must still exist."""
     wanted = packages or default_packages()
     try:
         found = PackageSet.decode(json.loads((directory / MARKER).read_text(encoding="utf-8")))
@@ -222,8 +224,8 @@ def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[in
 
 
 def _has_venv(python: Path, version: tuple[int, int]) -> bool:
-    """Return whether `python` is CPython of that version, not free-threaded, and has venv. It may be a shim of
-    pyenv for a version that is not selected; such a shim fails."""
+    """Return whether `python` is CPython of this version, not free-threaded, and has venv. It may be a shim of pyenv.
+    The shim of a version that is not selected fails if it is run."""
     query = "import ensurepip, sys, venv; print(sys.implementation.name, *sys.version_info[:2], sys.abiflags)"
     try:
         completed = subprocess.run([python, "-I", "-c", query], capture_output=True, text=True, timeout=30, check=True)
@@ -306,7 +308,7 @@ def _build_and_swap(python: Path, directory: Path, packages: PackageSet) -> None
         _build_venv(python, new, directory, packages)
         if directory.exists():
             directory.rename(new / "old")
-            # rename(2) cannot replace a directory with files; until the next rename there is no runtime.
+            # rename(2) cannot replace a directory that has files, so there is no runtime until the next rename.
         (new / "venv").rename(directory)
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -353,8 +355,8 @@ def run_step(title: str, command: Sequence[str]) -> None:
 
 
 def run_in_session(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its output. In a session of its own, it gets no Ctrl-C. An exception in this process,
-    which Ctrl-C raises, kills it with all its children."""
+    """Run a command and return its output. The command runs in a session of its own, so Ctrl-C does not reach it.
+    Ctrl-C raises an exception in this process, and any exception here kills the command with all its children."""
     # Python's -I would hide pip's settings (index, proxy) too, so only the variables that change imports are removed.
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     with (

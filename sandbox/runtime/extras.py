@@ -1,7 +1,7 @@
 """Guest runtimes with an operator's packages in addition to the pinned ones: `rstar-sandbox runtime --with PACKAGE`.
 
-- pip resolves the packages together with the pins of the default runtime, which keep their versions.
-- The name of the directory contains a hash of the resolved set, and it lies beside the default runtime.
+- pip resolves the packages together with the pins of the default runtime, whose versions do not change.
+- The directory lies beside the default runtime. Its name contains a hash of the resolved packages.
 - The runtime is complete or absent, as the default one is (`runtime.build`).
 """
 
@@ -75,7 +75,7 @@ def installed_runtimes(environ: Mapping[str, str] = os.environ) -> Iterator[tupl
 
 
 def remove(name: str, environ: Mapping[str, str] = os.environ, log: Log = log_to_stderr) -> Path:
-    """Remove the runtime with this name, which may also be its path or that of its interpreter. Return its directory.
+    """Remove a runtime and return its directory. `name` is the directory's name, its path, or the interpreter's path.
     Raises `ConfigError` if there is none, and `RuntimeBuildError` if it cannot be removed."""
     directories = _directories(environ)
     for directory in directories:
@@ -91,7 +91,7 @@ def remove(name: str, environ: Mapping[str, str] = os.environ, log: Log = log_to
 
 
 def _directories(environ: Mapping[str, str]) -> list[Path]:
-    """Return the directories of all runtimes beside the default one, also of those that no longer work."""
+    """Return the directories of all runtimes beside the default one, also of runtimes that no longer work."""
     default = runtime.default_dir((0, 0), environ)  # only its parent is used, which is the same for all versions
     return sorted(marker.parent for marker in default.parent.glob(f"*/{runtime.MARKER}"))
 
@@ -102,7 +102,7 @@ def _check_requirement(text: str, where: str) -> None:
 
 
 def _resolve(python: Path, added: Sequence[str], log: Log) -> tuple[str, ...]:
-    """Return the pins of the default runtime and those of all packages that `added` needs, sorted."""
+    """Return the pins of the default runtime and of all packages that `added` needs, sorted."""
     log(f"resolving {', '.join(added)} together with the packages of the default runtime")
     with tempfile.TemporaryDirectory(prefix="rstar-resolve-") as directory:
         runtime.run_step("creating the environment", [str(python), "-m", "venv", f"{directory}/venv"])

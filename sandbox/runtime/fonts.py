@@ -1,9 +1,9 @@
 """Stores matplotlib's font cache in a guest runtime. Run once by the runtime's own Python while the runtime is built.
 
 Matplotlib keeps its cache in a directory that it can write to. If it finds no such directory, it prints a warning and
-builds the cache again, which takes 0.12 s of CPU time. A call has an empty home directory and a zygote has none, so
-this script makes matplotlib use its own data directory, which is read-only for calls. The variable MPLCONFIGDIR still
-names another directory.
+builds the cache again, which takes 0.12 s of CPU time. A call has an empty home directory. A zygote, the interpreter
+from which calls are forked, has no home directory. So this script makes matplotlib use its own data directory, which is
+read-only for calls. If the environment variable MPLCONFIGDIR is set, matplotlib uses the directory that it names.
 
 The cache has the fonts of matplotlib only, because calls cannot read those of the host.
 """

@@ -1,6 +1,6 @@
 """Imports the packages that are named as arguments. Run once by a guest runtime's own Python after they are installed.
 
-The modules of a package follow from the list of its files. The exit code is 1 if one of them cannot be imported.
+The modules of a package follow from the list of its files. The exit code is 1 if a module cannot be imported.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ RESERVED = (
     *("/bin", "/dev", "/etc", "/guest", "/lib", "/lib32", "/lib64", "/libx32"),
     *("/proc", "/python", "/run", "/sbin", "/sys", "/tmp", "/usr"),
 )
-"""Directories of a jail that a mount would hide, or that the kernel or the loader use."""
+"""Directories that a mount may not replace: the jail has them itself, or the kernel or the loader uses them."""
 _PATH = re.compile(r"(/[\w.@+-]+)+", re.ASCII)
 
 

@@ -5,7 +5,8 @@
     imports = ["sklearn"]       modules that the zygote imports
     warm = "warm.py"            code that the zygote runs once at its start; a path relative to the TOML file
 
-The code is trusted. It runs in the jail, as the imports do.
+A profile is the modules that a zygote, a process from which calls are forked, has imported. The warm-up code is
+trusted. It runs in the jail of the zygote, as the imports do.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class OwnProfile:
-    """One profile. `warm` is the code itself."""
+    """One profile that an operator has defined. `warm` is the code itself, not its path."""
 
     name: str
     extends: str = Profile.BARE.value

@@ -27,27 +27,28 @@ from sandbox.types import LIMIT_FIELDS, Limits
 
 ENV_PREFIX = "RSTAR_SANDBOX_"
 CLIENT_VARIABLES = ("URL",)
-"""Variables with the prefix that are for clients: a server may be started from the same shell."""
+"""Variables with the prefix that only clients read. A server ignores them: it may be started from a client's shell."""
 LOG_FORMATS = ("text", "json")
 
 SLOTS_PER_CORE = 16
-"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle, and enough slots
-become free together that the gateway sends several small calls in one message. With 8 slots, each call costs 10 % more
-CPU time."""
+"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle. Several slots become
+free together, so that the gateway sends several small calls in one message. With 8 slots per core, each call costs 10 %
+more CPU time."""
 CORES_PER_ZYGOTE_POOL = 2
-"""Cores for which one zygote pool is started. A zygote forks one call at a time, and a fork takes a third of the CPU
-time of a small call, so a zygote can keep at most about three cores busy. With 2 it does not become the bottleneck.
-Each further pool costs memory."""
+"""Cores for which one zygote pool is started. A pool has one zygote per profile: a process from which calls are forked.
+A zygote forks one call at a time, and a fork takes a third of the CPU time of a small call. So a zygote can keep at
+most about three cores busy. With 2 cores it does not become the bottleneck. Each further pool costs memory."""
 LONG_SLOTS_PER_CORE = 32
-"""Long calls per core that run in addition to short ones. They use the CPU time that short calls leave, so only memory
-and descriptors bound their number (`jail.max_slots_for_fds`)."""
+"""Long calls per core that run in addition to short calls. A call is long once it has used `demote_after_ms`. Long
+calls use the CPU time that short calls leave. So only memory and descriptors bound their number
+(`jail.max_slots_for_fds`)."""
 MIN_LONG_SLOTS = 512
-"""Minimum of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000 calls, of
-which 1 % are endless loops."""
+"""Minimum number of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000
+calls, of which 1 % (500) are endless loops."""
 RESERVED_PART = 1 / 8
-"""Reserved slots, as a part of the short slots. Only the first call of a small request may use them
-(`gateway/calls/request_queue.py`), so it gets a slot at once beside a request that uses all short slots. With 16 short
-slots two such calls may run at once."""
+"""Number of reserved slots, as a fraction of the short slots. Only the first call of a small request may use a reserved
+slot (`gateway/calls/request_queue.py`). So it gets a slot at once, even if another request uses all short slots. With
+16 short slots, two such calls may run at once."""
 CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""
@@ -55,10 +56,10 @@ call; the call itself takes several milliseconds of a core."""
 MAX_TOKEN_CHARS = 1 << 16
 """Maximum length of a token file, so that a wrong path (a device, a log) does not fill the memory."""
 ISOLATION_LEVELS = ("nsjail", "namespaces", "landlock", "none")
-"""All levels, none before a stronger one; `nsjail` and `namespaces` are equal."""
+"""All levels, the strongest first. `nsjail` and `namespaces` are equally strong."""
 ZYGOTE_PROFILES = tuple(profile.value for profile in PARENTS)
-"""Profiles that `--profiles` may name. `auto` is resolved to one of them; the zygote of `verify` is spawned on first
-use and needs no setting."""
+"""Profiles that `--profiles` may name. `auto` is no profile of a zygote: it is resolved to one of these. The zygote of
+`verify` is spawned on first use and needs no setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ def _number(group: str, default: float, low: float, high: float, doc: str) -> An
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """The settings that executors receive. In a `ServeConfig` the numbers of `SPLIT_BY_EXECUTOR` are those of all
-    executors together; `ServeConfig.per_executor` divides them."""
+    """The settings that executors receive. In a `ServeConfig`, the numbers of `SPLIT_BY_EXECUTOR` are for all executors
+    together, and `ServeConfig.per_executor` divides them."""
 
     python: str | None = _text("isolation", None, "Python that runs the calls (default: the guest runtime)")
     isolation: str = _text(
@@ -216,7 +217,7 @@ class ExecutorConfig:
     def decode(raw: Mapping[str, Any]) -> ExecutorConfig:
         """Invert `encode`. Raises `ConfigError`."""
         values, settings = dict(raw), _settings_of(ExecutorConfig)
-        if values.get("python") is None:  # the only setting whose default, None, is not a value that its rule accepts
+        if values.get("python") is None:  # the only setting here whose default is None, which its rule does not accept
             values.pop("python", None)
         own_profiles = tuple(OwnProfile.decode(profile) for profile in values.pop("own_profiles", ()))
         mounts = tuple((path, source) for path, source in values.pop("mounts", ()))
@@ -269,7 +270,7 @@ class ServeConfig(ExecutorConfig):
     )
     max_limits: Limits = DEFAULT_MAX_LIMITS
     isolation_reason: str = ""
-    """With `isolation` auto: the reason why the chosen level is not a stronger one. Empty for the strongest."""
+    """With `isolation` auto: the reason why no stronger level was chosen. Empty if the strongest level was chosen."""
 
     def __post_init__(self) -> None:
         if not self.needs_token and not _is_loopback(self.host):  # `load` has read the token of `token_file`
@@ -282,7 +283,7 @@ class ServeConfig(ExecutorConfig):
 
     @property
     def needs_token(self) -> bool:
-        """Whether requests must carry a token: the server's or that of a tenant."""
+        """Whether requests must carry a token: the server's token or the token of a tenant."""
         return self.token is not None or self.tenants is not None
 
     @property

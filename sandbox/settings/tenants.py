@@ -8,7 +8,8 @@
     priority = 0                        # lowest priority number that its calls may have
 
 - A token is kept as its SHA-256 digest. No `repr`, log line or error message contains a token.
-- Tokens are found by their digest in a dict, so the time of a comparison says nothing about the characters of a token.
+- Tokens are found by their digest in a dict. So the time of a search does not depend on how many characters of a token
+  are right, and cannot be used to guess a token.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from sandbox.settings.server import read_token
 from sandbox.types import LIMIT_FIELDS, PRIORITY, Limits
 
 MAX_FILE_BYTES = 1 << 20
-"""Maximum size of a tenants file. The server answers no request while it reads the file again: half a second for 10,000
-tenants."""
+"""Maximum bytes of a tenants file. While the server reads the file again, it answers no request. For 10,000 tenants
+this takes half a second."""
 _UNLIMITED = Limits(**{name: rule.high for name, rule in LIMIT_FIELDS.items()})  # type: ignore[arg-type]
 _NUMBER_RULES: Mapping[str, NumberRule] = {
     "queue_share": NumberRule(0.01, 1, whole=False),
@@ -48,14 +49,15 @@ class Tenant:
     queue_share: float | None = None
     """Part of the queue's calls and bytes that it may hold; None: `tenant_share` of the server."""
     max_running: int | None = None
-    """Calls that executors may have at once, those that wait in an executor included; None: no bound of its own."""
+    """Calls that executors may have at once. Calls that wait in an executor count. None: no bound of its own."""
     max_limits: Limits = field(default=_UNLIMITED)
     """Maximum limits of its calls, in addition to the server's."""
     priority: int = 0
-    """Lowest priority number of its calls: a lower number, which would go before other tenants, is raised to this."""
+    """Lowest priority number of its calls. A lower number would put a call before other tenants' calls, so it is raised
+    to this one."""
 
     def check_owner(self, named: str, where: str) -> None:
-        """Check the tenant that a call of this tenant names. Raises `InvalidCall` if it is another one."""
+        """Check the tenant that a call of this tenant names. Raises `InvalidCall` if it names another tenant."""
         if named not in ("", self.name):
             raise InvalidCall(
                 f"{where}.tenant: the token is that of tenant {self.name!r}, got {named!r:.80}; omit the field"
@@ -79,7 +81,7 @@ class Tenants:
         return frozenset(tenant.name for tenant in self._by_digest.values())
 
     def total_share(self, default: float) -> float:
-        """Return the sum of all `queue_share`, of which some may be `default`."""
+        """Return the sum of the `queue_share` of all tenants. For a tenant that sets none, it is `default`."""
         return self._set_shares + default * self._unset_shares
 
     def __len__(self) -> int:

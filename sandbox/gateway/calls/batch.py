@@ -2,7 +2,7 @@
 
 Invariants:
 - Each index of a batch gets exactly one result.
-- A finished call keeps no reference to its code, and a finished batch none to its calls.
+- A finished call keeps no reference to its code. A finished batch keeps no reference to its calls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PendingCall:
         self.executor: ExecutorId | None = None
         """The executor that has the call; None while the call waits."""
         self.has_reserved_place = False
-        """Whether the executor has the call in addition to its window."""
+        """Whether the executor has the call in a reserved place, in addition to its window (`sandbox.wire`)."""
         self.seq = 0
         """Number of the current attempt, which no other attempt in the call table has."""
         self.waiting_since = 0.0
@@ -91,7 +91,7 @@ class Batch:
         self, size: int, queue_timeout_s: float, deadline_s: float = math.inf, request_number: int | None = None
     ) -> None:
         self.request_number = next_request_number() if request_number is None else request_number
-        """Number of the HTTP request, which takes turns with others. Several batches of one request have one number."""
+        """Number of the HTTP request. Requests take turns. All batches of one request have the same number."""
         self.queue_timeout_s = queue_timeout_s
         self.deadline_s = deadline_s
         """Seconds after the admission at which unfinished calls are cancelled."""
@@ -101,7 +101,8 @@ class Batch:
         self.tenant: Tenant | None = None
         """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
         self.reads_results = False
-        """Whether its calls check results that count as unread until then. It is admitted however many are unread."""
+        """Whether the calls of this batch check results of other calls. These results count as unread until they are
+        checked, so the batch is admitted however many results are unread."""
         self.is_admitted = False
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size

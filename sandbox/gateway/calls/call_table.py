@@ -10,21 +10,22 @@
     waiting or running ---expire_deadlines, end---> `unavailable`
 
 Invariants:
-- A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`, and those of one tenant
-  never exceed its share.
-- While unread results exceed `max_result_bytes`, no batch is admitted, except one that reads results. A batch that then
-  holds more unread results than an equal share per batch gets `unavailable` in place of further results.
+- A batch is admitted whole or rejected whole. Unfinished calls never exceed `AdmissionLimits`. The unfinished calls of
+  one tenant never exceed the tenant's share.
+- While unread results exceed `max_result_bytes`, no batch is admitted, except a batch with `reads_results`. If a batch
+  then holds more than an equal share of `max_result_bytes`, its further results are replaced by `unavailable`.
 - An admitted call waits, or runs on exactly one executor, until it is finished once or cancelled with its batch.
-- An assignment is an attempt. Whatever dies (zygote, jail, executor or node), a lost attempt is not repeated by the
-  executor, so a call has at most `max_attempts` of them. A call that was lost `max_attempts` times is `unavailable`,
-  with `Poison` unless its code has never started.
+- Each assignment is an attempt, and a call has at most `max_attempts` attempts. An attempt is lost if a process dies
+  (zygote, jail, executor or node); the executor does not repeat it.
+- A call that was lost `max_attempts` times is `unavailable`: with `NodeError` if its code has never started, and with
+  `Poison` otherwise.
 - Lost calls go to the head of the queue. Each executor runs at most one call on its last attempt, so a call that kills
   zygotes or executors cannot use up the last attempt of another call that died with it.
-- An executor has two numbers of places: its window, and the reserved places. A reserved place is only for a call whose
-  request has no running call, and calls in reserved places do not count against the window.
+- The window of an executor is the number of calls that it accepts at once. In addition it has reserved places. A
+  reserved place is only for a call whose request has no running call, and does not count against the window.
 - The cost of a step does not depend on how many calls wait or run. Only `admit` and `cancel` visit each call of their
   batch, `calls_lost` each lost call, and `with_id` every call.
-- A call that is ended early by its deadline or its caller is forgotten at once, so a late result of it is dropped.
+- If its deadline or its caller ends a call early, the call is forgotten at once, so a late result of it is dropped.
 - No clock and no I/O: `now` (seconds, monotonic) is an argument. `Dispatcher` acts on what this module decides.
 """
 
@@ -47,17 +48,17 @@ RATE_WINDOW_S = 10.0
 """Seconds over which the answer rate is averaged."""
 MAX_RETRY_AFTER_S = 60
 SHARED_S = 10.0
-"""Seconds for which the executors count as shared after calls of two tenants."""
+"""Seconds for which the executors count as shared between tenants (`CallTable.is_shared`)."""
 LostAttempt = tuple[int, str, bool]
 """`seq`, the reason, and whether the code may have started."""
 MAX_EXPIRED_AT_ONCE = 512
-"""Maximum number of calls that one `expire` finishes, which blocks the event loop for some milliseconds."""
+"""Maximum number of calls that one `expire` finishes. So many calls block the event loop for some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits on unfinished calls. Without a tenants file the server does not verify who a tenant is: a tenant's share
-    then protects against a greedy tenant, not against a client that uses several names."""
+    """Limits on unfinished calls. Without a tenants file, the server does not check the tenant that a client names. A
+    tenant's share then protects against a greedy tenant, but not against a client that uses several names."""
 
     max_calls: int
     max_bytes: int
@@ -65,7 +66,7 @@ class AdmissionLimits:
     tenant_share: float = 1.0
     """Part of `max_calls` and of `max_bytes` that one tenant may hold."""
     max_result_bytes: int = 1 << 30
-    """Bytes of results that clients have not read."""
+    """Maximum bytes of results that clients have not read."""
 
 
 class Outstanding:
@@ -88,7 +89,7 @@ class Ended:
 
     calls: list[PendingCall] = field(default_factory=list)
     running: dict[ExecutorId, list[int]] = field(default_factory=dict)
-    """The `seq` of each of them that was running, by executor. The executor must cancel these calls."""
+    """By executor: the `seq` of each of these calls that was running. The executor must cancel them."""
 
 
 class _CapacityCheck(NamedTuple):
@@ -124,7 +125,7 @@ class CallTable:
         self._reserved: Counter[ExecutorId] = Counter()
         """Number of running calls in reserved places, by executor."""
         self._running_last_attempt: dict[ExecutorId, PendingCall] = {}
-        """The running call on its last attempt, by executor. The queue counts all others as running."""
+        """The running call on its last attempt, by executor. The queue counts all running calls but these."""
         self._seq = 0
         self._shared_until = -math.inf
         self._last_tenant = ""
@@ -141,7 +142,7 @@ class CallTable:
         return len(self._running.get(executor, ()))
 
     def running_reserved(self, executor: ExecutorId) -> int:
-        """Return how many of its calls an executor has in reserved places."""
+        """Return how many calls an executor has in reserved places."""
         return self._reserved[executor]
 
     def outstanding_of(self, tenant: str) -> Outstanding:
@@ -149,7 +150,7 @@ class CallTable:
         return self._tenants.get(tenant) or Outstanding()
 
     def running_of(self, tenant: str) -> int:
-        """Return how many calls of a tenant executors have, without those on their last attempt."""
+        """Return how many calls of a tenant all executors have, without calls on their last attempt."""
         return self._queue.running(tenant)
 
     def admit(self, batch: Batch, now: float) -> None:
@@ -167,8 +168,8 @@ class CallTable:
         self._note_tenants(wanted, now)
 
     def is_shared(self, now: float) -> bool:
-        """Return whether several tenants use the executors. They do for `SHARED_S` after an admission of one tenant's
-        calls while another tenant had unfinished calls, or within `SHARED_S` of an admission of another tenant's."""
+        """Return whether several tenants use the executors. This holds for `SHARED_S` after an admission of calls at
+        which another tenant had unfinished calls, or had calls admitted less than `SHARED_S` before."""
         return now < self._shared_until
 
     def assign(
@@ -181,10 +182,13 @@ class CallTable:
         *,
         reserved: bool = False,
     ) -> list[PendingCall]:
-        """Assign the next calls to an executor and return them: at most `max_calls`, and none after the one that
-        reaches `target_bytes`. Tenants with `max_per_tenant` running calls, on all executors together, get no more.
-        Calls on their last attempt, of which an executor has at most one, do not count as running for this. `reserved`:
-        the calls get reserved places."""
+        """Assign the next calls to an executor and return them.
+
+        - At most `max_calls` are assigned, and none after they have `target_bytes` together.
+        - A tenant with `max_per_tenant` running calls, on all executors together, gets no more. Calls on their last
+          attempt do not count for this; an executor has at most one such call.
+        - With `reserved`, the calls get reserved places.
+        """
         assigned: list[PendingCall] = []
         running = self._running.setdefault(executor, {})
         size_bytes = 0
@@ -242,8 +246,9 @@ class CallTable:
     def calls_lost(
         self, executor: ExecutorId, lost: Iterable[LostAttempt], now: float
     ) -> tuple[list[PendingCall], list[PendingCall]]:
-        """Requeue calls that were lost at an executor. Calls without an attempt left get `unavailable`. Returns both
-        lists. An attempt of a cancelled call, and an unknown `seq`, are ignored."""
+        """Requeue calls that were lost at an executor. Calls without an attempt left get `unavailable`. Returns the
+        list of the requeued calls and the list of the failed ones. The attempt of a cancelled call, and an unknown
+        `seq`, are ignored."""
         requeued: list[PendingCall] = []
         failed: list[PendingCall] = []
         running = self._running.get(executor, {})
@@ -269,8 +274,9 @@ class CallTable:
         return requeued, failed
 
     def expire(self, batch: Batch, now: float) -> list[PendingCall]:
-        """Finish calls of a batch that have waited for `queue_timeout_s` with `unavailable`, and return them. At most
-        `MAX_EXPIRED_AT_ONCE`, so that the event loop is not blocked; a further `expire` finishes more."""
+        """Finish, with `unavailable`, the calls of a batch that have waited for `queue_timeout_s`, and return them. One
+        `expire` finishes at most `MAX_EXPIRED_AT_ONCE` calls, so that the event loop is not blocked; a further `expire`
+        finishes more."""
         timeout_s, expired = batch.queue_timeout_s, list[PendingCall]()
         while len(expired) < MAX_EXPIRED_AT_ONCE:
             call = batch.longest_waiting()
@@ -286,8 +292,8 @@ class CallTable:
         return expired
 
     def expire_deadlines(self, batch: Batch, now: float) -> Ended:
-        """Finish calls of a batch whose deadline has passed with `unavailable`. At most `MAX_EXPIRED_AT_ONCE`, as in
-        `expire`."""
+        """Finish, with `unavailable`, the calls of a batch whose deadline has passed: at most `MAX_EXPIRED_AT_ONCE`, as
+        in `expire`."""
         expired = Ended()
         while len(expired.calls) < MAX_EXPIRED_AT_ONCE:
             deadline, call = batch.next_deadline() or (math.inf, None)
@@ -309,21 +315,22 @@ class CallTable:
         return min([*times, deadline[0]] if deadline else times, default=None)
 
     def with_id(self, call_id: str, owner: Tenant | None) -> list[PendingCall]:
-        """Return the unfinished calls of a tenant, or of all, to which their caller gave this id, waiting calls first.
+        """Return the unfinished calls to which their caller gave this id, waiting calls first: those of the tenant
+        `owner`, or of all tenants if it is None.
 
-        Visits every unfinished call, 100,000 in about 10 ms: an index would cost every call time and memory, and few
-        calls are cancelled.
+        Visits every unfinished call, 100,000 in about 10 ms. An index of the ids would cost time and memory for every
+        call, and few calls are cancelled.
         """
         running = chain.from_iterable(calls.values() for calls in self._running.values())
         found = [call for call in chain(self._queue, self._waiting_last_attempts, running) if call.id == call_id]
-        # The index, which is the id of a call without one, does not count: many batches have the same indexes.
+        # A call without an id of its own has its index as `id`. It does not count: many batches have the same indexes.
         found = [call for call in found if call.call is not None and call.call.get("id") == call_id]
         if owner is None:
             return found
         return [call for call in found if call.batch.tenant is not None and call.batch.tenant.name == owner.name]
 
     def end(self, calls: Iterable[PendingCall], reason: UnavailableReason, message: str) -> Ended:
-        """Finish those of the calls that are unfinished with `unavailable`."""
+        """Finish, with `unavailable`, those calls that are unfinished."""
         ended = Ended()
         for call in calls:
             if call.call is not None:
@@ -375,7 +382,7 @@ class CallTable:
         return math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds)))
 
     def _buffer_result(self, batch: Batch, result: EncodedResult, size_bytes: int) -> None:
-        """Count a result as unread. A result that does not fit is changed to `unavailable`, in place."""
+        """Count a result as unread. If it does not fit, the mapping `result` itself is changed to `unavailable`."""
         maximum, unread_bytes = self.limits.max_result_bytes, self.unread_result_bytes
         equal_part = maximum / max(1, self._unread_batches)
         if unread_bytes + size_bytes > maximum and batch.unread_bytes + size_bytes > equal_part:
@@ -396,8 +403,8 @@ class CallTable:
         self, wanted: Mapping[str, Outstanding], owner: Tenant | None, now: float, *, reads_results: bool = False
     ) -> None:
         """Check whether a batch with this load by tenant would be admitted now. `owner` is `Batch.tenant`. Raises
-        `RequestRefused` if a limit is too small for this batch alone, and `Overloaded` if it is too small for it beside
-        the unfinished calls."""
+        `RequestRefused` if the batch alone exceeds a limit, and `Overloaded` if the batch and the unfinished calls
+        together exceed one."""
         if self.unread_result_bytes > self.limits.max_result_bytes and not reads_results:
             after_s = self.retry_after_s(1, now)
             raise Overloaded(

@@ -1,11 +1,11 @@
 """Sends calls from the call table to the executors, and their results back. Owns the table and the executors.
 
-The executors are processes of this machine, whose number is fixed, or those of a `Membership`, which adds and removes
-executors of other machines while the server runs.
+The executors are either a fixed number of processes of this machine, or the executors of a `Membership`. A membership
+adds and removes executors of other machines while the server runs.
 
 Invariants:
-- All calls that become ready in one iteration of the event loop are sent together: `_dispatch` runs at most once per
-  iteration, in frames of up to `wire.MAX_FRAME_CALLS`.
+- All calls that can be sent in one iteration of the event loop are sent together: `_dispatch` runs at most once per
+  iteration, and sends frames of up to `wire.MAX_FRAME_CALLS`.
 - Once the server drains, no call is dispatched. Waiting calls, and calls of an executor that dies, get `unavailable`
   with `Stopped` at once, so that their clients can send them to another server.
 - No task, timer or future belongs to a single call; a batch has at most one timer.
@@ -49,9 +49,10 @@ CANCELLED_MESSAGE = "its caller cancelled it by its id"
 MAX_STOPPED_AT_ONCE = 512
 """Calls that get `Stopped` or `Cancelled` in one iteration of the event loop, which takes some milliseconds."""
 MAX_CALL_BYTES = MAX_FRAME_BYTES - 4 * TARGET_FRAME_BYTES
-"""Largest encoded call. Other calls of up to `TARGET_FRAME_BYTES` characters may share its frame."""
+"""Maximum bytes of an encoded call. The rest of its frame is for other calls of up to `TARGET_FRAME_BYTES` characters,
+of at most four bytes each."""
 UNHEALTHY_AFTER_S = 150.0
-"""Seconds without any ready executor after which `/health` fails: more than one start may take
+"""Seconds without any ready executor after which `/health` fails. It is longer than one start of an executor may take
 (`executor_handle.START_S`)."""
 
 
@@ -125,7 +126,7 @@ class Dispatcher:
         self._executor_numbers = itertools.count()
         self._restarts_of_removed = 0
         self._expiry_timers: dict[Batch, tuple[float, asyncio.TimerHandle]] = {}
-        """The timer of each batch, and the expiry for which it was set."""
+        """For each batch: the time of the expiry, and the timer that is set for it."""
         self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
         self._last_ready_at = 0.0
@@ -153,7 +154,7 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)  # the end of the membership would kill them
+            await asyncio.wait(tasks)  # before the membership ends, which would kill the executors
         for task in self._other_tasks:
             task.cancel()
         await self._tasks.__aexit__(None, None, None)  # the task group would wrap `error`
@@ -176,14 +177,14 @@ class Dispatcher:
         self.executors.remove(executor)
 
     def limit_memory(self, memory_mb: int) -> None:
-        """Set the memory limit of further calls to that of the smallest machine that may run them, or to the
-        operator's maximum if that is lower. Calls in the queue keep their limits."""
+        """Lower the memory limit of further calls to `memory_mb`, the memory of the smallest machine that may run them.
+        If the operator's maximum is lower, it stays the limit. Calls in the queue keep their limits."""
         self.config = replace(self.config, max_limits=within_memory(self._max_limits, memory_mb))
 
     def reload_tenants(self) -> None:
-        """Read the tenants file again. It applies to new requests at once; unfinished calls keep their bounds, except
-        that the next request of a tenant sets the `max_running` of all its calls. A file with an error changes
-        nothing."""
+        """Read the tenants file again. A file with an error changes nothing. The new bounds apply to new requests at
+        once. Unfinished calls keep their old bounds, with one exception: the next request of a tenant sets the
+        `max_running` of all calls of the tenant."""
         try:
             self.tenants = _load_tenants(self.config)
         except ConfigError as error:
@@ -311,7 +312,7 @@ class Dispatcher:
         return count
 
     def samples(self, owner: Tenant | None = None) -> list[MetricSample]:
-        """Return all metrics, or those that a tenant may read; gauges are read now."""
+        """Return all metrics, or with `owner` only the metrics that this tenant may read. Gauges are read now."""
         if owner is not None:
             own = (sample for sample in self.samples() if sample[0] in TENANT_METRICS)
             return [*own, *self._tenant_samples([owner.name])]
@@ -358,7 +359,7 @@ class Dispatcher:
         self._requeue(*self.call_table.calls_lost(executor.number, lost, monotonic()))
 
     def _requeue(self, requeued: list[PendingCall], failed: list[PendingCall]) -> None:
-        """Dispatch the lost calls that the call table has requeued, and count those that have failed."""
+        """Dispatch the lost calls that the call table has requeued, and count the calls that have failed."""
         self.counters.retried += len(requeued)
         self._count_unavailable(failed)
         for batch in {call.batch for call in requeued}:
@@ -417,11 +418,11 @@ class Dispatcher:
         self._check_idle()
 
     def _max_per_tenant(self) -> float:
-        """Return how many calls one tenant may have at all executors.
+        """Return how many calls one tenant may have at all executors together.
 
-        While several tenants use the executors, a tenant leaves some short slots free, and none of its calls waits in
-        an executor. So a call of another tenant gets a slot at once, and not when calls that sleep have become long. A
-        tenant alone has no such bound.
+        A tenant that uses the executors alone has no bound. While several tenants use them, the bound leaves some short
+        slots (the slots of calls that are not long) free, and no call of the tenant waits in an executor. So a call of
+        another tenant gets a slot at once. It does not have to wait until calls that sleep have become long calls.
         """
         if not self.call_table.is_shared(monotonic()):
             return math.inf
@@ -429,9 +430,10 @@ class Dispatcher:
         return max(1, sum(window - slots - math.ceil(slots * RESERVED_PART) for window, slots in ready))
 
     def _send_frame(self, max_per_tenant: float, executor: ExecutorHandle) -> bool:
-        """Send an executor one frame of calls, for reserved places or else for places of its window. Returns False if
-        it may run none of the waiting calls: it has no place for them, they are on their last attempt and the executor
-        already runs such a call, or their tenants have reached their bounds."""
+        """Send an executor one frame of calls: for its reserved places, or if there are no such calls, for the places
+        of its window. Returns False if the executor may run none of the waiting calls. This has one of three reasons:
+        the executor has no free place; the calls are on their last attempt, and the executor already runs such a call;
+        or the tenants of the calls have reached their bounds."""
         for reserved, free in ((True, self._free_reserved(executor)), (False, self._free_window(executor))):
             max_calls = min(free, MAX_FRAME_CALLS)
             now = monotonic()
@@ -454,7 +456,7 @@ class Dispatcher:
         return reserved_slots(executor.ready_report.slots) - self.call_table.running_reserved(executor.number)
 
     def _arm_expiry_timer(self, batch: Batch) -> None:
-        """Start the timer of a batch for its waiting calls and its deadlines, unless it fires early enough already."""
+        """Set the timer of a batch to its next expiry or deadline. An earlier timer stays."""
         expiry = self.call_table.next_expiry(batch)
         if expiry is None:
             return
@@ -473,7 +475,7 @@ class Dispatcher:
         self._arm_expiry_timer(batch)
 
     def _end(self, ended: Ended) -> int:
-        """Cancel calls that the call table has finished at their executors. Returns their number."""
+        """Tell the executors to cancel the running ones of the `ended` calls. Returns the number of all ended calls."""
         self._cancel_running(ended.running)
         self._count_unavailable(ended.calls)
         self._schedule_dispatch()

@@ -1,18 +1,23 @@
-"""One executor, on this machine or another: its process, the socket to it, and its restarts.
+"""The gateway's handle for one executor, on this machine or another: its process, the socket to it, and its restarts.
+
+An executor is a process that runs calls. It forks each call from a *zygote*, an interpreter that has imported modules.
 
     spawn -> "configure" -> wait for "ready" -> is_ready ---lost---> kill, on_executor_lost
       ^                     (START_S)                                          |
       +------------------------------- back-off <-------------------------------+
 
 Invariants:
-- `is_ready` holds from the executor's "ready" frame until the loss is handled. EOF, exit, a malformed frame, a "failed"
-  frame, or `silence_timeout_s` without a frame is a loss; calls that are sent before it is handled are lost with it.
-- Before the owner learns of the loss, the executor's process group is killed. On another machine the connection is
-  closed instead, and the agent there kills it.
-- Each start has a connection of its own, which is closed before the owner learns of the loss. So a result of an earlier
-  start cannot arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
-- If the first start fails, `started` gets the reason and there is no further start. Later starts are retried with
-  back-off and `is_replacement`, which makes the executor ready as soon as one zygote is, because calls wait for it.
+- An executor is lost after one of these events: EOF, exit, a malformed frame, a "failed" frame, or `silence_timeout_s`
+  without a frame.
+- `is_ready` is true from the executor's "ready" frame until the loss is handled. Calls that are sent between the loss
+  and its handling are lost too.
+- Before the owner is told of the loss, the executor's process group is killed. For an executor on another machine the
+  connection is closed instead; the agent on that machine then kills the process group.
+- Each start has a connection of its own, which is closed before the owner is told of the loss. So no result of an
+  earlier start can arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
+- If the first start fails, `started` gets the reason and there is no further start.
+- Later starts are repeated with back-off until one succeeds. Their "configure" frame has `is_replacement`: the executor
+  is then ready with its first zygote, and not only when all zygotes are ready, because calls already wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ from sandbox.types import EncodedResult, Status
 log = logging.getLogger(__name__)
 
 EXECUTOR_MODULE = "sandbox.executor"
-"""The program of the process. The gateway may not import it."""
+"""The program of the process. It is only a name here: the gateway uses asyncio and the executor uses Trio, so neither
+package imports the other (contracts in pyproject.toml)."""
 START_S = 120.0
 """Seconds from the exec to the "ready" frame: build the jail, start and warm up the zygotes. A large runtime on a cold
 disk takes longest."""
@@ -47,16 +53,16 @@ SILENCE_TIMEOUT_S = 60.0
 """Seconds without a frame after which an executor counts as hung. Stats frames come about once a second."""
 SILENCE_CHECK_INTERVAL_S = 1.0
 EXIT_CODE_TIMEOUT_S = 0.5
-"""Seconds to wait for the exit code after EOF, for a better message than "closed its socket"."""
+"""Seconds to wait for the exit code after EOF. A message with the exit code is better than "closed its socket"."""
 STOP_TIMEOUT_S = 5.0
 """Seconds from "drain" and EOF to the kill."""
 MIN_BACKOFF_S = 0.1
-"""Seconds before a lost executor is restarted. The wait doubles with each start that fails."""
+"""Seconds before a lost executor is restarted. Each start that fails doubles the wait, up to `MAX_BACKOFF_S`."""
 MAX_BACKOFF_S = 10.0
 HIGH_WATER_BYTES = 1 << 20
-"""Unsent bytes to an executor above which it gets no more calls."""
+"""If more bytes than this are unsent on the way to an executor, it gets no more calls."""
 MAX_REASON_CHARS = 500
-"""Characters of the reason for which an attempt was lost."""
+"""Maximum characters of the reason why an attempt was lost. A longer reason is cut."""
 _STATUSES = frozenset(status.value for status in Status)
 
 
@@ -70,15 +76,15 @@ class LaunchedExecutor(Protocol):
         """Kill the process and all that it started. Does nothing if it has exited."""
 
     async def wait(self) -> int | None:
-        """Wait for the exit and return the exit code. On another machine, the exit is the end of the connection, and
-        the code is None."""
+        """Wait for the exit and return the exit code. For an executor on another machine, wait for the end of the
+        connection and return None."""
         ...
 
 
 Launch = Callable[[], Awaitable[LaunchedExecutor]]
 """Starts an executor. Raises `OSError` or `NodeError`."""
 SizedResult = tuple[int, EncodedResult, int]
-"""`seq`, result, and its `result_bytes`."""
+"""`seq` (the number of the attempt), its result, and the `result_bytes` of this result."""
 
 
 class HandleOwner(Protocol):
@@ -112,6 +118,7 @@ class ExecutorHandle:
         self.stats = ExecutorStats()
         self.restarts = 0
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the executor is ready for the first time, or with `NodeError` if the first start fails."""
         self._launch = launch
         self._silence_timeout_s = silence_timeout_s
         self._owner = owner
@@ -125,12 +132,13 @@ class ExecutorHandle:
         return self.is_ready and self._connection is not None and not self._connection.is_paused
 
     def send(self, message: list[object]) -> None:
-        """Queue a frame for the executor. Without an executor it is dropped; `on_executor_lost` reports the loss."""
+        """Queue a frame for the executor. If there is no connection, the frame is dropped: the owner has been told of
+        the loss by `on_executor_lost`."""
         if self._connection is not None:
             self._connection.send(message)
 
     def send_calls(self, calls: list[list[object]]) -> None:
-        """Queue a frame with calls, each as its `seq` and its mapping."""
+        """Queue a frame with calls, each as `[seq, call]`."""
         if self._connection is not None:
             self._connection.write(wire.pack_calls(calls))
 
@@ -140,8 +148,7 @@ class ExecutorHandle:
             self._process.kill()
 
     def drop(self) -> None:
-        """Close the connection and kill the executor at once; the owner learns of the loss. `run` must be cancelled
-        next."""
+        """Close the connection, kill the executor and tell the owner of the loss. The caller must cancel `run` next."""
         if self._process is not None:
             self._kill_and_report(self._process)
 
@@ -154,7 +161,8 @@ class ExecutorHandle:
                 return
             log.warning("executor %d lost: %s", self.number, error)
             self.restarts += 1
-            await asyncio.sleep(backoff_s(self._failures + 1, MIN_BACKOFF_S, MAX_BACKOFF_S))  # + 1: the loss itself
+            # The loss counts as the first failure, so that the first restart waits too.
+            await asyncio.sleep(backoff_s(self._failures + 1, MIN_BACKOFF_S, MAX_BACKOFF_S))
 
     async def _run_process(self) -> Exception:
         """Run one executor process to its end, and return the reason of the end."""
@@ -168,7 +176,7 @@ class ExecutorHandle:
             connection = await self._connect(process)
             connection.send(["configure", self.settings, self.started.done()])
             async with asyncio.TaskGroup() as tasks:
-                watchers = [
+                watchers = [  # they only mark the connection as lost, which ends `_wait_until_lost`
                     tasks.create_task(_wait_for_exit(process, connection)),
                     tasks.create_task(_wait_for_silence(connection, self._silence_timeout_s or SILENCE_TIMEOUT_S)),
                 ]
@@ -202,7 +210,7 @@ class ExecutorHandle:
         return await connection.lost
 
     def on_ready(self, report: ReadyReport) -> None:
-        """Store the "ready" frame."""
+        """Store the content of the "ready" frame, and set the first window."""
         self.ready_report = report
         self.window = report.slots * 2
 
@@ -245,7 +253,7 @@ class ExecutorHandle:
 
 
 class _ExecutorProtocol(asyncio.Protocol):
-    """The socket to an executor: decodes frames, and completes `ready` and `lost` once each."""
+    """The socket to an executor. It decodes frames, and completes each of the futures `ready` and `lost` once."""
 
     def __init__(self, executor: ExecutorHandle, owner: HandleOwner, loop: asyncio.AbstractEventLoop) -> None:
         self.ready: asyncio.Future[None] = loop.create_future()
@@ -273,8 +281,8 @@ class _ExecutorProtocol(asyncio.Protocol):
             self.mark_lost(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Mark the executor as lost, but not at once: usually the process has exited, and its exit code, which arrives
-        a moment later, makes a better message."""
+        """Mark the executor as lost after `EXIT_CODE_TIMEOUT_S`. Usually the process has exited, and `_wait_for_exit`
+        marks it earlier with the exit code, which makes a better message."""
         self.is_paused = True
         reason = NodeError(f"closed its socket{f' ({exc})' if exc else ''}")
         self._loop.call_later(EXIT_CODE_TIMEOUT_S, self.mark_lost, reason)
@@ -360,12 +368,13 @@ async def _wait_for_exit(process: LaunchedExecutor, connection: _ExecutorProtoco
 
 async def _wait_for_silence(connection: _ExecutorProtocol, timeout_s: float) -> None:
     """Mark the executor as lost after `timeout_s` without a frame. The time is counted in check intervals and not read
-    from a clock, so that it stops while the gateway itself is stopped."""
+    from a clock, so that time in which the gateway itself is stopped does not count."""
     silent_s = 0.0
     while silent_s < timeout_s:
         await asyncio.sleep(SILENCE_CHECK_INTERVAL_S)
         silent_s = 0.0 if connection.received_frame else silent_s + SILENCE_CHECK_INTERVAL_S
-        connection.received_frame = not connection.ready.done()  # START_S limits the time before "ready"
+        # Before "ready" there is no silence: START_S limits that time.
+        connection.received_frame = not connection.ready.done()
     connection.mark_lost(NodeError(f"sent no frame for {timeout_s:g} s"))
 
 

@@ -17,7 +17,7 @@ EXECUTOR_GAUGES = ("queued", "running", "running_long", "slots", "long_slots")
 """Names of the numbers in a "stats" frame that can rise and fall."""
 MAX_NAME_CHARS = 60
 MAX_CGROUPS_CHARS = 2000
-"""Also the maximum of a warning."""
+"""Maximum characters of `cgroups`, and of each warning."""
 MAX_WINDOW = 1_000_000
 """Calls that an executor may accept at once."""
 
@@ -35,9 +35,9 @@ class ReadyReport:
     wanted_fds: int = 0
     """File descriptors that the executor needs for the slots it was configured with."""
     missing_modules: tuple[str, ...] = ()
-    """Modules of the profiles that the Python for calls does not have."""
+    """Names of the modules that a profile imports and that the Python for calls does not have."""
     warnings: tuple[str, ...] = ()
-    """What the machine of the executor lacks, one sentence each."""
+    """One sentence for each thing that the machine of the executor lacks."""
 
     @classmethod
     def decode(cls, raw: Mapping[object, object]) -> ReadyReport:
@@ -105,5 +105,5 @@ def _number(value: object) -> int:
 
 
 def _name(value: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Return a text that every encoder takes: an executor may send unpaired surrogates."""
+    """Return a text that every encoder accepts. An executor may send unpaired surrogates, which are replaced."""
     return value[:max_chars].encode(errors="replace").decode() if isinstance(value, str) else ""

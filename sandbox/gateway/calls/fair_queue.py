@@ -3,16 +3,19 @@
 Invariants:
 - A lower priority number always goes first. Calls of a higher number may wait until their `queue_timeout_s`; a running
   call is never interrupted for another one.
-- Within one priority, the next call belongs to a tenant with the fewest running calls; tenants with equally many take
-  turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the queue to empty.
+- Within one priority, the next call belongs to a tenant with the fewest running calls. If several tenants have the
+  fewest, they take turns. So a tenant with long calls does not get all slots, and a new tenant does not wait for the
+  queue to empty.
 - Within one priority and tenant, requests take turns (`RequestQueue`), so a small request passes a large one.
 - A tenant with `max_running` running calls gets no further call. Its waiting calls are skipped at no cost: the tenant
-  is in no ring until one of its calls ends.
-- A requeued call (its executor died) goes before all other calls of its priority, whatever its tenant has running: it
-  was within the bound before. It gets no reserved place, though.
+  is in no ring (`_PriorityLevel`) until one of its calls ends.
+- A requeued call (its attempt was lost) goes before all new calls of its priority. The bounds of its tenant do not hold
+  for it, because it was within them when it was first popped. It gets no reserved place, a place at an executor that
+  only a first call gets (`request_queue`).
 - The cost of a step does not depend on how many calls or tenants wait. `pop` searches the priorities in use (at most
-  201, `types.PRIORITY`) and the distinct numbers of running calls per tenant (with N running calls at most sqrt(2N)).
-  A change of a tenant's running calls visits the priorities in which it has calls.
+  201, `types.PRIORITY`) and the distinct numbers of running calls per tenant. With N running calls there are about
+  sqrt(2N) distinct numbers, because 1 + 2 + ... + k may not exceed N. A change of the number of a tenant's running
+  calls visits the priorities in which the tenant has calls.
 - No clock and no I/O.
 """
 
@@ -49,7 +52,7 @@ class FairQueue(Generic[Item]):
         self._tenants: dict[str, _Tenant[Item]] = {}
         """Tenants with running calls, or with waiting calls that are not requeued."""
         self._levels: dict[int, _PriorityLevel[Item]] = {}
-        """Levels that have a call which `pop` may return, by priority."""
+        """By priority: the levels that have a call which `pop` may return."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -77,15 +80,15 @@ class FairQueue(Generic[Item]):
         self._count += len(items)
 
     def requeue(self, item: Item) -> None:
-        """Add a popped call again, before all new calls of its priority. It counts as running no longer."""
+        """Add a popped call again, before all new calls of its priority. It no longer counts as running."""
         self.finished(item)
         self._level(item.priority).requeued[item] = None
         self._count += 1
 
     def pop(self, max_per_tenant: float = math.inf, *, reserved: bool = False) -> Item | None:
-        """Remove and return the next call, which counts as running from now on; None if no call may run. New calls come
-        from tenants with fewer than `max_per_tenant` running calls only. `reserved`: the call is for a reserved place.
-        It is then a first call (`request_queue`) of the tenant whose turn it is."""
+        """Remove and return the next call, which counts as running from now on; None if no call may run. A call that is
+        not requeued belongs to a tenant with fewer than `max_per_tenant` running calls. With `reserved`, the call is
+        for a reserved place: it is a first call (`request_queue`) of the tenant whose turn it is."""
         for priority in sorted(self._levels):
             level = self._levels[priority]
             if level.requeued and not reserved:
@@ -126,7 +129,7 @@ class FairQueue(Generic[Item]):
         self._count -= 1
 
     def finished(self, item: Item) -> None:
-        """Count a popped call as running no longer."""
+        """Stop counting a popped call as running."""
         tenant = self._tenants[item.tenant]
         tenant.requests[item.priority].finished(item)
         self._update(tenant, tenant.running - 1, tenant.max_running)
@@ -137,7 +140,7 @@ class FairQueue(Generic[Item]):
         return self._tenants[tenant].running if tenant in self._tenants else 0
 
     def lift_bounds(self) -> None:
-        """Let `pop` return the calls of all tenants, however many of their calls are running."""
+        """From now on, let `pop` return the calls of a tenant whatever its number of running calls is."""
         for tenant in self._tenants.values():
             self._update(tenant, tenant.running, math.inf)
 
@@ -206,10 +209,10 @@ class _Tenant(Generic[Item]):
 
 
 class _PriorityLevel(Generic[Item]):
-    """One priority: the requeued calls, and the tenants with waiting calls of this priority that may run one.
+    """One priority: its requeued calls, and the tenants that have waiting calls of this priority and may run one.
 
-    The tenants are in rings, one ring per number of running calls. The next call is that of the first tenant in the
-    ring with the lowest number; the tenant then moves to the end of the ring for its new number.
+    The tenants are in rings, one ring per number of running calls. The next call belongs to the first tenant in the
+    ring with the lowest number. The tenant then moves to the end of the ring for its new number.
     """
 
     __slots__ = ("requeued", "rings")

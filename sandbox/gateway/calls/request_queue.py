@@ -1,17 +1,24 @@
 """Waiting calls of several HTTP requests, which take turns.
 
-    requests with waiting calls:   next is a first call   A -> B -> C     a start takes the first request of one ring,
-                                   the others             D -> E          then of the other; the request goes to the
-                                                                          end of its new ring
+A request is small if it has had at most `MAX_SMALL_CALLS` calls. A waiting call is a *first call* if its request is
+small and no call of the request runs. The requests with waiting calls are in two rings:
 
-The next call of a request is a *first call* if the request is small (`MAX_SMALL_CALLS`) and none of its calls runs.
+    ring of first calls   A -> B -> C     requests whose next call is a first call
+    ring of others        D -> E          all other requests
+
+Each start takes one call of the request at the head of a ring. If this request still has waiting calls, it goes to the
+end of the ring of others, because a call of it now runs. Starts alternate between the rings while both have requests.
+Only a start for a reserved place (a place at an executor that only a first call gets) always uses the ring of first
+calls.
 
 Invariants:
 - The calls of one request start in the order in which they were pushed.
-- A first call waits for at most one start of each request before it in its ring, and for as many starts of the other
-  ring. So a small request passes large ones, and also a large one that its client sends as many requests.
-- No request starves: a request that is n-th in its ring starts a call within 2n starts, or it changes to the other
-  ring, where the same holds.
+- A first call whose request is n-th in its ring waits for at most n - 1 starts of its ring and n starts of the other
+  ring. So a small request does not wait for the end of a large request. If a client divides a large request into many
+  small requests, another small request waits for the first call of each of them, and not for all their calls.
+- No request starves. A request that is n-th in its ring starts a call within 2n starts, those for reserved places not
+  counted, or it changes to the other ring and is last there. It cannot change without end: between two starts of its
+  own, it returns to the ring of others only if a requeued call of it starts or if it stops being small.
 - The cost of a step does not depend on how many calls or requests wait.
 - No clock and no I/O.
 """
@@ -24,7 +31,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class OfRequest(Protocol):
-    """The field of a call that the queue reads. Calls are compared by identity."""
+    """A call of a request, with the only field that the queue reads. Calls are compared by identity."""
 
     @property
     def request_number(self) -> int: ...
@@ -33,22 +40,22 @@ class OfRequest(Protocol):
 Item = TypeVar("Item", bound=OfRequest)
 
 MAX_SMALL_CALLS = 16
-"""A request is small if it has had at most this many calls. A group of 16 episodes makes as many tool calls at once."""
+"""Maximum number of calls of a small request. In training, a group of 16 episodes makes 16 tool calls at once."""
 
 
 class RequestQueue(Generic[Item]):
     """Waiting calls in order, and the number of running calls of each request. `finished` must be called once for each
-    call that was started."""
+    call that was passed to `start` or `count_running`."""
 
     def __init__(self) -> None:
         self._requests: dict[int, _Request[Item]] = {}
         """Requests with waiting or running calls, by number."""
         self._first_calls: OrderedDict[int, _Request[Item]] = OrderedDict()
-        """Requests with waiting calls, the next of which is a first call."""
+        """The ring of first calls: requests by number, the head first."""
         self._others: OrderedDict[int, _Request[Item]] = OrderedDict()
-        """The other requests with waiting calls."""
+        """The ring of others."""
         self._is_other_next = False
-        """Whether the next start is one of `_others`, if it has a request."""
+        """Whether the ring of others has the next turn. If this ring is empty, the ring of first calls has it."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -78,11 +85,12 @@ class RequestQueue(Generic[Item]):
             after[request.number] = request
 
     def peek(self, *, first_calls_only: bool = False) -> Item | None:
-        """Return the call that is to start next, or None."""
+        """Return the call that is to start next, or None. With `first_calls_only`, other calls are passed over."""
         if self._others and not first_calls_only and (self._is_other_next or not self._first_calls):
             ring = self._others
         else:
             ring = self._first_calls
+        # The first waiting call of the request at the head of the ring.
         return next(iter(next(iter(ring.values())).waiting)) if ring else None
 
     def start(self, item: Item) -> None:
@@ -91,7 +99,7 @@ class RequestQueue(Generic[Item]):
         self._is_other_next = self._ring(request) is self._first_calls
         self.remove(item)
         self.count_running(item)
-        if request.waiting:
+        if request.waiting:  # it is in the ring of others, since one of its calls runs
             self._others.move_to_end(request.number)
 
     def remove(self, item: Item) -> None:
@@ -104,11 +112,11 @@ class RequestQueue(Generic[Item]):
             self._remove_if_unused(request)
 
     def count_running(self, item: Item) -> None:
-        """Count a call that does not wait here as running."""
+        """Count a call as running that `start` has not returned: a requeued call, which waits outside of this queue."""
         self._set_running(self._request(item.request_number), 1)
 
     def finished(self, item: Item) -> None:
-        """Count a call as running no longer."""
+        """Stop counting a call as running."""
         self._set_running(self._requests[item.request_number], -1)
 
     def _set_running(self, request: _Request[Item], change: int) -> None:

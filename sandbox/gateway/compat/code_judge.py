@@ -1,8 +1,8 @@
 """The routes of code-judge (commit fbc5293), so that its clients run unchanged: rStar2-Agent's tool and reward, and the
 clients of code-judge's `judge_client.py`.
 
-- `reason` is empty if the code ended, also with an error or beyond its memory or output limit. It is `worker_timeout`
-  if the code reached its time limit, and `queue_timeout` or `internal_error` if the service failed.
+- `reason` is `worker_timeout` if the code reached its time limit, and `queue_timeout` or `internal_error` if the
+  service failed. Otherwise it is empty: the code ended, perhaps with an error or at its memory or output limit.
 - A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. The ids and the
   expected outputs that a request keeps count as part of the size of its calls.
 - Unknown fields and `options` are ignored, as code-judge does.
@@ -40,19 +40,19 @@ from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, I
 from sandbox.types import Call, EncodedResult, Limits, Status, check_call, memory_bytes
 
 LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
-"""code-judge's default limits: 10 s, and 256 MiB to which it adds 128 MiB. The time is 50 ms lower, because
-`sleep(10)` exceeds the limit in code-judge, and virtual time is measured with an error. code-judge has no limit of the
-output."""
+"""The default limits of code-judge: 10 s, and 384 MiB (256 MiB to which it adds 128 MiB). The time here is 50 ms lower:
+`sleep(10)` exceeds the limit of code-judge and must exceed this one too, although virtual time (wall time without
+waiting for a core) is measured with an error. code-judge does not limit the output."""
 QUEUE_TIMEOUT_S = 4.0
 """Seconds after which a call that still waits for a slot gets `queue_timeout`."""
 LONG_QUEUE_TIMEOUT_S = 3600.0
-"""The same for long batches."""
+"""Seconds after which a call of a long batch that still waits for a slot gets `queue_timeout`."""
 TIMEOUT_TEXT = "Suicide from timeout.\n"
 """Text that code-judge appends to the stdout of a program that reached its time limit."""
 MAX_TEXT_CHARS = 1000
-"""Characters of stdout and of stderr that are returned."""
+"""Maximum characters of stdout, and of stderr, that are returned."""
 KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
-"""Bytes of a result that a batch keeps until its response, as `result_bytes` counts them."""
+"""Maximum bytes of one result that a batch keeps until its response. They are counted as in `result_bytes`."""
 
 Answer = dict[str, Any]
 
@@ -70,10 +70,10 @@ class Mode(NamedTuple):
 
 
 class SubmissionForm(CallsForm):
-    """The body of one submission. The `extra` of a call is what its answer needs: the id and the expected output."""
+    """The body of one submission. `CheckedCall.extra` has what the answer needs: the id and the expected output."""
 
     max_wait_s = QUEUE_TIMEOUT_S
-    """Maximum of the batch's `queue_timeout_s`."""
+    """Maximum of the batch's `queue_timeout_s`. `_run` sets the maximum of the route."""
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
@@ -93,8 +93,8 @@ class SubmissionForm(CallsForm):
             self.batch.calls[-1].size_bytes += memory_bytes(self.sub_ids[-1]) + memory_bytes(expected_output or "")
 
     def _check_submissions(self, items: Iterable[tuple[Json, Location]]) -> Iterator[Item]:
-        """Check submissions, given with their location in the body."""
-        from sandbox.gateway.compat.models import CodeJudgeSubmission
+        """Check submissions. Each item is a submission and its location in the body."""
+        from sandbox.gateway.compat.models import CodeJudgeSubmission  # here, because importing pydantic takes 0.2 s
 
         errors: list[Error] = []
         for index, (item, location) in enumerate(items):
@@ -113,12 +113,12 @@ class SubmissionForm(CallsForm):
 
 
 class SubmissionsForm(SubmissionForm):
-    """The body of a batch of submissions. The `extra` of the head is the id of the batch."""
+    """The body of a batch of submissions. `BatchHead.extra` is the id of the batch."""
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`. If a field of the batch is
         malformed, the submissions are not checked."""
-        from sandbox.gateway.compat.models import CodeJudgeBatch
+        from sandbox.gateway.compat.models import CodeJudgeBatch  # here, because importing pydantic takes 0.2 s
 
         body = validate(CodeJudgeBatch, raw)
         items, max_items = body.submissions, self.config.batch_calls

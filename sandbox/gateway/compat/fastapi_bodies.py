@@ -1,7 +1,7 @@
-"""Checks bodies with the pydantic models of `compat.models`, and answers a malformed body as FastAPI does, since
-code-judge and SandboxFusion are written with FastAPI: with 422 and `{"detail": [{"type", "loc", "msg", "input"}]}`.
+"""Checks bodies with the pydantic models of `compat.models`. A malformed body is answered with HTTP 422 and
+`{"detail": [{"type", "loc", "msg", "input"}]}`, as FastAPI does: code-judge and SandboxFusion are written with FastAPI.
 
-- The models are imported with the first request of these routes, in a thread, because that takes 0.2 s of CPU.
+- The models are imported at the first request of these routes, in a thread, because this takes 0.2 s of CPU time.
 - The response has at most `MAX_ERRORS` errors. It repeats an input only up to about `MAX_INPUT_CHARS` characters, and
   describes a larger one.
 """
@@ -37,7 +37,8 @@ MAX_ERRORS = 100
 MAX_INPUT_CHARS = 1000
 """Characters of an input, and of a name in the path to it, that an error repeats."""
 _CONTAINER_CHARS = 10
-"""Characters that a list or an object counts in addition to its items. They bound the depth of an input."""
+"""A list or an object counts as this many characters in addition to its items. So an input that is repeated has a
+bounded depth."""
 
 _MALFORMED_EXAMPLE = {"detail": [{"type": "missing", "loc": ["body", "code"], "msg": "Field required", "input": {}}]}
 
@@ -76,8 +77,8 @@ def _bounded(error: Error, location: Location) -> Error:
 
 
 def _chars_left(value: Json, chars: float) -> float:
-    """Return how many of `chars` characters a value leaves, or a negative number for one that JSON or msgpack may not
-    represent. It stops reading the value when none is left."""
+    """Return `chars` minus the characters of a value. The result is negative if the value has more characters, or if
+    JSON or msgpack may be unable to represent it. Reading ends when no characters are left."""
     if isinstance(value, str):
         return chars - len(value)
     if isinstance(value, (list, dict)):
@@ -102,7 +103,7 @@ def route(
     examples: Mapping[str, Any],
 ) -> Route:
     """Return a route whose handler raises `MalformedBody` for a malformed body. `body` and `response` are the names of
-    models, and `failure_statuses` are those of failures of the service."""
+    models. `failure_statuses` are the HTTP statuses for failures of the service."""
     return Route(
         "POST",
         path,

@@ -1,9 +1,9 @@
 """The bodies and responses of code-judge and SandboxFusion as pydantic models. `fastapi_bodies` checks bodies with
-them, and the OpenAPI document has their schemas. Import this module only where one of the two is needed, because
-importing pydantic and building the models take 0.2 s of CPU and 8 MiB.
+them, and the OpenAPI document has their schemas. Import this module only inside functions for these two purposes:
+importing pydantic and building the models take 0.2 s of CPU time and 8 MiB.
 
-- The fields of a request have the order that they have in the other service, since its errors come in this order.
-- Other fields are ignored, as in the other service.
+- The fields of a request are in the same order as in the other service, because errors are listed in this order.
+- Unknown fields are ignored, as in the other service.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sandbox.types import DEFAULT_LIMITS, LIMIT_FIELDS, MAX_CODE_CHARS, MAX_STDI
 
 MAX_SUB_ID_CHARS = 1024
 MAX_CELLS = 4096
-"""Cells of a notebook. The results of 8,333 cells reach `sandbox_fusion.MAX_CELL_VALUES` whatever the cells do."""
+"""Maximum number of cells of a notebook. With 8,333 cells, even results without any content would have
+`sandbox_fusion.MAX_CELL_VALUES` values."""
 SECONDS = LIMIT_FIELDS["timeout_s"]
 Language = Literal[
     "python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda",
@@ -33,8 +34,8 @@ Language = Literal[
 
 
 def _max_chars(maximum: int) -> AfterValidator:
-    """Return a check of the length of a text. The `max_length` of pydantic would refuse lone surrogates, which are an
-    error of the code."""
+    """Return a check of the length of a text. The `max_length` of pydantic would also refuse lone surrogates. They are
+    accepted here, because they are an error of the code and not of the request."""
 
     def check(text: str) -> str:
         if len(text) > maximum:
@@ -77,7 +78,7 @@ MemoryMb = Annotated[
         le=10**9,
         description=f"MiB beyond the interpreter's own memory; 0 or less: {DEFAULT_LIMITS.memory_mb}",
     ),
-    BeforeValidator(_number),  # behind the bounds, which are else missing in the schema
+    BeforeValidator(_number),  # after `Field`: before it, the schema would lack the bounds
 ]
 
 

@@ -3,8 +3,9 @@ tool, and the Python SDK `sandbox-fusion`.
 
 - `/run_code` runs Python. `/run_jupyter` runs all its cells in one call (`guest/notebook.py`), since there are no
   sessions.
-- A program that fails is `Failed`. A failure of the service is never `Failed`. It is HTTP 504 if the client should send
-  the request again, because verl retries no other status; else it is the status `SandboxError`.
+- If the program fails, the `status` of the response is `Failed`.
+- If the service fails, the response is never `Failed`. If the client should send the request again, the response is
+  HTTP 504, because verl retries no other HTTP status. In the other cases the `status` is `SandboxError`.
 - Unknown fields are ignored, as SandboxFusion does.
 """
 
@@ -46,16 +47,16 @@ if TYPE_CHECKING:
 KERNEL_START_S = 10.0
 """Seconds that SandboxFusion adds to `total_timeout` for the start of its kernel."""
 RUN_CODE_OUTPUT_KB = 1024
-"""KiB of stdout and of stderr that SandboxFusion reads."""
+"""Maximum KiB of stdout, and of stderr, as in SandboxFusion."""
 NOTEBOOK_OUTPUT_KB = 8192
-"""KiB of the results of all cells, encoded."""
+"""Maximum KiB of the encoded results of all cells together."""
 MAX_CELL_VALUES = 50_000
-"""Maximum of JSON values in the results of all cells, counted as `[`, `{` and `,`. Hostile code can write millions,
-which would take a second to decode."""
+"""Maximum number of JSON values in the results of all cells. They are counted as the characters `[`, `{` and `,`.
+Hostile code can write millions of values, which would take a second to decode."""
 ERRORS_WITH_504 = frozenset({UnavailableReason.STOPPED, UnavailableReason.NODE_ERROR, UnavailableReason.QUEUE_TIMEOUT})
 """Reasons of `unavailable` for which the response is 504, so that the client sends the request again."""
 
-_LITERAL = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})
+_ESCAPES = str.maketrans({"\\": r"\\", "'": r"\'", "\r": r"\r", "\0": r"\0"})
 """Escapes for a text between triple quotes. Line breaks stay."""
 
 Response = dict[str, Any]
@@ -66,43 +67,44 @@ class UnsupportedLanguage(BodyError):
 
 
 class RunCodeForm(CallsForm):
-    """The body of /run_code. The `extra` of the head is the paths of the files to return."""
+    """The body of /run_code. `BatchHead.extra` is the result of `_paths_to_fetch`."""
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody`, `InvalidCall` or `UnsupportedLanguage`."""
-        from sandbox.gateway.compat.models import SandboxFusionCode
+        from sandbox.gateway.compat.models import SandboxFusionCode  # here, because importing pydantic takes 0.2 s
 
         body = validate(SandboxFusionCode, raw)
-        fetched = _fetched(body)
+        fetched = _paths_to_fetch(body)
+        # Before the check of the language: a malformed field is HTTP 422, whatever the language is.
         call = _build_call(body, fetched, body.code, body.stdin or "", body.run_timeout, RUN_CODE_OUTPUT_KB)
         if body.language != "python":
             raise UnsupportedLanguage(f"language {body.language!r} is not supported: this server runs python only")
         yield BatchHead(1, self.config.queue_timeout_s, extra=fetched)
-        yield CheckedCall(0, call.encode(binary=True), "")
+        yield CheckedCall(0, call.encode(binary=True), "")  # the only call: it has the index 0 and no id
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
         is_ok, files = result["status"] == Status.OK.value, _returned_files(result, self.head.extra)
-        command = _command(result, result["stdout"], result["stderr"])
+        command = _process_result(result, result["stdout"], result["stderr"])
         return _response("Success" if is_ok else "Failed", files=files, compile_result=None, run_result=command)
 
 
 class RunJupyterForm(CallsForm):
-    """The body of /run_jupyter. The `extra` of the head is the paths of the files to return, and the number of
+    """The body of /run_jupyter. `BatchHead.extra` has two items: the result of `_paths_to_fetch`, and the number of
     cells."""
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody` or `InvalidCall`."""
-        from sandbox.gateway.compat.models import SandboxFusionCells
+        from sandbox.gateway.compat.models import SandboxFusionCells  # here, because importing pydantic takes 0.2 s
 
         body = validate(SandboxFusionCells, raw)
         if (total_chars := sum(map(len, body.cells))) > MAX_CODE_CHARS:
             raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
-        fetched = _fetched(body)
+        fetched = _paths_to_fetch(body)
         code = f"__import__('{NOTEBOOK_MODULE}').run({','.join(map(_literal, body.cells))})"
         call = _build_call(body, fetched, code, "", body.total_timeout + KERNEL_START_S, NOTEBOOK_OUTPUT_KB)
         yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(body.cells)])
-        yield CheckedCall(0, call.encode(binary=True), "")
+        yield CheckedCall(0, call.encode(binary=True), "")  # the only call: it has the index 0 and no id
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
@@ -110,7 +112,7 @@ class RunJupyterForm(CallsForm):
         cells, files = decode_cells(result["stdout"], num_cells), _returned_files(result, fetched)
         is_complete = result["status"] == Status.OK.value and len(cells) == num_cells
         status = "Success" if is_complete else "Failed"
-        return _response(status, files=files, driver=_command(result, "", ""), cells=cells)
+        return _response(status, files=files, driver=_process_result(result, "", ""), cells=cells)
 
 
 async def _run(request: web.Request, make_form: type[RunCodeForm | RunJupyterForm]) -> web.StreamResponse:
@@ -133,11 +135,11 @@ async def _run(request: web.Request, make_form: type[RunCodeForm | RunJupyterFor
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal for a text plus a line break. Each line of the text stays a line of its own, because the
-    executor looks for imports line by line."""
+    """Return a Python literal whose value is the text followed by a line break. The lines of the text are lines of the
+    literal too, because the executor looks for imports line by line."""
     if not text.isascii():  # a literal cannot contain lone surrogates
         text = text.encode("utf-8", "replace").decode()
-    return f"'''\\\n{text.translate(_LITERAL)}\n'''"
+    return f"'''\\\n{text.translate(_ESCAPES)}\n'''"
 
 
 def _build_call(
@@ -160,7 +162,8 @@ def _build_call(
 
 
 def _files(files: Mapping[str, str | None]) -> dict[str, bytes]:
-    """Return the files to create. Like SandboxFusion, skip a file without content. Base64 text may have line breaks."""
+    """Return the files to create. A file whose content is None is skipped, as in SandboxFusion. Base64 text may have
+    line breaks."""
     return {
         _normal(path): decode_bytes(content.replace("\r", "").replace("\n", ""), f"files[{shown(path)}]")
         for path, content in files.items()
@@ -168,16 +171,17 @@ def _files(files: Mapping[str, str | None]) -> dict[str, bytes]:
     }
 
 
-def _fetched(body: SandboxFusionCode | SandboxFusionCells) -> dict[str, str]:
-    """Return the path of the file for each name in `fetch_files`. Names are not patterns in SandboxFusion."""
+def _paths_to_fetch(body: SandboxFusionCode | SandboxFusionCells) -> dict[str, str]:
+    """Return the path of the file for each name in `fetch_files`. SandboxFusion takes a name as it is. Without
+    `glob.escape`, a name with `*`, `?` or `[` would be a pattern here."""
     fetched = {name: _normal(name) for name in body.fetch_files}
     check_paths([glob.escape(path) for path in fetched.values()], "fetch_files")
     return fetched
 
 
 def _normal(path: str) -> str:
-    """Return a path without '.' parts and double slashes. `Call` refuses all other paths that are not relative and
-    clean."""
+    """Return a path without '.' parts and double slashes, and with 'a/..' removed. If the result is absolute or begins
+    with '..', `Call` refuses it."""
     return posixpath.normpath(path) if path else path
 
 
@@ -198,12 +202,12 @@ def _sandbox_error(message: str) -> Response:
     return _response("SandboxError", message, compile_result=None, run_result=None, driver=None, cells=[])
 
 
-def _response(status: str, message: str = "", files: Mapping[str, bytes] | None = None, **ends: Any) -> Response:
-    return {"status": status, "message": message, **ends, "executor_pod_name": None, "files": files or {}}
+def _response(status: str, message: str = "", files: Mapping[str, bytes] | None = None, **results: Any) -> Response:
+    return {"status": status, "message": message, **results, "executor_pod_name": None, "files": files or {}}
 
 
-def _command(result: EncodedResult, stdout: str, stderr: str) -> Response:
-    """Return how a process ended, in the fields of SandboxFusion."""
+def _process_result(result: EncodedResult, stdout: str, stderr: str) -> Response:
+    """Return how the process of a call ended, in the fields of SandboxFusion."""
     is_timeout = result["status"] == Status.TIMEOUT.value
     return {
         "status": "TimeLimitExceeded" if is_timeout else "Finished",
@@ -215,7 +219,8 @@ def _command(result: EncodedResult, stdout: str, stderr: str) -> Response:
 
 
 def _return_code(result: EncodedResult) -> int:
-    """Return the exit code, or the negative number of the signal. Only a call with the status `ok` has 0."""
+    """Return the exit code, or the negative number of the signal that ended the process. The result is 0 only for a
+    call with the status `ok`."""
     if result["signal"] is not None:
         return -result["signal"]
     is_ok = result["status"] == Status.OK.value
@@ -228,9 +233,10 @@ def _returned_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[s
 
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
-    """Return the results of the cells that have ended, from the lines that `guest/notebook.py` writes. Hostile code can
-    write any line; the results end before the first line that is malformed, or that exceeds `MAX_CELL_VALUES`."""
-    from sandbox.gateway.compat.models import SandboxFusionCell
+    """Return the results of the cells that have ended. `guest/notebook.py` writes one line of `stdout` for each cell.
+    Hostile code can write other lines. So the results end before the first line that is malformed, or with which the
+    lines have more than `MAX_CELL_VALUES` values."""
+    from sandbox.gateway.compat.models import SandboxFusionCell  # here, because importing pydantic takes 0.2 s
 
     cells: list[Response] = []
     values_left = MAX_CELL_VALUES

@@ -1,10 +1,12 @@
 """Decides which requests are served.
 
-- With a token or tenants, a request must carry the server's token or that of a tenant, as a bearer token or as the
-  password in its URL. `PUBLIC_PATHS` are exceptions: `/health` and `/ready` for probes, and the pages, since a browser
-  sends no token with a page. The pages contain no data; they ask for the token and fetch their data with it.
-- Without a token the server listens on loopback only. Then web pages in a browser on the same machine are kept out:
-  requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS rebinding) are rejected.
+- If the server has a token or tenants (owners of calls, each with its own token), a request must carry one of these
+  tokens: as a bearer token, or as the password in its URL. `PUBLIC_PATHS` need no token: `/health` and `/ready` are for
+  probes, and a browser sends no token when it loads a page. The pages contain no data. They ask for the token and fetch
+  their data with it.
+- A server without a token listens on loopback only. It still protects itself against web pages that a browser on the
+  same machine shows: it rejects requests with a foreign `Origin` (cross-site requests) or a foreign `Host` (DNS
+  rebinding).
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from sandbox.settings.tenants import Tenant, Tenants
 
 DOCS_ASSETS = frozenset({"/docs/assets/swagger-ui.css", "/docs/assets/swagger-ui-bundle.js"})
 TENANT = web.RequestKey("tenant", Tenant)
-"""The tenant of a request's token. Missing for the server's token, and on a server without tenants."""
+"""The tenant whose token the request has. The key is missing if the request has the server's token, and on a server
+without tenants."""
 PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
 def auth_middleware(dispatcher: Dispatcher) -> Middleware:
-    """Return the middleware that checks each request, and stores the tenant of its token as `TENANT`."""
+    """Return the middleware that checks each request and stores the tenant of its token under the key `TENANT`."""
     config = dispatcher.config
 
     @web.middleware
@@ -46,9 +49,12 @@ def auth_middleware(dispatcher: Dispatcher) -> Middleware:
 
 
 def sent_token(authorization: str, origin: str | None = None) -> str:
-    """Return the token in a header, or "". With basic authentication the token is the password; it is for clients that
-    accept only a URL. A request of a web page (with an `Origin`) cannot use it, because a browser sends a password
-    again by itself, also for a page of another site."""
+    """Return the token in an `Authorization` header, or "" if there is none.
+
+    With basic authentication, the token is the password. Basic authentication is for clients that can be configured
+    only by a URL (`http://user:TOKEN@host`). It is refused for a request with an `Origin`, which comes from a web page:
+    a browser remembers a password and adds it to each request to this server, also to a request of another site's page.
+    """
     scheme, _, sent = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return sent.strip()
@@ -61,10 +67,11 @@ def sent_token(authorization: str, origin: str | None = None) -> str:
 
 
 def check_token(token: str, server_token: str | None, tenants: Tenants | None = None) -> Tenant | None:
-    """Return the tenant of a token; None for the server's token. Raises `HttpError` 401 for another token. The time of
-    the comparison says nothing about the characters of a token."""
+    """Return the tenant of a token, or None for the server's token. Raises `HttpError` 401 for any other token. The
+    check is safe against timing attacks: `tenants` looks up a digest, and `compare_digest` takes constant time."""
     if token and tenants is not None and (tenant := tenants.find(token)) is not None:
         return tenant
+    # "replace": aiohttp decodes a header with "surrogateescape", and such a text cannot be encoded strictly.
     if server_token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), server_token.encode()):
         return None
     received = "a wrong token" if token else "no token"
@@ -90,7 +97,7 @@ def _name_of(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # saves the parsing of an address in each request; bounded, since clients choose the names
 def _is_local(name: str, own_host: str) -> bool:
     if name.lower() in ("localhost", own_host.lower()):
         return True

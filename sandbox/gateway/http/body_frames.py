@@ -1,5 +1,5 @@
-"""Frames between the gateway and its body worker, on a socket: a 1-byte kind and a 4-byte little-endian length, then as
-many bytes.
+"""Frames between the gateway and its body worker, on a socket: a 1-byte kind and a 4-byte little-endian length, then
+the payload of this length.
 
     gateway -> worker                              worker -> gateway
     CONFIG  [batch_calls, queue_timeout_s, ...]    ITEMS  [item, ...]       of about `FRAME_BYTES` together
@@ -8,8 +8,8 @@ many bytes.
                                                    ERROR  [class, arguments]
                                                    DONE   nothing           after the last item
 
-An item is at most one call or one program's fields, and large texts and bytes come apart. So no frame takes the gateway
-long to decode, and none of its steps is longer than one frame.
+An item is at most one call or the fields of one program, and its large texts and bytes come in frames of their own. So
+no frame takes long to decode, and the gateway can serve other requests after each frame.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from sandbox.types import Limits
 
 HEADER = struct.Struct("<BI")
 CONFIG, BODY, ITEMS, LARGE, BLOB, ERROR, DONE = range(7)
+"""The kinds of frames."""
 FRAME_BYTES = 64 << 10
 """Bytes of items after which a frame ends."""
 BLOB_BYTES = 1 << 20
-"""Length from which a text or bytes of an item come in a frame of their own."""
-_TEXT, _BYTES = 1, 2
-"""Codes of placeholders, as msgpack extensions."""
+"""Length from which a text or bytes of an item come in a frame of their own (BLOB)."""
+_TEXT = 1
+"""Code of the msgpack extension that is the placeholder of a text."""
+_BYTES = 2
+"""Code of the msgpack extension that is the placeholder of bytes."""
 
 
 def encode_config(config: ServeConfig) -> list[Any]:

@@ -1,10 +1,10 @@
 """Turns bodies into the items of a form: a small body in the gateway, a large one in a worker process (`body_worker`).
 
 Invariants:
-- No body keeps the gateway from serving other requests, whatever it contains: what is decoded in one step is a body
-  below `LARGE_BODY_BYTES`, or one frame of the worker.
+- Whatever a body contains, the gateway can serve other requests meanwhile. In one step of the event loop it decodes
+  only a body below `LARGE_BODY_BYTES`, or one frame of the worker.
 - Large bodies are decoded one at a time, since a hostile one takes many times its size in memory. Each tenant has at
-  most one body in the line for the worker, so that the tenants take turns.
+  most one body that waits for the worker, so that the tenants take turns.
 - The worker starts with the first large body. It is killed if the request of its body is cancelled, and the next large
   body starts another one.
 """
@@ -32,7 +32,7 @@ LARGE_BODY_BYTES = 256 << 10
 WORKER_MODULE = "sandbox.gateway.http.body_worker"
 """The program of the worker. It is not imported here, since it runs as `__main__`."""
 _STREAM_LIMIT_BYTES = 1 << 20
-"""Bytes from the worker that wait to be read."""
+"""Maximum bytes from the worker that wait to be read."""
 
 
 class BodyParser:
@@ -47,7 +47,7 @@ class BodyParser:
 
     async def parse(self, body: bytes, content_type: str, form: Form) -> None:
         """Decode and check a body, and add its items to the form. Raises what `Form.check` raises, and `HttpError`: 400
-        if the body is malformed, 413 if it has more objects than any valid one."""
+        if the body is malformed, 413 if it has more objects than any valid body."""
         if len(body) < LARGE_BODY_BYTES:
             raw = codec.decode(body, content_type, form.max_calls(self._config), form.max_keys)
             return await validation.fill(form, form.check(raw))

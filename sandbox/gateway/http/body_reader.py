@@ -2,11 +2,12 @@
 
 - The budget of a tenant covers its bodies from the first byte until their calls are admitted or rejected. The length in
   the request's head is reserved before the first byte is read; a body without a length is reserved as it grows. So a
-  body that does not fit is refused at once, and not after most of it has been sent.
-- No tenant's bodies count against another's budget. With a tenants file each tenant has its share of `queue_mb`, and
-  room for one body of the largest size at least, so all bodies together have at most `queue_mb` plus `body_mb` for each
-  tenant. Without a tenants file the tenant of a call is in the body, so it is unknown before the body is decoded: all
-  bodies share one budget of `queue_mb`.
+  body with a length that does not fit is refused at once, and not after most of the body has been sent.
+- The bodies of a tenant count only against the budget of this tenant. With a tenants file, the budget of a tenant is
+  its share of `queue_mb`, or `body_mb` (one body of the largest size) if that is more. So all bodies together have at
+  most `queue_mb` plus `body_mb` for each tenant.
+- Without a tenants file, all bodies share one budget of `queue_mb`: the tenant of a call is in the body, and so unknown
+  until the body is decoded.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class ByteBudget:
         return max(config.body_mb << 20, int((config.queue_mb << 20) * share / max(1.0, all_shares)))
 
     def reserve(self, owner: Tenant | None, size: int, what: str) -> None:
-        """Add bytes to those that a tenant holds. Raises `HttpError` 429 if they do not fit; `what` names them."""
+        """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. `what` says for the
+        message what the bytes are."""
         name = "" if owner is None else owner.name
         maximum = self.maximum(owner)
         if self._held[name] + size > maximum:
@@ -61,7 +63,7 @@ class ByteBudget:
         self._held[name] += size
 
     def release(self, owner: Tenant | None, size: int) -> None:
-        """Take bytes from those that a tenant holds."""
+        """Subtract `size` from the bytes that a tenant holds."""
         name = "" if owner is None else owner.name
         self._held[name] -= size
         if not self._held[name]:
@@ -106,7 +108,7 @@ class BodyReader:
         return Reservation(self.budget, request.get(TENANT), "bodies are being received")
 
     async def read(self, request: web.Request, reservation: Reservation, max_bytes: int | None = None) -> bytes:
-        """Return the body, of at most `max_bytes` (default: `max_body_bytes`). Its bytes are reserved.
+        """Return the body, of at most `max_bytes` (default: `max_body_bytes`), and reserve its bytes.
 
         Raises `HttpError`: 413 if the body is too long, 429 if it does not fit in the budget, and 408 if the client
         needs more than `stall_s` for `CHUNK_BYTES` or for the last part.

@@ -1,8 +1,8 @@
 """The program that decodes and checks large bodies: `python -m sandbox.gateway.http.body_worker --fd N`.
 
-A decoder keeps the interpreter's lock for as long as it runs, and freeing what it has built does too: seconds for a
-body of 60 MB. In the gateway no other request would be served meanwhile. The worker handles one body at a time and
-sends the gateway only what passed the checks (`body_frames`).
+A decoder holds the interpreter's lock while it runs. The lock is also held while the decoded values are freed. For a
+body of 60 MB this takes seconds, in which a gateway that decoded the body itself would serve no other request. The
+worker handles one body at a time and sends the gateway only the items that passed the checks (`body_frames`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`DELETE /v1/calls/ID`: cancels calls and judged programs by the id that their caller gave them.
 
-An id is a label of the caller and may belong to several calls and programs. A tenant cancels only its own; the server's
-token, and any client of a server without tenants, cancels those of all.
+An id is a label that the caller chooses, so several calls and programs may have the same id. A request with the token
+of a tenant cancels only calls and programs of this tenant. A request with the server's token, and each request to a
+server without tenants, cancels those of all tenants.
 """
 
 from __future__ import annotations

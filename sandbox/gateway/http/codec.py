@@ -1,14 +1,14 @@
 """Decodes HTTP bodies and encodes results: JSON or msgpack, by the request's headers.
 
 Invariants:
-- A decoded body takes at most about 20 times its size of memory, whatever it contains. Lists of short texts take so
-  much; most bodies take a small multiple of their size.
+- Whatever a body contains, it takes at most about 20 times its size in memory once it is decoded. Lists of short texts
+  take 20 times their size; most bodies take a small multiple of their size.
 - A body that cannot be decoded raises an `HttpError` that says where; no body causes a 500.
 - Encoding a result never fails: lone surrogates, which code can print, become "?".
 - Encoding results yields to the event loop after about `CHUNK_BYTES`, also within one result.
 
-Decoding a body is one step, in which no other request is served. `body_parser` runs it in another process for a large
-body.
+Decoding a body is one step of the event loop, in which no other request is served. So `body_parser` decodes a large
+body in another process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ because each byte would be a value."""
 RESULTS_PER_YIELD = 64
 """Results encoded before the task yields to the event loop."""
 CHUNK_BYTES = 256 << 10
-"""Bytes that a client has `stall_s` to send or to read, and bytes that are encoded before the task yields to the event
-loop."""
+"""A client has `stall_s` seconds to send or to read this many bytes. It is also the number of bytes that are encoded
+before the task yields to the event loop."""
 JUDGED_TEST_BYTES = 4096
-"""Estimate of the bytes of one judged test, for the yields."""
+"""Estimated bytes of one encoded judged test. The estimate decides when encoding yields to the event loop."""
 MAX_MAP_LEN = 4096
-"""Keys of one mapping. No object of a call has more than 256."""
+"""Maximum number of keys of one mapping. No valid object of a call has more than 256."""
 MAX_JSON_BRACKETS = 4 << 20
-"""Opening brackets in a JSON body. They are counted because the JSON decoder has no hook for lists."""
+"""Maximum of opening brackets in a JSON body. They are counted because the JSON decoder has no hook for lists."""
 
 NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 
@@ -156,7 +156,7 @@ async def encode_results(
 
 
 async def encode_line(index: int, result: Encoded, size: int, content_type: str) -> list[bytes]:
-    """Encode one result of a stream, whose `encoded_bytes` are `size`. Returns the parts of the line."""
+    """Encode one result of a stream. `size` is its `encoded_bytes`. Returns the parts of the line."""
     line = {"index": index, **result}
     parts = [encode(line, content_type)] if size <= CHUNK_BYTES else await encode_in_steps(line, content_type)
     if content_type == NDJSON:
@@ -195,7 +195,7 @@ def _json_pieces(value: object) -> Iterator[bytes]:
 
 
 def _msgpack_pieces(value: object) -> Iterator[bytes]:
-    """Yield a value as msgpack, in pieces of about `CHUNK_BYTES` or less, and the bytes of a file whole."""
+    """Yield a value as msgpack, in pieces of about `CHUNK_BYTES` or less. The content of a file is one piece."""
     if isinstance(value, str):
         texts = (value[start : start + CHUNK_BYTES] for start in range(0, len(value), CHUNK_BYTES))
         pieces = [text.encode("utf-8", "replace") for text in texts]
@@ -243,7 +243,7 @@ def _decode_json(body: bytes | bytearray, max_calls: int, max_keys: int) -> Json
         raise HttpError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise HttpError(400, f"malformed JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except ValueError:  # the value would have no exact equal: as a float it is infinite, and equal to others
+    except ValueError:  # not decoded as a float: it would be infinite, and so equal to every other such number
         raise HttpError(
             400, f"a whole number has more than {sys.get_int_max_str_digits()} digits; send it as text"
         ) from None

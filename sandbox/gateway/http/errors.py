@@ -37,8 +37,8 @@ ERROR_TYPES = {
 
 
 class BodyError(Exception):
-    """A reason to refuse a body. It may be raised in another process, so `args` are those of the constructor, as plain
-    data."""
+    """A reason to refuse a body. It may be raised in another process, which sends its `args` to the gateway. So `args`
+    must be the arguments of the constructor, and plain data."""
 
 
 class HttpError(BodyError):
@@ -55,7 +55,7 @@ class HttpError(BodyError):
 
 
 def errors_as_json(dispatcher: Dispatcher) -> Middleware:
-    """Return the outermost middleware, which turns each exception into a JSON body and counts it."""
+    """Return the middleware that turns each exception into a JSON body and counts it."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -73,7 +73,7 @@ def errors_as_json(dispatcher: Dispatcher) -> Middleware:
             error = HttpError(413, str(exception))
         except web.HTTPException as exception:
             error = _from_aiohttp(request, exception)
-            exception.__traceback__ = None  # it would be in the same cycle, through the request
+            exception.__traceback__ = None  # it would be part of the same cycle: it refers to the request
         except ConnectionError:
             raise
         except Exception:  # a bug of the server: its traceback goes to the log, not to the client

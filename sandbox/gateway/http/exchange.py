@@ -31,6 +31,7 @@ PARSER = web.AppKey("parser", BodyParser)
 BODY_TYPES = (JSON, MSGPACK)
 BATCH_TYPES = (NDJSON, MSGPACK_STREAM, JSON, MSGPACK)
 CALLS_FREED_PER_STEP = 64
+"""Calls whose memory is freed before the task yields to the event loop."""
 CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
 """HTTP statuses of errors of a route that runs calls."""
 
@@ -60,7 +61,7 @@ async def admitted_batch(request: web.Request, form: CallsForm) -> AsyncIterator
 
 
 async def _cancel(dispatcher: Dispatcher, form: CallsForm) -> None:
-    """Cancel unfinished calls, and free them in steps: those of one batch can have millions of texts."""
+    """Cancel unfinished calls, and free them in steps: the calls of one batch can have millions of texts."""
     if (batch := form.batch) is None:
         return
     calls = [pending.call for pending in batch.calls]
@@ -101,9 +102,9 @@ def admit(request: web.Request, batch: Batch) -> None:
 async def wait_with_heartbeats(
     request: web.Request, batch: Batch, status: int, content_type: str
 ) -> web.StreamResponse | None:
-    """Wait until the batch has all results. A JSON response that takes longer than `HEARTBEAT_S` begins before the
-    results exist: with `status`, which cannot change afterwards, and with a heartbeat after each `HEARTBEAT_S`. Returns
-    this response for `respond`, or None if no response has begun."""
+    """Wait until the batch has all results. If this takes longer than `HEARTBEAT_S`, a JSON response begins before the
+    results exist. It has `status`, which cannot change afterwards, and gets a heartbeat after each `HEARTBEAT_S`.
+    Returns this response for `respond`, or None if no response has begun."""
     if not batch.unfinished:
         return None
     if content_type not in codec.HEARTBEAT:
@@ -247,8 +248,8 @@ def _abort_stalled(dispatcher: Dispatcher, request: web.Request) -> None:
 
 
 class _Signal:
-    """An `asyncio.Event` of one waiter, with a time limit that needs no `asyncio.timeout`, whose cost is a tenth of a
-    small request."""
+    """An `asyncio.Event` for one waiter, with a time limit. An `asyncio.timeout` around an `Event` would cost a tenth
+    of a small request."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

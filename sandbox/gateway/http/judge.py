@@ -1,8 +1,8 @@
 """The route `/v1/judge`: parses programs, has them judged, and sends the results in order or as they come.
 
-The tests stay in memory until the response is complete. Until then the length of their body counts against a budget of
-programs, which each tenant has beside its budget of bodies (`body_reader`). So programs that take long to judge do not
-refuse the bodies of other requests.
+The tests stay in memory until the response is complete. Until then, the length of their body counts against the
+tenant's budget of programs. This budget is separate from the tenant's budget of bodies (`body_reader`). So a program
+that takes long to judge does not cause bodies of other requests to be refused.
 """
 
 from __future__ import annotations
@@ -65,19 +65,21 @@ PROGRAMS_FIELDS: dict[str, str] = {
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 MAX_DECODED_CALLS = 1 << 20
-"""A body may have as many objects as one with this many calls, because the arguments of tests may have many objects."""
+"""A body may have as many objects as a batch of this many calls. The number is so high because the arguments of tests
+may have many objects."""
 MAX_KEYS = 1 << 20
-"""Maximum keys of one object in a body. It is this high because an argument of a test may be a large object."""
+"""Maximum number of keys of one object in a body. It is so high because an argument of a test may be a large object."""
 TESTS_PER_ITEM = 64
-"""Tests that the body worker sends together, unless they are large."""
+"""Number of tests that the body worker sends together."""
 TEST_BYTES_PER_ITEM = 256 << 10
+"""Bytes of tests after which the body worker sends them, also if they are fewer than `TESTS_PER_ITEM`."""
 JUDGE = web.AppKey("judge", Judge)
 JUDGED_BYTES = web.AppKey("judged_bytes", ByteBudget)
 
 
 class ParsedPrograms(NamedTuple):
-    """The valid programs of a request with their indexes. `results` is a batch without calls that gets the result of
-    each program; the results of malformed programs are already set."""
+    """The valid programs of a request with their indexes. `results` is a batch without calls, for the results of the
+    programs. The results of malformed programs are already set."""
 
     programs: list[tuple[int, Program]]
     results: Batch
@@ -119,7 +121,7 @@ class ProgramsForm:
         self.parsed: ParsedPrograms
         self._defaults: Program
         self._tests: list[ProgramTest] = []
-        """Tests that came from the body worker, of a program that comes after them."""
+        """Tests from the body worker. The program that they belong to comes after them."""
 
     @staticmethod
     def max_calls(config: ServeConfig) -> int:
@@ -245,7 +247,7 @@ class ProgramsForm:
 
 
 def _num_tests(raw: Json) -> int:
-    """Return the number of tests that a program which is not decoded yet brings itself."""
+    """Return the number of tests in a program that is not decoded yet. Tests of the defaults do not count."""
     tests = raw.get("tests") if isinstance(raw, dict) else None
     return len(tests) if isinstance(tests, list) else 0
 

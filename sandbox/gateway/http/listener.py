@@ -25,8 +25,8 @@ nginx 60 s), so that they close it first."""
 BACKLOG = 1024
 """Connections that the kernel keeps until the event loop accepts them."""
 REJECT_LINGER_S = 2.0
-"""Seconds that a rejected connection stays open. If it were closed at once, the client might get a reset and not the
-503."""
+"""Seconds that a rejected connection stays open. If it were closed at once, the client might get a connection reset
+instead of the response 503."""
 READ_GRACE_S = 0.1
 """Seconds between the end of `stall_s` and the abort. Bytes that arrived while the event loop was blocked are read in
 this time, before the abort."""
@@ -35,8 +35,8 @@ MAX_REJECTED = 100
 RESERVED_FDS = 256 + MAX_REJECTED
 """File descriptors for everything but served connections: sockets to executors, pipes, libraries."""
 MIN_CONNECTIONS = 256
-"""Connections that one client opens (`client.MAX_CONNECTIONS`). A lower limit would reject some of them all the
-time."""
+"""Connections that one client may open (`client.MAX_CONNECTIONS`). With a lower limit, the server would reject some of
+the connections of a single client all the time."""
 HEAD_END = b"\r\n\r\n"
 
 ProtocolFactory = Callable[[], asyncio.Protocol]
@@ -167,7 +167,7 @@ def _rejection(max_connections: int) -> bytes:
 def raise_connection_limit(connections: int) -> int:
     """Raise the limit on file descriptors to what `connections` need, and return how many connections are possible.
 
-    Raises `ConfigError` if fewer than `MIN_CONNECTIONS` are possible, or fewer than `connections` if that is less.
+    Raises `ConfigError` if fewer than `MIN_CONNECTIONS` and fewer than `connections` are possible.
     """
     wanted = connections + RESERVED_FDS
     granted = machine.raise_fd_limit(wanted)

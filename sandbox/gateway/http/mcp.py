@@ -30,10 +30,11 @@ EVENT_STREAM = "text/event-stream"
 START_TIMEOUT_S = 30.0
 """Seconds in which the transport must start."""
 MAX_BODY_BYTES = 4 << 20
-"""Length of a message, which is also the limit of the SDK."""
+"""Maximum length of a message. The SDK has the same limit."""
 MAX_STRUCTURE_BYTES = 64 << 10
-"""Bytes of a request outside of its texts. The SDK decodes and checks a request on the event loop, which a million
-values would block for a second."""
+"""Maximum bytes of a request outside of its JSON strings: brackets, commas, colons, numbers and white space. They bound
+the number of values. The SDK decodes and checks a request on the event loop, and a million values would block it for a
+second."""
 _request: ContextVar[web.Request] = ContextVar("request")
 """The HTTP request of a tool call. The SDK runs a call in the context of the request that contains it."""
 
@@ -78,6 +79,7 @@ class McpTransport:
         mcp_server = server.build_server(_run_call)
         # The middleware of `auth` has checked the headers Host and Origin.
         no_checks = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)
+        # Only for its side effect, which is `session_manager`. `_AsgiRequest` replaces the application.
         mcp_server.streamable_http_app(stateless_http=True, transport_security=no_checks)
         manager = mcp_server.session_manager
         has_started_or_ended = asyncio.Event()
@@ -87,7 +89,7 @@ class McpTransport:
                 await has_started_or_ended.wait()
         except TimeoutError:
             log.error("the MCP transport has not started in %g s", START_TIMEOUT_S)
-        finally:
+        finally:  # also if this task is cancelled while it waits
             if self._manager is not manager:
                 self._task.cancel()
         if self._manager is not manager:
@@ -130,7 +132,8 @@ class _AsgiRequest:
         }
 
     async def receive(self) -> dict[str, Any]:
-        """Return the body, then wait: a disconnect cancels the task that runs the application."""
+        """Return the body. A second call waits for ever and returns no `http.disconnect`: if the client disconnects,
+        aiohttp cancels the task that runs the application."""
         if self._body is None:
             await asyncio.Event().wait()
         body, self._body = self._body, None
@@ -164,10 +167,14 @@ async def _read_body(request: web.Request) -> bytes:
 
 
 def _has_few_values(body: bytes) -> bool:
-    """Return whether a JSON body has at most `MAX_STRUCTURE_BYTES` outside of its texts."""
+    """Return whether a JSON body has at most `MAX_STRUCTURE_BYTES` outside of its strings."""
+    # Escaped backslashes go first: in `\\"` the second backslash does not escape the quote.
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if unescaped.count(b'"') > 2 * MAX_STRUCTURE_BYTES:  # a text has two, and a byte outside separates it from the next
+    # A string has two quotes, and at least one byte lies between two strings. So a body with more quotes is over the
+    # limit, and `split` does not have to make millions of parts.
+    if unescaped.count(b'"') > 2 * MAX_STRUCTURE_BYTES:
         return False
+    # Every second part, from the first on, lies outside of the strings.
     return sum(map(len, unescaped.split(b'"')[::2])) <= MAX_STRUCTURE_BYTES
 
 
@@ -175,6 +182,7 @@ async def _run_call(call: Call) -> Result:
     """Run the call of a tool for the current request."""
     request = _request.get()
     dispatcher = request.app[DISPATCHER]
+    # Encoded again, so that the form applies the limits of the server to it, as to a call of /v1/execute.
     batch, _ = await validation.parse(validation.CallForm(dispatcher.config), call.encode(binary=True))
     await exchange.submit(request, batch)
     try:

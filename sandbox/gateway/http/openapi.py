@@ -73,7 +73,7 @@ class Route:
     examples: Mapping[str, Any] = field(default_factory=dict)
     """Examples by the name of their schema, in addition to `EXAMPLES`."""
     error_schemas: Mapping[int, str] = field(default_factory=dict)
-    """Schema names of the bodies of errors that are no `Refusal`, by status."""
+    """By status: the schema name of the body of an error. Without an entry, it is `Refusal`."""
     group: str = "rstar-sandbox"
     """Heading of the route on the API page."""
 
@@ -444,7 +444,7 @@ def _schema_of_dataclass(cls: type, docs: Mapping[str, str] | None = None) -> Sc
 
 
 def _schema_of_hint(hint: Any) -> Schema:
-    """Return the schema of an annotation. Supports those that `sandbox.types` uses."""
+    """Return the schema of an annotation. Only the annotations that `sandbox.types` uses are supported."""
     if hint == str | bytes:  # as text, since JSON has no bytes
         hint = str
     if hint == Profile | str:  # `document` adds the other names to the schema of `Profile`

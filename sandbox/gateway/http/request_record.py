@@ -1,8 +1,9 @@
 """The record of each request: its id, its line in the access log, and its trace.
 
-- The id is the request's `X-Request-Id`, else the trace id of its `traceparent` (W3C Trace Context), else a random one.
-  The response has it as `X-Request-Id`, and every log line of the request contains it. Results do not contain it,
-  because a result belongs to exactly one response, and an id in each result would cost time for each call.
+- The id is the request's `X-Request-Id`. Without this header, it is the trace id of the request's `traceparent` (W3C
+  Trace Context). Without both headers, it is random.
+- The response has the id as `X-Request-Id`, and every log line of the request contains it. Results do not contain it: a
+  result belongs to exactly one response, and an id in each result would cost time for each call.
 - Text from the client reaches a log line only if it is printable ASCII of bounded length.
 """
 
@@ -27,7 +28,7 @@ access_log = logging.getLogger("sandbox.access")
 
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""Ids that the server accepts from a request. It replaces others by an id of its own."""
+"""Form of the ids that the server accepts from a request. It replaces any other id by an id of its own."""
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 MAX_PATH_CHARS = 200
 CLIENT_DISCONNECTED = 499
@@ -41,7 +42,7 @@ class RequestRecord:
     id: str
     started_at: float
     tenant: str = ""
-    """Tenant of the token; without one, that of the first call."""
+    """The tenant of the token. If the token has no tenant, the tenant of the first call."""
     calls: int = 0
     trace: RequestTrace | None = None
 
@@ -104,7 +105,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 def shorten_malformed(record: logging.LogRecord) -> bool:
     """Filter of aiohttp's log: shorten the record of a request that is no HTTP. Its traceback contains bytes that the
-    client has sent, which may be those of a token."""
+    client has sent, perhaps the bytes of a token."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.msg, record.exc_info = f"{record.msg}: {type(error).__name__}", None
@@ -113,8 +114,8 @@ def shorten_malformed(record: logging.LogRecord) -> bool:
 
 
 def _size(response: web.StreamResponse) -> int:
-    """Return the size of a response's body in bytes, whether or not it has been sent. That of a stream includes the
-    framing of its chunks."""
+    """Return the size of a response's body in bytes, whether or not the body has been sent. The size of a stream
+    includes the framing of its chunks."""
     length = response.content_length
     return response.body_length if length is None else length
 

@@ -3,10 +3,11 @@
 A malformed call gets the result `invalid` and does not affect the other calls of its batch. A malformed batch raises
 `InvalidCall`.
 
-A form has two halves. `check` reads the decoded body and yields its items: a `BatchHead`, then a `CheckedCall` or a
-`MalformedCall` for each index. `add` builds the batch from them. A large body is checked in another process
-(`body_worker`), where `encode` turns an item into plain data, which `receive` adds in the gateway. An item is
-bounded by the rules of a call, whatever the body contains.
+A form is the body of one request. It is read in two steps. `check` reads the decoded body and yields its items: a
+`BatchHead`, then a `CheckedCall` or a `MalformedCall` for each index. `add` builds the batch from the items. For a
+large body, `check` runs in another process (`body_worker`). There, `encode` turns an item into plain data; in the
+gateway, `receive` decodes the data and adds the item. Whatever the body contains, an item is bounded by the rules of a
+call.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ParsedBatch(NamedTuple):
 
 
 class BatchHead(NamedTuple):
-    """The fields of a batch. `extra` is what the route keeps with it, as plain data."""
+    """The fields of a batch. `extra` is plain data that the route needs later, for its response."""
 
     size: int
     queue_timeout_s: float
@@ -77,7 +78,7 @@ class BatchHead(NamedTuple):
 
 
 class CheckedCall(NamedTuple):
-    """A valid call without the defaults. `extra` is what the route keeps with it, as plain data."""
+    """A valid call without the defaults. `extra` is plain data that the route needs later, for its response."""
 
     call_index: int
     call: EncodedCall
@@ -101,14 +102,14 @@ class Form(Protocol):
     """The body of one request. `owner` is the tenant of the request's token."""
 
     max_keys: ClassVar[int]
-    """Keys of one object."""
+    """Maximum number of keys of one object in the body."""
 
     owner: Tenant | None
 
     def __init__(self, config: ServeConfig, owner: Tenant | None) -> None: ...
     @staticmethod
     def max_calls(config: ServeConfig) -> int:
-        """Return the number of calls whose objects a body may have."""
+        """Return a number of calls: a body may have as many objects as a batch of this many calls."""
         ...
 
     def check(self, raw: Json) -> Iterator[Any]: ...
@@ -269,7 +270,7 @@ def _check_call(
 
 
 def check_fields(raw: Json, fields: Mapping[str, str], where: str, required: str) -> None:
-    """Raises `InvalidCall` if `raw` is no object, or has other fields."""
+    """Raises `InvalidCall` if `raw` is no object, or has a field that is not in `fields`."""
     if not isinstance(raw, Mapping):
         raise InvalidCall(f"{where}: expected an object with {required}, got {type(raw).__name__}")
     check_names(raw, fields, where)
@@ -294,7 +295,7 @@ def check_queue_timeout(value: Json, where: str, max_s: float) -> float:
         return max_s
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise InvalidCall(f"{where}.queue_timeout_s: expected seconds above 0, got {value!r:.80}")
-    return float(min(value, max_s))  # in this order, because no float represents the largest integers
+    return float(min(value, max_s))  # `min` first: `float` raises an error for a very large integer
 
 
 def id_of(raw: Json, index: int) -> str:

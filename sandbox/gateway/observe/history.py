@@ -57,8 +57,8 @@ class History:
         self._recent.append(snapshot)
 
     def after(self, number: int) -> list[Step]:
-        """Return the kept steps after step `number`, oldest first; all kept steps if there has been no step
-        `number`."""
+        """Return the kept steps after step `number`, oldest first. If there has been no step `number`, return all kept
+        steps."""
         count = self._number - number if 0 <= number <= self._number else len(self._steps)
         return [json.loads(step) for step in islice(self._steps, max(0, len(self._steps) - count), None)]
 
@@ -68,7 +68,7 @@ class History:
 
 
 def interval(before: Snapshot, after: Snapshot) -> Step:
-    """Return the growth of the counters between two snapshots, and the gauges of the later snapshot."""
+    """Return how much each counter has grown between two snapshots, and the gauges of the later snapshot."""
     return {
         "at_s": round(after.at_s, 3),
         "seconds": round(after.at_s - before.at_s, 3),
@@ -85,7 +85,8 @@ def _increments(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str
 
 
 def _percentiles_ms(before: tuple[int, ...], after: tuple[int, ...]) -> dict[str, float] | None:
-    """Return percentiles of the calls between two counts of a histogram, with three digits; None if there are none."""
+    """Return percentiles of the calls between two counts of a histogram, in milliseconds and rounded to three digits.
+    Return None if there are no calls."""
     counts = [late - early for early, late in zip(before, after, strict=True)]
     if not any(counts):
         return None

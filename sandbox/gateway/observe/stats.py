@@ -1,7 +1,7 @@
 """The body of `GET /v1/stats`: the server's state now, and its history of ten minutes.
 
-`Stats` has the clock and a task that adds a step to the history each second. The executors' numbers are about a second
-old, since they come with their "stats" frames.
+`Stats` has the clock, and a task that adds a step to the history each second. The numbers of the executors are about a
+second old, because executors report them in "stats" frames, about once a second.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Stats:
         self._history.add(self._snapshot())
 
     def build(self, after: int, owner: Tenant | None = None) -> dict[str, object]:
-        """Return the body, with the history's steps after number `after`. A tenant gets its own row, and nothing that
-        tells it about other tenants."""
+        """Return the body, with the steps of the history after the number `after`. With `owner`, the body has only the
+        row of this tenant, and nothing about other tenants."""
         if owner is not None:
             at_s = round(self._clock() - self._started_at_clock, 3)
             return {"service": self._service(), "at_s": at_s, "tenants": [self._tenant_row(owner.name)]}
@@ -99,7 +99,7 @@ class Stats:
             await asyncio.sleep(due - loop.time())
             try:
                 self.tick()
-            except Exception:  # of one step, for example because no descriptor is free; the history continues
+            except Exception:  # for example, no descriptor is free: the history lacks this step and continues
                 log.exception("the history of /v1/stats lacks a step")
 
     def _service(self) -> dict[str, object]:

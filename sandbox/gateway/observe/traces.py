@@ -4,8 +4,8 @@
     ├── queue, run      two spans per call with the times of its result, for the first `MAX_TRACED_CALLS` of a request
     └── response        from the time at which the first result is encoded to the end of the response
 
-`queue` and `run` do not include the time of the frames between gateway and executor, which no result reports. The spans
-of a call that was sent again show its last attempt.
+`queue` and `run` do not include the time that the frames between gateway and executor take, because no result reports
+it. If a call was sent to an executor more than once, its spans show the last attempt.
 
 Without the extra `otel`, or without one of `ENABLING_VARIABLES`, nothing is imported and a request has no trace.
 """
@@ -93,7 +93,7 @@ class RequestTrace:
     def add_batch(self, batch: Batch) -> None:
         """Record spans of the batch's calls as their results are read."""
         if self._span.is_recording():
-            admitted_at = batch.admitted_at  # the batch must not refer to itself
+            admitted_at = batch.admitted_at  # the lambda must not refer to the batch: that would be a reference cycle
             batch.on_read = lambda result: self._add_result(result, admitted_at)
 
     def end(self, status: int, tenant: str, calls: int) -> None:
