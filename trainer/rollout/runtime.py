@@ -35,7 +35,7 @@ class GroupCollector(Protocol):
     ) -> list[list[Episode] | None]:
         """Continue the episodes of each group, and return the episodes of each complete group.
 
-        `limits`: the settings of sampling, such as the maximum numbers of tokens and turns.
+        `limits`: the limits and sampling parameters of the episodes, such as the maximum number of turns.
         `min_complete`: stop once this number of groups is complete (default: all groups).
         `must_complete`: do not stop before the first `must_complete` groups are complete.
 
