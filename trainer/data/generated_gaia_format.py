@@ -6,7 +6,7 @@
 | 2     | the revenue of one customer, or the customers of a product | read, filter, multiply or sort   |
 | 3     | the customer or products by revenue, or a difference      | read, group, multiply, compare    |
 
-They share only the format and the scoring with GAIA. Results on them do not predict results on GAIA.
+These problems share only the format and the scoring with GAIA. Results on them do not predict results on GAIA.
 
 Invariants:
 - Equal arguments give equal problems. A hash decides whether a problem is for training or held out.

@@ -121,9 +121,9 @@ class ChatFormat:
                 f"{TEMPLATE_ADVICE}"
             )
         # A template may open the assistant's turn with a tag, such as `<reason>`. If a finished turn lacks this tag,
-        # the template may render something else before the turn, such as an empty block of thoughts.   generation
-        # prompt   <|im_start|>assistant\n + _turn_opening   before_turn         <|im_start|>assistant\n +
-        # _finished_turn_opening
+        # the template may render something else before the turn, such as an empty block of thoughts.
+        #   generation prompt   <|im_start|>assistant\n + _turn_opening
+        #   before_turn         <|im_start|>assistant\n + _finished_turn_opening
         opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
         self._turn_opening = self._finished_turn_opening = ""
         if opening_tag:
