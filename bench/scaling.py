@@ -38,7 +38,7 @@ SOURCES = {
 MEMORY = {"print": "burst", "mix": "burst-mix"}
 """The result that has the memory of a kind of call."""
 ARRIVALS = {"all at once": 1, "in 10 waves": 10, "over 10 s": 10, "over 60 s": 60, "over 300 s": 300}
-"""Ways in which calls arrive, and the seconds over which they are spread; a wave counts as a second."""
+"""Ways in which calls arrive, and the seconds over which they are spread. A wave counts as one second."""
 ENDLESS_SHARE = 0.01
 """Assumed share of endless loops."""
 ENDLESS_S = 10.0
@@ -91,8 +91,8 @@ def estimate(calls: int, cpu_ms: float) -> dict[str, Any]:
 
 
 def memory_needs(burst: Result, calls: int) -> dict[str, Any]:
-    """The server's memory without calls, per call in flight (which the gateway holds), of running calls, and in
-    total."""
+    """Four sizes of the server's memory: without calls, per call in flight (the gateway holds these), of running calls,
+    and in total."""
     server, gateway = burst["memory_mb"], burst["gateway_mb"]
     waiting_mb = gateway["peak"] - gateway["idle"]
     call_kb = waiting_mb * 1024 / burst["in_flight"]
