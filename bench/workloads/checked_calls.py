@@ -1,7 +1,7 @@
 """Calls whose result is known beforehand and belongs to that call alone.
 
-Every call contains a number of its own and returns a function of it. So a result that was swapped with another call's,
-or that comes from half a run, does not match. No result depends on speed.
+Every call contains a number of its own and returns a function of this number. So the result of another call does not
+match, and neither does the result of a run that ended half-way. No result depends on speed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def numbered_calls(
 
     `kind` is "print" for calls that do nothing else, a kind of `CODES`, or "mix" for the mix of real traffic.
 
-    `loop_share` of them, evenly spread, are endless loops of the group `loop`; all others are of the group `short`.
+    The share `loop_share` of the calls are endless loops, evenly spread, of the group `loop`. All other calls are of
+    the group `short`.
     """
     mix = labelled_calls(count, seed) if kind == "mix" else None
     for n in range(count):

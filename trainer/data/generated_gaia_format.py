@@ -26,7 +26,7 @@ from trainer.data.gaia_format import SOURCE
 from trainer.episodes.episode import Problem
 
 HELD_OUT_MODULUS = 8
-"""One problem in this many is held out for evaluation."""
+"""One in this number of problems is held out for evaluation."""
 LEVELS = (1, 2, 3)
 ORDERS_PER_LEVEL = 8
 """A file of level n has n times this number of orders."""
