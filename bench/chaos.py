@@ -31,8 +31,9 @@ from bench.probes.fault_injector import KILLABLE, FaultInjector
 from bench.servers.server_under_test import CheckedLoad, ServerUnderTest
 from bench.workloads.checked_calls import KIND_WEIGHTS, STDLIB_WEIGHTS, checked_calls
 
-MAX_S, MAX_S_PER_CALL = 300.0, 0.1
-"""Calls without an answer after this number of seconds count as lost."""
+MAX_S = 300.0
+"""Calls without an answer count as lost after this number of seconds plus `MAX_S_PER_CALL` for each call."""
+MAX_S_PER_CALL = 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

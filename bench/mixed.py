@@ -2,17 +2,16 @@
 
     python -m bench.mixed [--parts traffic,loops,tenants] [--seconds 60] [--rate 10] [--loops 40] [--json]
 
-Part `traffic`. Calls of the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are
-resource bombs, arrive at random moments (open loop), so a slow server cannot hide its queue. The latency counts from
-the moment at which a call was due. The same arrivals come twice, the second time with 1 % endless loops (time-out 10
-s). Without `--rate`, the rate is 60 % of the throughput in a closed loop.
+Part `traffic`. Calls of the real mix (`bench.workloads.tool_calls`) arrive at random moments (open loop), so a slow
+server cannot hide its queue. Of these calls, 10 % end in an error and 0.5 % are resource bombs. The latency counts from
+the moment at which a call was due. The arrivals are sent twice, the second time with 1 % endless loops (time-out 10 s).
+Without `--rate`, the rate is 60 % of the throughput in a closed loop.
 
-Part `loops`. Short calls go out one after another: first without endless loops, then from the moment at which
-`--loops` of them arrive in one batch. Calls sent in the first second after that and calls sent later are reported
-apart.
+Part `loops`. Short calls are sent one after another: first without endless loops, then beside `--loops` endless loops
+that arrive in one batch. Calls that are sent in the first second after the batch are reported apart from later calls.
 
-Part `tenants`, which runs only if it is named. Short calls of one tenant go out one after another: first alone, then
-while `--sleeping` calls of another tenant, which sleep for 2 s each, wait and run.
+Part `tenants`. It runs only if `--parts` names it. Short calls of one tenant are sent one after another: first alone,
+then beside `--sleeping` calls of another tenant, each of which sleeps for 2 s.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ This measures nothing. It reads from `bench/results/`:
 | mixed.json | the cost of a call of the mix, and its bytes on the wire |
 | gateway.json | the rate of a gateway |
 
-If the calls that arrive within a second shall end within a second, they need as many cores as they have core seconds.
+If the calls that arrive within a second shall end within a second, the number of cores must equal their core seconds.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class StoredCollector:
         self._reader = reader
 
     async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
-        """Return for each group the stored episodes of its problem, at most as many as the group has."""
+        """Return for each group stored episodes of its problem, at most the number of episodes in the group."""
         return [(await self.collect([group[0].problem], len(group)))[0] for group in groups]
 
     async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:

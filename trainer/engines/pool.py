@@ -55,9 +55,9 @@ SCRAPE_TIMEOUT_S = 20.0
 """Seconds that a metrics scrape or an abort request may take. A server with a thousand running requests answers slowly
 but is not dead."""
 MAX_MISSED_SCRAPES = 3
-"""An engine is marked down after this many failed scrapes in a row."""
+"""An engine is marked down after this number of failed scrapes in a row."""
 STALL_TIMEOUT_S = 120.0
-"""An engine with running turns is marked down if its token counter has not changed for this many seconds."""
+"""An engine with running turns is marked down if its token counter has not changed for this number of seconds."""
 BRING_UP_TIMEOUT_S = 60.0
 """Seconds that a bring-up or a liveness probe may take."""
 UNKNOWN_VERSION = -1

@@ -5,8 +5,8 @@ The rule is that of `scorer.py` in huggingface.co/spaces/gaia-benchmark/leaderbo
 | the right answer       | comparison                                                                         |
 |------------------------|------------------------------------------------------------------------------------|
 | `float` accepts it     | `float` of the answer without `$`, `%` and `,`; infinity if that fails; exact      |
-| contains `,` or `;`    | both are split at these; as many elements, in order; each as a number, or as text  |
-|                        | without white space and in lower case                                              |
+| contains `,` or `;`    | both are split at these; equal numbers of elements; each pair of elements matches  |
+|                        | as a number, or as text without white space and in lower case                      |
 | anything else          | text without white space and ASCII punctuation, in lower case                      |
 
 Two consequences: the right answer "1,000" is a list of two numbers, and "inf" equals every text that is no number.

@@ -27,8 +27,10 @@ TRAIN_BYTES_PER_VALUE = 4
 """Bytes of a value in the trained weights, their gradients, and each of Adam's two moments."""
 ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
 """Bytes of the two moments of a parameter."""
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
-"""The size of a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
+TILE_TOKENS = 4096
+"""The number of tokens in a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
+TILE_VOCABULARY = 32768
+"""The number of vocabulary entries in such a tile."""
 GB = 10**9
 MAX_CHECKPOINTS = 4
 """Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
