@@ -2,8 +2,9 @@
 
     python -m bench.agreement [--calls FILE.jsonl] [--n 500] [--json]
 
-A call whose two fresh runs differ from each other (random numbers, clocks, addresses) has no single right result. It is
-counted as unstable and left out of the share that must reach `MIN_AGREEMENT`. All other differences are listed.
+A call whose result differs from the fresh one runs a second time in a fresh interpreter. If the two fresh runs differ
+from each other (random numbers, clocks, addresses), the call has no single right result. It counts as unstable, and is
+left out of the share that must reach `MIN_AGREEMENT`. All other differences are listed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sandbox.types import Call
 MIN_AGREEMENT = 0.995
 """Required share of the stable calls with equal results."""
 TIMEOUT_S = 20.0
-"""Time-out of calls that have none of their own."""
+"""Time-out in seconds of calls without a time-out of their own."""
 CELL_CHARS = 60
 """Characters of an outcome that a table cell shows."""
 

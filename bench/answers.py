@@ -2,8 +2,9 @@
 
     python -m bench.answers [--rounds 3] [--json]
 
-Both strictnesses check the same pairs, in turn, so that the load of the machine affects both. A false equivalent is a
-pair that differs and is found equivalent: in training the model finds it and is rewarded for it.
+A strictness is a set of rules by which an answer is right. Both strictnesses check the same pairs, in turn, so that
+other load on the machine affects both. A false equivalent is a pair of different answers that is found equivalent. Such
+pairs are harmful in training, since the model finds them and is rewarded for them.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
     python -m bench.burst [--calls 45000] [--kind print] [--loops 0.01] [--batch 5000] [--answers both] [--json]
 
-Every call prints a number that no other call prints, so a missing, doubled or foreign result is detected, whether the
-response is whole and in order or streamed with indices. The latency counts from the request.
+Every call prints a number that no other call prints. So a missing result, a doubled result or the result of another
+call is detected. This holds for whole responses, which are in order, and for streamed responses, which have indices.
+The latency counts from the request.
 
-- The burst: all calls at once. Before and after it, half as many calls each go through as a steady load with 256 calls
-  in flight; the burst's calls/s are compared with theirs.
+- The burst sends all calls at once. Before and after the burst there is a steady load, with 256 calls in flight. Each
+  of the two has half the number of the burst's calls. The calls/s of the burst and of the steady load are compared.
 - `--batch 4` sends many small requests, each on its own connection.
-- `--loops 0.01` makes one call in a hundred an endless loop, which must end as `timeout`. The latency of the others is
-  reported apart. Use it with `--answers stream`; a whole response is sent only after its loops have ended.
+- `--loops 0.01` makes one call in a hundred an endless loop, which must end as `timeout`. The latency of the other
+  calls is reported apart. Use it with `--answers stream`, since a whole response is sent only after its loops have
+  ended.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ ACCEPTS: dict[str, tuple[str, ...]] = {"stream": (MSGPACK_STREAM,), "whole": ("a
 """Content types that requests accept, by the value of `--answers`."""
 ACCEPTS["both"] = (*ACCEPTS["stream"], *ACCEPTS["whole"])
 MIN_RATIO = 0.9
-"""Required calls/s of the burst, as a multiple of those of the steady load."""
+"""The requirement on the calls/s of the burst, as a multiple of the steady load's calls/s."""
 MAX_MEMORY_MB = 1430
 """Memory that the server may have at the peak."""
 POINTS = (50, 90, 99)

@@ -2,13 +2,13 @@
 
     python -m bench.chaos [--calls 20000] [--kill-every 1] [--kill-gateway 30] [--json]
 
-Every call has a result of its own (`bench.workloads.checked_calls`). The calls go over HTTP in every form of request
-and response, some requests are abandoned half-way, and zygotes, jails and executors die by SIGKILL
-(`bench.probes.fault_injector`).
+Every call has a result that no other call has (`bench.workloads.checked_calls`). The calls go over HTTP in every form
+of request and response, and some requests are abandoned half-way. Meanwhile three kinds of processes are killed by
+SIGKILL (`bench.probes.fault_injector`): executors, their jails, and the zygotes in them, from which calls are forked.
 
-- lost: a call without an answer, although its connection did not break;
-- doubled: a call with two answers in one response;
-- mismatched: a call with another result than its own. `unavailable` is no mismatch, since it is no result of the code.
+- A call is lost if it has no answer although its connection did not break.
+- A call is doubled if it has two answers in one response.
+- A call is mismatched if its result is not its own. `unavailable` is no mismatch, since it is no result of the code.
 
 With `--kill-gateway` the gateway is killed too. Its connections break, and its unanswered calls are sent to the next
 gateway. A killed gateway must leave no process, file or mount behind.
@@ -31,8 +31,9 @@ from bench.probes.fault_injector import KILLABLE, FaultInjector
 from bench.servers.server_under_test import CheckedLoad, ServerUnderTest
 from bench.workloads.checked_calls import KIND_WEIGHTS, STDLIB_WEIGHTS, checked_calls
 
-MAX_S, MAX_S_PER_CALL = 300.0, 0.1
-"""Seconds until unanswered calls are lost."""
+MAX_S = 300.0
+"""Calls without an answer count as lost after this number of seconds plus `MAX_S_PER_CALL` for each call."""
+MAX_S_PER_CALL = 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,9 +2,10 @@
 
     python -m bench.cluster [--parts episodes,calls,faults] [--calls 30000] [--kill-every 10] [--cut 20] [--json]
 
-- `episodes`: seconds to collect episodes one at a time, in one process, and on 1 to 8 nodes; and with kills;
-- `calls`: calls/s and latency on one node, beside the same executors as processes of the gateway;
-- `faults`: calls over several nodes while nodes are killed and one is cut off.
+- `episodes` measures the seconds to collect episodes: one at a time, many in one process, and on 1 to 8 nodes. It also
+  collects episodes while processes are killed.
+- `calls` measures calls/s and latency with executors on one node, and with executors that are processes of the gateway.
+- `faults` sends calls to several nodes while nodes are killed and one node is cut off.
 
 All nodes are on this machine (`bench.servers.ray_cluster`), so more nodes are not faster here. Needs the extra
 `cluster`.

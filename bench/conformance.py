@@ -2,10 +2,10 @@
 
     python -m bench.conformance [--modules test_os,test_fcntl] [--limit-s 60] [--json]
 
-Each module of the package `test` of the guest's Python runs by `unittest` in one call and, at the same time, in a fresh
-interpreter of the same runtime. A difference is a test that fails in the call and not in the fresh interpreter, or that
-the call did not reach. `bench/workloads/known_differences.py` has the reasons. A test that passes outside and is
-skipped in the call is counted apart.
+Each module of the package `test` of the guest's Python runs twice at the same time, by `unittest`: in one call, and in
+a fresh interpreter of the same runtime. A test counts as a difference if it does not fail in the fresh interpreter, and
+in the call it fails or is not reached. `bench/workloads/known_differences.py` has the reasons of differences. A test
+that passes in the fresh interpreter and is skipped in the call is counted apart.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from sandbox.types import Call, Limits, Network, Status
 
 MAX_DIFFERENCES = 100
 LIMITS = Limits(memory_mb=2048, output_kb=16384, processes=256, disk_mb=4096)
-"""Limits of a call, apart from its time. Those of an ordinary call are too low for some of the tests."""
+"""Limits of a call, except its time limit. The limits of an ordinary call are too low for some of the tests."""
 CALL_TIME_FACTOR = 2
-"""The limit of a call, as a multiple of that of the fresh interpreter. A module that just ends outside may be a little
-slower in a call, which shares its cores with the server."""
+"""The time limit of a call is this multiple of the fresh interpreter's limit. A call shares its cores with the server,
+so a module that barely meets its limit in a fresh interpreter may be slower in a call."""
 PASSED, SKIPPED, NOT_REACHED = "passed", "skipped", "not reached"
 FAILURES = ("failed", "error", NOT_REACHED)
 MARK = "\x1e"
 """The character with which `PROGRAM` begins each line of its own. The tests print no line that begins with it."""
 
 TEST_LIMIT_S = 30
-"""Seconds after which a test fails. Without this limit, a test that waits for ever would keep all later tests of its
-module from running."""
+"""A test fails after this number of seconds. Without this limit, a test that waits for ever would prevent all later
+tests of its module."""
 PROGRAM = """
 import contextlib, fcntl, json, os, signal, sys, traceback, unittest
 from test import support
@@ -252,7 +252,7 @@ def run_outside(python: str, module: str, limit_s: float) -> ModuleRun:
 
 
 def drop_privileges() -> None:
-    """Give up root's privileges: a call has none either, and some tests would use them on this machine."""
+    """Give up root's privileges. A call does not have them, and some tests would use them on this machine."""
     if os.geteuid() == 0:
         kernel.limit_bounding_set(frozenset())
 

@@ -5,7 +5,7 @@ out?
 
 Gateway, executor (`bench.servers.stub_executor`) and client are one process each. The client sends batches as msgpack
 over HTTP and checks every result, which contains the code of its own call. The CPU time is that of the gateway process
-alone; its inverse is the rate that the gateway could reach with a core of its own.
+alone. 1 / (CPU time per call) is the rate that the gateway could reach with a core of its own.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python -m bench.invariance [--calls FILE.jsonl] [--loops 8] [--load 2] [--json]
 
-There are two kinds of calls: a corpus, generated (`bench.workloads.tool_calls`) or your own, and calls that need 0.5 to
-2 times their time limit in different ways (`TIME_USES`). The latter need the same time on any machine, because they run
-until the kernel has counted that much CPU time for them. The machine is overloaded by endless loops among the calls and
-by busy processes outside the service.
+There are two kinds of calls. The first is a corpus: generated calls (`bench.workloads.tool_calls`), or your own. The
+second are calls that need 0.5 to 2 times their time limit in different ways (`TIME_USES`). They need this time on any
+machine, because they run until the kernel has counted so much CPU time for them. The machine is overloaded by endless
+loops among the calls, and by busy processes outside the service.
 
-Status, stdout, value and type of the error are compared. A call that differs runs alone several times more on another
-server. If it differs from itself, it has no single result: it is listed as unstable and does not count.
+Status, stdout, value and type of the error are compared. A call whose results differ runs alone several times more, on
+another server. If these runs differ from its first run alone, the call has no single result: it is listed as unstable
+and does not count.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from sandbox.client import AsyncClient
 from sandbox.types import Call, Result
 
 FACTORS = (0.5, 0.7, 0.9, 1.1, 1.3, 2.0)
-"""Times that calls need, as multiples of their limit. A process also needs a few milliseconds to start. With values
-nearer to 1, these would decide whether a call exceeds its limit."""
+"""Times that calls need, as multiples of their limit. A process also needs a few milliseconds to start. With factors
+closer to 1, these milliseconds would decide whether a call exceeds its limit."""
 CHILDREN_IN_TURN = 4
 CHILDREN_SIDE_BY_SIDE = 2
 TIME_USES = {
@@ -60,14 +61,16 @@ for _ in range(2): subprocess.run([sys.executable, '-c', program], check=True)
     f"        while time.process_time() < NEED: pass\n        os._exit(0)\n"
     f"for _ in range({CHILDREN_SIDE_BY_SIDE}): os.wait()",
 }
-"""Programs that use NEED seconds of their time limit, in virtual time: what they would take on an idle machine. The
-clock of `time.process_time` starts at 0 in each process, and counts all threads of the process."""
+"""Programs that use NEED seconds of their time limit. The limit is in virtual time, the time that a program would take
+on an idle machine. The clock of `time.process_time` starts at 0 in each process, and counts all threads of the
+process."""
 BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
 """A program that uses a core until its parent process is gone."""
 LIMIT_S = 1.0
-"""Time-out of the calls that need a known share of it."""
+"""Time limit in seconds of the calls that need a known share of their limit."""
 REPEATS = 5
-"""Further runs of a call that differed. Several are needed: a call that needs about its limit differs now and then."""
+"""Number of further runs of a call whose results differed. One run is not enough, since a call that needs about its
+limit has another result only now and then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
     python -m bench.judge [--tests 100] [--requests 10] [--rounds 5] [--json]
 
-The same program and inputs take three ways to the same server, one after the other in each round: one `/v1/judge` per
-program; one `/v1/batch` of a call for each test; and one `/v1/execute` for each test, several at a time over kept
-connections. The client encodes all bodies before it starts, and checks every outcome or output. The CPU time is that of
-all processes of the server. The result is the median over rounds of each round's own ratio.
+In each round, one program with its inputs is sent to one server in three ways, one after the other:
+- one `/v1/judge` for the program;
+- one `/v1/batch` with a call for each test;
+- one `/v1/execute` for each test, several at a time over kept connections.
+
+The client encodes all bodies before it starts, and checks every outcome or output. The CPU time is that of all
+processes of the server. The result is the median over rounds of each round's own ratio.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from bench.workloads.judged_program import PROGRAM, make_tests
 MAX_RATIO = 0.7
 """CPU of a judged program as a fraction of the CPU of separate calls, as the project promises."""
 IN_FLIGHT = 8
-"""Separate calls at a time: enough that the server never waits for the client."""
+"""Number of separate calls in flight. With this number the server never waits for the client."""
 WAYS = {
     "judge": "one `/v1/judge`",
     "batch": "one `/v1/batch`, a call for each test",

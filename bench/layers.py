@@ -8,10 +8,12 @@ Three ways run the same code:
     os.fork     the same with Python's own os.fork
     http        a call of the service: HTTP in batches of 64 from a client on the same cores
 
-The CPU time is that of the service's side: the calls' own processes, as the kernel accounts for them, and zygote,
-executor and gateway by `sum_exec_runtime`; the client is left out. The first two run on every core at once, as the last
-one does, since cores share caches (`--in-flight 1` runs them on one core). The ways take turns within a round, rounds
-are short and many, and medians over rounds are compared, so that other load on the machine affects all alike.
+A zygote is the preloaded interpreter that forks once per call. The CPU time includes the calls' own processes, as the
+kernel counts them, and zygote, executor and gateway by `sum_exec_runtime`. It does not include the client.
+
+`http` runs on every core at once, and cores share caches. So `floor` and `os.fork` run on every core at once too
+(`--in-flight 1` runs them on one core). The ways take turns within a round, there are many short rounds, and medians
+over rounds are compared. So other load on the machine affects all ways equally.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ BATCH = 64
 FORKS = ("floor", "os.fork")
 STEPS = (*FORKS, "http")
 MAX_RATIO = 1.6
-"""Promised bound on the CPU of a call over HTTP, as a multiple of os.fork, run and exit of the same zygote. The ratio
-to the floor, which is lower (fork by machine code), is reported only."""
+"""Promised bound on the CPU time of a call over HTTP, as a multiple of `os.fork`: fork, run and exit of the same
+zygote. The ratio to `floor` has no bound and is only reported. The CPU time of `floor` is lower, since it forks by
+machine code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,11 +2,10 @@
 
     python -m bench.leaks [--calls 10000] [--json]
 
-The calls are the mix of real traffic. Among them are calls that leave something behind if the sandbox does not remove
-it (`bench.workloads.hostile_calls`).
-Between them whole batches are abandoned and zygotes are killed. After every `--every` calls the server comes to rest,
-and its processes, descriptors, mounts, control groups, temporary files and memory are counted. After the server's end,
-everything that it created must be gone.
+The calls are the mix of real traffic. Some of them are hostile: they leave something behind if the sandbox does not
+remove it (`bench.workloads.hostile_calls`). In between, whole batches are abandoned and zygotes are killed. After every
+`--every` calls the server comes to rest. Then its processes, descriptors, mounts, control groups, temporary files and
+memory are counted. When the server has ended, everything that it created must be gone.
 """
 
 from __future__ import annotations

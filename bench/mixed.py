@@ -2,17 +2,16 @@
 
     python -m bench.mixed [--parts traffic,loops,tenants] [--seconds 60] [--rate 10] [--loops 40] [--json]
 
-Part `traffic`. Calls of the real mix (`bench.workloads.tool_calls`), of which 10 % end in an error and 0.5 % are
-resource bombs, arrive at random moments (open loop), so a slow server cannot hide its queue. The latency counts from
-the moment at which a call was due. The same arrivals come twice, the second time with 1 % endless loops (time-out 10
-s). Without `--rate`, the rate is 60 % of the throughput in a closed loop.
+Part `traffic`. Calls of the real mix (`bench.workloads.tool_calls`) arrive at random moments (open loop), so a slow
+server cannot hide its queue. Of these calls, 10 % end in an error and 0.5 % are resource bombs. The latency counts from
+the moment at which a call was due. The arrivals are sent twice, the second time with 1 % endless loops (time-out 10 s).
+Without `--rate`, the rate is 60 % of the throughput in a closed loop.
 
-Part `loops`. Short calls go out one after another: first without endless loops, then from the moment at which
-`--loops` of them arrive in one batch. Calls sent in the first second after that and calls sent later are reported
-apart.
+Part `loops`. Short calls are sent one after another: first without endless loops, then beside `--loops` endless loops
+that arrive in one batch. Calls that are sent in the first second after the batch are reported apart from later calls.
 
-Part `tenants`, which runs only if it is named. Short calls of one tenant go out one after another: first alone, then
-while `--sleeping` calls of another tenant, which sleep for 2 s each, wait and run.
+Part `tenants`. It runs only if `--parts` names it. Short calls of one tenant are sent one after another: first alone,
+then beside `--sleeping` calls of another tenant, each of which sleeps for 2 s.
 """
 
 from __future__ import annotations
@@ -44,34 +43,40 @@ from bench.workloads.tool_calls import labelled_calls
 SHARES = {"short": 0.885, "error": 0.1, "bomb": 0.005, "loop": 0.01}
 """Shares of the groups of calls in the traffic."""
 RARE = ("error", "bomb", "loop")
-"""Groups that have at least one call, however short the traffic is."""
+"""Groups of which each traffic has at least one call, even if it is short."""
 SHORT = ("short", "error")
 """Groups of calls whose latency has a requirement."""
-CALIBRATION_CALLS, CALIBRATION_IN_FLIGHT = 200, 16
-"""Calls of the closed loop, which measures the throughput, and how many of them are in flight."""
+CALIBRATION_CALLS = 200
+"""Calls of the closed loop that measures the throughput."""
+CALIBRATION_IN_FLIGHT = 16
+"""Calls of this loop that are in flight at once."""
 RATE_SHARE = 0.6
 """Arrival rate as a share of the throughput in a closed loop."""
 MAX_OPEN = 10_000
-"""Open requests at which the load stops, because the server does not keep up with the rate."""
+"""The load stops at this number of open requests, because the server does not keep up with the rate."""
 ANSWER_TIMEOUT_S = 20.0
 """Seconds that one short call beside endless loops may take."""
 MAX_TIMEOUTS = 3
-"""The measurement ends after this many short calls have timed out."""
+"""The measurement ends when this number of short calls have timed out."""
 START_TIMEOUT_S = 10.0
-"""Seconds until all loops must run, in addition to those per loop."""
+"""All loops must run after this number of seconds plus `START_TIMEOUT_PER_LOOP_S` for each loop."""
 START_TIMEOUT_PER_LOOP_S = 0.5
-"""Further seconds for each loop, since a loop is demoted before another one gets its slot."""
+"""Seconds for each loop. Loops start one after the other, since a loop must become a long call (demoted) before another
+loop gets its slot."""
 ARRIVAL_S = 1.0
 """Length of the first phase, which begins when the loops are sent."""
 MAX_P90_RATIO = {"arriving": 5.0, "under_loops": 2.0}
-"""Largest allowed p90 of the short calls in each phase beside loops, over their p90 without loops."""
+"""The requirement for each phase beside loops: the p90 of short calls, divided by their p90 without loops, is at most
+this."""
 SLEEP_S = 2.0
 """Seconds of each call of the part `tenants` that sleeps."""
 MAX_TENANT_DELAY_MS = 50.0
-"""Largest allowed median of a short call beside the sleeping calls of another tenant, less that alone."""
+"""The requirement for the part `tenants`: the median latency of a short call beside sleeping calls of another tenant,
+minus its median alone, is at most this."""
 PARTS = ("traffic", "loops", "tenants")
 MAX_TRAFFIC_RATIO = 1.5
-"""Largest allowed p90 of the short calls in traffic with endless loops, over that without."""
+"""The requirement for the part `traffic`: the p90 of short calls with endless loops, divided by their p90 without
+loops, is at most this."""
 POINTS = (50, 90, 99)
 Arrivals = list[tuple[float, CheckedCall]]
 """Seconds after the start at which each call is due, in order."""
@@ -111,7 +116,7 @@ class BackgroundRun:
     num_ended: int = 0
     """Calls of the background that ended."""
     num_ok: int = 0
-    """Those of them that ended as ok."""
+    """Calls of the background that ended as ok."""
     alone_ms: list[float] = field(default_factory=list)
     arriving_ms: list[float] = field(default_factory=list)
     """Latencies of the short calls that were sent in the first `ARRIVAL_S` after the background."""
@@ -128,10 +133,10 @@ class BackgroundRun:
     async def one_by_one(
         self, http: aiohttp.ClientSession, url: str, more: Callable[[int], bool], on_answer: OnAnswer
     ) -> list[float]:
-        """Send short calls, each after the answer to the one before, while `more(number of answers)` returns True.
+        """Send short calls one after another, each after the answer to the previous call, while `more(number of
+        answers)` returns True.
 
-        Returns their latencies in milliseconds. The latency of a call without an answer is the time that it was waited
-        for.
+        Return their latencies in milliseconds. The latency of a call without an answer is the time of the wait for it.
         """
         latencies_ms: list[float] = []
         timed_out = 0
@@ -192,7 +197,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def arrivals(rate: float, seconds: float, seed: int, loop_s: float = 10.0, families: Sequence[str] = ()) -> Arrivals:
     """Calls in the shares of `SHARES`, due at random moments (Poisson), `rate` per second.
 
-    Ordinary calls are only of `families` if there are any, else of all families.
+    If `families` is not empty, ordinary calls are only of these families.
     """
     rng = random.Random(seed)
     moments: list[float] = []
@@ -216,7 +221,7 @@ def _call(group: str, mix: Iterator[CheckedCall], rng: random.Random, loop_s: fl
 
 
 def _mix(seed: int, families: Sequence[str]) -> Iterator[CheckedCall]:
-    """Calls of the real mix without its endless ones, one seed after another."""
+    """Calls of the real mix, without its endless loops. When the calls of a seed are used up, the next seed follows."""
     while True:
         for template, call in labelled_calls(256, seed):
             if template.status != "timeout" and (not families or template.family in families):
@@ -226,7 +231,7 @@ def _mix(seed: int, families: Sequence[str]) -> Iterator[CheckedCall]:
 
 
 async def _traffic(server: service.Service, args: argparse.Namespace, bar: Progress) -> dict[str, Any]:
-    families = ("plain", "math") if args.stdlib_only else ()  # those that import nothing else
+    families = ("plain", "math") if args.stdlib_only else ()  # these families import only the standard library
     async with http_session() as http:
         closed_loop_rate = None
         if args.rate is None:

@@ -2,14 +2,15 @@
 
     python -m bench.peers [--code-judge URL] [--sandbox-fusion URL] [--scalebox URL] [--url URL] [--json]
 
-Our service is started unless `--url` names one. A peer takes part if its URL is given; a fresh interpreter per call,
-without isolation, always does. All take turns within a round, for the same time, with the same number of calls in
-flight, each with the interface that suits it best: ours streams batches, code-judge gets `/run/long-batch`,
-SandboxFusion one `/run_code` per call. A result is correct if its status is the one that the call must have and its
-output that of a fresh interpreter. code-judge has one time limit for all calls.
+Our service is started unless `--url` names one. A peer takes part if its URL is given. Fresh interpreters, one per call
+and without isolation, always take part. The systems take turns within a round. Each runs for an equal time, with an
+equal number of calls in flight, and by the interface that suits it best: our service streams batches, code-judge gets
+`/run/long-batch`, and SandboxFusion gets one `/run_code` per call. code-judge has one time limit for all calls. A
+result is correct if it has the status that the call must have, and the output of a fresh interpreter.
 
-Then each system gets the two loads of `LOADS`, one after the other: many short calls at once, and calls at once that
-are far below their time limit if they run alone. A call without a correct result counts as lost.
+Then each system gets the two loads of `LOADS`, one after the other. The first has many short calls at once. The second
+has calls at once, each of which would need far less than its time limit if it ran alone. A call without a correct
+result counts as lost.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ FAILURES = (aiohttp.ClientError, SandboxError, TimeoutError, ValueError, KeyErro
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A system's result of a call: "ok", "error" or "timeout"; an empty status and a reason if it has none."""
+    """A system's result of a call. Its status is "ok", "error" or "timeout". Without a result, the status is empty and
+    there is a reason."""
 
     status: str
     stdout: str = ""
@@ -68,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PeerCall:
-    """A call, its required status, and its required output if that is known."""
+    """A call and its required status. `stdout` is the required output. It is None if any output is accepted."""
 
     call: Mapping[str, Any]
     status: str
@@ -108,7 +110,7 @@ class System:
     batch: int
     """Calls in one request."""
     run: Callable[[Sequence[Mapping[str, Any]]], Answers]
-    """Yields (index of a call, answer) as answers come. If it raises, the other calls have no answer."""
+    """Yields (index of a call, answer) as answers come. If it raises, the calls without an answer so far get none."""
 
 
 def our_service(client: AsyncClient, in_flight: int) -> System:
@@ -368,7 +370,7 @@ def summarize(
 
 
 def _row(rounds: Sequence[SystemRound]) -> dict[str, Any]:
-    """One system over all rounds. Only calls with a result count for the rate."""
+    """One system over all rounds. The rate counts only calls that have a result, whether it is correct or not."""
     reasons = sum((row.unanswered for row in rounds), Counter[str]())
     return {
         "calls": sum(row.calls for row in rounds),

@@ -59,8 +59,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def summarize(run: RecipeRun, wall_s: float = 0.0) -> dict[str, Any]:
     """The result of a finished run.
 
-    Its duration is `wall_s`, or the sum over its phases (without the start of their processes) if that is larger, as
-    for a run that was resumed.
+    The duration of the run is `wall_s`. The sum of the durations of its phases, without the start of their processes,
+    is larger if the run was resumed. The duration is then this sum.
     """
     stages = run.summary()["stages"]
     steps = [row for row in run.run_folder.read_metrics() if "step_s" in row]

@@ -3,22 +3,26 @@
     python -m bench.roc [--task costly|free] [--seeds 5] [--steps 30] [--max-turns N] [--arms roc,grpo-g,grpo-2g]
                         [--folder runs/roc] [--plot F.png] [--json]
 
-On the task `costly`, the generated problems of configs/tiny.toml, an episode with failing calls is less often correct.
-On the task `free` (bench/workloads/ambiguous_problems.py) a failing call costs nearly no reward. This is checked after
-SFT: the share of failing calls must be nearly the same in correct episodes as in all. A lower `--max-turns` makes
-errors cost reward there, too.
+The task `costly` has the generated problems of configs/tiny.toml. On it, an episode with failing calls is less often
+correct. On the task `free` (bench/workloads/ambiguous_problems.py), a failing call costs nearly no reward. This is
+checked after SFT: the share of failing calls in correct episodes must be nearly equal to their share in all episodes.
+With a lower `--max-turns`, errors cost reward on the task `free`, too.
 
 For each seed, the tiny model gets SFT once and is then trained in several ways ("arms"):
 
-- roc: samples 2G episodes per problem and keeps G;
-- grpo-g: samples G and keeps all, which costs half the sampling and the same training;
-- grpo-2g: samples 2G and keeps all, which costs the same sampling and twice the training;
-- uniform: samples 2G and keeps G by the same numbers of correct and wrong episodes as RoC, but at random.
+| arm     | samples per problem | kept episodes                | cost, compared with `roc`          |
+|---------|---------------------|------------------------------|------------------------------------|
+| roc     | 2G                  | G, selected by RoC           |                                    |
+| grpo-g  | G                   | all                          | half the sampling, equal training  |
+| grpo-2g | 2G                  | all                          | equal sampling, twice the training |
+| uniform | 2G                  | G, drawn at random           | equal                              |
 
-All other settings are those of configs/tiny.toml. The results are evaluated on the same held-out problems. Seeds differ
-in model, problems and sampling, so arms are compared within a seed, and the table has the mean differences and their
-deviation over seeds. Every arm of every seed is a recipe with its own run folder, so an interrupted comparison resumes.
-The whole takes hours on two cores.
+`uniform` keeps the numbers of correct and of wrong episodes that RoC keeps.
+
+All other settings are those of configs/tiny.toml, and all models are evaluated on the same held-out problems. Seeds
+differ in model, problems and sampling. So arms are compared within a seed, and the table has the mean of these
+differences and their deviation over seeds. Every arm of every seed is a recipe with its own run folder, so an
+interrupted comparison can be resumed. The whole comparison takes hours on two cores.
 """
 
 from __future__ import annotations
@@ -70,15 +74,21 @@ TASKS: dict[str, Callable[[Path], list[str]]] = {
         *("stages.rl3.max_turns=8", "eval.samples_per_problem=2"),
     ],
 }
-"""Settings that differ from those of the configuration, given the folder with the files of the task."""
+"""Functions that take the folder with the files of a task. They return the settings that differ from the
+configuration."""
 FREE_FILES = {"problems": 1024, "conversations": 16000, "held_out": 256}
-"""Numbers of rows in the files of the task `free`. A stage repeats no problem. After SFT on 6,000 conversations
-the model still copies more numbers wrongly after an error, so errors cost reward; after 16,000 hardly any."""
+"""Numbers of rows in the files of the task `free`. There are enough problems that a stage repeats none. After SFT on
+6,000 conversations, the model copies numbers wrongly more often after an error, so errors cost reward. After 16,000
+conversations this hardly happens."""
 MAX_GATE = 0.01
-"""Largest difference after SFT between the shares of failing calls in correct episodes and in all, if they are free.
-The comparison ends before RL if the difference exceeds this by more than two standard errors."""
-MAX_ERROR_RATIO, MAX_P = 0.5, 0.01
-"""What the task `free` must show: RoC's share of failing calls over that of each other arm, and the p-value."""
+"""The requirement on the task `free` after SFT: the share of failing calls in correct episodes and their share in all
+episodes differ by at most this. The comparison ends before RL if the difference exceeds this bound by two standard
+errors or more."""
+MAX_ERROR_RATIO = 0.5
+"""The requirement on the task `free`: RoC's share of failing calls, divided by the share of each other arm, is at most
+this."""
+MAX_P = 0.01
+"""The requirement on the task `free`: the p-value of this difference is at most this."""
 STAGE = "rl"
 """Name of the only RL stage of an arm."""
 MEASURES = {
@@ -146,8 +156,8 @@ def _run_sft(args: argparse.Namespace, seed: int) -> RecipeRun:
 
 
 def _gate(rows: Sequence[Result]) -> dict[str, Any]:
-    """Return the mean over the seeds by which correct episodes have more failing calls than all. Raises `BenchFailed`
-    if errors clearly cost, or bring, reward."""
+    """Return the mean over the seeds of a difference: the share of failing calls in correct episodes minus their share
+    in all episodes. Raises `BenchFailed` if the difference shows that errors cost or bring reward."""
     if any(row["tool_error_ratio_correct"] is None for row in rows):
         raise command.BenchFailed("after SFT no episode with a tool call is correct; raise sft.epochs")
     gate = mean_sd([row["tool_error_ratio_correct"] - row["tool_error_ratio"] for row in rows])
@@ -186,7 +196,7 @@ def _requirements(result: Result) -> list[Requirement]:
 
 
 def sft_config(shared: RunConfig, folder: Path, seed: int) -> RunConfig:
-    """SFT alone, evaluated with the length and turns of the longest stage, as every arm is."""
+    """The settings of SFT alone. It is evaluated with the length and turns of the longest stage, like every arm."""
     longest = _longest_stage(shared)
     limits = replace(shared.eval, max_response_tokens=longest.max_response_tokens, max_turns=longest.max_turns)
     return replace(shared, seed=seed, run_dir=str(folder), stages={}, eval=limits)

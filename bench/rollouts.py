@@ -4,10 +4,11 @@
     python -m bench.rollouts --engines 2 [--rounds 3] [--json]    # vLLM on the CPU, small caches
     python -m bench.rollouts --engines 2 --fit      # also measures the constants of the profile cpu-tiny
 
-Every policy plays the same scripted episodes, all submitted at once; a script has the sampled tokens, the observation
-and the tool time of each turn. Real engines sample exactly as many tokens as the script has. Policies take turns over
-the rounds, each starts with empty prefix caches, and medians over rounds are compared. The simulator runs the same
-episodes. The scheduler knows the lengths of a preceding training step.
+A placement policy decides which engine runs a turn. Every policy plays the same scripted episodes, which are all
+submitted at once. For each turn, a script has the number of sampled tokens, the observation and the tool time. Real
+engines sample exactly the number of tokens that the script has. In each round every policy runs once, with empty prefix
+caches, and medians over rounds are compared. The simulator runs the same episodes. The scheduler knows the lengths of
+the episodes of a preceding training step.
 
 | measure | definition |
 |---|---|

@@ -11,7 +11,7 @@ This measures nothing. It reads from `bench/results/`:
 | mixed.json | the cost of a call of the mix, and its bytes on the wire |
 | gateway.json | the rate of a gateway |
 
-If the calls that arrive within a second shall end within a second, they need as many cores as they have core seconds.
+If the calls that arrive within a second shall end within a second, the number of cores must equal their core seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOURCES = {
 MEMORY = {"print": "burst", "mix": "burst-mix"}
 """The result that has the memory of a kind of call."""
 ARRIVALS = {"all at once": 1, "in 10 waves": 10, "over 10 s": 10, "over 60 s": 60, "over 300 s": 300}
-"""Ways in which calls arrive, and the seconds over which they are spread; a wave counts as a second."""
+"""Ways in which calls arrive, and the seconds over which they are spread. A wave counts as one second."""
 ENDLESS_SHARE = 0.01
 """Assumed share of endless loops."""
 ENDLESS_S = 10.0
@@ -91,8 +91,8 @@ def estimate(calls: int, cpu_ms: float) -> dict[str, Any]:
 
 
 def memory_needs(burst: Result, calls: int) -> dict[str, Any]:
-    """The server's memory without calls, per call in flight (which the gateway holds), of running calls, and in
-    total."""
+    """Four sizes of the server's memory: without calls, per call in flight (the gateway holds these), of running calls,
+    and in total."""
     server, gateway = burst["memory_mb"], burst["gateway_mb"]
     waiting_mb = gateway["peak"] - gateway["idle"]
     call_kb = waiting_mb * 1024 / burst["in_flight"]

@@ -3,9 +3,9 @@
     python -m bench.throughput [--kinds print,numpy,sympy,mix] [--calls FILE.jsonl] [--scale 0.5] [--json]
     make demo                       # one short round
 
-The service gets batches of 64 from `sandbox.client` on the same cores, four at a time. The fresh interpreters run the
-same code, as many at once as there are cores (`bench.servers.fresh_interpreter`). The two take turns within a round;
-the result is the median over rounds of each round's own ratio.
+The service gets batches of 64 calls from `sandbox.client`, four batches at a time. The client runs on the same cores.
+The fresh interpreters run the same code, one per core at a time (`bench.servers.fresh_interpreter`). The two sides take
+turns within a round. The result is the median over rounds of each round's own ratio.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BATCH = 64
 IN_FLIGHT = 4
 """Batches in flight, enough that the service never waits for the client."""
 MIN_JUDGED_SCALE = 0.5
-"""Smallest `--scale` whose ratios must reach the promised ones. Shorter rounds vary too much."""
+"""From this `--scale` on, the ratios must reach the promised ones. Shorter rounds vary too much."""
 
 
 @dataclass(frozen=True, slots=True)

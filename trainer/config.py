@@ -55,7 +55,8 @@ ONLINE_SETTINGS = ("cancel_stragglers", "partial_rollouts", "one_step_off_policy
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be used. The message states the source, what was expected and what came."""
+    """Settings that cannot be used. The message names the source of the setting, what was expected and what was
+    given."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -425,8 +426,8 @@ def _expand_range(part: str) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the last part of an error message about an unknown name: the closest of the `known` names, or all if they
-    are few enough to read."""
+    """Return the last part of an error message about an unknown name. It is the closest of the `known` names. If none
+    is close, it is a list of all known names, unless they are too many to read."""
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
@@ -437,8 +438,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def check_options(
     table: str, options: Collection[str], own: Collection[str], known: Collection[str], kind: str
 ) -> None:
-    """Raise `ConfigError` if `options`, a table that is passed on to a library, has an option that the trainer sets
-    itself (`own`) or that the library does not have (`known`)."""
+    """Check `options`, a table that is passed on to a library. Raise `ConfigError` for an option that the trainer sets
+    itself (it is in `own`), and for an option that the library does not have (it is not in `known`)."""
     for name in options:
         _require(name not in own, f"{table}: {name}: expected another {kind}, since the trainer sets this one itself")
         _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, sorted({*known} - {*own}))}")

@@ -1,7 +1,7 @@
 """Reads a run's settings from defaults < TOML or JSON file < environment variables < `--set`.
 
 Invariants:
-- A key of `[rl]` is the default of every stage; the tables `grpo` of both are merged.
+- A key of `[rl]` is the default of every stage. The table `grpo` of `[rl]` and that of a stage are merged.
 - An unknown name or a bad value is a `ConfigError` with its source: the file, the variable or the `--set`.
 - A run's config.json, written from `asdict` of a `RunConfig`, is a config file that gives an equal `RunConfig`.
 """
@@ -25,7 +25,8 @@ ENV_SEPARATOR = "__"
 """Stands for a dot in the name of a variable."""
 
 PASSED_THROUGH = frozenset({"args", "extra_body", "grpo", "peft"})
-"""Tables whose settings have no type here, since a library owns them. In a text their values are read as JSON."""
+"""Tables whose settings have no type here, since a library defines them. If a variable or `--set` gives such a setting
+as text, the text is read as JSON."""
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 Invariants:
 - `write_json` and `write_rows` replace a file as a whole or not at all.
-- `append_rows` writes each row in one line. A kill leaves at most one torn line, the last; readers skip it and the next
-  append overwrites it.
+- `append_rows` writes each row in one line. A kill leaves at most one torn line, the last line of the file. Readers
+  skip it, and the next append removes it.
 - `read_rows` holds one row at a time, since a file of episodes may have gigabytes.
 """
 
@@ -27,7 +27,8 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object that `write_json` wrote; None if there is no file. Raises `RecordError` if it has none."""
+    """Return the object that `write_json` has written. None if there is no file. Raises `RecordError` if the file does
+    not contain an object."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -92,7 +93,8 @@ def check_layout(folder: Path, version: object, expected: int) -> None:
 def check_same_settings(
     folder: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any], changeable: tuple[str, ...] = ()
 ) -> None:
-    """Raise `RecordError` if a setting differs whose name matches none of `changeable` (a * stands for any text)."""
+    """Raise `RecordError` if a setting differs and its name matches none of the patterns in `changeable`. In a pattern,
+    * stands for any text."""
     names = differing_settings(mine, theirs)
     if differing := [name for name in names if not any(fnmatchcase(name, pattern) for pattern in changeable)]:
         raise RecordError(

@@ -1,7 +1,7 @@
 """Throughput and latency of `serve --cluster ray` with one node, beside the same executors as processes of the gateway.
 
-Both servers have the same settings and all cores of the machine. They run one after the other, so the local one has no
-Ray beside it: the cost of Ray's own processes counts against the cluster.
+Both servers have the same settings and all cores of the machine. They run one after the other. So no Ray runs beside
+the local server, and the cost of Ray's own processes counts against the cluster.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from bench.servers.service import Service
 from bench.workloads.checked_calls import numbered_calls
 from sandbox import machine
 
-BATCH, BATCHES_IN_FLIGHT = 64, 4
+BATCH = 64
+"""Calls in a request."""
+BATCHES_IN_FLIGHT = 4
 WARM_UP_CALLS = 512
 SINGLE_CALLS = 400
 """Calls sent one at a time, for the latency."""
 FLAGS = ("--profiles", "bare")
 MIN_SHARE = 0.8
-"""Share of the local throughput that the project promises with a node."""
+"""The requirement: with a node of Ray, the throughput is at least this share of the local one."""
 MAX_ADDED_MS = 5.0
-"""Median latency in ms that a node may add."""
+"""The requirement: a node adds at most this number of ms to the median latency."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 - `local`: `--per-worker` episodes at once in one process;
 - `ray`: `--per-worker` episodes at once on each node, timed from the moment at which all workers are ready.
 
-Episodes wait for a model endpoint of stated latency. The faults: a collection whose workers and nodes are killed at
-random, and whose driver is killed twice.
+Episodes wait for a model endpoint with a given latency. The fault test is a collection whose workers and nodes are
+killed at random, and whose driver is killed twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from trainer.config import CollectConfig, EnginesConfig, ModelConfig, RunConfig
 from trainer.episodes.episode import Problem
 
 AWORLD_SPEEDUP = 14.6
-"""Rollout time of one sequential node over that of the cluster (arXiv 2508.20404, table 2: 7,695 s and 525 s)."""
+"""AWorld's rollout time on one sequential node, divided by its time on the cluster (arXiv 2508.20404, table 2: 7,695 s
+and 525 s)."""
 SAMPLES_PER_PROBLEM = 4
 FAULT_EPISODES_PER_WORKER = 1
 """Episodes at once per node in the fault test. With few, the test lasts long enough for many kills."""
@@ -158,7 +159,8 @@ class _Setup:
 
 
 async def run_collection(store: EpisodeStore, executor: EpisodeExecutor, num_episodes: int) -> CollectionStatus:
-    """Collect episodes, `SAMPLES_PER_PROBLEM` of each problem. Tries are not limited, since a kill costs one."""
+    """Collect episodes, `SAMPLES_PER_PROBLEM` of each problem. The number of tries is practically unlimited, since each
+    kill makes a try fail."""
     options = {"game": "number_guessing", "low": 2, "max_moves": 50}
     if num_episodes % SAMPLES_PER_PROBLEM:
         raise command.Misuse(f"expected a multiple of {SAMPLES_PER_PROBLEM} episodes, got {num_episodes}")

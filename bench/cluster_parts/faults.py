@@ -1,10 +1,10 @@
 """Lost, doubled and mixed-up calls while nodes are killed and one is cut off.
 
-- A kill ends all processes of a node with SIGKILL. A new node takes its place as soon as Ray has started it. The last
-  node is not killed.
-- A cut takes a node's network down for `cut_s`, if this process may create network namespaces. Otherwise it stops all
-  processes of the node with SIGSTOP, which then continue with what they still have to send. In both cases the node is
-  silent, and its connections stay open.
+- A kill ends all processes of a node with SIGKILL. Ray then starts a new node in its place. The last node is not
+  killed.
+- A cut takes the network of a node down for `cut_s`, if this process may create network namespaces. Otherwise it stops
+  all processes of the node with SIGSTOP for this time. In both cases the node is silent while its connections stay
+  open. Processes that were stopped then send what they still have to send.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIRST_CUT_S = 5.0
 
 @dataclass
 class _Faults:
-    """The nodes that are neither killed nor cut off, and what was done to the others."""
+    """The faults so far. `nodes` are the nodes that are neither killed nor cut off."""
 
     cluster: RayCluster
     rng: random.Random
@@ -51,7 +51,7 @@ class _Faults:
     cuts: int = 0
     replacements: list[asyncio.Task[None]] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """The holder of the cluster does one thing at a time."""
+    """Held by the task that uses the cluster, since the cluster does one thing at a time."""
 
     async def kill_nodes(self, every_s: float, tasks: asyncio.TaskGroup) -> None:
         due = time.monotonic()

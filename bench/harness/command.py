@@ -138,7 +138,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, with a `+` if files differ from it; empty outside a checkout."""
+    """The commit of the checkout, with a `+` if files differ from the commit. Empty outside a checkout."""
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)

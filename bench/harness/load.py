@@ -1,6 +1,6 @@
 """HTTP load on a service: a closed loop, an open loop, and a tally of the results.
 
-- `closed_loop` keeps a fixed number of requests in flight; the next one is sent when one is answered.
+- `closed_loop` keeps a fixed number of requests in flight: when a request is answered, the next one is sent.
 - `open_loop` sends each request when it is due, whether or not earlier ones were answered, so a slow server cannot hide
   its queue.
 - `CallTally` counts each answered call exactly once, as correct, mismatched or unavailable. All other calls are lost.
@@ -44,7 +44,7 @@ class CallTimes:
 
     group: str
     latency_ms: float
-    """Time from the request to the answer; in an open loop, from the moment at which the call was due."""
+    """Time from the request to the answer. In an open loop, the time from the moment at which the call was due."""
     cpu_ms: float
     """CPU time of the call's own processes."""
 
@@ -61,7 +61,8 @@ class CallTally:
     doubled: int = 0
     """Answers beyond a call's first one in the same response."""
     unavailable: Counter[str] = field(default_factory=Counter)
-    """Calls that ended as `unavailable`, by error type. Counted by loads that tolerate it."""
+    """Calls that ended as `unavailable`, by error type. Only loads that tolerate such calls count them here; for others
+    they are mismatched."""
     retried: int = 0
     """Calls that the service ran more than once."""
     resent: int = 0
@@ -115,7 +116,7 @@ class EncodedBatch:
 
 
 def encoded_batches(calls: Sequence[CheckedCall], size: int, accepts: Sequence[str]) -> list[EncodedBatch]:
-    """The calls in batches of `size`; the content types of the responses take turns."""
+    """The calls in batches of `size`. The batches use the content types in `accepts` in turn."""
     parts = [calls[start : start + size] for start in range(0, len(calls), size)]
     return [
         EncodedBatch(part, encode_calls([call.call for call in part]), accepts[number % len(accepts)])
@@ -202,8 +203,8 @@ async def ask(
 ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
     """Send one request and yield (index of the call, result) as results come. `calls` may be encoded already.
 
-    `single` sends the one call to `/v1/execute`, which answers 503 with the result if the call is unavailable. Raises
-    `Refused` for every other status than 200.
+    With `single`, the only call is sent to `/v1/execute`. If the call is unavailable, the answer is 503 with the
+    result. Raises `Refused` for any other status than 200.
     """
     body = calls if isinstance(calls, bytes) else encode_calls(calls, single=single)
     headers = {"Content-Type": "application/msgpack", "Accept": accept}
@@ -257,8 +258,8 @@ async def send_batch(
     tally: CallTally,
     on_answer: OnAnswer,
 ) -> None:
-    """Send one batch and record its answers. A refusal or a broken connection becomes an example, its calls are
-    lost."""
+    """Send one batch and record its answers. If the request is refused or its connection breaks, the calls without an
+    answer are lost, and the error becomes an example."""
     answered: set[int] = set()
     start = time.perf_counter()
     try:

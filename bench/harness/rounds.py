@@ -1,4 +1,5 @@
-"""Medians over rounds. Every round measures each system once, so that other load on the machine affects all alike."""
+"""Medians over rounds. Every round measures each system once, so that other load on the machine affects all systems
+equally."""
 
 from __future__ import annotations
 

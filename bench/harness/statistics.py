@@ -29,8 +29,9 @@ def mean_sd(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Return the two-sided p-value of a paired permutation test: the share of all ways to flip signs with which the
-    absolute sum of the differences is at least as large as without. With n differences it is at least 2 / 2**n."""
+    """Return the two-sided p-value of a paired permutation test. Each difference may keep or change its sign. The
+    p-value is the share of all combinations of signs in which the absolute sum of the differences is at least as large
+    as with the given signs. With n differences it is at least 2 / 2**n."""
     total = abs(sum(differences))
     sums = (abs(sum(map(mul, differences, signs))) for signs in product((1, -1), repeat=len(differences)))
     return statistics.fmean(value >= total * (1 - 1e-9) for value in sums)

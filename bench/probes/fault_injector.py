@@ -50,8 +50,8 @@ def processes_by_kind(gateway: int) -> dict[str, list[int]]:
 def _kill(pid: int, kind: str) -> bool:
     """Kill the process, unless it is a call.
 
-    A call just forked from a zygote has the zygote's command line. So a candidate is stopped first and killed only if
-    it blocks SIGCHLD, as a zygote does; a fork unblocks it before it runs a call.
+    A call that was just forked from a zygote has the zygote's command line. But a zygote blocks SIGCHLD, and a fork
+    unblocks it before it runs a call. So a candidate is stopped first, and killed only if it blocks SIGCHLD.
     """
     try:
         process = os.pidfd_open(pid)

@@ -1,7 +1,7 @@
 """Processes, files, mounts and control groups that a stopped server has left on the machine.
 
-Things that have the project's name and existed before the server started are not counted. So another server may run
-beside the measured one if it was started earlier, but not if it is started in the meantime.
+Only things with the project's name that did not exist before the server started are counted. So another server may run
+beside the measured one if it was started before it, but no other server may start in the meantime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHARED_DIRS = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
 NAME = "rstar"
 """Part of the names of all files, mounts and control groups of the project."""
 EXIT_TIMEOUT_S = 20.0
-"""Seconds in which killed processes must be gone. They die as soon as they are scheduled."""
+"""Killed processes must be gone after this number of seconds. They die as soon as they are scheduled."""
 
 
 class Leftovers:
@@ -41,7 +41,7 @@ class Leftovers:
 
 
 def surviving(pids: Sequence[int]) -> list[int]:
-    """Those of `pids` that have not ended after `EXIT_TIMEOUT_S`."""
+    """The processes of `pids` that have not ended after `EXIT_TIMEOUT_S`."""
     give_up_at = time.monotonic() + EXIT_TIMEOUT_S
     while (alive := [pid for pid in pids if processes.command(pid)]) and time.monotonic() < give_up_at:
         time.sleep(0.05)

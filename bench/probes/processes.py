@@ -1,8 +1,8 @@
 """Resources of processes, read from /proc: CPU time, memory, descriptors, mounts.
 
 The CPU time of a living process is `sum_exec_runtime` of its threads (the first field of schedstat, nanoseconds). The
-CPU time of ended children is only readable in clock ticks of 10 ms (cutime and cstime of /proc/PID/stat); the kernel
-adds it up exactly and rounds once, on reading.
+CPU time of ended children can only be read in clock ticks of 10 ms (cutime and cstime of /proc/PID/stat). The kernel
+adds it up exactly, and rounds only the sum when it is read.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def pss_mb(pids: list[int]) -> float:
 def descriptors(pid: int) -> int:
     """The number of open descriptors; 0 if the process is gone.
 
-    The first descriptor of each control group file is not counted: a server creates a slot's group when that many calls
-    first run at once, and keeps it.
+    A server creates the control group of a slot when the slot is first used, and keeps it open. So the first descriptor
+    of each control group file is not counted.
     """
     fd_dir, cgroup_devices = _PROC / str(pid) / "fd", _cgroup_devices()
     cgroup_files: set[tuple[int, int]] = set()

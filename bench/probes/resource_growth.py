@@ -14,9 +14,10 @@ MEMORY_TOLERANCE_SHARE = 0.1
 
 
 def growth_at_rest(snapshots: Sequence[ResourceSnapshot], warmed_up: int) -> dict[str, tuple[float, float]]:
-    """The resources that have grown since the first snapshot after `warmed_up` calls, as (then, at the end).
+    """The resources that have grown since the first snapshot after `warmed_up` calls. Each has two values: in that
+    snapshot, and at the end.
 
-    "At the end" is the minimum of the last three snapshots: a leak is in all of them.
+    The value at the end is the minimum of the last three snapshots, since a leak is in all of them.
     """
     counted = [snapshot for snapshot in snapshots if snapshot.calls >= warmed_up]
     base, last = counted[0], counted[1:][-3:] or counted

@@ -11,9 +11,10 @@ from bench.probes import processes
 from bench.probes.leftovers import cgroups
 
 SETTLE_TIMEOUT_S = 30.0
-"""Seconds that a server may take until its processes have been the same, and almost idle, for one second."""
+"""Maximum seconds of the wait until a server is at rest. It is at rest if for one second its processes have not changed
+and have been almost idle."""
 SETTLED_CPU_S = 0.1
-"""CPU seconds that the processes of a server at rest may use in that second."""
+"""CPU seconds that the processes of a server at rest may use in this second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,10 @@ class ResourceSnapshot:
 
 
 def wait_until_settled(list_pids: Callable[[], list[int]]) -> None:
-    """Wait until the processes have been the same and almost idle for a second, for at most `SETTLE_TIMEOUT_S`.
+    """Wait until for one second the processes have not changed and have been almost idle. Wait for at most
+    `SETTLE_TIMEOUT_S`.
 
-    A new zygote is among the processes at once, but it uses its memory only after its imports.
+    The processes must be idle too: a new zygote is among them at once, but it uses its memory only after its imports.
     """
     give_up_at = time.monotonic() + SETTLE_TIMEOUT_S
     pids, since = list_pids(), time.monotonic()

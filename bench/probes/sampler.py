@@ -1,7 +1,8 @@
 """Samples of a running server, taken by a thread at a rate that does not disturb the server.
 
-To add up the memory of a process tree (PSS), the kernel walks page tables under a lock that a zygote's next fork needs.
-So the sampler rests at least `REST_FACTOR` times as long as the last sample took: it uses at most 2 % of one core.
+To add up the memory of a process tree (PSS), the kernel walks page tables under a lock, and the next fork of a zygote
+needs this lock. So after each sample the sampler rests for at least `REST_FACTOR` times the duration of the sample. It
+uses at most 2 % of one core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The baseline: a fresh interpreter for every call, `python3 file`, as many at once as there are cores, no isolation.
 
-It is made as fast as possible: the guest's own Python and environment (with lazy symbol binding, as is usual), no
-shell, no polling, output into a file, and a thread per core that only waits.
+The baseline is as fast as possible. It uses the Python and the environment of the guest, but with lazy symbol binding,
+as is usual. It has no shell and no polling, output goes into a file, and a thread per core only waits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ENVIRON = {name: value for name, value in GUEST_ENV.items() if name != "LD_BIND_
 
 @dataclass(frozen=True, slots=True)
 class FreshRun:
-    """One call. `report` is the JSON that `fresh_script` wrote (see `FreshInterpreters`); empty if `wrapped` was
-    false."""
+    """One call. `report` is the JSON that `fresh_script` has written (see `FreshInterpreters`). It is empty if
+    `wrapped` was false."""
 
     stdout: str
     stderr: str
@@ -151,7 +151,8 @@ def _spawn(argv: Sequence[str], call_dir: Path) -> subprocess.Popen[bytes]:
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, bool, float]:
     """Wait for the process, and kill it after `timeout_s`.
 
-    Returns its exit code (minus the signal that ended it), whether it timed out, and its CPU seconds.
+    Return three values: its exit code (if a signal ended it, minus the number of the signal), whether it timed out, and
+    its CPU seconds.
     """
     pidfd = os.pidfd_open(process.pid)
     try:

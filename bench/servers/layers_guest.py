@@ -5,8 +5,9 @@ Run by path beside the guest's own modules, as `layers_guest.py --fd N`. It is t
     order                             answer, with totals over all calls
     measure {fork, calls, source}     measured {cpu_ms, own_cpu_ms, failed}
 
-Calls of one zygote run one after another, so what is measured is their cost and not a queue. `cpu_ms` is what the
-kernel counts for the calls' processes (fork to exit) and `own_cpu_ms` is the zygote's share. Standard library only.
+Calls of one zygote run one after another, so no call waits in a queue. `cpu_ms` is the CPU time that the kernel counts
+for the calls' processes, from fork to exit. `own_cpu_ms` is the CPU time of the zygote itself. This program uses only
+the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OUTPUT_BYTES = 1 << 16
 
 
 class MeasuringZygote(zygote.Zygote):
-    """The loop is the zygote's own; `_on_measure` is the only addition."""
+    """The real zygote with one more order, `measure`, which `_on_measure` handles."""
 
     def _on_measure(self, header: dict[str, Any], body: memoryview) -> None:
         failed, before_s, cpu = 0, _children_cpu_s(), time.process_time_ns()

@@ -2,8 +2,9 @@
 
     python -m bench.servers.model_endpoint MODEL_DIR LATENCY_S NUM_TURNS
 
-Prints its URL. Every turn but the last guesses a number in a game; the last one gives an answer. It stands for a model
-behind HTTP wherever only the time of a turn matters. It ends at the end of its standard input.
+The program prints its URL. In every turn except the last, the scripted model guesses a number in a game; the last turn
+gives an answer. The endpoint replaces a real model where only the time of a turn matters. The program ends at the end
+of its standard input.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A Ray cluster of several nodes on this machine.
 
-`python -m bench.servers.ray_cluster` holds the cluster: it reads commands from its standard input as JSON, one per
-line, and answers each with one line. So Ray is never loaded into the process that measures or tests.
+The process `python -m bench.servers.ray_cluster` owns the cluster: it reads commands from its standard input as JSON,
+one per line, and answers each with one line. So Ray is never loaded into the process that measures or tests.
 
-The head has no CPUs, so it gets no executors. All nodes are on one machine: this shows the effects of a lost node, and
-no speed-up. With `networks`, each node has an address and a network of its own, which can be cut.
+The head has no CPUs, so it gets no executors. All nodes are on one machine. So the cluster shows the effects of a lost
+node, but no speed-up. With `networks`, each node has an address and a network of its own, and the network can be cut.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OBJECT_STORE_BYTES = 100 << 20
 
 
 class RayCluster:
-    """A context manager. Nodes have numbers in the order of their addition, which are never used again."""
+    """A context manager. Nodes are numbered in the order in which they are added. A number is never used again."""
 
     def __init__(self, *, networks: bool = False) -> None:
         self.has_networks = networks

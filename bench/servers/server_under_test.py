@@ -32,7 +32,7 @@ from bench.workloads.checked_calls import CheckedCall
 BATCH_SIZES = (1, 1, 7, 64)
 """Calls in one request of `CheckedLoad`."""
 ABANDONED_SHARE = 0.1
-"""Share of requests whose client hangs up after the first answer and sends the other calls again."""
+"""Share of requests whose client closes the connection after the first answer and sends the unanswered calls again."""
 RETRY_DELAY_S = 0.2
 """Delay after a refusal or a broken connection."""
 READY_TIMEOUT_S = 60.0
@@ -163,7 +163,7 @@ class CheckedLoad:
                     await asyncio.sleep(RETRY_DELAY_S)
 
     async def _send(self, http: aiohttp.ClientSession, unanswered: dict[int, CheckedCall], start: float) -> None:
-        """Send the unanswered calls, and remove those from `unanswered` that are answered."""
+        """Send the calls in `unanswered`, and remove a call from it when the call is answered."""
         sent = list(unanswered.items())
         answered: set[int] = set()
         single = len(sent) == 1 and self._rng.random() < 0.5

@@ -1,7 +1,7 @@
 """A server for the duration of a benchmark: `python -m sandbox serve` on a free port.
 
-The server is stopped on every way out, gracefully first. It has its own session, so Ctrl-C reaches the benchmark alone,
-which then stops the server.
+The server is always stopped at the end, also after an error: first gracefully, then by SIGKILL. It has its own session,
+so Ctrl-C reaches only the benchmark, which then stops the server.
 """
 
 from __future__ import annotations

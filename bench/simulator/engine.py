@@ -1,14 +1,15 @@
-"""A simulated vLLM engine, as far as scheduling is concerned. It reads no clock and uses no random numbers.
+"""A simulation of the parts of a vLLM engine that matter for scheduling. It reads no clock and uses no random numbers.
 
-- The engine accepts any request and runs as many as its KV cache holds. One decode step makes a token for each.
-- When the cache is full, the request that came last is preempted and later recomputed.
-- Unused contexts stay cached until their space is needed, least recently used first.
-- Time advances from event to event. That is exact, because the time of a decode step is linear in batch and context:
+- The engine accepts any request, and runs the requests that its KV cache can hold. One decode step samples a token for
+  each running request.
+- When the cache is full, the request that started last is preempted, and its context is recomputed later.
+- Unused contexts stay cached until their space is needed. The least recently used context is evicted first.
+- Time advances from event to event. This is exact, because the time of a decode step is linear in batch and context:
 
-    step_s = base_s + max(weights_s, per_sequence_s * running) + per_context_s * (tokens of all contexts),
+    step_s = base_s + max(weights_s, per_sequence_s * running) + per_context_s * (tokens of all contexts)
 
-the roofline of a decode step: the weights are read once for all sequences, unless computing with them takes longer. A
-token that is not cached takes `prefill_s`.
+This is the roofline of a decode step: the weights are read once for all sequences, or computing with them takes longer
+than reading them. In addition, each token of a context that is not cached takes `prefill_s`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class EngineProfile:
     block_size: int = 1
     """Tokens of a KV block. On average half a block is empty per context, and a partly filled block is not cached."""
     weights_s: float = 0.0
-    """Seconds to read the weights. Some sequences are computed in that time at no further cost."""
+    """Seconds to read the weights in a decode step. While the weights are read, some sequences can be computed at no
+    further cost."""
     source: str = ""
     watermark: float = 0.0
     """Share of the cache that stays free when a waiting or preempted request starts beside running ones."""

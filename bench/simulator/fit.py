@@ -35,8 +35,8 @@ TOKENS_PER_TURN = 32
 class Batch:
     """Sequences that run at once, each of some turns on fresh contexts.
 
-    With one turn, all start at once. With more, the first turns have different lengths, so that later ones start one by
-    one.
+    With one turn, all sequences start at once. With more turns, the first turns have different lengths, so that the
+    later turns start one by one.
     """
 
     running: int
@@ -59,7 +59,8 @@ class Batch:
 
     @property
     def features(self) -> list[float]:
-        """Decode steps; sequences and contexts summed over steps; prefilled tokens; turns."""
+        """Five numbers: decode steps, sequences summed over the steps, contexts summed over the steps, prefilled
+        tokens, and turns."""
         sampled = [sum(turns) for turns in self.lengths]
         contexts = sum(count * self.context + count * count / 2 for turns in self.lengths for count in turns)
         num_turns = self.running * self.turns

@@ -54,8 +54,8 @@ def measured(
 def cache_uses(
     turns: Sequence[TurnTrace], engines: Sequence[str], kv_capacity: int, bins: int = NUM_BINS
 ) -> dict[str, list[float]]:
-    """By engine, the contexts of its turns as a share of its cache, at even times until the last turn has ended. If the
-    share is above 1, they do not fit."""
+    """For each engine, the contexts of its turns as a share of its cache, at `bins` evenly spaced times until the last
+    turn has ended. If a share is above 1, the contexts do not fit."""
     width = max(turn.ended_at for turn in turns) / bins
     uses = {engine: [0.0] * bins for engine in engines}
     for turn in turns:

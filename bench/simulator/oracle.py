@@ -1,8 +1,8 @@
 """A reference schedule that knows the final length of every episode, for simulated engines only.
 
-Whenever an episode fits on an engine, the longest one that fits is started. So caches fill early and long episodes
-start early; nothing is preempted without need, and no headroom is kept. The gap between `kv` and this schedule is the
-cost of unknown lengths.
+Whenever waiting episodes fit on an engine, the longest of them is started. So caches fill early and long episodes start
+early. No headroom is kept, and nothing is preempted without need. The gap between the policy `kv` and this schedule is
+the cost of not knowing the lengths.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Oracle(Scheduler):
         self._shortest_first: list[tuple[int, Any, int, int]] = []
         """Episodes that have not started: final length, key, prompt tokens, maximum context."""
         self._full: dict[str, tuple[int, int]] = {}
-        """Engines that no waiting episode fitted, with their episodes and tokens at that time."""
+        """Engines on which no waiting episode has fitted, each with its number of episodes and its tokens at that
+        time."""
 
     def add_engine(
         self, name: str, kv_capacity: int, max_running: int = 1 << 30, *, block_size: int = 1, preemptions: int = 0

@@ -5,15 +5,19 @@ a7eef77 (arXiv 2602.13692):
 
 - An engine's use is the sum of the contexts of its episodes, those in tool calls included, and a buffer of
   `BUFFER_TOKENS` for each episode. Prompts that several episodes share count several times, as they do there.
-- A check resumes waiting episodes, then pauses episodes of engines whose use exceeds the cache: first those in tool
-  calls, then running ones at the end of their turn, in both cases the smallest first.
-- Episodes with a request resume first, then new ones, then those in tool calls; the smallest first, each on the engine
-  with the most free tokens. A paused episode may thus resume on another engine.
+- A check has two steps. First it resumes waiting episodes. Then it pauses episodes of each engine whose use exceeds the
+  cache: at first episodes in tool calls, then running episodes, which are paused at the end of their turn. Smaller
+  episodes are paused before larger ones.
+- Waiting episodes resume in this order: episodes with a request, new episodes, episodes in tool calls. In each of these
+  groups the smallest comes first. An episode resumes on the engine with the most free tokens, so it may change its
+  engine.
 - A new episode starts without a check if no episode waits and an engine has room.
 
-Two differences: the released code pauses all running episodes of an overfull engine, because it does not subtract those
-that it has just marked; here it marks as many as are needed. It resumes the largest of the chosen episodes first, to
-pack engines tightly; here contexts are small beside a cache.
+There are two differences to the released code:
+- The released code pauses all running episodes of an overfull engine, because it does not subtract the episodes that it
+  has just marked. Here only the number of episodes is marked that is needed.
+- The released code resumes the largest of the chosen episodes first, to pack engines tightly. Here the smallest is
+  first, since contexts are small beside a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from trainer.scheduling.scheduler import Placement, PlacementPolicy, Scheduler
 from trainer.scheduling.state import EpisodeKey, EpisodeState, ScheduledEngine, ScheduledEpisode
 
 BUFFER_TOKENS = 100
-"""The value of ThunderAgent's `BUFFER_PER_PROGRAM`. A maximum context below 3,200 tokens has a smaller buffer."""
+"""The value of ThunderAgent's `BUFFER_PER_PROGRAM`, in tokens. If the maximum context is below 3,200 tokens, the buffer
+is 1/32 of it."""
 CHECK_INTERVAL_S = 1.0
 """ThunderAgent's default is 5 s, with which all makespans were between 1 and 2 % longer."""
 
@@ -38,7 +43,7 @@ class PauseAtTools(Scheduler):
         super().__init__(max_context_tokens, PlacementPolicy(PauseAtTools._engine_with_room))
         self._buffer = min(BUFFER_TOKENS, max_context_tokens // 32)
         self._free: dict[str, float] = {}
-        """Free tokens by engine, as of the last check, less what has started since."""
+        """Free tokens by engine: those at the last check minus the needs of the episodes that have started since."""
         self._next_check_at = 0.0
         self._may_start = True
         self._marked: set[EpisodeKey] = set()
@@ -101,8 +106,8 @@ class PauseAtTools(Scheduler):
         return placements
 
     def _engine_with_room(self, episode: ScheduledEpisode, _: float) -> ScheduledEngine | None:
-        """Return the engine with the most free tokens, and take from them what the episode needs; None if it does not
-        fit. An engine without episodes takes any."""
+        """Return the engine with the most free tokens, and subtract from them what the episode needs. Return None if
+        the episode does not fit there. An engine without episodes takes any episode."""
         engine = max(self.up_engines, key=lambda engine: self._free.get(engine.name, engine.kv_capacity))
         free, needed = self._free.get(engine.name, engine.kv_capacity), episode.length + self._buffer
         if free < needed and engine.forecast.num_episodes:

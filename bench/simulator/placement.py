@@ -11,10 +11,12 @@ from trainer.scheduling.scheduler import POLICIES as TRAINER_POLICIES
 from trainer.scheduling.scheduler import PlacementPolicy, Scheduler
 from trainer.scheduling.state import ScheduledEngine, ScheduledEpisode
 
-BALANCE_ABS_THRESHOLD, BALANCE_REL_THRESHOLD = 8, 1.5
-"""An episode leaves its engine if that has more running turns than the least loaded one by both bounds. This is the
-rule of sglang's cache-aware router, which verl's pull request 6533 takes over; their absolute bound is 64. In the
-simulated 12K workload a bound of 64 took 501 s, one of 2 to 8 took 450 s."""
+BALANCE_ABS_THRESHOLD = 8
+"""An episode leaves its engine only if the engine has more running turns than the least loaded engine, by more than
+this number. The rule is that of sglang's cache-aware router, which verl's pull request 6533 takes over. Their bound is
+64. In the simulated 12K workload, a rollout took 501 s with a bound of 64, and 450 s with bounds of 2 to 8."""
+BALANCE_REL_THRESHOLD = 1.5
+"""The second condition: the engine has more than this multiple of the least loaded engine's running turns."""
 
 
 def static() -> PlacementPolicy:
@@ -50,7 +52,8 @@ def least_inflight() -> PlacementPolicy:
 
 
 def sticky_least_loaded() -> PlacementPolicy:
-    """As `least_inflight`, but an episode leaves an engine that is loaded more than a bound above the least loaded."""
+    """As `least_inflight`, but an episode leaves its engine if the engine's load exceeds that of the least loaded
+    engine by both `BALANCE_ABS_THRESHOLD` and `BALANCE_REL_THRESHOLD`."""
     return PlacementPolicy(_fewest_episodes, pick_next=_home_or_least_loaded)
 
 

@@ -12,7 +12,7 @@ TINY_MAX_TOKENS = 896
 TINY_MEAN_TOKENS = 220.0
 """Mean tokens of a response."""
 TINY_PROMPT_DIVISOR = 4
-"""Divisor of the usual prompt lengths."""
+"""The usual prompt lengths are divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ def _turns(count: int, length: int, rng: random.Random) -> tuple[tuple[int, int,
 
 
 def tiny_scripts(groups: int, samples: int, seed: int) -> list[EpisodeScript]:
-    """Small episodes. A cache of 8,192 tokens holds three in ten of them, as the caches of 64 MI300X do in stage 2."""
+    """Small episodes. A cache of 8,192 tokens holds three in ten of them. This is also the share that the caches of 64
+    MI300X hold in stage 2."""
     scripts = generated_scripts(groups, samples, TINY_MAX_TOKENS, TINY_MEAN_TOKENS, seed)
     return [replace(script, prompt=script.prompt // TINY_PROMPT_DIVISOR) for script in scripts]

@@ -32,9 +32,10 @@ from trainer.engines.pool_state import TurnRecord
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 
-HIDDEN_SIZE, LAYERS = 512, 6
-"""The model has 16 million parameters. A decode step with a full cache takes about 35 ms, close to the 28 ms of the
-profile mi300x-14b, so a tool call lasts about equally many decode steps with both."""
+HIDDEN_SIZE = 512
+"""With this width and `LAYERS` the model has 16 million parameters. A decode step with a full cache then takes about
+35 ms, close to the 28 ms of the profile mi300x-14b. So a tool call lasts about equally many decode steps with both."""
+LAYERS = 6
 VOCAB_SIZE = 640
 MAX_MODEL_LEN = 1024
 ITERATION_LOG_LINE = re.compile(rb"(\d+) context tokens, (\d+) generation requests, (\d+) generation tokens")
@@ -186,8 +187,8 @@ def _random_ids(seed: str, count: int, vocab_size: int) -> list[int]:
 def required_tokens(scripts: Sequence[EpisodeScript], turns: Iterable[TurnTrace]) -> int:
     """Tokens that engines have to compute for `turns` if nothing is evicted.
 
-    These are all tokens but whole blocks that were computed before for the same episode, or on the same engine for the
-    same prompt. The last sampled token is never computed.
+    These are all tokens except two kinds. Whole blocks that were computed before, for the same episode or on the same
+    engine for the same prompt, are cached. The last sampled token of a turn is never computed.
     """
     cached_prompts: set[tuple[str, int]] = set()
     computed: dict[int, int] = {}

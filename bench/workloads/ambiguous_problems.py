@@ -1,13 +1,13 @@
 """Problems on which a failing tool call costs no reward, and on which accuracy stays near one half.
 
-"Mix 47 and 12, then add 5." is solved with two calls, one for each operation. The conversations for SFT write each call
-with even odds as `show(...)`, which raises `NameError`, or as `print(...)`. After an error the same call with `print`
-follows, which always works. So a failing call costs a turn and some tokens, of which a stage has enough, and reward
-cannot tell `show` from `print`.
+An example is "Mix 47 and 12, then add 5." It is solved with two calls, one for each operation. In the conversations for
+SFT, each call is written with probability 1/2 as `show(...)`, which raises `NameError`, and otherwise as `print(...)`.
+After an error the call is repeated with `print`, which always works. So a failing call costs only a turn and some
+tokens. A stage has enough of both, so `show` and `print` lead to equal rewards.
 
-"Mix" means plus in one half of the problems and minus in the other half. A hash of the numbers decides it, so the text
-does not tell. The conversations use both with even odds. So the rewards within a group differ, and no model can be
-right more often than half of the time on problems that it has not seen.
+"Mix" means plus in one half of the problems and minus in the other half. A hash of the numbers decides which, so the
+text does not show it. The conversations use plus and minus with probability 1/2 each. So the rewards within a group
+differ, and on problems that it has not seen no model can be right more often than half of the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Traceback (most recent call last):
 NameError: name 'show' is not defined"""
 """The sandbox's response to `show(...)`."""
 HELD_OUT_MODULUS = 8
-"""One problem in this many is held out for evaluation."""
+"""One in this number of problems is held out for evaluation."""
 BROKEN_CALL_RATE = 0.5
 
 

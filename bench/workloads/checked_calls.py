@@ -1,7 +1,7 @@
 """Calls whose result is known beforehand and belongs to that call alone.
 
-Every call contains a number of its own and returns a function of it. So a result that was swapped with another call's,
-or that comes from half a run, does not match. No result depends on speed.
+Every call contains a number of its own and returns a function of this number. So the result of another call does not
+match, and neither does the result of a run that ended half-way. No result depends on speed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sandbox.types import Result
 
 SHORT_TIMEOUT_S = 0.1
 LONG_TIMEOUT_S = 300.0
-"""A time-out that no call here reaches on any machine, unless it is endless."""
+"""A time-out in seconds that only endless calls reach, on any machine."""
 FIRST_NUMBER = 10_000_000
-"""The smallest number of a call. All have eight digits, so no number is a part of another one."""
+"""The smallest number of a call. All numbers have eight digits, so that no number is a part of another one."""
 STDLIB_WEIGHTS = {"value": 30, "stdin": 20, "files": 12, "error": 8, "exit": 4, "crash": 3, "timeout": 3}
 """Kinds of calls that need only the standard library, and their relative frequency."""
 KIND_WEIGHTS = {**STDLIB_WEIGHTS, "numeric": 8, "symbolic": 2, "scientific": 1}
@@ -32,7 +32,8 @@ COMPILE_ERRORS = ("SyntaxError", "IndentationError")
 class ExpectedResult:
     """The statuses that a result may have, and the fields that it must have.
 
-    Field names are those of the API's results, and further `message` (of an error), `first_line` (of stdout).
+    A field has the name that it has in the API's results. Two more names are allowed: `message` is the message of the
+    error, and `first_line` is the first line of stdout.
     """
 
     statuses: Collection[str]
@@ -50,7 +51,7 @@ class CheckedCall:
     expected: ExpectedResult
 
     def matches(self, result: Mapping[str, Any]) -> bool:
-        """Whether this is the call's own result."""
+        """Whether `result` can only be the result of this call."""
         if result["id"] != self.call.get("id", "") or result["status"] not in self.expected.statuses:
             return False
         if self.expected.allows_no_output and not result["stdout"]:
@@ -128,7 +129,8 @@ def numbered_calls(
 
     `kind` is "print" for calls that do nothing else, a kind of `CODES`, or "mix" for the mix of real traffic.
 
-    `loop_share` of them, evenly spread, are endless loops of the group `loop`; all others are of the group `short`.
+    The share `loop_share` of the calls are endless loops, evenly spread, of the group `loop`. All other calls are of
+    the group `short`.
     """
     mix = labelled_calls(count, seed) if kind == "mix" else None
     for n in range(count):

@@ -1,5 +1,5 @@
-"""A program with tests, as a code RL run judges it: shortest paths in a small graph, 60 lines, inputs of a few hundred
-bytes. The expected outputs come from another algorithm than the program's."""
+"""A program with tests, such as RL on code judges. It finds shortest paths in a small graph, and has 60 lines and
+inputs of a few hundred bytes. The expected outputs are computed by another algorithm."""
 
 from __future__ import annotations
 

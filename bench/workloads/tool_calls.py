@@ -1,7 +1,8 @@
 """Tool calls in the mix that RL on competition mathematics produces, and calls read from a file.
 
-The templates in `tool_calls.txt` are filled with seeded numbers: the same `n` and `seed` give the same calls
-everywhere. `SHARES` is the mix by imported library and by ending, measured on rollouts of models like rStar2-Agent.
+The templates in `tool_calls.txt` are filled with seeded numbers: equal `n` and `seed` give equal calls everywhere.
+`SHARES` are the shares of calls by imported library and by how they end. They were measured on rollouts of models like
+rStar2-Agent.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     step: groups -> Collection into a store of the step -> groups with their episodes
 
-The store makes a step durable: a training that is killed continues the step's episodes after their last turn. It is
-deleted once a later step begins.
+The store makes a step durable: after a kill, the training continues the step's episodes after their last turn. The
+store is deleted once a later step begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS_POLL_S = 1.0
 
 
 async def require_weights(engines: EnginePool, max_down_s: float) -> None:
-    """Wait until all engines have the weights of the last sync. Workers do not check them.
+    """Wait until all engines have the weights of the last sync, since the workers do not check the weights.
 
     Raises `CollectionError` after `max_down_s`.
     """
@@ -47,9 +47,9 @@ async def require_weights(engines: EnginePool, max_down_s: float) -> None:
 class ClusterCollector:
     """Collects groups as `EpisodeCollector` does, and passes weight syncs on to `engines`.
 
-    The workers' own engines do not know the version of the weights that the servers have. `sync_weights` is called
-    between steps only, and all servers must load the weights, so all tokens of a step are of the last version. A server
-    that restarts within a step is not noticed.
+    The workers' clients of the servers do not know which version of the weights the servers have. But `sync_weights` is
+    called only between steps, and all servers must load the weights. So all tokens of a step are of the last version.
+    There is one exception: a server that restarts within a step is not noticed.
     """
 
     overhead_cpu_s = overhead_s = 0.0
@@ -63,7 +63,7 @@ class ClusterCollector:
         *,
         max_down_s: float = 0.0,
     ) -> None:
-        """`max_down_s`: seconds that a step waits for an engine without its weights."""
+        """`max_down_s`: seconds that a weight sync waits for an engine that has not loaded the weights."""
         self._executor, self._engines, self._limits, self._dir = executor, engines, limits, directory
         self._max_down_s = max_down_s
         self._weight_version = 0
@@ -76,7 +76,7 @@ class ClusterCollector:
     async def collect_groups(
         self, groups: Sequence[Sequence[Episode]], *, seed: int, **_: object
     ) -> list[list[Episode] | None]:
-        """Return the episodes of each group. One that failed for good is `unavailable`, without a reward.
+        """Return the episodes of each group. An episode that failed for good is `unavailable`, and has no reward.
 
         Raises `CollectionError`.
         """

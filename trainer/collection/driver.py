@@ -1,16 +1,20 @@
 """Drives a collection: opens groups, gives episodes to an executor, stores what comes back, retries what failed.
 
+A *try* is one submission of an episode to the executor. A *refill* is a further sample of a problem that replaces a
+failed episode.
+
              open group        submit            Finished, stored
     problem ------------> queued ------> running ----------------> done
                             ^               | TryFailed
                             +--- back-off --+-------> failed, if a budget is used up: another sample replaces it
 
 Invariants:
-- A turn and an episode count only once they are on disk. The events that arrive together share one fsync.
-- An episode that is stored is not run again. One that was interrupted continues after its last finished turn.
-- Failures of the infrastructure and of the environment are counted apart. Each episode has a budget of each. Those of
-  the environment are remembered over restarts; those of the infrastructure are not, because a restart may cure them.
-- A group that lacks an episode is refilled with further samples of its problem, up to `max_refills`.
+- A turn or an episode counts only once it is on disk. The events that arrive together share one fsync.
+- An episode that is stored is not run again. An episode that was interrupted continues after its last finished turn.
+- Failures of the infrastructure and failures of the environment are counted apart, and each episode has a budget for
+  each kind. Failures of the environment are remembered over restarts. Failures of the infrastructure are not, because a
+  restart may cure them.
+- A group that lacks an episode is refilled with further samples of its problem, at most `max_refills`.
 - Memory grows with the number of running episodes and open groups only.
 """
 
@@ -33,11 +37,13 @@ from trainer.episodes.episode import Episode, Problem, StopReason
 
 logger = logging.getLogger(__name__)
 
-MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 30.0
-"""Seconds until a failed episode is tried again. The delay doubles with each failure of the episode."""
+MIN_RETRY_DELAY_S = 0.1
+"""Seconds until an episode is tried again after its first failure. Each further failure doubles the delay."""
+MAX_RETRY_DELAY_S = 30.0
+"""Maximum of this delay in seconds."""
 MIN_UNAVAILABLE = 10
-"""Number of unavailable episodes, and of problems whose environment has failed, up to which `max_unavailable_share`
-does not apply."""
+"""`max_unavailable_share` applies only beyond this number of unavailable episodes, or of problems whose environment has
+failed. A share of few episodes says little."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two writes of status.json."""
 TRY_GRACE_S = 60.0
@@ -46,7 +52,7 @@ TRY_GRACE_S = 60.0
 
 @dataclass(slots=True)
 class CollectionStatus:
-    """Numbers of episodes by state, and seconds summed over the episodes that this process has finished."""
+    """Numbers of episodes by state, and times. The times are sums over the episodes that this process has finished."""
 
     total: int | None = None
     """Episodes that the collection is meant to have; None if unknown."""
@@ -54,13 +60,13 @@ class CollectionStatus:
     retrying: int = 0
     """Episodes that wait for their next try."""
     stored_before: int = 0
-    """Episodes that an earlier process had stored."""
+    """Episodes that an earlier process has stored."""
     done: int = 0
     timed_out: int = 0
     """Episodes among `done` that exceeded their deadline."""
     failed: int = 0
     failed_tries: dict[str, int] = field(default_factory=dict)
-    """By kind of failure."""
+    """The number of failed tries, by kind of failure."""
     resumed: int = 0
     """Episodes that continued after a turn that an earlier try had finished."""
     groups: int = 0
@@ -95,7 +101,7 @@ class CollectionStatus:
 class _Group:
     problem: Problem
     unused_samples: Iterator[int]
-    """Indices that may still be run."""
+    """Indices of the samples that may still be run."""
     num_open: int = 0
     """Episodes that are neither stored nor failed."""
     num_missing: int = 0
@@ -108,7 +114,7 @@ class _Pending:
 
     group: _Group
     episode: Episode
-    """The episode up to its last reported turn. `_handle` writes that turn before it acts on the events."""
+    """The episode up to its last reported turn. `_handle` writes this turn to disk before it acts on the events."""
     failures: Counter[FailureKind]
     num_tries: int = 0
     submitted_at: float = math.inf
@@ -116,10 +122,12 @@ class _Pending:
 
 
 class Collection:
-    """One run of a collection. `problems` are read as they are needed, in place of `limits.data`. `num_problems`: their
-    number, if known. `seed`: that of new episodes.
+    """One run of a collection.
 
-    `on_status` is called every `STATUS_INTERVAL_S` and at the end.
+    `problems`: used in place of `limits.data`. A problem is read when it is needed.
+    `num_problems`: the number of problems, if it is known.
+    `seed`: the seed of new episodes.
+    `on_status`: called every `STATUS_INTERVAL_S` and at the end.
     """
 
     def __init__(
@@ -136,11 +144,12 @@ class Collection:
         self.status = CollectionStatus(None if num_problems is None else num_problems * limits.samples_per_problem)
         self._store, self._executor, self._limits = store, executor, limits
         self._on_status, self._seed = on_status, seed
-        # Turns and score have a deadline each, so a try that takes longer hangs, which is a failure of the environment.
+        # The turns and the score have one deadline each. A try that takes longer than both hangs, and counts as a
+        # failure of the environment.
         self._max_try_s = 2 * limits.deadline_s + TRY_GRACE_S
         self._problems = iter(problems)
         self._has_problems = True
-        """Whether `problems` may have more."""
+        """Whether `problems` may have more problems."""
         self._pending: dict[Key, _Pending] = {}
         self._ready: deque[Key] = deque()
         """New episodes that no executor has."""
@@ -170,7 +179,8 @@ class Collection:
         return self.status
 
     def _submit(self) -> None:
-        """Submit episodes while the executor has free slots: first those to be tried again, then new ones."""
+        """Submit episodes while the executor has free slots. Episodes that are tried again come first, then new
+        ones."""
         while self._executor.free_slots > 0 and (key := self._next_key()) is not None:
             pending = self._pending[key]
             self.status.resumed += bool(pending.episode.turns)
@@ -180,7 +190,7 @@ class Collection:
             self._executor.submit(Try(key, pending.num_tries), pending.episode.tail(0, 0))
 
     def _current(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events of tries that still run. Events of earlier ones come too late."""
+        """Yield the events of tries that still run. Drop events of earlier tries, which come too late."""
         for event in events:
             pending = self._pending.get(event.by.key)
             if pending and event.by.number == pending.num_tries and math.isfinite(pending.submitted_at):
@@ -218,13 +228,13 @@ class Collection:
         self.status.stored_before += num_stored
         for _ in range(limits.samples_per_problem - num_stored):
             self._open_sample(group)
-        self._close_group(group)  # nothing is open if all episodes are stored or given up
+        self._close_group(group)  # for a group whose episodes are all stored or given up
 
     def _is_given_up(self, key: Key) -> bool:
         return self._store.failures[key, FailureKind.ENVIRONMENT] > self._limits.max_environment_failures
 
     def _open_sample(self, group: _Group) -> int | None:
-        """Queue a further sample of a problem and return its index; None if there is none left."""
+        """Queue a further sample of a problem and return its index. Return None if no sample is left."""
         if (sample := next(group.unused_samples, None)) is None:
             group.num_missing += 1
             return None
@@ -253,7 +263,7 @@ class Collection:
             pending = self._pending[event.by.key]
             match event:
                 case Progress(_, gained):
-                    is_restart = gained.start_token == 0  # also true for the first turn, which nothing precedes
+                    is_restart = gained.start_token == 0  # also true for the first turn of an episode
                     pending.episode = gained.tail if is_restart else pending.episode.with_tail(gained.tail)
                     growth.append(gained)
                 case Finished(_, reward):
@@ -272,7 +282,8 @@ class Collection:
             self._try_failed(event)
 
     async def _write(self, episodes: list[Episode], growth: list[Growth], failures: list[Failure]) -> None:
-        """Write in a thread, since an fsync may take long. Only one write runs at a time, also after a cancellation."""
+        """Write in a thread, since an fsync may take long. A cancellation waits for the write to end, so that only one
+        write runs at a time."""
         write = asyncio.ensure_future(asyncio.to_thread(self._store.write, episodes, growth, failures))
         try:
             await asyncio.shield(write)
@@ -309,7 +320,7 @@ class Collection:
         if is_infrastructure:
             self._num_unavailable += 1
             failed, total, what = self._num_unavailable, self.status.done + self.status.failed, "episodes"
-        else:  # a problem that always fails does so in all its samples, and before most others have ended
+        else:  # count problems: one that always fails does so in all samples, before most other episodes have ended
             self._failing_problems.add(key.problem)
             open_problems = {pending.problem for pending in self._pending}
             failed, total, what = len(self._failing_problems), self.status.groups + len(open_problems), "problems"

@@ -1,14 +1,16 @@
 """Runs one episode in this process: environment, turns, score.
 
 Invariants:
-- A repeated try of an episode continues after its last finished turn. The tokens are kept as they were sampled. A
-  stateful environment is rebuilt by repeating the recorded actions; a response that differs from the recorded one fails
-  the try.
+- A repeated try of an episode continues after the episode's last finished turn. The tokens are kept as they were
+  sampled. For a stateful environment, the recorded actions are repeated. If a response then differs from the recorded
+  one, the try fails.
 - The environment is closed, whatever happens.
-- A failure of an engine or of the sandbox, and a score that could not be computed, is an infrastructure failure. An
-  exception of the environment is a failure of the environment. Both end the try with `TryError`, without an episode.
-- An episode that exceeds its deadline ends there, with `StopReason.DEADLINE` and without a reward. One with a call that
-  the sandbox will not run again (`ToolCall.ends_episode`) ends there too, with `StopReason.UNAVAILABLE`.
+- A failure of an engine or of the sandbox is an infrastructure failure. So is a score that could not be computed. An
+  exception of the environment is a failure of the environment. Both kinds end the try with `TryError`, without an
+  episode.
+- An episode that exceeds its deadline ends at once, with `StopReason.DEADLINE` and without a reward.
+- An episode with a call that the sandbox will not run again (`ToolCall.ends_episode`) ends at this call, with
+  `StopReason.UNAVAILABLE`.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ T = TypeVar("T")
 class EpisodeHost:
     """Runs episodes, any number at once. `run` has the type `trainer.collection.work.RunEpisode`.
 
-    `deadline_s`: seconds of wall-clock time for the turns of each episode, over all its tries. The score has the same
-    time again.
+    `deadline_s`: seconds of wall-clock time for the turns of each episode, over all its tries. Each computation of the
+    score may take `deadline_s` too, in addition.
     """
 
     pool: EnginePool
@@ -72,7 +74,7 @@ class EpisodeHost:
                 chat_format = await self._begin(episode, environment)
                 await self._sample(episode, environment, chat_format, journal)
                 return
-        # The deadline has passed: all other ways out of the block return or raise.
+        # Here the deadline has passed, since all other ways out of the block return or raise.
         episode.stop_reason, episode.duration_s = StopReason.DEADLINE, self.deadline_s
         episode.error = f"the episode did not end within {self.deadline_s:g} s (collect.deadline_s)"
         journal.write(episode)
@@ -103,14 +105,14 @@ class EpisodeHost:
             except ValueError as error:  # no engine can serve the request, for example if the prompt is too long
                 raise TryError(FailureKind.ENVIRONMENT, f"engine: {error}"[:MAX_ERROR_CHARS]) from error
             if episode.stop_reason is StopReason.UNAVAILABLE:
-                handle.close(None)  # its length says nothing about how long such episodes become
+                handle.close(None)  # None: the length at a failure says nothing about how long such episodes become
                 if not tool.has_poisonous_call:
                     raise tool.error or TryError(FailureKind.INFRASTRUCTURE, episode.error[:MAX_ERROR_CHARS])
         journal.write(episode)
 
     async def _score(self, episode: Episode, environment: Environment, *, begin: bool) -> float | None:
-        """Return the reward of a finished episode. `begin`: reset the environment first, since an earlier try has run
-        the turns."""
+        """Return the reward of a finished episode. If an earlier try has run the turns, `begin` is true: the
+        environment is reset first."""
         if episode.stop_reason in INFRASTRUCTURE_STOPS:
             return None
         try:
@@ -130,11 +132,11 @@ async def _checked_score(environment: Environment, episode: Episode) -> float | 
 
 
 async def replay_actions(episode: Episode, environment: Environment, max_response_chars: int) -> None:
-    """Repeat the recorded actions of an episode. Raises `TryError` if a response differs from the recorded one, as far
-    as the model has read it."""
+    """Repeat the recorded actions of an episode. Raises `TryError` if a response differs from the recorded one. Only
+    the part of a response that the model has read is compared."""
     for recorded in (call for turn in episode.turns for call in turn.tool_calls):
         if recorded.status is ToolCallStatus.MALFORMED:
-            continue  # it has changed nothing
+            continue  # a malformed call has changed nothing
         call = await _act(environment.step(ToolCallRequest(recorded.name, recorded.arguments)))
         if call.status is ToolCallStatus.UNAVAILABLE:
             raise TryError(FailureKind.INFRASTRUCTURE, f"replay: {call.error}"[:MAX_ERROR_CHARS])
@@ -148,8 +150,8 @@ async def replay_actions(episode: Episode, environment: Environment, max_respons
 
 
 class _EnvironmentTool:
-    """The tools of an environment, as `EpisodeRunner` calls them. The calls of one turn run at the same time, but in a
-    stateful environment one after the other, because they may depend on each other."""
+    """The tools of an environment, as `EpisodeRunner` calls them. The calls of one turn run at the same time. In a
+    stateful environment they run one after the other, because they may depend on each other."""
 
     def __init__(self, environment: Environment) -> None:
         self.error: TryError | None = None

@@ -10,7 +10,8 @@ from trainer.episodes.episode import Episode
 
 
 class LocalExecutor:
-    """Runs at most `max_episodes` at once, each with `run_episode`, whose bugs `next_events` raises."""
+    """Runs at most `max_episodes` at once, each with `run_episode`. If `run_episode` raises anything but `TryError`,
+    `next_events` raises it too, since it is a bug."""
 
     def __init__(self, run_episode: RunEpisode, max_episodes: int) -> None:
         self._run_episode, self._max_episodes = run_episode, max_episodes

@@ -5,12 +5,13 @@
       <--- events, taken by a long poll --------
 
 Invariants:
-- Ray places and starts workers. It restarts none and repeats no call (at most once): what was lost is decided here.
-- A worker is lost at the first call to it that fails or does not answer for `SILENCE_TIMEOUT_S`. It is killed, its
-  episodes fail with an infrastructure failure, and no event of it is accepted from then on. A living node gets a new
-  worker.
+- Ray places and starts workers. It restarts no worker and repeats no call to a worker. This module decides which
+  workers are lost.
+- A worker is lost at the first call to it that fails, or that it does not answer for `SILENCE_TIMEOUT_S`. The worker is
+  then killed, its episodes fail with an infrastructure failure, and none of its later events is accepted. If its node
+  is alive, the node gets a new worker.
 - Nodes may join and leave at any time.
-- Workers belong to the driver. Ray ends them with it, also if it is killed.
+- Workers belong to the driver. Ray ends them when the driver ends, also if the driver is killed.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ NODE_POLL_S = 1.0
 RAY_TIMEOUT_S = 10.0
 """Seconds that a question to Ray's head may take."""
 LONG_POLL_S = 2.0
-"""Seconds after which a worker answers a poll if it has no events."""
+"""Seconds after which a worker without events answers a poll."""
 SILENCE_TIMEOUT_S = 20.0
-"""Seconds without an answer to a poll after which a worker is lost."""
+"""A worker is lost if it does not answer a poll for this number of seconds."""
 START_TIMEOUT_S = 300.0
 """Seconds that a worker may take to start: import torch, connect to the engines and the sandbox."""
 MAX_START_FAILURES = 3
-"""Starts in a row, on whatever node, in which the worker's own code failed. They end a collection without a running
-worker. A worker that was killed while it started does not count."""
+"""If no worker runs, the collection ends after this number of failed starts in a row, on any nodes. A start has failed
+if the worker's own code raised an exception. A worker that was killed while it started does not count."""
 MAX_RESTART_DELAY_S = 30.0
-"""Longest wait before a node gets another worker. The wait doubles with each worker that was lost while it started."""
+"""Maximum of the seconds until a node gets another worker. The delay doubles with each worker in a row that was lost
+while it started."""
 NO_NODE_TIMEOUT_S = 300.0
-"""Seconds without any worker after which the collection ends."""
+"""The collection ends after this number of seconds without any worker."""
 NAMESPACE = "rstar-train"
 MAX_REASON_CHARS = 300
 
@@ -56,7 +58,8 @@ OpenHost = Callable[[], AbstractAsyncContextManager[RunEpisode]]
 
 
 class EpisodeWorker:
-    """The Ray actor that runs episodes on a node. Its first call, `start`, opens what they need in its event loop."""
+    """The Ray actor that runs episodes on a node. `start` is called first: it opens in the actor's event loop what
+    episodes need."""
 
     _executor: LocalExecutor
 
@@ -92,23 +95,23 @@ class _Worker:
         self.is_ready = self.has_failed_to_start = False
         self.tries: set[Try] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """The reason of the loss. It is empty if the executor ends."""
+        """Resolved with the reason when the worker is lost, or with an empty text when the executor ends."""
 
 
 class RayExecutor:
     """Runs episodes on all nodes of a Ray cluster, at most `episodes_per_worker` on each.
 
-    Use `connect` before. Raises `CollectionError` from `next_events` if no worker can be started.
+    Call `connect` first. `next_events` raises `CollectionError` if no worker can be started.
     """
 
     def __init__(self, open_host: OpenHost, episodes_per_worker: int) -> None:
         self.lost_workers = 0
         self._open_host, self._episodes_per_worker = open_host, episodes_per_worker
         self._workers: dict[str, _Worker] = {}
-        """By node id."""
+        """The worker of each node, by node id."""
         self._start_failures = 0
         self._losses_in_a_row: dict[str, int] = {}
-        """By node id, how many workers in a row were lost before they were ready."""
+        """By node id: the number of workers in a row that were lost before they were ready."""
         self._events = EventQueue()
         self._tasks = asyncio.TaskGroup()
 
@@ -140,7 +143,7 @@ class RayExecutor:
         return self._episodes_per_worker - len(worker.tries) if can_run else 0
 
     def submit(self, by: Try, episode: Episode) -> None:
-        """Give an episode to the worker with most free slots."""
+        """Give an episode to the worker that has the most free slots."""
         worker = max(self._workers.values(), key=self._free_slots)
         worker.tries.add(by)
         self._tasks.create_task(self._call(worker, "submit", by, episode))
@@ -179,7 +182,7 @@ class RayExecutor:
             await asyncio.sleep(NODE_POLL_S)
 
     async def _run_worker(self, node_id: str, node_name: str) -> None:
-        """Run one worker to its end, and report its episodes as failed."""
+        """Run one worker until it is lost or the executor ends. If it is lost, report its episodes as failed."""
         import ray
 
         worker = self._workers[node_id] = _Worker(node_id, node_name, self._create_actor(node_id))
@@ -232,7 +235,7 @@ class RayExecutor:
     async def _call(
         self, worker: _Worker, method: str, *arguments: object, timeout_s: float = SILENCE_TIMEOUT_S
     ) -> bool:
-        """Call a method of a worker. Returns False, and counts the worker as lost, if that fails."""
+        """Call a method of a worker. If the call fails, count the worker as lost and return False."""
         try:
             async with asyncio.timeout(timeout_s):
                 result = await getattr(worker.actor, method).remote(*arguments)
@@ -251,7 +254,7 @@ class RayExecutor:
         return False
 
     def _accept(self, worker: _Worker, events: list[Event]) -> None:
-        """Take the events of episodes that the worker still has; others were cancelled."""
+        """Take the events of tries that the worker still has. Drop the events of cancelled tries."""
         for event in events:
             if event.by in worker.tries:
                 self._events.put(event)
@@ -260,9 +263,13 @@ class RayExecutor:
 
 
 def connect(address: str = "") -> None:
-    """Connect to the Ray cluster at HOST:PORT. Without an address, use RAY_ADDRESS, else a cluster that runs on this
-    machine, else start one here. Raises `ConfigError`."""
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # otherwise it would rebuild the environment on nodes
+    """Connect to the Ray cluster at HOST:PORT. Raises `ConfigError`.
+
+    Without an address there are three possibilities, in this order: the address in RAY_ADDRESS, a cluster that runs on
+    this machine, or a new cluster on this machine.
+    """
+    # Otherwise Ray would rebuild the Python environment on the nodes.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         import ray
@@ -283,7 +290,7 @@ def connect(address: str = "") -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """`ray.init` waits for minutes for a head that does not exist."""
+    """Raise `ConfigError` if nothing answers at `address`. `ray.init` itself would wait for minutes."""
     host, colon, port = address.rpartition(":")
     try:
         if not colon or not port.isdecimal():
@@ -300,7 +307,8 @@ def num_nodes() -> int:
 
 
 def _nodes_with_cpus() -> dict[str, str]:
-    """Return the names of living nodes by id. A head without CPUs is left out, unless it is the only node."""
+    """Return the names of living nodes by id. Nodes without CPUs, such as a head, are left out. If no living node has
+    CPUs, all of them are returned."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -309,7 +317,7 @@ def _nodes_with_cpus() -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error in one line. In Ray's own errors the last line that is not indented has the cause."""
+    """Return the error in one line. Ray's own errors have the cause in their last line that is not indented."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
     is_ray = type(error).__module__.startswith("ray.")
     text = (lines[-1] if is_ray else lines[0]) if lines else ""

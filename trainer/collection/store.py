@@ -2,16 +2,16 @@
 
     manifest.json        layout version and the settings of the collection
     episodes/N.jsonl     shards: one row per finished episode, only appended
-    turns/N.jsonl        journal: one row per write of an unfinished episode, with all that it has gained since the last
+    turns/N.jsonl        journal: rows of unfinished episodes; a row has what an episode has gained since its last row
     failures.jsonl       one row per failed try of an episode
     index.sqlite3        where each episode is, and what queries need; rebuilt from the shards if it is missing
 
 Invariants:
 - One process writes (a lock file). Any number of processes may read at the same time.
-- `EpisodeStore.write` returns after fsync. An episode counts from then on, and no second episode is ever stored under
-  its key.
-- A kill at any moment leaves at most one torn row, at the end of a file. The next writer removes it. A damaged row
-  anywhere else is a `RecordError` that names the file and the position.
+- `EpisodeStore.write` returns after fsync. From then on an episode counts, and no second episode is ever stored under
+  the same key.
+- A kill at any moment leaves at most one torn row in a file, its last one. The next writer removes the torn row. A
+  damaged row anywhere else is a `RecordError` that names the file and the position.
 - The memory of writer and reader does not grow with the number of stored episodes.
 """
 
@@ -47,13 +47,15 @@ from trainer.json_files import (
 
 LAYOUT_VERSION = 1
 SHARD_BYTES = 256 << 20
-"""Size in bytes from which the next episode goes into a new shard."""
+"""If a shard has this size in bytes or more, the next episode goes into a new shard."""
 JOURNAL_BYTES = 64 << 20
-"""Size in bytes from which the next turn goes into a new file. Files without unfinished episodes are deleted."""
+"""If a file of the journal has this size in bytes or more, the next turn goes into a new file. Files without unfinished
+episodes are deleted."""
 LOCK_TIMEOUT_S = 60.0
-"""Seconds that a writer or a reader waits for the index while the other uses it."""
+"""Seconds that a process waits for the index while another process uses it."""
 PAGE_ROWS = 1000
-"""Rows that a reader takes from the index at once. It parses their episodes afterwards, when it does not lock it."""
+"""Rows that a reader takes from the index at once. The reader parses the episodes of these rows afterwards, without a
+lock on the index."""
 
 COLUMNS = (
     "problem", "sample", "shard", "offset", "length",
@@ -76,16 +78,16 @@ class Key(NamedTuple):
 
 
 BEFORE_ALL = Key("", -1)
-"""Comes before all keys."""
+"""A key that is less than the key of every episode."""
 
 
 class FailureKind(StrEnum):
-    """What failed, since each kind has its own budget."""
+    """What failed. Each kind of failure has a budget of its own."""
 
     INFRASTRUCTURE = "infrastructure"
     """A node, an actor, an engine or the sandbox."""
     ENVIRONMENT = "environment"
-    """The problem's environment failed, or answered differently on replay."""
+    """The problem's environment failed, or gave another response when its actions were replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The part of an unfinished episode from `start_token` on (`Episode.tail`). A start of 0 restarts the episode."""
+    """The part of an unfinished episode from `start_token` on (`Episode.tail`). If `start_token` is 0, earlier rows of
+    the episode no longer count."""
 
     start_token: int
     tail: Episode
@@ -163,7 +166,7 @@ class EpisodeStore:
     def write(
         self, episodes: Sequence[Episode] = (), growth: Sequence[Growth] = (), failures: Sequence[Failure] = ()
     ) -> None:
-        """Write and fsync. An episode whose key has one already is dropped.
+        """Write and fsync. An episode is dropped if another one is already stored under its key.
 
         After an `OSError`, such as a full disk, the store accepts nothing more: a new writer has to repair it.
         """
@@ -198,7 +201,8 @@ class EpisodeStore:
             self._forget(key)
 
     def _forget(self, key: Key) -> None:
-        """Drop what was kept for an unfinished episode, and the journal files that no unfinished episode needs."""
+        """Drop what was kept for an episode while it was unfinished. Delete the journal files that no unfinished
+        episode needs."""
         for kind in FailureKind:
             self.failures.pop((key, kind), None)
         for number, keys in list(self._journal_keys.items()):
@@ -213,7 +217,7 @@ class EpisodeStore:
                 remove_torn_line(file)
 
     def _open_index(self) -> sqlite3.Connection:
-        """Open the index and add the episodes that it lacks. An index that contradicts the shards is built anew."""
+        """Open the index and add the episodes that it lacks. If the index contradicts the shards, build it anew."""
         index_path = self.path / "index.sqlite3"
         for is_last_try in (False, True):
             index = sqlite3.connect(index_path, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
@@ -228,7 +232,7 @@ class EpisodeStore:
         raise AssertionError
 
     def _update_index(self, index: sqlite3.Connection) -> None:
-        index.execute("PRAGMA synchronous = OFF")  # the shards are what must be durable
+        index.execute("PRAGMA synchronous = OFF")  # only the shards must be durable: the index is rebuilt from them
         columns = ", ".join(COLUMNS)
         index.execute(f"CREATE TABLE IF NOT EXISTS episodes ({columns}, PRIMARY KEY (problem, sample)) WITHOUT ROWID")
         index.execute(f"SELECT {columns} FROM episodes LIMIT 0")  # fails for an index of other columns
@@ -245,7 +249,7 @@ class EpisodeStore:
             )
 
     def _read_journal(self) -> None:
-        """Rebuild the unfinished episodes, and delete the journal files that have none."""
+        """Rebuild the unfinished episodes. Delete the journal files that have none of them."""
         for number, path in _numbered_files(self.path / "turns"):
             keys = self._journal_keys.setdefault(number, set())
             for offset, _, item in _rows(path, _GROWTH):
@@ -280,7 +284,7 @@ class StoreReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings: dict[str, Any] = _read_manifest(path / "manifest.json")["settings"]
-        """Those of the collection."""
+        """The settings of the collection."""
         index_path = path / "index.sqlite3"
         try:
             self._index = sqlite3.connect(
@@ -304,8 +308,8 @@ class StoreReader:
         after: Key = BEFORE_ALL,
         limit: int = -1,
     ) -> list[tuple[Any, ...]]:
-        """Return the rows of the index behind `after`, in the order of problem and sample: at most `limit` if it is not
-        negative. `where` is a SQL condition on `COLUMNS`."""
+        """Return the rows of the index whose keys are greater than `after`, in the order of problem and sample. If
+        `limit` is not negative, return at most `limit` rows. `where` is a SQL condition on `COLUMNS`."""
         where_behind = f"({where}) AND (problem, sample) > (?, ?)"
         statement = f"SELECT {columns} FROM episodes WHERE {where_behind} ORDER BY problem, sample LIMIT {limit}"
         try:
@@ -351,11 +355,12 @@ def _key_in(episode: Mapping[str, Any]) -> Key:
 
 
 class _IndexAhead(Exception):
-    """The index has an episode that no shard has. The machine lost power before the shard was written."""
+    """The index has an episode that no shard has. This happens if the machine loses power before the shard is
+    written."""
 
 
 class _Appender:
-    """Appends rows to numbered files in a directory. A file that has `max_bytes` is followed by another."""
+    """Appends rows to numbered files in a directory. Once a file has `max_bytes`, the next row goes into a new file."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         directory.mkdir(exist_ok=True)

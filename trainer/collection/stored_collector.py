@@ -15,9 +15,9 @@ from trainer.episodes.episode import WITHOUT_LOGPROBS_ADVICE, Episode, Problem
 class StoredCollector:
     """Returns the stored episodes of each problem, as `EpisodeCollector` returns sampled ones.
 
-    Their tokens keep the log-probabilities with which they were sampled, so the importance sampling of the loss
-    corrects for the difference between the weights that sampled and those that are trained. In each epoch a problem has
-    the same episodes.
+    The tokens keep the log-probabilities with which they were sampled. So the importance sampling of the loss can
+    correct the difference between the weights that sampled and the weights that are trained. A problem has the same
+    episodes in each epoch.
     """
 
     overhead_cpu_s = overhead_s = 0.0
@@ -26,7 +26,7 @@ class StoredCollector:
         self._reader = reader
 
     async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
-        """Return for each group the stored episodes of its problem, at most as many as the group has."""
+        """Return for each group stored episodes of its problem, at most the number of episodes in the group."""
         return [(await self.collect([group[0].problem], len(group)))[0] for group in groups]
 
     async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:
@@ -42,7 +42,7 @@ class NoEngines:
 
 
 def stored_problems(path: Path, min_episodes: int) -> list[Problem]:
-    """Return the problems that have at least so many episodes in the store at `path`, ordered by id.
+    """Return the problems that have at least `min_episodes` episodes in the store at `path`, ordered by id.
 
     Raises `ConfigError` if an episode has no log-probabilities, since GRPO cannot train on it.
     """

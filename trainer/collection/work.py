@@ -1,4 +1,4 @@
-"""What passes between the driver of a collection and its workers.
+"""The messages between the driver of a collection and its workers.
 
     driver --- Episode: new, or up to its last finished turn --> worker
     driver <-- Progress: one finished turn, several times ------ worker
@@ -28,7 +28,7 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An episode has gained a turn, or is complete but for its score."""
+    """An episode has gained a turn, or is complete except for its score."""
 
     by: Try
     growth: Growth
@@ -68,7 +68,8 @@ RunEpisode = Callable[[Episode, Callable[[Growth], None]], Awaitable[float | Non
 
 
 class EventQueue:
-    """Events in the order of their arrival. They are taken all at once, so that one fsync makes all durable."""
+    """Events in the order of their arrival. `next` takes all of them at once, so that a single fsync makes all of them
+    durable."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -80,11 +81,11 @@ class EventQueue:
         self._has_events.set()
 
     def wake(self) -> None:
-        """Make `next` return, if need be without events."""
+        """Make `next` return, even if there are no events."""
         self._has_events.set()
 
     def fail(self, error: BaseException) -> None:
-        """Make `next` raise `error` once all events before it are taken."""
+        """Make `next` raise `error` after all earlier events are taken."""
         self._error = self._error or error
         self._has_events.set()
 
@@ -112,8 +113,8 @@ class EpisodeExecutor(Protocol):
         """End a try. Some of its events may still come."""
 
     async def next_events(self) -> list[Event]:
-        """Wait for events, or for more free slots; then the list may be empty. Raises `CollectionError` if no episode
-        can run any more."""
+        """Wait for events or for more free slots. The list may be empty if there are more free slots. Raises
+        `CollectionError` if no episode can run any more."""
 
 
 class CollectionError(Exception):

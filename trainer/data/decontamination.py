@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from trainer.episodes.episode import Problem
 
 NGRAM = 8
-"""Consecutive words that a training problem may not share with an evaluation problem."""
+"""A training problem may not share this number of consecutive words with an evaluation problem."""
 Ngram = tuple[str, ...]
 _WORD = re.compile(r"[^\W_]+")
 
@@ -20,7 +20,8 @@ _WORD = re.compile(r"[^\W_]+")
 def ngram_index(problems: Iterable[Problem], n: int = NGRAM) -> dict[Ngram, Problem]:
     """Return every n-gram of the problems, with the first problem in which it occurs.
 
-    All words of a text shorter than `n` words are one n-gram, so that only the same text matches it.
+    A text with fewer than `n` words has a single n-gram, which consists of all its words. So only an equal text matches
+    it.
     """
     index: dict[Ngram, Problem] = {}
     for problem in problems:

@@ -26,17 +26,17 @@ from trainer.json_files import write_rows
 SPLITS = ("validation", "test")
 METADATA = ("metadata.parquet", "metadata.jsonl")
 CANARY_ID = "0-0-0-0-0"
-"""The task_id of a row without a question. The data set has it so that copies can be found."""
+"""The task_id of a row that has no question. The data set contains this row so that copies of the data can be found."""
 HIDDEN_ANSWER = "?"
 SOURCE = "gaia-format-level-{}"
-"""`Problem.source`, with the level in it: a report by source is thus a report by level."""
+"""`Problem.source`, in which {} is the level. So a report by source is also a report by level."""
 
 
 def find_metadata(path: str) -> Path:
     """Return the metadata file of `PATH[:SPLIT]`. Raises `DataError`.
 
-    PATH is a metadata file, the directory with one, or the directory of the whole data set. The split is then
-    `validation`, unless it is named.
+    PATH is one of three: a metadata file, the directory of a metadata file, or the directory of the whole data set. In
+    the last case the split is `validation`, unless SPLIT is given.
     """
     directory, _, split = path.rpartition(":")
     if split not in SPLITS:
@@ -79,8 +79,8 @@ def iter_problems(path: str, on_malformed: Callable[[str, int, DataError], None]
 def write_submission(file: Path, episodes: Iterable[Episode]) -> int:
     """Write the submission for the leaderboard: one row per task, from its first episode. Return the number of rows.
 
-    A task without an episode that ended has no row. An episode without an answer, or that exceeded its deadline, has an
-    empty `model_answer`.
+    A task has no row if none of its episodes has ended. `model_answer` is empty if the episode has no answer or has
+    exceeded its deadline.
     """
     first: dict[str, tuple[int, dict[str, str]]] = {}
     for episode in episodes:

@@ -6,7 +6,7 @@
 | 2     | the revenue of one customer, or the customers of a product | read, filter, multiply or sort   |
 | 3     | the customer or products by revenue, or a difference      | read, group, multiply, compare    |
 
-They share only the format and the scoring with GAIA. Results on them do not predict results on GAIA.
+These problems share only the format and the scoring with GAIA. Results on them do not predict results on GAIA.
 
 Invariants:
 - Equal arguments give equal problems. A hash decides whether a problem is for training or held out.
@@ -26,7 +26,7 @@ from trainer.data.gaia_format import SOURCE
 from trainer.episodes.episode import Problem
 
 HELD_OUT_MODULUS = 8
-"""One problem in this many is held out for evaluation."""
+"""One in this number of problems is held out for evaluation."""
 LEVELS = (1, 2, 3)
 ORDERS_PER_LEVEL = 8
 """A file of level n has n times this number of orders."""

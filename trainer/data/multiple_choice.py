@@ -27,7 +27,8 @@ SINGLE_CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", 
 
 
 def read_multiple_choice(row: Any, id: str, source: str) -> Problem | None:
-    """Return the problem in `row`; None if it has no field with choices. Raises `DataError`, which names the field."""
+    """Return the problem in `row`. None if the row has no field with choices. Raises `DataError` with the name of an
+    invalid field."""
     fields = {str(name).lower(): value for name, value in row.items()} if isinstance(row, Mapping) else {}
     if (listed := fields.get("choices")) is not None:
         if not isinstance(listed, list) or len(listed) != len(LETTERS):

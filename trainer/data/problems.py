@@ -3,8 +3,8 @@
     rows -> malformed? -> duplicate? -> not_integer? -> contaminated? -> too_long? -> unparsable_answer? -> kept
 
 Invariants:
-- Every row is counted: as kept, or under the reason for which it was dropped. The first `MAX_EXAMPLES` dropped rows of
-  each reason are named.
+- Every row is counted: as kept, or under the reason for which it was dropped. For each source and reason, the report
+  names the first `MAX_EXAMPLES` dropped rows.
 - `read_problems` reads back what `write_problems` writes.
 - Problems keep the order of their sources.
 """
@@ -35,7 +35,7 @@ Filter = Callable[[Problem], Problem | str]
 
 @dataclass(frozen=True, slots=True)
 class MaxLength:
-    """A limit on a problem's length, as measured by `measure`: for example prompt tokens."""
+    """A limit on a problem's length. `measure` returns the length, for example in prompt tokens."""
 
     limit: int
     measure: Callable[[Problem], int]
@@ -55,7 +55,8 @@ class PrepareReport:
         counts[label] = counts.get(label, 0) + 1
 
     def drop(self, source: str, row: str, label: str, details: str) -> None:
-        """Count a dropped row, and name it if it is among the first."""
+        """Count a dropped row. Name it in `examples` if it is among the first `MAX_EXAMPLES` of its source and
+        reason."""
         self.count(source, label)
         if self.counts[source][label] <= MAX_EXAMPLES:
             self.examples.append({"source": source, "row": row, "reason": label, "details": details})
@@ -74,9 +75,12 @@ def prepare_problems(
 ) -> tuple[list[Problem], PrepareReport]:
     """Return the usable problems of `sources`, each text and each id once, and a report on all rows.
 
-    `find_unparsable` is called once with all answers that are not plain integers, and returns those that no checker can
-    parse. `on_progress` receives the number of rows read so far. The rules on answers apply only to problems with the
-    environment `python`, since other environments do not compare answers as mathematics.
+    `find_unparsable`: called once with all answers that are not plain integers. It returns the answers among them that
+    the answer checker cannot parse.
+    `on_progress`: receives the number of rows read so far.
+
+    The rules on answers apply only to problems with the environment `python`, since other environments do not compare
+    answers as mathematics.
     """
     filters: dict[str, Filter] = {"duplicate": _unique()}
     if integer_answers_only:
@@ -113,7 +117,8 @@ def write_problems(problems: Iterable[Problem], file: Path) -> None:
 
 
 def parse_integer(answer: str) -> str | None:
-    """Return `answer` as a plain integer, "1,234" as "1234" and "073" as "73"; None if it is not an integer."""
+    """Return `answer` as a plain integer: "1,234" becomes "1234", and "073" becomes "73". None if it is not an
+    integer."""
     match = _INTEGER.fullmatch(answer.strip())
     return str(int(match[1] + match[2].replace(",", ""))) if match else None
 
@@ -132,7 +137,7 @@ def _read(sources: Iterable[str], seed: int, held_out: bool, report: PrepareRepo
 
 
 def _apply(filters: dict[str, Filter], problem: Problem, report: PrepareReport) -> Problem | None:
-    """Return the problem after all filters; None if one of them drops it."""
+    """Return the problem after all filters. None if a filter drops it."""
     for label, apply in filters.items():
         passed = apply(problem)
         if isinstance(passed, str):
@@ -143,8 +148,8 @@ def _apply(filters: dict[str, Filter], problem: Problem, report: PrepareReport) 
 
 
 def _unique() -> Filter:
-    """Drop a text that occurred before with the same options, such as attached files. A new text whose id occurred
-    before gets a new id."""
+    """Drop a problem if an earlier one has equal text, environment and options (such as attached files). If only its id
+    occurred before, give it a new id."""
     by_text: dict[tuple[str, str, str], Problem] = {}
     ids, numbers = set[str](), Counter[str]()
 

@@ -21,7 +21,8 @@ def file_rows(file: Path) -> Iterator[Any]:
     """Yield the decoded rows of a file whose suffix is one of `FILE_SUFFIXES`. Raises `DataError`.
 
     A line that is not JSON, or that has unpaired surrogates, is yielded as bytes. A row of CSV is a mapping from the
-    names in the first line to texts. It has the cells beyond these names as a list under the key None.
+    names in the first line to texts. If a row has more cells than names, the further cells are a list under the key
+    None.
     """
     if not file.is_file():
         raise DataError(f"{file}: no such file")

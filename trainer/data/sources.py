@@ -8,12 +8,12 @@
 | `.jsonl`, `.json`, `.csv`, `.parquet` | the rows of a file                                                        |
 | `owner/name[@config][:split]`         | the rows of a data set on the hub                                         |
 
-A row is recognised by its keys: a problem is read from the first of `TEXT_PATHS` that the row has, its answer from the
-first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others. A row with
+A row is read by its keys. The text of a problem is at the first of `TEXT_PATHS` that the row has, and its answer is at
+the first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others. A row with
 choices is read by `trainer.data.multiple_choice`.
 
 A row of a file may name an environment and its options. A row from the hub may name only one of `HUB_ENVIRONMENTS`,
-since others can start programs on this machine.
+since other environments can start programs on this machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ OnMalformed = Callable[[str, int, DataError], None]
 def read_problems(source: str, *, seed: int = 0, held_out: bool = False) -> list[Problem]:
     """Return the problems of `source` in order. Raises `DataError`, for a single malformed row as well.
 
-    `seed` and `held_out` apply to generated problems; held-out ones never occur in training.
+    `seed` and `held_out` apply only to generated problems. Held-out problems never occur in training.
     """
 
     def refuse(name: str, number: int, error: DataError) -> None:
@@ -228,7 +228,7 @@ def _first_present(row: Any, paths: Iterable[str]) -> Any:
 
 
 def _get_path(row: Any, path: Iterable[str]) -> Any:
-    """Return the value at a path of keys and indices, or None if the row has none there. The case of keys is
+    """Return the value at a path of keys and indices. None if the row has no value there. The case of keys is
     ignored."""
     for name in path:
         if isinstance(row, Mapping):
@@ -242,7 +242,7 @@ def _get_path(row: Any, path: Iterable[str]) -> Any:
 
 
 def _answer_text(answer: Any) -> str:
-    """Return an answer as text; empty if it is neither text nor a number."""
+    """Return an answer as text. Empty if the answer is neither text nor a number."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -254,8 +254,8 @@ def _answer_text(answer: Any) -> str:
 
 
 def _answer_from_solution(solution: object) -> str | None:
-    """Return the answer in the field `solution`: in a worked solution (MATH) the last box, otherwise the field itself
-    if it is a single word (DAPO-Math-17k-Processed)."""
+    """Return the answer in the field `solution`. In a worked solution (MATH) it is the content of the last box. Without
+    a box, a field that is a single word is the answer itself (DAPO-Math-17k-Processed)."""
     if not isinstance(solution, str):
         return None
     if "\\boxed" in solution or "\\fbox" in solution:

@@ -1,13 +1,13 @@
 """Generated problems for the tiny model, and deliberately noisy conversations that teach it the tool.
 
-A problem is a sum in words, one or two steps deep, with numbers too long for the model; a Python call solves it. The
-conversations are those of a careless teacher: broken calls that are tried again, wrong operators, doubled answers.
-After SFT the model makes these faults at about their rates, and RL can remove all of them. The faults depend on a seed
-and not on the problem, so the model can learn to avoid them from the reward only.
+A problem is a calculation in words, with one or two steps. Its numbers are too long for the model to calculate itself;
+a Python call solves it. The conversations contain faults on purpose: broken calls that are tried again, wrong
+operators, doubled answers. After SFT the model makes these faults at about the rates below, and RL can remove all of
+them. The faults depend on a seed and not on the problem. So the model can learn to avoid them only from the reward.
 
 Invariants:
 - Equal arguments give equal problems and equal conversations.
-- A hash of its text decides whether a problem is for training or held out, whatever the seeds and counts.
+- The hash of a problem's text decides whether the problem is for training or held out. Seeds and counts do not matter.
 - Tool responses are those of the sandbox: computed values, and Python's own error messages.
 """
 
@@ -30,7 +30,7 @@ SYSTEM_PROMPT = "Use Python."
 """The system message. It is short, since every token of a prompt costs time."""
 SOURCE = "tiny"
 HELD_OUT_MODULUS = 8
-"""One text in this many is held out for evaluation."""
+"""One in this number of texts is held out for evaluation."""
 BROKEN_CALL_RATE = 0.48
 """The share of calls that are broken. After SFT, this is about the model's tool-error ratio."""
 WRONG_OPERATOR_RATE = 0.25

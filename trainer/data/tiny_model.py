@@ -1,8 +1,8 @@
 """The tiny model: a Qwen3 of 2 layers × 128 with random weights, and a tokenizer for the generated problems.
 
-It learns to use a tool within minutes on two cores. `write_tiny_model` writes a folder that transformers' Auto classes
-and vLLM can load; equal seeds write equal models. The tokenizer is byte-level, so it encodes any text. Each digit is a
-token. Merges may cross word boundaries, so the fixed parts of a tool call take one or two tokens.
+The model learns to use a tool within minutes on two cores. `write_tiny_model` writes a folder that transformers' Auto
+classes and vLLM can load. Equal seeds give equal models. The tokenizer is byte-level, so it can encode any text. Each
+digit is a token. Merges may cross word boundaries, so each fixed part of a tool call takes only one or two tokens.
 """
 
 from __future__ import annotations

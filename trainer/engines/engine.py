@@ -2,10 +2,11 @@
 
 Invariants of every engine:
 - Log-probabilities are those of the distribution that was sampled from, after temperature and top-p. An engine that
-  cannot be sure of that returns None instead. One that is not a finite number is NaN.
+  cannot be sure of this returns None for the whole turn. A log-probability that is not a finite number is returned as
+  NaN.
 - An engine that is down, hangs or returns an invalid answer raises `EngineError`. No token of an invalid answer is
   used, so another engine can generate the turn from the same ids.
-- A request that no engine could serve raises `ValueError`.
+- An invalid request, which no engine could ever serve, raises `ValueError`. A context that is too long is an example.
 - `weight_version` is the version of the last weight sync, or 0 for the weights that the engine started with.
 """
 
@@ -44,7 +45,7 @@ class Generation:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """One per id, NaN if it is not finite; None if they are unknown."""
+    """One number per id, NaN if it is not finite. None if the log-probabilities are unknown."""
     has_stop_token: bool
     """True if the last id is a stop id. Otherwise the turn was cut at a token limit, or the request was aborted."""
     engine: str
@@ -65,8 +66,9 @@ class EngineCapacity:
 
 
 LIVENESS_IDS = (0, 0)
-"""Token ids that every vocabulary has. An engine that scores them runs its model; `/metrics` may be answered while the
-model hangs."""
+"""Token ids that an engine scores to show that its model runs. An answer of `/metrics` does not show that, since a
+server can answer it while its model hangs. Every vocabulary has the id 0. There are two ids because the first id of a
+sequence has no score."""
 
 
 class EngineError(Exception):
@@ -89,7 +91,7 @@ class Engine(Protocol):
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
 
     async def check_alive(self) -> None:
-        """Run the model on a token or two. Raises `EngineError`."""
+        """Run the model on one or two tokens. Raises `EngineError` if that fails."""
 
     async def capacity(self) -> EngineCapacity: ...
 
@@ -103,11 +105,13 @@ class Engine(Protocol):
 
 
 class LoadsWeights(Protocol):
-    """An engine that loads weights by itself: from tensors in this process, or from a directory."""
+    """An engine that can load weights itself. The alternative is that this process broadcasts the weights to an
+    engine's workers (`trainer.engines.weight_sync.BroadcastTransfer`)."""
 
     name: str
 
-    async def load_weights(self, weights: Any, version: int) -> None: ...
+    async def load_weights(self, weights: Any, version: int) -> None:
+        """Load `weights`: tensors in this process or the path of a directory, as the engine supports."""
 
 
 class WeightStore(Protocol):
@@ -120,5 +124,7 @@ class WeightStore(Protocol):
 
 
 WeightTransfer = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]
-"""Takes engines, weights and their version, and gives the weights to the engines. With a `WeightStore`, the second
-argument is the path that `WeightStore.save` has returned. Returns the error of each engine, or None."""
+"""Takes (engines, weights, version), and gives the weights to the engines. Returns the error of each engine, or None.
+
+The engines are of the class that the transfer needs. The weights are `Weights` or, with a `WeightStore`, the path that
+`WeightStore.save` has returned. So the type of both is Any."""

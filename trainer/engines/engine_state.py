@@ -17,7 +17,8 @@ class EngineState:
     """The reason of the last failure. It has no meaning while `is_up` is true."""
     is_unresponsive: bool = False
     """True from a failure until a liveness probe or a bring-up succeeds. An unresponsive engine gets no weights,
-    because every sync would wait for it. Only if all engines are unresponsive, all get the weights."""
+    because every sync would wait for it. There is one exception: if all engines are unresponsive, all of them get the
+    weights."""
     retry_at: float = 0.0
     """Time of the next bring-up."""
     requests: dict[object, asyncio.Timeout] = field(default_factory=dict)
@@ -29,8 +30,8 @@ class EngineState:
     last_progress_at: float = 0.0
     """Time of the last scrape that found the counter changed or no request in flight."""
     failed_problems: set[Hashable] = field(default_factory=set)
-    """The problems with a turn that failed with a `TurnError` or has a log-probability of NaN, since the engine's last
-    valid turn."""
+    """The problems with a bad turn since the engine's last valid turn. A turn is bad if it failed with a `TurnError` or
+    has a log-probability of NaN."""
 
     def cancel_requests(self, now: float) -> None:
         """Make all requests in flight raise `TimeoutError` in the tasks that await them."""

@@ -13,10 +13,10 @@ from trainer.engines.pool_state import PoolState, TurnRecord
 from trainer.scheduling.scheduler import Placement
 
 MAX_FAILURES_PER_TURN = 3
-"""A turn that has failed this often fails its episode, because the turn itself may be the cause."""
+"""If a turn fails this number of times, its episode fails, because the turn itself may be the cause."""
 MAX_FAILED_PROBLEMS = 3
-"""An engine is marked down when turns of this many problems, without a valid turn between them, failed with a
-`TurnError` or had log-probabilities of NaN."""
+"""An engine is marked down after bad turns of this number of problems, without a valid turn between them. A turn is bad
+if it failed with a `TurnError` or has log-probabilities of NaN."""
 
 
 class _Aborted(Exception):
@@ -24,8 +24,8 @@ class _Aborted(Exception):
 
 
 class EpisodeHandle:
-    """An episode's access to the pool. It generates one turn after another; each turn continues the last one's
-    context."""
+    """An episode's access to the pool. It generates one turn after another. Each turn continues the context of the
+    previous turn."""
 
     def __init__(self, pool: PoolState, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
         self.key = key
@@ -40,7 +40,7 @@ class EpisodeHandle:
         self._placement_changed: asyncio.Future[None] | None = None
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue `ids`, on another engine if one fails.
+        """Continue `ids`. If an engine fails, another engine continues them.
 
         Raises `EngineError` when all engines are down or the turn has failed `MAX_FAILURES_PER_TURN` times. After an
         exception the scheduler drops the episode; the next call submits it as a new one.
@@ -81,7 +81,7 @@ class EpisodeHandle:
         self.notify()
 
     def notify(self) -> None:
-        """Make a waiting `generate` check its placement, abort flag and the pool's state again."""
+        """Make a waiting `generate` check again its placement, its abort flag and whether the pool has given up."""
         if self._placement_changed is not None and not self._placement_changed.done():
             self._placement_changed.set_result(None)
 
@@ -119,7 +119,7 @@ class EpisodeHandle:
                 with pool.busy_timer:
                     async with pool.request(state, self, timeout_s):
                         generation = await state.engine.generate(ids, sampling)
-                # Otherwise the engine was marked down meanwhile, and the scheduler places the turn again.
+                # If the placement has changed, the engine was marked down meanwhile, and the turn is placed again.
                 if self.placement is placement:
                     if failures + 1 == MAX_FAILURES_PER_TURN or self._accepts(generation, state):
                         return generation, placement, started_at
@@ -139,7 +139,7 @@ class EpisodeHandle:
                         raise EngineError(f"the same turn failed {failures} times, the last: {reason}") from error
 
     def _accepts(self, generation: Generation, state: EngineState) -> bool:
-        """Return whether to use a turn. One with NaN is used too, unless it marks the engine down."""
+        """Return whether to use a turn. A turn with NaN is used too, unless the engine is marked down because of it."""
         if generation.logprobs is None or math.isfinite(sum(generation.logprobs)):
             state.failed_problems.clear()
             return True

@@ -1,18 +1,21 @@
 """An engine inside this process: a transformers model that decodes many rows at once, for runs on a CPU.
 
 Invariants:
-- On one machine with a fixed number of threads, the same (weights, ids, seed) gives the same tokens and
-  log-probabilities bit for bit, whatever else is in the batch. So a resumed run samples what the killed one would have
-  sampled. Three rules ensure this: every forward pass has the same shape, a row of one token for each slot, for prompts
-  too; attention is summed in blocks of a fixed size; each row draws its random numbers from its own seed and position.
+- On one machine with a fixed number of threads, equal (weights, ids, seed) give tokens and log-probabilities that are
+  equal bit for bit, whatever else is in the batch. So a resumed run samples what the killed run would have sampled.
 - Only the engine's own thread touches the model. Callers await futures, from any event loop.
-- The engine owns the model: the trainer's weights are copied in by `load_weights`.
+- The engine owns the model: `load_weights` copies the trainer's weights into it.
 
-Prompts are computed token by token like samples. So the keys and values of a finished context can start another row
-with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps these keys and
-values.
+A *slot* is a row of the batch, which runs one request at a time. Three rules ensure the first invariant:
+- Every forward pass has the same shape: one token for each slot, for prompts too.
+- Attention is summed in blocks of a fixed size.
+- Each row draws its random numbers from its own seed and position.
 
-Letters: S slots, V vocabulary.
+Prompts are computed token by token, like samples. So the keys and values of a finished context can be used for another
+request that begins with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps these
+keys and values.
+
+Suffixes of names of tensors give their dimensions: S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -50,12 +53,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS_PER_THREAD = 8
-"""A pass has a multiple of this number of rows for each thread. The matrix products of MKL divide the rows among the
-threads and compute a remainder by another kernel, which rounds differently."""
+"""The number of rows of a pass is a multiple of this number times the number of threads. The matrix products of MKL
+divide the rows among the threads. If rows remain, another kernel computes them, and it rounds differently."""
 NOT_FORCED = -1
 """Marks slots whose next id is sampled, not given."""
 TOP_P_DISABLED = 2.0
-"""A top-p that keeps every id, also if the probabilities sum to slightly more than 1."""
+"""A top-p that keeps every id. It is well above 1, since the probabilities may sum to slightly more than 1."""
 
 
 class LocalEngine:
@@ -94,8 +97,8 @@ class LocalEngine:
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`.
 
-        Raises `EngineError` after the engine has failed or was closed, `TurnError` if a logit is not finite, so that no
-        id can be sampled, and `ValueError` for an invalid request.
+        Raises `EngineError` if the engine has failed or is closed, `TurnError` if a logit is not finite (no id can then
+        be sampled), and `ValueError` for an invalid request.
         """
         if sampling.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, got {sampling.max_tokens}")
@@ -108,8 +111,8 @@ class LocalEngine:
         )
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return the ids sampled so far. A later request for the missing ids samples the ids that
-        these requests would have sampled."""
+        """Make these requests return the ids sampled so far. If a later request continues one of them, it samples the
+        ids that the aborted request would have sampled."""
         aborted = frozenset(request_ids)
 
         done: Future[None] = Future()
@@ -179,7 +182,7 @@ class LocalEngine:
         return list(ids)
 
     async def _submit(self, done: Future[None], job: Callable[[], object]) -> None:
-        """Run `job` in the engine's thread between two steps, and wait until `done` is resolved."""
+        """Run `job` in the engine's thread between two decode steps, and wait until `done` is resolved."""
         self._inbox.put((done, job))
         # Checked after `put`: either the failure is found here, or the thread still takes the job and fails it.
         if self._failure is not None:
@@ -219,14 +222,15 @@ class LocalEngine:
         """Give a request a slot, and restore the longest cached prefix of its ids there."""
         slot = self._free_slots.pop()
         self._running[slot] = request
-        if request.sampling:  # a scoring request needs the logits of every position
+        if request.sampling:  # not for a scoring request: it needs the logits of every position
             num_cached, states = self._prefix_cache.longest_prefix(request.ids)
             request.num_computed = min(num_cached, len(request.ids) - 1)  # the last id's logits are needed
             if states is not None:
                 self._cache.write(slot, states)
 
     def _release(self, slot: int, *, is_broken: bool = False) -> None:
-        """Free a slot. Unless it `is_broken` by NaN, its context is kept for requests that begin with the same ids."""
+        """Free a slot. Its context is kept for requests that begin with the same ids, unless `is_broken`: the context
+        then contains NaN."""
         request = self._running.pop(slot)
         self._free_slots.append(slot)
         if is_broken:
@@ -236,7 +240,7 @@ class LocalEngine:
             self._prefix_cache.store(request.ids[: request.num_computed], states)
 
     def _step(self) -> None:
-        """Compute one position of every running request. Idle slots compute a first position that is not used."""
+        """Compute one position of every running request. An idle slot computes position 0; its result is not used."""
         tokens, positions = [0] * self.max_num_seqs, [0] * self.max_num_seqs
         for slot, request in self._running.items():
             tokens[slot], positions[slot] = request.ids[request.num_computed], request.num_computed
@@ -277,7 +281,7 @@ class _LocalRequest:
     """The prompt and the ids sampled so far."""
     prompt_length: int
     sampling: SamplingParams | None
-    """None scores `ids` instead of continuing them."""
+    """How to continue `ids`. With None, the request scores `ids` and samples nothing."""
     num_computed: int = 0
     """Number of `ids` whose keys and values are in the cache."""
     logprobs: list[float] = field(default_factory=list)
@@ -298,7 +302,8 @@ def _resolve(future: Future[None], error: Exception | None = None) -> None:
 
 
 def _sample_ids(logits_SV: torch.Tensor, requests: Mapping[int, _LocalRequest]) -> tuple[list[int], list[float]]:
-    """Return the next id of every slot and its log-probability. In a scoring request the next id is given by `ids`."""
+    """Return the next id of every slot, and the log-probability of this id. In a scoring request the next id is not
+    sampled: it is the next one of the request's `ids`."""
     num_slots = logits_SV.shape[0]
     temperature, top_p = [1.0] * num_slots, [TOP_P_DISABLED] * num_slots
     uniform, forced = [0.0] * num_slots, [NOT_FORCED] * num_slots
@@ -331,6 +336,6 @@ def _apply_top_p(logits_SV: torch.Tensor, top_p_S: torch.Tensor) -> torch.Tensor
 
 
 def _seeded_uniform(seed: int, position: int) -> float:
-    """Return a random number in [0, 1) that follows from the seed and the position. It has 40 bits, so that its product
-    with a sum in double precision is always less than the sum."""
+    """Return a random number in [0, 1) that follows from the seed and the position. The number has only 40 bits. So its
+    product with a sum in double precision is always less than the sum, also after rounding."""
     return int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, position), digest_size=5).digest()) / 2**40

@@ -2,7 +2,7 @@
 
 Invariant: the result of a slot has the same bits whatever the other slots hold and however long they are.
 
-Letters: S slots, B blocks, N blocks in use, K key heads, G query heads per key head, D head size.
+Dimensions of tensors: S slots, B blocks, N blocks in use, K key heads, G query heads per key head, D head size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ATTENTION_NAME = "rstar_slots"
 ATTENTION_BLOCK = 64
 """Positions per block of attention."""
 MIN_LOG_WEIGHT = -80.0
-"""An attention weight becomes 0 if its logarithm is about this much or more below that of the largest weight. Without
-this bound `exp` would return subnormal numbers, which takes ten times as long."""
+"""An attention weight becomes 0 if its logarithm minus the logarithm of the largest weight is below about this number.
+Without this bound `exp` would return subnormal numbers, which takes ten times as long."""
 MASKED_LOGIT = -1e9
 
 
@@ -71,8 +71,8 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 class PrefixCache:
-    """Keys and values of finished contexts, by their ids. Holds about `max_positions` positions; the least recently
-    used context is evicted first."""
+    """Keys and values of finished contexts, by the contexts' ids. The cache holds about `max_positions` positions. The
+    least recently used context is evicted first."""
 
     def __init__(self, max_positions: int) -> None:
         self.max_positions = self._num_free = max_positions
@@ -126,7 +126,7 @@ def _attend(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for one token per slot. A block after a slot's position adds exact zeros, so it changes no bit
+    """Compute attention for one token per slot. Blocks after a slot's position add exact zeros, so they change no bit
     of the slot's result."""
     num_used, num_slots, key_heads, size, _ = key.shape
     query_SKGD = query.reshape(num_slots, key_heads, -1, size) * scaling

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no whole character, so it does not identify a token."""
+"""The character that decoders put in place of incomplete characters. A token whose text has it cannot be identified by
+its text."""
 LOGPROB_TOLERANCE = 1e-3
 
 Logprob = Annotated[float, Field(lt=LOGPROB_TOLERANCE, allow_inf_nan=False)]
@@ -36,7 +37,8 @@ class Choice(BaseModel, strict=True):
     """Some servers send null if the content filter has removed the text."""
     finish_reason: str
     logprobs: Any = None
-    """Checked by `_Logprobs` when they are used: unusable ones are unknown ones."""
+    """Log-probabilities in any form. `_Logprobs` checks them when they are used. If they are invalid, they count as
+    unknown."""
     token_ids: list[NonNegativeInt] | None = None
 
 
@@ -45,9 +47,10 @@ class Completion(BaseModel, strict=True):
 
 
 def aligned_logprobs(choice: Choice, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[float] | None:
-    """Return the log-probability of each id; None unless the server's tokens are exactly these ids.
+    """Return the log-probability of each id. None if the server's tokens are not exactly these ids.
 
-    A token without an id is compared by its text, unless that is part of a character only.
+    If the server gives no id for a token, the token is compared by its text. A text that is only a part of a character
+    never matches.
     """
     try:
         given = _Logprobs.model_validate(choice.logprobs)

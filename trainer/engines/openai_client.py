@@ -5,10 +5,10 @@
 Invariants:
 - Every answer is validated before it is used. A turn has at most `max_tokens` ids of this process's tokenizer.
 - Log-probabilities are returned only if the server's tokens are exactly the ids of the turn. Otherwise they are None.
-- A context whose text would be read as other special tokens than its ids have is not sent: text that merely spells a
-  special token, such as a tool response, must not become one.
-- A server that refuses requests for some time gets none in that time. Its other requests go on.
-- The API key is sent in a header, and removed from answers that repeat it. So nothing that is logged or stored has it.
+- Text that merely spells a special token, for example in a tool response, must not become this token at the server. So
+  a context is not sent if its text would be encoded with other special tokens than its ids have.
+- A server may refuse requests for some time. In this time it gets no new request. Requests that it has accepted go on.
+- The API key is sent in a header, and is removed from answers that repeat it. So the key is never logged or stored.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_SHOWN_CHARS = 500
 """Characters of an answer in an error message."""
 MAX_REFUSALS = 6
-"""A request that was refused this often for some time fails."""
+"""A request fails after this number of refusals."""
 MAX_PAUSE_S = 60.0
 """A request fails if the server refuses it for longer than this."""
 KV_TOKENS_FACTOR = 2
-"""The size of the server's KV cache is unknown. This multiple of the longest contexts of all turns that run at once is
-assumed, so that only their number limits the scheduler."""
+"""The size of the server's KV cache is unknown. It is assumed to be this multiple of the tokens that all turns that run
+at once can have. So only the number of turns limits the scheduler."""
 SEED_LIMIT = 1 << 31
 """Seeds are sent modulo this, since some servers accept no larger ones."""
 CONTENT_FILTER = "content_filter"
@@ -58,7 +58,8 @@ class OpenAIEngine:
     """One server. The weights are the server's own: they cannot be synced, and their version is always 0.
 
     The client belongs to the event loop that first uses it. Cancelling or aborting a request closes its connection.
-    `share` is the part of `settings.max_num_seqs` that this process may use. The caller bounds the time of `generate`.
+    `share` is the part of `settings.max_num_seqs` that this process may use. The caller has to limit the time of
+    `generate`.
     """
 
     def __init__(
@@ -199,7 +200,8 @@ class OpenAIEngine:
         return text
 
     async def _post_until_accepted(self, body: Mapping[str, Any]) -> bytes:
-        """Send a request again after each refusal for some time (429, or 503 with Retry-After)."""
+        """Send a request until the server does not refuse it. A refusal is status 429, or 503 with Retry-After. After
+        each refusal, the request is sent again later."""
         now = asyncio.get_running_loop().time
         for refusals in range(MAX_REFUSALS):
             await self._wait_while_refused(max_extra_s=refusals)
@@ -220,7 +222,8 @@ class OpenAIEngine:
         raise self._error(f"status 200 of {COMPLETIONS}", f"{status}: {text}")
 
     async def _wait_while_refused(self, max_extra_s: float) -> None:
-        """Wait until the server may accept requests again, and a random time longer, to spread the requests."""
+        """Wait until the server may accept requests again. Then wait for up to `max_extra_s` more, a random time that
+        spreads the requests."""
         now = asyncio.get_running_loop().time
         while (wait_s := self._refuses_until - now()) > 0:  # noqa: ASYNC110  # other requests may prolong it
             await asyncio.sleep(wait_s + random.uniform(0, max_extra_s))

@@ -1,6 +1,7 @@
 """The engine pool: reports events to the scheduler, runs the turns that it places, and handles engine failures.
 
-An engine is up or down. While it is down, it is also unresponsive until it answers a liveness probe.
+An engine is up or down. After a failure it is also unresponsive, until it answers a liveness probe. A *scrape* reads an
+engine's counters. A *bring-up* checks an engine and marks it up.
 
     engine is               event                                                 engine becomes
     down                    bring-up (weights checked, capacity and stats read)   up
@@ -11,16 +12,19 @@ An engine is up or down. While it is down, it is also unresponsive until it answ
     up or down              sleep                                                 down until the next weight sync
 
 Invariants:
-- A turn is sent to an engine only after the scheduler has placed it. Until then it waits in the pool, without polling.
-- The turns of an engine that is marked down do not fail. Each runs again from the same ids, on another engine or on the
-  first one that comes back.
+- A turn is sent to an engine only after the scheduler has placed the turn. Until then the turn waits in the pool,
+  without polling.
+- The turns of an engine that is marked down do not fail. Each turn runs again from the same ids: on another engine or,
+  if all are down, on the first engine that comes back.
 - An engine generates only after its weights have been checked since the last sync. With a weight store, a failed engine
   gets the last weights again before its bring-up, since it may have restarted. Without a store it waits for the next
   sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
-- Engines that sleep get no turn and no liveness probe. One that restarts meanwhile is awake, and is put to sleep again.
-- A turn that fails with a `TurnError` runs again. A turn with log-probabilities of NaN is returned as it is. The engine
-  is marked down only if such turns in a row are of several problems; a single problem may itself be the cause.
+- Engines that sleep get no turn and no liveness probe. An engine that restarts meanwhile is awake, so it is put to
+  sleep again.
+- A turn that fails with a `TurnError` runs again. A turn with log-probabilities of NaN is returned as it is. Both count
+  against the engine: it is marked down after such turns of several problems in a row. Turns of a single problem do not
+  suffice, since the problem itself may be the cause.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
 - All tasks run in one event loop and end with the pool's `async with` block.
 """
@@ -51,9 +55,9 @@ SCRAPE_TIMEOUT_S = 20.0
 """Seconds that a metrics scrape or an abort request may take. A server with a thousand running requests answers slowly
 but is not dead."""
 MAX_MISSED_SCRAPES = 3
-"""An engine is marked down after this many failed scrapes in a row."""
+"""An engine is marked down after this number of failed scrapes in a row."""
 STALL_TIMEOUT_S = 120.0
-"""An engine with running turns is marked down if its token counter has not changed for this many seconds."""
+"""An engine with running turns is marked down if its token counter has not changed for this number of seconds."""
 BRING_UP_TIMEOUT_S = 60.0
 """Seconds that a bring-up or a liveness probe may take."""
 UNKNOWN_VERSION = -1
@@ -61,11 +65,11 @@ UNKNOWN_VERSION = -1
 
 
 class EnginePool(PoolState):
-    """A context manager that owns its engines and `scheduler`, and closes the engines. No other pool may use them.
+    """A context manager that owns its engines and its scheduler, and closes the engines. No other pool may use them.
 
     `transfer`, `probe`: needed only for `sync_weights`.
     `store`: keeps weights for engines that come back.
-    `turn_timeout_s`: the shortest timeout of a turn, whatever the engine's speed.
+    `turn_timeout_s`: the minimum timeout of a turn, for engines of any speed.
     `retry_after_s`: seconds from a failure of an engine to its next bring-up.
     `all_down_timeout_s`: seconds that episodes wait while all engines are down.
     `on_turn`: called after each turn.
@@ -147,16 +151,17 @@ class EnginePool(PoolState):
 
     async def _abort_requests(self, state: EngineState, request_ids: Sequence[str]) -> None:
         try:
-            async with self.request(state, object(), SCRAPE_TIMEOUT_S):  # a key of its own: aborts may overlap
+            # The key of the request is a new object, since several aborts may be in flight at the same time.
+            async with self.request(state, object(), SCRAPE_TIMEOUT_S):
                 await state.engine.abort(request_ids)
-        except (EngineError, TimeoutError) as error:  # the turns then end like those that are not aborted
+        except (EngineError, TimeoutError) as error:  # the turns then run to their normal end
             logger.warning("engine %s could not abort %d requests: %r", state.engine.name, len(request_ids), error)
 
     async def sync_weights(self, weights: Weights, version: int | None = None) -> int:
-        """Give all responsive engines `weights` and check them. Return the version (default: the last plus 1).
+        """Give all responsive engines `weights` and check them. Return `version` (default: the last version plus 1).
 
-        If no engine loads them, a pool with a weight store waits until an engine is up again. The first sync does not
-        wait: engines that have never loaded weights are more likely misconfigured than down for a while.
+        If no engine loads the weights, a pool with a weight store waits until an engine is up again. The first sync
+        does not wait: engines that have never loaded weights are more likely misconfigured than down for a while.
 
         Raises `WeightSyncError` when an engine's log-probabilities differ from the trainer's, and `EngineError` when no
         engine has loaded the weights.
@@ -191,10 +196,10 @@ class EnginePool(PoolState):
         return version
 
     async def sleep(self) -> None:
-        """Make the engines, which must have vLLM's sleep mode, free their memory until the next weight sync. The
-        `transfer` of that sync has to wake them. Turns that run end first; new turns wait for the sync.
+        """Make the engines free their memory until the next weight sync. They must have vLLM's sleep mode, and the
+        `transfer` of the pool has to wake them. Running turns end first; new turns wait for the sync.
 
-        An engine that fails to sleep may keep its memory. It is unresponsive until it sleeps.
+        An engine that fails to sleep may keep its memory. It counts as unresponsive until it sleeps.
         """
         async with self._paused():
             self.is_sleeping = True
@@ -310,8 +315,8 @@ class EnginePool(PoolState):
             await asyncio.sleep(self._scrape_interval_s)
 
     async def _scrape(self, state: EngineState) -> None:
-        """Pass the engine's stats to the scheduler. The engine is marked down after `MAX_MISSED_SCRAPES` failures in a
-        row, not at once: a failing request is better evidence than a missed scrape."""
+        """Pass the engine's stats to the scheduler. `MAX_MISSED_SCRAPES` missed scrapes in a row mark the engine down.
+        A single one does not, since a failed turn is better evidence."""
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 stats = await state.engine.stats()

@@ -37,7 +37,7 @@ class TurnRecord:
     """Tokens of the context before the turn."""
     sampled_tokens: int
     is_migration: bool
-    """True if the episode's last turn ran on another engine."""
+    """True if the episode's previous turn ran on another engine."""
 
 
 class Handle(Protocol):
@@ -93,8 +93,8 @@ class PoolState:
 
     @asynccontextmanager
     async def request(self, state: EngineState, owner: object, timeout_s: float) -> AsyncIterator[None]:
-        """Register a request to an engine while the block runs. `owner` is a key that no other request of the engine
-        has. Raises `TimeoutError` after `timeout_s` or when the engine is marked down."""
+        """Register a request to an engine while the block runs. `owner` is the request's key, which must be unique at
+        the engine. Raises `TimeoutError` after `timeout_s` or when the engine is marked down."""
         try:
             async with asyncio.timeout(timeout_s) as state.requests[owner]:
                 yield

@@ -3,7 +3,8 @@
 Invariants:
 - Every answer is validated before it is used: ids within the vocabulary, one log-probability per id, and the finish
   reason that the request implies.
-- A log-probability that is not finite is NaN in the turn. If the server cannot write it, all of the turn are.
+- A log-probability that is not finite is NaN in the turn. If the server cannot write such a number as JSON, all
+  log-probabilities of the turn are NaN.
 - Requests with different weight versions share no cached prefix (`cache_salt`), even if a cache could not be reset.
 - All sampling settings are sent, so a model's generation_config.json has no effect.
 """
@@ -57,7 +58,7 @@ Logprob = Annotated[float, Field(lt=LOGPROB_TOLERANCE, allow_inf_nan=False)]
 
 
 def _nan_unless_finite(value: Any) -> Any:
-    """Return NaN for null too, which some JSON encoders write for it."""
+    """Return NaN for a number that is not finite, and for null, which some JSON encoders write instead of NaN."""
     return nan if value is None or (isinstance(value, float) and not isfinite(value)) else value
 
 
@@ -80,7 +81,7 @@ class _Choice(BaseModel, strict=True):
     finish_reason: str
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
-    """One entry per prompt id: the log-probabilities by id, the id being a decimal text. The first entry is None."""
+    """One entry per prompt id: log-probabilities by id, where the id is a decimal text. The first entry is None."""
 
 
 class _Completion(BaseModel, strict=True):
@@ -88,17 +89,20 @@ class _Completion(BaseModel, strict=True):
 
 
 class _NotInJsonError(EngineError):
-    """The server cannot write its answer, since a number in it is not finite."""
+    """The server cannot write its answer as JSON, since a number in the answer is not finite."""
 
 
 class VllmEngine:
     """One vLLM server, started as `trainer.engines.vllm_servers` does: with `--logprobs-mode processed_logprobs` and
     the development routes.
 
-    The client belongs to the event loop that first uses it. Cancelling a request closes its connection, which makes
-    vLLM drop the request. `max_num_seqs` is the server's `--max-num-seqs`. `timeout_s` bounds all requests except
-    `generate`, whose time the caller has to bound. `share` is the part of the server's capacity that this process may
-    use, if several processes with a scheduler of their own use the server.
+    The client belongs to the event loop that first uses it. A request that is cancelled closes its connection, so that
+    vLLM drops the request.
+
+    `max_num_seqs`: the server's `--max-num-seqs`.
+    `timeout_s`: the timeout of each request except `generate`. The caller has to limit the time of `generate`.
+    `share`: the part of the server's capacity that this process may use. It is less than 1 if several processes use
+    the server, each with a scheduler of its own.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class VllmEngine:
                     return Generation((), (), False, self.name, version, is_aborted=True)
                 try:
                     choice = await self._complete(ids, options, None)
-                except _NotInJsonError:  # the same ids are sampled again, and answered without their log-probabilities
+                except _NotInJsonError:  # sample the same ids again (by the seed), without their log-probabilities
                     choice = await self._complete(ids, {**options, "logprobs": None}, None)
                     choice.logprobs = _Logprobs(token_logprobs=[nan] * len(choice.token_ids))
             is_aborted = bool(self._aborted_by_id.get(request_id)) and choice.finish_reason == "abort"
@@ -167,7 +171,7 @@ class VllmEngine:
         """Make these requests return the ids sampled so far. Raises `EngineError`."""
         while in_flight := [request_id for request_id in request_ids if request_id in self._aborted_by_id]:
             self._aborted_by_id |= dict.fromkeys(in_flight, True)
-            # vLLM names the request of the first prompt of a completion so. Here it is the only prompt.
+            # "cmpl-ID-0" is vLLM's name for the request of a completion's first prompt. Here there is only one prompt.
             await self.post("/abort_requests", {"request_ids": [f"cmpl-{request_id}-0" for request_id in in_flight]})
             await asyncio.sleep(ABORT_RETRY_S)
 
@@ -182,12 +186,13 @@ class VllmEngine:
         return [by_id[str(id)].logprob for id, by_id in zip(ids[1:], scores[1:], strict=True) if by_id]
 
     async def check_alive(self) -> None:
-        """Raises `EngineError`. A server that sleeps is alive, although it answers no completion."""
+        """Run the model, unless the server sleeps: it then counts as alive, although it answers no completion. Raises
+        `EngineError`."""
         if not await self.is_sleeping():
             await self.logprobs(LIVENESS_IDS)
 
     async def is_sleeping(self) -> bool:
-        """Return whether weights or KV cache have no memory, so that completions wait. Raises `EngineError`."""
+        """Return whether the weights or the KV cache have no memory. Completions then wait. Raises `EngineError`."""
         return "true" in await self._request("GET", "/is_sleeping", None, self._timeout_s)
 
     async def sleep(self) -> None:
@@ -196,8 +201,8 @@ class VllmEngine:
         await self.post("/sleep?level=2", {})
 
     async def wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Take memory for the weights or the KV cache, whose content is then undefined. An awake server does nothing.
-        Raises `EngineError`."""
+        """Allocate memory for the weights or for the KV cache. The content of this memory is undefined. A server that
+        is awake does nothing. Raises `EngineError`."""
         await self.post(f"/wake_up?tags={tag}", {})
 
     async def load_weights(self, directory: Path, version: int) -> None:
@@ -206,7 +211,8 @@ class VllmEngine:
         await self.reset_prefix_cache(version)
 
     async def reset_prefix_cache(self, version: int) -> None:
-        """Drop the KV cache of the old weights. The server's weights now have `version`."""
+        """Drop the KV cache, which belongs to the old weights. From now on, the weights of the server count as
+        `version`."""
         answer = await self.post("/reset_prefix_cache", {})
         if answer is not None and not (isinstance(answer, dict) and answer.get("success") is True):
             raise self._error("an empty prefix cache", answer)

@@ -1,12 +1,13 @@
 """Runs vLLM servers as child processes until an `async with` block ends.
 
 Invariants:
-- Each server listens on loopback and has its own GPUs (among those visible to this process) or its own CPU cores. Its
-  child processes have the same GPUs or cores.
+- Each server listens on loopback. It has GPUs of its own, among those visible to this process, or CPU cores of its own.
+  Its child processes use these GPUs or cores too.
 - No server outlives the block or this process, however they end.
 - A server that ends within the block is restarted at the same address with its initial weights.
 - The servers run in their own Python environment, which needs nothing but vLLM.
-- The servers are not ranks of this process's training, so they get none of a launcher's variables for ranks.
+- The servers do not belong to the training processes (ranks). So they get none of the variables that a launcher sets
+  for ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ KILL_AFTER_S = 20.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTART_DELAY_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
-"""Chunked prefill is off because vLLM cannot reset a CPU's random generator: a seeded request whose prompt is computed
-in two chunks would end the engine."""
+"""Flags of servers on a CPU. Chunked prefill is off because vLLM cannot reset a CPU's random generator. With chunked
+prefill, a seeded request whose prompt is computed in two chunks would end the engine."""
 OWN_OPTIONS = ("--tensor-parallel-size", "--gpu-memory-utilization", "--enable-sleep-mode", "--worker-extension-cls")
-"""Options that have settings of their own, or that belong to the weight sync."""
+"""Options that `engines.args` may not have: they have settings of their own, or belong to the weight sync."""
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 RANK_VARIABLES = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|TORCHELASTIC_.*"
@@ -66,9 +67,9 @@ if cores := os.environ.get("{CORES_VARIABLE}"):
     os.sched_setaffinity(0, map(int, cores.split(",")))
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-"""Replaces itself by the server, after two settings that the server inherits. First, the kernel sends SIGTERM (15) when
-the thread that started the process ends, also if that thread is killed (prctl 1 is PR_SET_PDEATHSIG). Second, all
-threads stay on the server's cores; vLLM itself binds only its compute threads."""
+"""A program that makes two settings and then replaces itself by the server, which inherits them. First, the kernel
+sends SIGTERM (15) when the thread that started the process ends, also if it is killed (prctl 1 is PR_SET_PDEATHSIG).
+Second, all threads stay on the server's cores; vLLM itself binds only its compute threads."""
 
 
 CHECK_OPTIONS_CODE = """\
@@ -126,7 +127,8 @@ class VllmServers:
         return [self.python, "-c", LAUNCHER_SCRIPT, "-m", module, *arguments, *flags]
 
     def environment(self, index: int, count: int, cores: Sequence[int], base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of server `index` of `count`: `base` with its own GPUs or its own share of `cores`.
+        """Return the environment variables of server `index` of `count`: those in `base`, and those that give the
+        server its own GPUs or its own share of `cores`.
 
         Raises `ConfigError` if `base` shows too few GPUs.
         """
@@ -142,8 +144,8 @@ class VllmServers:
         return variables
 
     def _gpu_variables(self, index: int, count: int, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that select the GPUs of server `index`. They keep the names in `GPU_VARIABLES` that are
-        already set, and select among the GPUs that `base` shows."""
+        """Return the variables that select the GPUs of server `index`, among the GPUs that `base` makes visible. If
+        `base` has some of `GPU_VARIABLES`, the result has the same names."""
         first = self.first_gpu + index * self.gpus_per_server
         end = first + self.gpus_per_server
         set_variables = [name for name in GPU_VARIABLES if name in base]
@@ -239,8 +241,8 @@ async def _wait_until_healthy(session: aiohttp.ClientSession, url: str, process:
 
 
 def _extension_dir(logs: Path) -> Path:
-    """Copy the worker extension to a directory of its own and return the directory. In PYTHONPATH it shadows no module
-    of vLLM's environment, unlike the directory of this file."""
+    """Copy the worker extension to a directory of its own, for PYTHONPATH, and return the directory. The directory of
+    this file cannot be used: its modules would shadow modules of vLLM's environment."""
     directory = (logs / "extension").absolute()
     directory.mkdir(parents=True, exist_ok=True)
     for file in WORKER_FILES:

@@ -1,8 +1,9 @@
 """A vLLM worker extension: it receives weights from the trainer, and makes `reload_weights` work on a CPU. It runs in
 vLLM's own environment, so it may import nothing but vLLM, torch, and `weight_group` from its own directory.
 
-vLLM packs the weights of linear layers for oneDNN when a model is first loaded on a CPU. `reload_weights` then reports
-success and leaves a mix of old and new weights. Without the packing it replaces all weights.
+When a model is first loaded on a CPU, vLLM packs the weights of linear layers for oneDNN. After that, `reload_weights`
+reports success but leaves a mix of old and new weights. Without the packing, `reload_weights` replaces all weights. So
+this module switches the packing off.
 """
 
 from __future__ import annotations
@@ -34,5 +35,5 @@ class Worker:
                 finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
             raise
         finally:
-            for _ in tensors:  # if loading fails, the other receivers still need this rank
+            for _ in tensors:  # if loading fails, receive the rest too, since the other receivers need this rank
                 pass

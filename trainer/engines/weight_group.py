@@ -3,8 +3,8 @@
 vLLM's environment runs a copy of this file beside `vllm_worker`, so it may import nothing but torch. Backend `gloo`
 sends through the memory of the CPU; `nccl` sends from GPU to GPU, and is RCCL in a torch for ROCm.
 
-Weights travel in buckets of at most `BUCKET_BYTES`, or of one larger tensor, so both sides hold one bucket in addition
-to the weights. Each wait ends with an exception after the timeout that `join` gets.
+Weights are sent in buckets. A bucket has at most `BUCKET_BYTES`, unless it consists of one larger tensor. So both sides
+hold only one bucket in addition to the weights. Each wait ends with an exception after the timeout that `join` gets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUCKET_BYTES = 2**28
 
 
 def join(store: Any, rank: int, size: int, backend: str, timeout_s: float) -> Any:
-    """Return the group once all ranks have joined; with NCCL, the first broadcast waits for them."""
+    """Return the process group. gloo waits here until all ranks have joined. NCCL waits in the first broadcast."""
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         return distributed.ProcessGroupGloo(store, rank, size, timeout)

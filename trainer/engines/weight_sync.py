@@ -1,10 +1,11 @@
 """Gives the trainer's weights to engines, and checks that they have arrived.
 
 The check compares log-probabilities: trainer and engine score the same `NUM_PROBES` sequences (a sync probe), and the
-root mean square (RMS) of the differences must not exceed a bound that rounding explains. The bound depends on the
-model: the trainer scores the sequences in float32 and in bfloat16, and the bound is a multiple (`BOUNDS`) of the RMS of
-that difference. A fixed tolerance, or a maximum over tokens, cannot separate rounding from wrong weights, because
-rounding grows with the size of the logits and its largest value has a long tail.
+root mean square (RMS) of the differences must not exceed a bound. The bound is what rounding can explain, and depends
+on the model: the trainer scores the sequences in float32 and in bfloat16, and the bound is a multiple (`BOUNDS`) of the
+RMS of the differences between these two. A fixed tolerance cannot separate rounding from wrong weights, because
+rounding grows with the size of the logits. A maximum over tokens cannot either, because the largest rounding error has
+a long tail.
 
 Measured on a CPU with random Qwen3 models (2 and 4 layers of width 64, weights with a standard deviation of 0.02 or
 0.1, embeddings of up to 10 times that). The engine was the same model in the engine's dtype with other attention
@@ -16,18 +17,20 @@ kernels; no GPU and no vLLM took part.
     one layer of another model       10 per size      at least 5.1          at least 660
     two layers exchanged             10 per size      at least 1.2          at least 150
 
-- With equal weights in bfloat16, the logarithms of these ratios have a mean at least 8 of their standard deviations
-  below 0, the logarithm of a ratio of 1.
-- The ratio 1.2 belongs to models with large embeddings, in which the layers hardly matter. In these models, a single
-  wrong MLP matrix is not always detected in bfloat16 (its ratio was 0.74).
+- A ratio of 1 would be a false alarm, and its logarithm is 0. With equal weights in bfloat16, the mean of the ratios'
+  logarithms is at least 8 of their standard deviations below 0.
+- The ratio 1.2 was measured on models with large embeddings, in which the layers hardly matter. In these models, a
+  single wrong MLP matrix is not always detected in bfloat16 (a ratio of 0.74 was measured).
 - A layer that misses one training step is detected if the step moves its weights by 5 to 10 % of their standard
   deviation in bfloat16, or by 0.1 to 0.5 % in float32. So a missed step at a learning rate of 1e-4 is detected in
   float32 only, and a missed step at 1e-6 in neither dtype. For such steps the engine's answer that it has loaded the
   weights is the only evidence.
 
-Transfers: `load_by_engine` makes each engine load the weights itself, from tensors in this process or from the
-directory in which `FileWeightStore` keeps them; that works everywhere. `BroadcastTransfer` sends them
-through torch.distributed: by gloo, or from GPU to GPU by NCCL (RCCL on AMD), which has not run on a GPU yet.
+There are two transfers:
+- `load_by_engine` makes each engine load the weights itself: from tensors in this process, or from the directory in
+  which `FileWeightStore` keeps them. This works everywhere.
+- `BroadcastTransfer` sends the weights through torch.distributed: by gloo, or from GPU to GPU by NCCL (RCCL on AMD).
+  The transfer by NCCL has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -56,8 +59,10 @@ from trainer.engines.vllm_client import VllmEngine
 
 TRANSFER_TIMEOUT_S = 120.0
 """Seconds that each wait of a broadcast may take: for a receiver to join, or to receive a bucket."""
-NUM_PROBES, PROBE_TOKENS = 16, 8
-"""Number of probe sequences, and number of random ids in each sequence."""
+NUM_PROBES = 16
+"""Number of probe sequences."""
+PROBE_TOKENS = 8
+"""Number of random ids in each probe sequence."""
 BOUNDS = {"bfloat16": 2.0, "float32": 2.0**-6}
 """The largest accepted difference between engine and trainer, by the engine's dtype, as a multiple of
 `ExpectedLogprobs.rounding`."""
@@ -85,7 +90,8 @@ class SyncProbe:
 
     def __init__(self, model: Path | str, dtype: str = "float32") -> None:
         config = AutoConfig.from_pretrained(model)
-        # Parameters stay empty, because each state dict brings its own. A state dict has no buffers, so they are real.
+        # Parameters stay empty, because `_score` uses those of a state dict. A state dict does not have all buffers, so
+        # the model has real ones.
         with init_empty_weights(include_buffers=False):
             self._model = AutoModelForCausalLM.from_config(config).eval()
         self._dtype = dtype
@@ -103,8 +109,8 @@ class SyncProbe:
         return ExpectedLogprobs(exact, _rms(self._score(_cast(weights, torch.bfloat16)) - exact))
 
     async def check(self, engine: Engine, expected: ExpectedLogprobs) -> None:
-        """Raise `WeightSyncError` if the engine's log-probabilities differ, and `EngineError` if it does not
-        return them."""
+        """Raise `WeightSyncError` if the engine's log-probabilities differ from the expected ones, and `EngineError` if
+        the engine does not return them."""
         scores = await asyncio.gather(*map(engine.logprobs, self.sequences))
         logprobs = torch.tensor(scores, dtype=torch.float64)
         bound, difference = BOUNDS[self._dtype] * expected.rounding, _rms(logprobs - expected.logprobs)
@@ -142,14 +148,15 @@ async def load_by_engine(
 
 
 class WakingTransfer:
-    """Wakes engines that sleep around another transfer, which gives them their weights. The KV cache gets its memory
-    after the transfer, so that both do not need theirs at once. Engines that are awake stay so."""
+    """Wakes sleeping engines in two steps, and runs another transfer between them. First the engine allocates memory
+    for the weights; then `transfer` gives it the weights; then it allocates memory for the KV cache. So the transfer
+    and the KV cache never need their memory at the same time. Engines that are awake stay awake."""
 
     def __init__(self, transfer: WeightTransfer) -> None:
         self._transfer = transfer
 
     async def __call__(self, engines: Sequence[VllmEngine], weights: Any, version: int) -> list[BaseException | None]:
-        torch.cuda.empty_cache()  # the probe and the store have left memory in torch's cache, which engines need
+        torch.cuda.empty_cache()  # the probe and the store have left memory in torch's cache; the engines need it
         errors = dict(zip(engines, await _errors_of(engine.wake_up("weights") for engine in engines), strict=True))
         awake = [engine for engine, error in errors.items() if error is None]
         errors |= zip(awake, await self._transfer(awake, weights, version), strict=True)
@@ -164,7 +171,7 @@ async def _errors_of(calls: Iterable[Awaitable[None]]) -> list[BaseException | N
 
 
 async def _error_of(call: Awaitable[None], *kinds: type[Exception]) -> Exception | None:
-    """Await `call`. Return its error if that is one of `kinds`, else None."""
+    """Await `call`. Return the error that it raises if the error is of one of `kinds`. Without an error return None."""
     try:
         await call
     except kinds as error:
@@ -200,16 +207,19 @@ class FileWeightStore:
 
 
 class NoAnswerError(EngineError):
-    """An engine has not answered a call of its workers, which may still run."""
+    """An engine has not answered a call to its workers. The call may still run there."""
 
 
 class BroadcastTransfer:
     """Sends weights, rounded to `dtype`, from this process to the workers of all engines at once (`weight_group`).
 
-    The servers need `--worker-extension-cls vllm_worker.Worker`. Each transfer has a new group, so a restarted server
-    takes part in the next one. A server that dies, or that does not join, ends each wait with an error after
-    `timeout_s` at the latest, and its request after 3 times that; gloo notices a death at once. The engines that have
-    answered with an error then get the weights once more, because a failure of one breaks the transfer to the others.
+    The servers need `--worker-extension-cls vllm_worker.Worker`. Each transfer has a new process group, so a restarted
+    server takes part in the next transfer.
+
+    A server may die or may not join. Each wait for it then ends with an error after `timeout_s` at the latest, and each
+    request to it after 3 times `timeout_s`. gloo notices a death at once. A failure of one server breaks the transfer
+    to all servers, so the engines that have answered with an error get the weights once more.
+
     NCCL and RCCL have not run on a GPU yet.
     """
 
@@ -253,7 +263,7 @@ class BroadcastTransfer:
         return [errors.get(engine) for engine in engines]
 
     async def _join(self, engine: VllmEngine, port: int) -> Any:
-        """Return the engine's answer, with one result per worker, or the error."""
+        """Make the engine's workers join. Return the engine's answer, which has one result per worker, or the error."""
         try:
             host = await asyncio.to_thread(_own_address, engine.url)
             return await self._call(engine, "join_weight_store", host=host, port=port)
@@ -283,8 +293,8 @@ def _own_address(url: str) -> str:
 
 
 def _without_tied_copies(weights: Weights) -> dict[str, torch.Tensor]:
-    """Return each tensor under its first name only. A tied output layer, for example, is the same tensor as the
-    embedding."""
+    """Return the weights, where a tensor with several names is only under its first one. For example, a tied output
+    layer is the same tensor as the embedding."""
     first_names: dict[int, str] = {}
     return {
         name: tensor.contiguous()

@@ -25,7 +25,8 @@ class AnswerChecker:
     async def verify(self, pairs: Sequence[tuple[str, str]]) -> list[VerifyOutcome]:
         """Compare pairs (the problem's answer, the model's answer), in order. Raises nothing but cancellation.
 
-        A pair that the sandbox rejects as `invalid` is a bug of the trainer: it is logged as an error and unavailable.
+        If the sandbox rejects a pair as `invalid`, that is a bug of the trainer. The error is logged, and the outcome
+        of the pair is `UNAVAILABLE`.
         """
         try:
             verdicts = await self._client.verify(pairs, limits=self._limits, **self._rules)

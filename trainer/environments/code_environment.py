@@ -1,7 +1,8 @@
-"""The environment `code`: a program against tests, judged by the sandbox's /v1/judge, and the Python tool to try it.
+"""The environment `code`: the model writes a program, which the sandbox's /v1/judge runs against tests. The model can
+try the program with the Python tool.
 
-The program is the last closed block between lines of three backquotes, outside of thoughts, in the last turn that has
-one. The model never meets the expected outputs, and neither does its program.
+The program is a closed block between lines of three backquotes, outside of thoughts. If there are several, the last
+block in the last turn with a block counts. Neither the model nor its program sees the expected outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class CodeOptions:
     compare: str | dict[str, float] = "lines"
     checker: str = ""
     partial: bool = False
-    """Whether the reward is the share of the tests that the program passes, instead of 1 for all and else 0."""
+    """If true, the reward is the share of the tests that the program passes. If false, the reward is 1 if it passes all
+    tests, else 0."""
     limits: dict[str, float] = Field(default_factory=dict)
     """Limits of the program in each test, in place of those of `[sandbox]`."""
 
@@ -36,7 +38,7 @@ class CodeOptions:
         Program.decode(self.program(""), where="options")
 
     def program(self, code: str) -> dict[str, Any]:
-        """Return what /v1/judge takes."""
+        """Return the body of a request to /v1/judge."""
         rule = {"checker": self.checker} if self.checker else {"compare": self.compare}
         limits = {"limits": self.limits} if self.limits else {}
         return {"code": code, "tests": self.tests, "stop_at_first_failure": not self.partial, **rule, **limits}

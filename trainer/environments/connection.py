@@ -2,7 +2,7 @@
 
 Invariants:
 - A misconfigured service (wrong address or token, no isolation) raises `SandboxUnavailable` before any episode starts.
-- A service that the trainer has started ends with the trainer, also if that is killed.
+- A service that the trainer has started ends when the trainer ends, also if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainer.environments.program_judge import ProgramJudge
 from trainer.environments.python_tool import PythonTool
 
 BATCH_WINDOW_S = 0.02
-"""While a request is in flight, a call waits this many seconds so that several calls share the next request. The wait
-is about as long as a call runs, and short beside a turn. One request per call would need more CPU time than all other
-work on the call."""
+"""While a request is in flight, new calls are gathered for this number of seconds, so that they share the next request.
+A request for each call would need more CPU time than all other work on the call. The wait is about as long as a call
+runs, and much shorter than a turn."""
 MAX_RETRIES = 8
 """Retries of a failed request, over about 15 s. A service that restarts is back by then."""
 
@@ -53,9 +53,9 @@ async def open_sandbox(
 ) -> AsyncIterator[SandboxConnection]:
     """Connect to the service at one endpoint or several. None or "local" starts a service until the block ends.
 
-    `timeout_s` and `memory_mb` limit each call. `answer_check` and `answer_rounding` are the rules by which answers are
-    right. `arguments` are further arguments of `rstar-sandbox serve` for a local
-    service. The token is read from RSTAR_SANDBOX_TOKEN. Raises `SandboxUnavailable`.
+    `timeout_s` and `memory_mb` limit each call. `answer_check` and `answer_rounding` are the rules by which an answer
+    is right. `arguments` are further arguments of `rstar-sandbox serve` for a local service. The token is read from
+    RSTAR_SANDBOX_TOKEN. Raises `SandboxUnavailable`.
     """
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
     async with AsyncExitStack() as stack:

@@ -3,13 +3,13 @@
     reset -> step -> step -> ... -> score
       any of them may fail -> close
 
-`trainer.environments.registry` creates an environment by `Problem.environment`. If its class is stateful, it belongs to
-one episode. Any other may serve several episodes of its problem, also at the same time.
+`trainer.environments.registry` creates an environment by `Problem.environment`. An environment whose class is stateful
+belongs to one episode. Any other environment may serve several episodes of its problem, also at the same time.
 
 Invariants of every environment:
 - A failure of the model is data: `step` returns a response that says what is wrong.
 - An infrastructure failure is a `ToolCall` with the status `UNAVAILABLE`, or a score of None, never a score of 0.
-- A score is a finite number. Any other is a failure of the environment (`check_score`).
+- A score is a finite number. Any other number is a failure of the environment (`check_score`).
 - `close` releases all processes and connections, whatever happened before. It is always called, once.
 """
 
@@ -41,8 +41,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class EnvironmentFailure(Exception):
-    """The environment of this problem does not work, for example because its server ended. It fails this episode only,
-    as a failure of the task and not of the infrastructure."""
+    """The environment of this problem does not work, for example because its server ended. Only this episode fails. It
+    counts as a failure of the environment and not of the infrastructure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,17 @@ class Environment(ABC):
     """The environment of an episode, or of all episodes of a problem. It is created without starting anything."""
 
     is_stateful: bool = False
-    """Whether a response or a score depends on the actions before it. A resumed episode replays the actions of such an
-    environment; others are only reset."""
+    """Whether a response or a score depends on earlier actions. If an episode is resumed, a stateful environment is
+    reset and the recorded actions are repeated. Other environments are only reset."""
     needs_sandbox: ClassVar[bool] = False
     instructions: ClassVar[str] = ""
     """What the model reads after the problem, for example the form of an answer."""
     options_type: ClassVar[Any] = NoOptions
-    """The type of `Problem.options`: a dataclass, or another type that pydantic can validate. Options that it does not
-    have are refused; `dict` takes any."""
+    """The type of `Problem.options`: a dataclass, or another type that pydantic can validate. Options that the type
+    does not have are refused. `dict` accepts any options."""
 
     def __init__(self, services: Services, options: Any) -> None:
-        """`options` is an `options_type`."""
+        """`options` is an object of the type `options_type`."""
         self.services, self.options = services, options
 
     @classmethod
@@ -88,7 +88,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, action: ToolCallRequest) -> ToolCall:
-        """Run one tool call. A call with `ends_episode` is the last. Raises `EnvironmentFailure`."""
+        """Run one tool call. A result with `ends_episode` makes this call the last one. Raises `EnvironmentFailure`."""
 
     @abstractmethod
     async def score(self, episode: Episode) -> float | None:
@@ -97,7 +97,7 @@ class Environment(ABC):
     async def score_group(self, episodes: Sequence[Episode]) -> list[float | None]:
         """Return the rewards of finished episodes of one problem, in order. Never called if `is_stateful`.
 
-        An environment may replace it, to score all of them at once.
+        A subclass may override this method to score all episodes at once.
         """
         return [await self.score(episode) for episode in episodes]
 
@@ -106,8 +106,8 @@ class Environment(ABC):
 
 
 def parse_options(environment: type[Environment], options: Mapping[str, Any]) -> Any:
-    """Return `options` as the environment's `options_type`. Raises `ConfigError`, also for an unknown option, which may
-    be a typo."""
+    """Return `options` as the environment's `options_type`. Raises `ConfigError` for invalid options. An unknown option
+    is invalid, since it may be a typo."""
     try:
         return TypeAdapter(environment.options_type).validate_python(dict(options), extra="forbid")
     except ValidationError as invalid:
@@ -117,8 +117,8 @@ def parse_options(environment: type[Environment], options: Mapping[str, Any]) ->
 
 
 def check_score(problem: Problem, score: float | None) -> float | None:
-    """Return a score that the environment of `problem` has given. Raises `EnvironmentFailure` if it is not finite: it
-    says nothing about the episode."""
+    """Return `score`, which the environment of `problem` has given. Raises `EnvironmentFailure` if it is not finite,
+    since such a score says nothing about the episode."""
     if score is not None and not math.isfinite(score):
         raise EnvironmentFailure(f"{problem.environment}: expected a finite score or None, got {score}")
     return score

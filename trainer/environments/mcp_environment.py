@@ -1,7 +1,7 @@
 """The environment `mcp`: the tools of any MCP server, and an exact-match answer by GAIA's public rule.
 
-A server over stdio is started per episode. An episode has a session of its own with a server over HTTP, unless
-`per_episode` is false. A server is not sandboxed: it runs with the trainer's rights.
+A server over stdio is started for each episode. With a server over HTTP, each episode has a session of its own. If
+`per_episode` is false, episodes share a session instead. A server is not sandboxed: it runs with the trainer's rights.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class McpOptions:
     url: Annotated[str, Field(pattern="^https?://")] | None = None
     """The URL of a server on streamable HTTP."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of `command`. They are stored with each episode, so they are no place for secrets."""
+    """Environment variables of `command`. They are stored with each episode, so they must not contain secrets."""
     per_episode: bool = True
-    """Whether each episode has a session of its own with `url`. With false, the episodes of a process share one; then
-    `is_stateful` has to be false too."""
+    """Whether each episode has a session of its own with `url`. With false, the episodes of a process share a session.
+    `is_stateful` then has to be false too."""
     is_stateful: bool = True
-    """Whether a response depends on the calls before it. With false, an episode that continues does not repeat its
-    calls. A web search is an example: its responses may have changed."""
+    """Whether a response depends on earlier calls. With false, an episode that is continued does not repeat its calls.
+    A web search needs false: its calls cannot be repeated, since its responses may have changed."""
     start_timeout_s: PositiveFloat = 30.0
     call_timeout_s: PositiveFloat = 60.0
     level: int | None = None
@@ -123,7 +123,7 @@ def _schema(tool: Tool) -> ToolSchema:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return the text of a result; of other content the kind only."""
+    """Return the text of a result. Of content that is no text, only the kind is shown."""
     parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]

@@ -2,8 +2,8 @@
 
 Invariants:
 - The SDK's contexts are entered and left in one task, the session's own. Other tasks call tools through the session.
-- Every failure of a server is an `EnvironmentFailure`: it does not start in time, does not answer in time, ends, or
-  answers nonsense. Nothing of it reaches another session.
+- Every failure of a server is an `EnvironmentFailure`: the server does not start in time, does not answer in time,
+  ends, or answers nonsense. A failure of one server does not affect the sessions with other servers.
 - After `close` all processes of a stdio server have ended (`trainer.environments.mcp_supervisor`).
 - A stdio server gets the variables HOME, LOGNAME, PATH, SHELL, TERM and USER, and those that are given to it.
 """
@@ -42,11 +42,13 @@ class McpSession:
     def __init__(
         self, target: str | Sequence[str], env: Mapping[str, str], start_timeout_s: float, *, has_state: bool = False
     ) -> None:
-        """`has_state`: a server on HTTP must keep a session, which newer versions of the protocol do not have."""
+        """`has_state`: the server keeps state between calls. A server on HTTP then needs a protocol version that has
+        sessions. Newer versions have none; the SDK calls the older ones "legacy"."""
         import anyio
 
         sdk_logger = logging.getLogger("mcp")
-        if sdk_logger.level == logging.NOTSET:  # a server could fill the log with lines that are no messages
+        # The SDK logs each line of a server that is not a valid message. Without this, a server could fill the log.
+        if sdk_logger.level == logging.NOTSET:
             sdk_logger.setLevel(logging.CRITICAL)
         self.name = target if isinstance(target, str) else " ".join(target)
         self.tools: dict[str, Tool] = {}
@@ -87,7 +89,7 @@ class McpSession:
                 raise McpArgumentError(error.message) from error
             self.is_broken |= error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
             reason = f"{tool}: {error}"
-        except Exception as error:  # the SDK's checks of a foreign server's answers raise anything
+        except Exception as error:  # the SDK checks the server's answers, and may raise any exception for a wrong one
             reason = f"{tool}: {_describe(error)}"
         raise EnvironmentFailure(f"{self.name}: {reason}{self._stderr_line()}"[:MAX_REASON_CHARS])
 
@@ -127,13 +129,17 @@ class McpSession:
             async with Client(self._target, mode=self._protocol) as client:
                 yield client
             return
+        # -I: variables in `env`, such as PYTHONPATH, have no effect on the supervisor.
+        # -S: the supervisor needs no installed package.
+        # The pid: a supervisor whose parent is another process ends, since this process has then died.
         arguments = ["-I", "-S", str(SUPERVISOR), str(os.getpid()), *self._target]
         server = StdioServerParameters(command=sys.executable, args=arguments, env=self._env)
         async with Client(stdio_client(server, self._stderr)) as client:  # type: ignore[arg-type]
             yield client
 
     def _stderr_line(self) -> str:
-        """Return the last line that the server wrote to stderr, in brackets. It is known once the server has ended."""
+        """Return the last line that a stdio server wrote to stderr, in brackets. Empty until the server has ended,
+        since its supervisor passes stderr on only at the end."""
         if self._stderr.closed:
             return ""
         self._stderr.seek(0)
@@ -149,7 +155,8 @@ class SharedSessions:
         self._sessions: dict[str, McpSession] = {}
 
     async def get(self, url: str, start_timeout_s: float) -> McpSession:
-        """Return the session with a server, perhaps not started yet. One that has ended or is broken is replaced."""
+        """Return the session with a server. The session may not have started yet. A session that has ended or is broken
+        is replaced by a new one."""
         session = self._sessions.get(url)
         if session is None or session.has_ended or session.is_broken:
             self._sessions[url] = McpSession(url, {}, start_timeout_s)
@@ -175,7 +182,7 @@ async def _list_tools(client: Client) -> dict[str, Tool]:
 
 
 def _describe(error: BaseException) -> str:
-    """Return one line on an error, or on the first of a group."""
+    """Return one line that describes an error or, for a group of errors, the first error in it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

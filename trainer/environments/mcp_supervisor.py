@@ -7,11 +7,12 @@
 It runs as `python -I -S mcp_supervisor.py PARENT_PID COMMAND...` and imports only the standard library.
 
 Invariants:
-- When this program ends, no process remains that the server started, whatever session it is in: orphans become children
-  of this program (PR_SET_CHILD_SUBREAPER).
-- It ends with the server, on SIGTERM, and when its parent dies.
-- A line or an output beyond its limit ends the server.
-- stderr is written once, at the end: the last `MAX_STDERR_BYTES` of the server's, or its exit code if it wrote none.
+- When this program ends, no process that the server has started remains, in whatever session the process is. Orphans
+  become children of this program (PR_SET_CHILD_SUBREAPER), so it finds and kills them.
+- This program ends in three cases: the server ends, it gets SIGTERM, or its parent dies.
+- If a line or the whole output of the server exceeds its limit, the server is killed.
+- This program writes to stderr only once, at its end: the last `MAX_STDERR_BYTES` of the server's stderr. If the server
+  has written nothing there, it writes the server's exit code.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ MAX_OUTPUT_BYTES = 256 << 20
 """Bytes that a server may write to stdout in one episode."""
 MAX_STDERR_BYTES = 2000
 KILL_TIMEOUT_S = 1.5
-"""Seconds to kill a tree of processes. The SDK waits 2 s before it kills this program."""
+"""Seconds that the killing of all descendants may take. The SDK kills this program after 2 s."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -79,7 +80,7 @@ def kill_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    """Return the descendants of this process that are no zombies."""
+    """Return the pids of the descendants of this process, without zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()
     for name in os.listdir("/proc"):
@@ -93,7 +94,7 @@ def _descendants() -> list[int]:
             if state in b"ZX":
                 zombies.add(int(name))
     found = children.get(os.getpid(), [])
-    for pid in found:  # grows
+    for pid in found:  # the list grows during the loop
         found += children.get(pid, [])
     return [pid for pid in found if pid not in zombies]
 
@@ -122,7 +123,8 @@ def _keep_tail(fd: int, tail: bytearray) -> None:
 
 
 def _reap(server_pid: int, exit_codes: list[int]) -> None:
-    """Reap the server, and the orphans that it leaves. When the server ends, kill them: one could hold its stdout."""
+    """Reap the server, and the orphans that it leaves. When the server ends, kill the orphans: one of them could hold
+    the server's stdout open, and `_relay` would wait for it."""
     try:
         while True:
             pid, status = os.wait()

@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class ProgramJudge:
-    """Judges programs through `client`, each within `limits` unless it has its own."""
+    """Judges programs through `client`, each within `limits`. A program's own limits take precedence."""
 
     def __init__(self, client: AsyncClient, limits: Limits) -> None:
         self._client, self._limits = client, limits
 
     async def reward(self, program: Mapping[str, Any], *, partial: bool) -> float | None:
-        """Return the reward of a program as `AsyncClient.rewards` does; None also if the sandbox does not answer.
-        Raises nothing but cancellation."""
+        """Return the reward of a program, as `AsyncClient.rewards` does. If the sandbox does not answer, the reward is
+        None. Raises nothing but cancellation."""
         try:
             limits = {**asdict(self._limits), **program.get("limits", {})}
             (reward,) = await self._client.rewards([{**program, "limits": limits}], partial=partial)

@@ -1,11 +1,13 @@
 """The Python tool: runs a model's code in the sandbox.
 
 Invariants:
-- Whatever the code does is a response. If infrastructure fails, the tool call has the status `UNAVAILABLE`, an `error`,
-  and no text for the model. `call` raises no exception for it, because one failed call must not end other episodes.
-- A call that the sandbox rejects as `invalid` is a bug of the trainer, since the model's arguments are checked before.
-  It is logged as an error and has the status `UNAVAILABLE`, so the episode is not scored.
-- A call that the sandbox reports as poisonous ends its episode for good (`ends_episode`): it must not be run again.
+- Anything that the code does gives a response.
+- If infrastructure fails, the tool call has the status `UNAVAILABLE`, an `error`, and no text for the model. `call`
+  raises no exception for such a failure, because one failed call must not end other episodes.
+- The model's arguments are checked before a call is sent. So a call that the sandbox rejects as `invalid` is a bug of
+  the trainer. It is logged as an error and has the status `UNAVAILABLE`, so the episode is not scored.
+- A *poisonous* call is one that the sandbox has lost in all its attempts, although its code may have started. It must
+  not run again, so it ends its episode for good (`ends_episode`).
 """
 
 from __future__ import annotations
@@ -38,8 +40,12 @@ class PythonTool:
     async def call(
         self, name: str, arguments: str | Mapping[str, Any], *, files: Mapping[str, bytes] | None = None
     ) -> ToolCall:
-        """Run one tool call. `arguments` are JSON text or parsed; `files` are in the working directory of the code and
-        must be valid for a `Call`; their size does not count in `disk_mb`. Raises nothing but cancellation."""
+        """Run one tool call. Raises nothing but cancellation.
+
+        `arguments`: a JSON text, or the parsed arguments.
+        `files`: put into the working directory of the code. They must be valid for a `Call`. Their size does not count
+        in `disk_mb`.
+        """
         if name not in TOOL_NAMES:
             response = f"NameError: there is no tool {name!r:.80}; there is {TOOL_NAMES[0]}"
             return ToolCall(name, arguments, ToolCallStatus.MALFORMED, response)

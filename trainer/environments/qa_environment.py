@@ -23,7 +23,7 @@ from trainer.episodes.reward import exact_match_reward
 from trainer.episodes.turn_parser import ToolCallRequest
 
 MAX_FILES_MB = 64
-"""Size of all files of a problem, in MiB. Each Python call sends them to the sandbox."""
+"""Maximum size of all files of a problem together, in MiB. Each Python call sends them to the sandbox."""
 
 
 @dataclass(frozen=True, config=STRICT)

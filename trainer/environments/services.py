@@ -1,4 +1,4 @@
-"""What the environments of one process share: the sandbox, and sessions with MCP servers."""
+"""The services that the environments of one process share: the sandbox, and sessions with MCP servers."""
 
 from __future__ import annotations
 

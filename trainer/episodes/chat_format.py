@@ -5,8 +5,8 @@
 Invariants:
 - Append-only: no token depends on a later message, and `encode_conversation` gives the same tokens as the calls above.
   A chat template that violates this is refused when the `ChatFormat` is created.
-- Untrusted text (problems, tool output) is encoded as plain text. It never yields a token with a meaning of its own,
-  such as an end of turn.
+- Untrusted text (problems, tool output) is encoded as plain text. It never yields a token with a special meaning, such
+  as the end of a turn.
 
 Tool calls are read by `trainer.episodes.turn_parser`. Tool responses are sent in one user turn, as in rStar2-Agent
 (arXiv 2508.20722, 2.1).
@@ -56,7 +56,8 @@ Message = Mapping[str, str]
 ToolSchema = Mapping[str, Any]
 """The description of a tool in the form that OpenAI-compatible servers and chat templates accept."""
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""Renders messages and the opening of the assistant's next turn as text. The flag adds the tools' description."""
+"""Takes (messages, with_tools). Renders the messages and the opening of the assistant's next turn as text. If
+`with_tools` is true, the text describes the tools."""
 
 
 class Tokenizer(Protocol):
@@ -89,20 +90,21 @@ class ChatFormat:
         answer_instructions: str,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        """Render placeholders to learn the text around messages. `eos_ids` end a turn too, besides the end of turn
-        and the tokenizer's end token. Raises `ValueError` if `render` is not append-only."""
+        """Render conversations of placeholders, to find the text around messages. Three kinds of ids end a turn: the
+        template's end of turn, the tokenizer's end token, and `eos_ids`. Raises `ValueError` if `render` is not
+        append-only."""
         self._tokenizer, self._render = tokenizer, render
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
-        # The tokens that `_encode_untrusted` must avoid, by splitting their text in two. Tokens of one character cannot
-        # be split, and tokens of blanks have no special meaning: both are left out.
+        # The special tokens that `_encode_untrusted` must avoid: it splits their text in two. Two kinds are left out:
+        # tokens of one character, which cannot be split, and tokens of blanks, which have no special meaning.
         added = {text: id for text, id in tokenizer.get_added_vocab().items() if len(text.strip("▁ \n")) > 1}
         self._special_token_pattern = _compile_special_token_pattern(added)
         self._encode_cached = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
 
         # The text before a problem, and the text between a problem and the first turn.
         self.prompt_prefix, self._generation_prompt = self._template_segments("user")
-        # The text around each message: before the user's, before the assistant's, before the two tool responses, at the
-        # end.
+        # The segments are the text before the user's message, before the assistant's, before the first tool response,
+        # between the two tool responses, and at the end.
         _, _, before_responses, self._between_responses, self._after_responses = self._template_segments(
             "user", "assistant", "tool", "tool"
         )
@@ -112,14 +114,14 @@ class ChatFormat:
         )
         longer = (prefix, before_first, between, before_second, after)
         between_responses, after_responses = self._between_responses, self._after_responses
-        # The text before the turns is not compared: `_finished_turn_opening`, below, is what may differ there.
+        # The text before a turn is not compared, since it may differ (see `_finished_turn_opening` below).
         if longer != (self.prompt_prefix, before_responses, between_responses, before_responses, after_responses):
             raise ValueError(
                 "the chat template is not append-only: it renders a turn differently if other messages follow; "
                 f"{TEMPLATE_ADVICE}"
             )
-        # A template may open the assistant's turn with a tag, such as `<reason>`. Before a finished turn without that
-        # tag it may render something else, such as an empty block of thoughts.
+        # A template may open the assistant's turn with a tag, such as `<reason>`. If a finished turn lacks this tag,
+        # the template may render something else before the turn, such as an empty block of thoughts.
         #   generation prompt   <|im_start|>assistant\n + _turn_opening
         #   before_turn         <|im_start|>assistant\n + _finished_turn_opening
         opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
@@ -149,9 +151,9 @@ class ChatFormat:
     def messages(self, prompt_ids: Sequence[int], turns: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
         """Return an episode as messages. `turns` are texts, each with the texts of its tool responses.
 
-        The responses to the last turn are left out, so that the assistant's message is the last. If the last turn has
-        an end token, `encode_conversation` gives the episode's ids again. Raises `ValueError` for the prompt of another
-        format, for example with other tools.
+        The responses to the last turn are left out, so that the last message is the assistant's. If the last turn has
+        an end token, `encode_conversation` gives the ids of the episode again. Raises `ValueError` if the prompt is of
+        another format, for example with other tools.
         """
         prompt = self.decode(prompt_ids)
         if not (prompt.startswith(self.prompt_prefix) and prompt.endswith(self._generation_prompt)):
@@ -173,9 +175,9 @@ class ChatFormat:
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Return a conversation's token ids and loss mask: 1 for the assistant's tokens and their end tokens.
 
-        Without a system message, the first user message is a problem, and the ids equal those of `encode_prompt`, the
-        turns and `encode_tool_responses`. With a system message, no instructions are added. Raises `ValueError` for
-        roles out of order.
+        Without a system message, the first user message is a problem. The ids then equal those of `encode_prompt`, of
+        the turns and of `encode_tool_responses`. With a system message, no instructions are added. Raises `ValueError`
+        if the roles are out of order.
         """
         roles = [message["role"] for message in messages]
         contents = [message["content"] for message in messages]
@@ -184,8 +186,8 @@ class ChatFormat:
             raise ValueError(f"expected the roles (system,) user, ..., assistant; got {roles}")
         ids: list[int] = []
         mask: list[int] = []
-        # The text before, between and after `pending_texts`: messages that are encoded together with the turn after
-        # them. `segments` is empty after a turn, until the next messages follow.
+        # `pending_texts` are the messages since the last turn. They are encoded together with the next turn. `segments`
+        # is the text before, between and after them. It is empty if there are none.
         segments = self._template_segments(*roles[:position])
         pending_texts = contents[:position]
         for role, same_role in groupby(roles[position:]):
@@ -249,7 +251,8 @@ class ChatFormat:
         return ids
 
     def _encode_untrusted(self, text: str) -> list[int]:
-        """Encode text that must not yield special tokens. Spellings of special tokens are split, so they stay text."""
+        """Encode text that must not yield special tokens. If the text spells a special token, the spelling is split in
+        two, so that it stays text."""
         text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers reject
         return [id for part in self._special_token_pattern.split(text) for id in self._encode_cached(part)]
 
@@ -305,7 +308,8 @@ def tokenizer_format(
 
 
 def _check_earlier_turns(tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str]) -> None:
-    """Render a growing conversation. Raises `ValueError` unless each rendering begins with the tokens of the last."""
+    """Render a growing conversation. Raises `ValueError` if a rendering does not begin with the tokens of the previous
+    one."""
     roles = ("user", "assistant", "tool", "assistant", "user", "assistant")
     contents = {"user": "1 + 1?", "assistant": f"{REASONING}\n\n{_CALL}", "tool": "2"}
     messages: list[dict[str, Any]] = []

@@ -3,9 +3,9 @@
 Invariants:
 - `response_ids`, `logprobs` and `loss_mask` have the same length and only grow. They hold the tokens as the engine
   returned them; no text is ever tokenised a second time.
-- `loss_mask` is 1 for each sampled token and 0 for each observation token. An observation token has log-probability 0.
-  A sampled token has log-probability None if its engine did not return the one with which it was sampled, and NaN if
-  the returned one was not finite.
+- `loss_mask` is 1 for each sampled token and 0 for each observation token.
+- An observation token has log-probability 0. A sampled token has the log-probability with which it was sampled. If its
+  engine did not return this number, it is None. If the returned number was not finite, it is NaN.
 - Weight versions never decrease along the tokens.
 - `reward` is None if infrastructure failed or the episode was cancelled. Such an episode never counts as a reward of 0.
 """
@@ -67,7 +67,7 @@ class Problem:
     environment: str = "python"
     """The name of the environment in which its episodes act (`trainer.environments.registry`)."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The environment's own settings for this problem, as JSON has them."""
+    """The environment's settings for this problem, as JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ToolCall:
 
     name: str
     arguments: str | Mapping[str, Any]
-    """The parsed arguments; the raw text if the call did not parse."""
+    """The parsed arguments. If the call did not parse, its raw text."""
     status: ToolCallStatus
     response: str
     duration_s: float = 0.0
@@ -85,8 +85,8 @@ class ToolCall:
     error: str = ""
     """The infrastructure failure behind `UNAVAILABLE`."""
     ends_episode: bool = False
-    """Whether the environment accepts no further action. With `UNAVAILABLE`: whether no further try of the episode may
-    run this call."""
+    """True if the environment accepts no further action. For a call that is `UNAVAILABLE`: true if no further try of
+    the episode may run this call."""
 
     @property
     def has_failed(self) -> bool:
@@ -119,10 +119,10 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One attempt at a problem. It grows until `stop_reason` is set; an unfinished one can be continued later."""
+    """One attempt at a problem. It grows until `stop_reason` is set. An unfinished episode can be continued later."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"ser_json_inf_nan": "constants"}
-    """A file of episodes holds NaN as it is, since null is another thing."""
+    """A file of episodes contains NaN as NaN, since null means that a log-probability is unknown."""
 
     problem: Problem
     sample: int
@@ -132,26 +132,29 @@ class Episode:
     logprobs: list[float | None] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
-    """`(start, version)`: tokens from index `start` to the next entry were sampled by weights of that version."""
+    """Entries `(start, version)`: weights of this version sampled the tokens from index `start` up to the start of the
+    next entry."""
     turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
     """The index in `response_ids` at which the unfinished turn begins."""
     turn_wait_s: float = 0.0
+    """Seconds in which the unfinished turn has waited for an engine. An aborted turn that continues adds to them."""
     turn_generate_s: float = 0.0
-    """Seconds of waiting and of generation spent on the unfinished turn so far, over all its aborts."""
+    """Seconds in which engines have generated the unfinished turn, over all its aborts."""
     stop_reason: StopReason | None = None
     answer: str | None = None
-    """The content of the last closed box in the episode's last `<answer>` block, whichever turn has it."""
+    """The content of the last closed box in the last `<answer>` block of the episode. The block may be in any turn."""
     answer_blocks: int = 0
-    """The number of closed `<answer>` blocks in all turns, without those in thoughts."""
+    """The number of closed `<answer>` blocks in all turns. Blocks in thoughts do not count."""
     reward: float | None = None
     duration_s: float = 0.0
     error: str = ""
     """The infrastructure failure behind `StopReason.UNAVAILABLE`."""
     steps_carried: int = 0
-    """How many times this episode was unfinished at the end of a training step and was continued in the next."""
+    """How many times this episode was unfinished at the end of a training step and was continued in the next step."""
     seed: int | None = None
-    """The seed of its turns; None for that of the process that runs it."""
+    """The seed from which the seeds of the turns are computed. With None, the process that runs the episode gives the
+    seed."""
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, weight_version: int) -> None:
         """Append tokens that weights of `weight_version` sampled. `logprobs` is None if they are unknown."""
@@ -166,8 +169,8 @@ class Episode:
         self._append(ids, [0.0] * len(ids), 0)
 
     def tail(self, start_token: int, start_turn: int) -> Episode:
-        """Return a copy of this episode that has only the tokens and the turns from these indices on. Its turns and
-        weight versions keep the indices of the whole episode; only `with_tail` may use them."""
+        """Return a copy of this episode that has only the tokens and the turns from these indices on. The turns and the
+        weight versions of the copy keep the indices of the whole episode, so only `with_tail` may use them."""
         return replace(
             self,
             response_ids=self.response_ids[start_token:],
@@ -196,8 +199,8 @@ class Episode:
 
     @property
     def known_logprobs(self) -> list[float] | None:
-        """The log-probabilities; None if one is unknown, so that no importance ratio can be computed. The ratio of a
-        token with NaN counts as 1."""
+        """The log-probabilities. None if one of them is unknown, since the importance ratio of its token cannot be
+        computed. NaN is allowed: the ratio of such a token counts as 1."""
         known = [logprob for logprob in self.logprobs if logprob is not None]
         return known if len(known) == len(self.logprobs) else None
 
@@ -221,7 +224,7 @@ class Episode:
 
     @property
     def num_repeated_tool_calls(self) -> int:
-        """The number of failed tool calls that an earlier failed call of the episode equals in name and arguments."""
+        """The number of failed tool calls with the name and the arguments of an earlier failed call of the episode."""
         failed = [
             (call.name, str(call.arguments)) for turn in self.turns for call in turn.tool_calls if call.has_failed
         ]

@@ -5,11 +5,11 @@ The rule is that of `scorer.py` in huggingface.co/spaces/gaia-benchmark/leaderbo
 | the right answer       | comparison                                                                         |
 |------------------------|------------------------------------------------------------------------------------|
 | `float` accepts it     | `float` of the answer without `$`, `%` and `,`; infinity if that fails; exact      |
-| contains `,` or `;`    | both are split at these; as many elements, in order; each as a number, or as text  |
-|                        | without white space and in lower case                                              |
+| contains `,` or `;`    | both are split at these; equal numbers of elements; each pair of elements matches  |
+|                        | as a number, or as text without white space and in lower case                      |
 | anything else          | text without white space and ASCII punctuation, in lower case                      |
 
-So the right answer "1,000" is a list of two numbers, and "inf" equals every text that is no number.
+Two consequences: the right answer "1,000" is a list of two numbers, and "inf" equals every text that is no number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LATEX_TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|sf|it|tt|bb|cal)|mbox|boldsymbol|bm|emph)\s*\{([^{}]*)\}"
 )
 MAX_LATEX_DEPTH = 4
-"""Levels of such marks, one in the other, that are removed."""
+"""Maximum number of nested LaTeX commands (`_LATEX_TEXT`) that are removed."""
 _LATEX_ESCAPE = re.compile(r"\\([$%&#_])")
 _LATEX_SPACE = re.compile(r"\\[ ,;:]")
 
@@ -42,16 +42,16 @@ def is_exact_match(answer: str | None, truth: str) -> bool:
 
 
 def has_answers(truth: str) -> bool:
-    """Return whether some texts equal `truth` and others do not. "inf" equals every text that is no number, "nan" none,
-    and punctuation every other punctuation."""
+    """Return whether some texts match `truth` and others do not. Three kinds of right answers cannot be used: "inf"
+    matches every text that is no number, "nan" matches nothing, and punctuation matches any punctuation."""
     if _is_number(truth):
         return math.isfinite(float(truth))
     return bool(_text(truth).translate(_PUNCTUATION))
 
 
 def plain_answer(boxed: str) -> str:
-    r"""Return the content of a box without the LaTeX that only marks it as text: `\textbf{\text{Paris}}` as Paris,
-    `5\%` as 5%, `17{,}000` as 17,000."""
+    r"""Return the content of a box without LaTeX that has no meaning in the answer: `\textbf{\text{Paris}}` becomes
+    Paris, `5\%` becomes 5%, and `17{,}000` becomes 17,000."""
     for _ in range(MAX_LATEX_DEPTH):
         boxed = _LATEX_TEXT.sub(r"\1", boxed)
     return _LATEX_ESCAPE.sub(r"\1", _LATEX_SPACE.sub(" ", boxed.replace("{,}", ","))).strip()

@@ -1,8 +1,7 @@
 """Finds the sampled tokens with the highest entropy: forking tokens and reflection tokens.
 
-rStar2-Agent (arXiv 2508.20722, section 5.4) studies these tokens. Reflection tokens are those right after a tool
-response, with which the model reacts to it. Forking tokens are those in the rest of the model's text. Entropies are in
-nats.
+rStar2-Agent (arXiv 2508.20722, section 5.4) studies these tokens. Reflection tokens come right after a tool response:
+with them the model reacts to the response. Forking tokens are in the rest of the model's text. Entropies are in nats.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 TOP_SHARE = 0.2
-"""The share of all tokens that counts as high entropy."""
+"""The share of all tokens that have high entropy."""
 LEAST_ENTROPY = 1e-4
-"""Nats. Entropies are recorded with four decimals, so a token below has the entropy 0."""
+"""The smallest positive entropy in nats that is recorded, since entropies are recorded with four decimals."""
 REFLECTION_TOKENS = 10
-"""Number of sampled tokens after a tool response that are reflection tokens."""
+"""The first sampled tokens after a tool response, in this number, are reflection tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,9 @@ def sampled_tokens(ids: Sequence[int], entropies: Sequence[float | None]) -> Ite
 
 
 def high_entropy_threshold(tokens: Iterable[SampledToken]) -> float:
-    """Return the least entropy among the fifth of the tokens with the highest entropy; infinity without tokens.
+    """Return the lowest entropy among the fifth of the tokens that has the highest entropies. Infinity without tokens.
 
-    It is positive: of a model that is sure of most tokens, fewer than a fifth have high entropy.
+    The result is always positive. So if a model is sure of most tokens, fewer than a fifth of them have high entropy.
     """
     ordered = sorted(token.entropy for token in tokens)
     least = ordered[min(len(ordered) - 1, round(len(ordered) * (1 - TOP_SHARE)))] if ordered else float("inf")
@@ -77,7 +76,7 @@ def high_entropy_threshold(tokens: Iterable[SampledToken]) -> float:
 
 
 def entropy_table(tokens: Sequence[SampledToken], threshold: float, max_kinds: int) -> EntropyTable:
-    """Return the table of some tokens. Those whose entropy is at least `threshold` have high entropy."""
+    """Return the table of some tokens. A token has high entropy if its entropy is at least `threshold`."""
     by_id: defaultdict[int, list[float]] = defaultdict(list)
     for token in tokens:
         if token.entropy >= threshold:

@@ -62,9 +62,10 @@ class Metric:
     """The name of its line in the chart."""
     axis: Axis = "count"
     numerator: Measure | None = None
-    """Summed over episodes; None if the number does not follow from single episodes."""
+    """Its values are summed over episodes. None if the metric does not follow from single episodes."""
     denominator: Measure | None = None
-    """Summed over episodes; the first sum is divided by it. None for a plain sum."""
+    """Its values are summed over episodes too, and the metric is the numerator's sum divided by this sum. None if the
+    metric is the numerator's sum."""
 
     def sums(self, episodes: Iterable[ScoredEpisode]) -> tuple[float, float]:
         """Return numerator and denominator, summed over the episodes that have a reward."""
@@ -258,7 +259,8 @@ def cancellation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness_metrics(episodes: Sequence[Episode], weight_version: int) -> dict[str, float]:
-    """Return how many versions before `weight_version` the weights were that sampled a step's tokens."""
+    """Return the metrics of staleness. The staleness of a token is `weight_version` minus the version of the weights
+    that sampled the token."""
     tokens = sum((Counter(episode.sampled_tokens_by_version) for episode in episodes), Counter[int]())
     by_staleness = {weight_version - version: count for version, count in tokens.items()}
     return {

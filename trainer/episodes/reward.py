@@ -1,13 +1,14 @@
-"""The reward of an episode: 1 if its answer is equivalent to the problem's, else 0; None if that is unknown.
+"""The reward of an episode: 1 if its answer is equivalent to the problem's answer, else 0. None if that is unknown.
 
-Only the answer's correctness counts (rStar2-Agent, arXiv 2508.20722, 2.2). Format and tool use have no reward; they
-count in the resampling (`trainer.episodes.roc`).
+Only the correctness of the answer counts (rStar2-Agent, arXiv 2508.20722, 2.2). Format and tool use have no reward, but
+they count in the resampling (`trainer.episodes.roc`).
 
 Invariants:
 - An infrastructure failure gives None, never 0: the episode was cancelled or unavailable, or the sandbox could not
   check the answer.
-- A failure of the model gives 0, never None: no answer, or one that the checker cannot parse or finish. Problems whose
-  own answer the checker cannot parse are dropped when data is prepared (`trainer.recipe.phase_work`).
+- A failure of the model gives 0, never None: the model gave no answer, or an answer that the checker cannot parse, or
+  on which the checker does not finish.
+- Problems whose own answer the checker cannot parse are dropped when data is prepared (`trainer.recipe.phase_work`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class VerifyOutcome(StrEnum):
 
 
 VerifyPairs = Callable[[Sequence[tuple[str, str]]], Awaitable[list[VerifyOutcome]]]
-"""Compares pairs (the problem's answer, the model's answer) and returns their outcomes in order. A sandbox that is down
-is an outcome, not an exception."""
+"""Compares pairs (the problem's answer, the model's answer) and returns their outcomes in order. If the sandbox is
+down, the outcome says so; no exception is raised."""
 INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE, StopReason.CANCELLED)
-"""Stop reasons that may not be the model's doing, so that the episode has no reward."""
+"""Stop reasons that the model may not have caused. An episode with one of them has no reward."""
 
 
 async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""Resample on Correct: selects which of a problem's episodes are trained on (rStar2-Agent, arXiv 2508.20722, 2.2).
+"""Resample on Correct (RoC): selects the episodes of a problem for training (rStar2-Agent, arXiv 2508.20722, 2.2).
 
     group of 2G episodes ── wrong ────► a proportional share, whatever their penalty ──┐
                          ── correct ──► the rest of G, by low p_total = p_err + p_format ─┴─► G episodes
@@ -9,8 +9,8 @@ often. The reward stays the correctness of the answer.
 Invariants:
 - Pure: no clock and no global random state. The same group, mode and state of `rng` give the same indices.
 - The result has exactly `num_kept` different indices in ascending order.
-- The shares are those of the scored episodes. An unscored one (reward None) is selected only if they cannot fill the
-  group.
+- The shares are computed over the scored episodes. An unscored episode (reward None) is selected only if the scored
+  ones cannot fill the group.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainer.episodes.episode import Episode
 Mode = Literal["paper", "released", "uniform"]
 
 EPSILON = 1e-6
-"""Added to p_total, so that 1 / p_total is finite. It is small enough that an episode without penalty is drawn before
-any other, as in the paper's limit."""
+"""Added to p_total, so that 1 / p_total is finite. It is so small that an episode without penalty is drawn before any
+episode with a penalty, as in the limit of the paper's rule."""
 MIN_SIGNAL = 1e-6
 """Rewards of a group that differ by no more than this are equal: 0.1 * 3 and 0.3 differ by rounding only."""
 RELEASED_MIN_PER_CLASS = 2
@@ -40,7 +40,8 @@ def p_err(episode: Episode) -> float:
 
 
 def p_format(episode: Episode) -> float:
-    """The surplus answer blocks per turn, at most 1; 1 without an answer block."""
+    """The number of answer blocks beyond the first, divided by the number of turns, at most 1. Without an answer block
+    the result is 1."""
     if not episode.answer_blocks:
         return 1.0
     return min(1.0, (episode.answer_blocks - 1) / max(1, episode.num_turns))
@@ -62,8 +63,8 @@ def resample_on_correct(
     | `released` | the rounded share, the first ones         | the rounded share, lowest p_total; at least 2 per class |
     | `uniform`  | as with `paper`                           | the rest, uniform: resampling without penalties         |
 
-    `released` draws nothing from `rng`. If one class has too few episodes, the other fills the gap; unscored episodes,
-    in order, fill only what neither can.
+    `released` draws nothing from `rng`. If one class has too few episodes, the other class fills the gap. If both have
+    too few, unscored episodes fill the rest, in order.
 
     Raises `ValueError` for a `num_kept` outside 1..len(group), an unknown mode, or an epsilon that is not positive.
     """
@@ -91,8 +92,9 @@ def resample_on_correct(
 def is_group_decided(rewards: Sequence[float | None], num_unfinished: int, *, num_kept: int, mode: Mode) -> bool:
     """Whether the finished episodes of a group suffice, so that the `num_unfinished` others can be cancelled.
 
-    They suffice if, for every possible split of the unfinished ones into wrong and correct, no more episodes of either
-    class would be selected than have finished. So a group whose episodes might still differ in reward goes on.
+    The unfinished episodes can end in every possible number of wrong and correct ones. The finished episodes suffice if
+    in each of these cases, of either class, enough episodes have finished for the selection. So a group whose episodes
+    might still differ in reward goes on.
     """
     positives = sum(reward is not None and reward > 0 for reward in rewards)
     negatives = sum(reward is not None and not reward > 0 for reward in rewards)
@@ -104,8 +106,8 @@ def is_group_decided(rewards: Sequence[float | None], num_unfinished: int, *, nu
 
 
 def has_signal(group: Sequence[Episode], selected: Sequence[int]) -> bool:
-    """Whether the selected rewards differ by more than `MIN_SIGNAL`. If not, the group is left out of the loss, since
-    every advantage is 0, but for rounding."""
+    """Whether the selected rewards differ by more than `MIN_SIGNAL`. If they do not, every advantage is 0 except for
+    rounding, so the group is left out of the loss."""
     rewards = [reward for i in selected if (reward := group[i].reward) is not None]
     return bool(rewards) and max(rewards) - min(rewards) > MIN_SIGNAL
 
@@ -124,7 +126,8 @@ def selection_reasons(group: Sequence[Episode], selected: Sequence[int]) -> list
 
 
 def _class_quotas(negatives: int, positives: int, num_kept: int, mode: Mode) -> tuple[int, int]:
-    """Return how many wrong and how many correct episodes to select. One class fills what the other lacks."""
+    """Return how many wrong and how many correct episodes to select. If one class has too few, more of the other class
+    are selected."""
     size = max(1, negatives + positives)
     if mode == "released":
         quota = _released_negatives(negatives, positives, num_kept, size)

@@ -20,7 +20,7 @@ PYTHON_TOOL_NAME = "execute_python_code_with_standard_io"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 RECORD_DEPTH = 20
-"""A file with episodes nests a tool call in at most this number of lists and objects."""
+"""In a file with episodes, a tool call lies inside at most this number of nested lists and objects."""
 _BRACE = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _CALL_OR_THOUGHT_TAG = re.compile(
     rf'{TOOL_CALL_OPEN}\s*\{{(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+{TOOL_CALL_CLOSE}|<(?P<slash>/?)(?P<name>reason|think)>',
@@ -41,10 +41,11 @@ class ToolCallRequest:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """A tool call that did not parse: its text, and the response that the model reads."""
+    """A tool call that did not parse."""
 
     text: str
     response: str
+    """What the model reads instead of the response of a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,20 @@ class ParsedTurn:
     answer_blocks: int = 0
     """The number of closed `<answer>` blocks outside thoughts and tool calls."""
     answer: str | None = None
-    """The content of the last closed `\\boxed{}` in the last answer block; None if it has none."""
+    """The content of the last closed `\\boxed{}` in the last answer block. None if this block has none."""
 
 
 def parse_turn(text: str) -> ParsedTurn:
     """Parse the text of a turn. Never raises: every text gives a `ParsedTurn`.
 
-    Thoughts are removed first: nothing in them is a tool call or an answer. Tool calls are found next, and everything
-    inside one belongs to it: an `<answer>` in its code is no answer, and a `</tool_call>` inside one of its JSON
-    strings does not end it. A tool call inside an answer block is still a tool call. A call whose JSON does not parse
-    ends at the next `</tool_call>`; a call without a closing tag ends at the end of the text. Both are malformed.
+    1. Thoughts are removed: nothing in them is a tool call or an answer.
+    2. Tool calls are found. Everything inside a call belongs to the call: an `<answer>` in its code is no answer, and a
+       `</tool_call>` inside one of its JSON strings does not end it. A tool call inside an answer block is still a tool
+       call.
+    3. Answer blocks are found in the rest.
+
+    A call whose JSON does not parse ends at the next `</tool_call>`. A call without a closing tag ends at the end of
+    the text. Both are malformed.
     """
     calls: list[ToolCallRequest | MalformedCall] = []
     outside, position = [], 0
@@ -77,10 +82,10 @@ def parse_turn(text: str) -> ParsedTurn:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{}` or `\fbox{}`; None if there is none, or it is empty.
+    r"""Return the content of the last closed `\boxed{}` or `\fbox{}`. None if there is no box, or the box is empty.
 
-    Of two boxes, one inside the other, the inner one is the last. Braces inside a box must be paired. `\{` and `\}` are
-    ordinary characters.
+    The last box is the one that begins last. So if a box is inside another, the inner one is the last. Braces inside a
+    box must be paired. `\{` and `\}` are ordinary characters.
     """
     open_braces: list[re.Match[str]] = []
     start, end = -1, -1
@@ -95,8 +100,8 @@ def boxed_answer(text: str) -> str | None:
 
 
 def fenced_block(text: str) -> str | None:
-    """Return the content of the last closed block between lines of three backquotes, outside of thoughts; None if there
-    is none. The first line may name a language."""
+    """Return the content of the last closed block between lines of three backquotes. Blocks in thoughts do not count.
+    None if there is no block. The first line of a block may name a language."""
     blocks = _FENCED_BLOCK.findall(_without_thoughts(text))
     return str(blocks[-1]) if blocks else None
 
@@ -104,8 +109,9 @@ def fenced_block(text: str) -> str | None:
 def _without_thoughts(text: str) -> str:
     """Return the text without its thoughts.
 
-    A thought ends at its first closing tag. If the turn has not opened it, the prompt has, and all text before the
-    closing tag is thought. A tag without a closing tag begins no thought. A tag in a string of a tool call is text.
+    A thought ends at its first closing tag. If the turn has no opening tag for it, the prompt has opened the thought,
+    and all text before the closing tag is thought. An opening tag without a closing tag begins no thought. A tag in a
+    string of a tool call is text.
     """
     kept: list[str] = []
     openings: dict[str, int] = {}
@@ -153,8 +159,8 @@ def _skip_blanks(text: str, position: int) -> int:
 
 
 def _tool_call(value: Any, text: str) -> ToolCallRequest | MalformedCall:
-    """Return the call of a JSON value. Missing, null and empty arguments are an empty object; the tool refuses it if it
-    requires an argument."""
+    """Return the call in a JSON value. Missing, null and empty arguments become an empty object. A tool that requires
+    an argument refuses this object itself."""
     if isinstance(value, dict):
         given = value.get("arguments")
         if given is None or (isinstance(given, str) and given.strip() in ("", "null")):

@@ -2,8 +2,8 @@
 
 Invariants:
 - Names of environments and their options are checked before anything starts.
-- The store belongs to one set of settings: those that decide what an episode contains. The executor, its size, budgets
-  and `samples_per_problem` may change from one run to the next.
+- A store belongs to one set of the settings that decide what an episode contains. The other settings may change from
+  one run to the next: the executor, its size, budgets and `samples_per_problem`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HostSpec:
     run_dir: Path
     has_sandbox: bool
     share: float | None = None
-    """The part of each server's capacity that this process may use; the servers have their weights already. If None,
+    """The part of each server's capacity that this process may use. The servers have their weights already. With None,
     this process opens engines of its own."""
 
 
@@ -144,7 +144,8 @@ async def _open_executor(spec: HostSpec) -> AsyncIterator[EpisodeExecutor]:
 
 
 def _max_down_s(config: RunConfig) -> float:
-    """Return the seconds to wait for an engine without weights. Only stored weights reach it before the next sync."""
+    """Return the seconds to wait for an engine that lacks the weights. The wait is useful only if weights are stored in
+    files. Without files, an engine can get them only in the next sync."""
     return config.engines.max_down_s if config.engines.weight_sync == "file" else 0.0
 
 
@@ -154,7 +155,7 @@ def _require_shared_servers(config: RunConfig) -> None:
 
 
 async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
-    """Give the servers their weights, once for all workers."""
+    """Give the servers their weights before the workers start, and return the settings of the workers."""
     _require_shared_servers(spec.config)
     async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
         await require_weights(pool, _max_down_s(spec.config))
@@ -224,15 +225,15 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def model_of(run: RecipeRun, stage: str) -> Path:
-    """Return the model of a stage, or the one in `[model] path` if `stage` is empty."""
+    """Return the model of a stage. If `stage` is empty, return the model in `[model] path`."""
     if not stage and run.config.model.path != TINY_MODEL:
         return Path(run.config.model.path)
     return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)
 
 
 def _store_settings(run: RecipeRun, model: Path) -> dict[str, Any]:
-    """Return the settings that all episodes of a store share. A model in the run folder is named relative to the store,
-    so that the folder can be moved."""
+    """Return the settings that all episodes of a store share. If the model is in the run folder, its path is relative
+    to the store, so that the folder can be moved."""
     config, store = run.config, store_dir(run)
     limits = {name: getattr(config.collect, name) for name in LIMIT_NAMES}
     is_in_run = model.resolve().is_relative_to(run.dir.resolve())
@@ -283,12 +284,13 @@ def read_status(path: Path) -> dict[str, Any]:
     if status is None:
         raise ConfigError(f"{path}: expected a store of episodes with a {STATUS_FILE}, got none; run `collect` first")
     if status["state"] in ("starting", "running") and not Path(f"/proc/{status['pid']}").exists():
-        status["state"] = "killed"  # a process that is not killed writes another state before it ends
+        status["state"] = "killed"  # any other end writes a state before the process ends
     return status
 
 
 def status_rows(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rows of a table of a status. Seconds are means over the episodes that this process has finished."""
+    """Return the rows of a table that shows a status. Seconds are means over the episodes that the collecting process
+    has finished."""
     names = (
         "state",
         "total",

@@ -2,9 +2,10 @@
 
 - The accuracy of a problem is the mean reward of its episodes with a reward. Its difference is the accuracy after minus
   the accuracy before. Problems without a reward in one of the evaluations are left out and counted.
-- The interval of the mean difference is about other problems of the same kind. It is the normal approximation after two
-  problems have been added that both models solve with probability 1/2. Without these it would be empty if no problem
-  changed. For one episode per problem, it is the interval Wald+2 of Agresti and Min (Statistics in Medicine 24, 2005).
+- The interval of the mean difference says what to expect for other problems of the same kind. It is computed in two
+  steps. First two problems are added, which both models solve with probability 1/2. Then the interval is the normal
+  approximation. Without the added problems, it would be empty if no problem changed. With one episode per problem, this
+  is the interval Wald+2 of Agresti and Min (Statistics in Medicine 24, 2005).
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ MAY_DIFFER = frozenset({
     "model", "weights", "data", "seed", "engines.model_name", "engines.prompt_format", "dtype", "chat_format",
     "chat_template", "system_prompt",
 })  # fmt: skip
-"""Settings of an evaluation that are not about sampling. The problems themselves are compared in place of `data`."""
+"""Settings of an evaluation that may differ, since they are not about sampling. Instead of the setting `data`, the
+problems themselves are compared."""
 ADDED_PROBLEMS = 2
 """The number of problems added for the interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationComparison:
-    """Two evaluations of one set of problems. Without a problem that both scored, the last four numbers are missing."""
+    """Two evaluations of one set of problems. If no problem is scored in both, the last three values are None."""
 
     problems: int
     samples: int
@@ -45,8 +47,9 @@ class EvaluationComparison:
     """Problems whose accuracy is higher after than before."""
     worse: int
     before: float | None
-    """Mean accuracy over the problems, as is `after`."""
+    """Mean accuracy over the problems in the first evaluation."""
     after: float | None
+    """Mean accuracy over the problems in the second evaluation."""
     difference: Estimate | None
 
     def row(self) -> dict[str, Any]:
@@ -59,8 +62,8 @@ class EvaluationComparison:
 def compare_evaluations(before: Path, after: Path) -> dict[str, EvaluationComparison]:
     """Return the comparisons by source and over `ALL`.
 
-    `before` and `after` are folders of `rstar-train eval`. Raises `RecordError` if one is not or is not finished, or if
-    they are over different problems or have different sampling settings.
+    `before` and `after` are folders that `rstar-train eval` has written. Raises `RecordError` if one of them has no
+    finished evaluation, or if the evaluations have different problems or different sampling settings.
     """
     (problems, others), settings = map(_read_problems, (before, after)), _read_settings(before)
     asked, asked_after = ({(p.id, p.text, p.answer, p.environment) for p in each} for each in (problems, others))
@@ -80,7 +83,8 @@ def compare_evaluations(before: Path, after: Path) -> dict[str, EvaluationCompar
 
 
 def compare_accuracies(pairs: Sequence[tuple[float | None, float | None]], samples: int) -> EvaluationComparison:
-    """Return the comparison of the accuracies (before, after) of each problem; None is an accuracy without a reward."""
+    """Return the comparison of the accuracies (before, after) of each problem. An accuracy is None if no episode of the
+    problem has a reward."""
     scored = [(before, after) for before, after in pairs if before is not None and after is not None]
     differences = [after - before for before, after in scored]
     return EvaluationComparison(
@@ -96,17 +100,20 @@ def compare_accuracies(pairs: Sequence[tuple[float | None, float | None]], sampl
 
 
 def paired_estimate(differences: Sequence[float], samples: int) -> Estimate:
-    """Return the mean of differences, each between two accuracies over `samples` episodes, with its interval."""
+    """Return the mean of `differences` with its interval. Each of them is a difference between two accuracies, and an
+    accuracy is a mean over `samples` episodes."""
     value, count = fmean(differences), len(differences) + ADDED_PROBLEMS
     center = sum(differences) / count
-    # The variance of an added problem's difference is twice that of an accuracy, 1/4 by the number of samples.
+    # The variance of an accuracy of an added problem is 1/4 divided by `samples`. The variance of a difference is twice
+    # that.
     squares = sum(difference**2 for difference in differences) + ADDED_PROBLEMS / (2 * samples)
     half_width = Z * ((squares / count - center**2) / count) ** 0.5
     return Estimate(value, max(-1.0, min(value, center - half_width)), min(1.0, max(value, center + half_width)))
 
 
 def _read_problems(eval_dir: Path) -> list[Problem]:
-    """Return the problems of an evaluation, which `eval --model` writes to its folder, and `prepare` to the run's."""
+    """Return the problems of an evaluation. `eval --model` writes them to its own folder. For the evaluation of a
+    stage, `prepare` has written them to the run folder."""
     for file in (eval_dir / "problems.jsonl", eval_dir / f"../../../data/{EVAL_SET}.jsonl"):
         if file.is_file():
             return read_problems(str(file))
@@ -114,8 +121,8 @@ def _read_problems(eval_dir: Path) -> list[Problem]:
 
 
 def _read_settings(eval_dir: Path) -> dict[str, Any]:
-    """Return the settings that decide how an evaluation samples. A setting without a value counts as missing, since
-    those of other kinds of engines are."""
+    """Return the settings that decide how an evaluation samples. An empty setting counts as missing, since a folder
+    does not have the settings that only another kind of engine uses."""
     if (config := RunFolder(eval_dir).read_config()) is None:
         raise RecordError(f"{eval_dir}: expected a finished evaluation, but it has no config.json")
     return {name: value for name, value in config.items() if name not in MAY_DIFFER and value}

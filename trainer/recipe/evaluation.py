@@ -4,9 +4,10 @@ Invariants:
 - An episode without a reward counts in `unavailable` only. It is never a 0.
 - A problem's outcomes are on disk once its episodes are finished, and the same command does not sample them again.
 - An episode has one row, even if the command was killed and repeated.
-- The intervals are about other problems of the same kind, so they follow from the variance over problems.
+- An interval says what to expect for other problems of the same kind. So it follows from the variance over problems.
 
-A name with the suffix _P has one item per problem.
+avg@k is the mean accuracy of k samples per problem. pass@k is the probability that at least one of k samples is
+correct. A name with the suffix _P has one item per problem.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from trainer.runs.text_tables import table
 ALL = "all"
 """The key of the report over all sources."""
 Z = NormalDist().inv_cdf(0.975)
-"""Standard deviations on either side of the mean that contain 95 %."""
+"""95 % of a normal distribution lie within this number of standard deviations on either side of the mean."""
 ZERO_VARIANCE = 1e-12
 """A variance below this is rounding error."""
 OUTCOMES = "outcomes.jsonl"
@@ -116,10 +117,11 @@ async def evaluate_problems(
     outcomes_only: bool = False,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Collect `samples` episodes of each problem that `unfinished_problems` returned.
+    """Collect `samples` episodes of each problem that `unfinished_problems` has returned.
 
-    `run_folder` gets the outcomes and, unless `outcomes_only`, the episodes, which replace those that a kill or an
-    outage left there. `on_progress` receives the number of finished problems.
+    The outcomes are written to `run_folder`. The episodes are written there too, unless `outcomes_only` is true. They
+    replace the episodes of these problems that a kill or an outage has left there. `on_progress` receives the number of
+    finished problems.
     """
     ids = {problem.id for problem in problems.values()}
     run_folder.filter_episodes(0, lambda row: row["problem"]["id"] not in ids)
@@ -232,12 +234,19 @@ def pass_at(j: int, samples: int, correct: int) -> float:
 def ratio_estimate(
     sums_P: Sequence[tuple[float, float]], *, is_share: bool, max_trials: float | None = None
 ) -> Estimate | None:
-    """Return the sum of the numerators over that of the denominators, with its interval; None without data.
+    """Return the sum of the numerators divided by the sum of the denominators, with its 95 % interval. None without
+    data.
 
-    The variance is that of a ratio over problems, from its residuals. A share gets Wilson's interval (Brown, Cai and
-    DasGupta, Statistical Science 16, 2001) for the number of independent trials with that variance, corrected for few
-    problems and at most `max_trials`, by default the sum of the denominators (Korn and Graubard, Survey Methodology 24,
-    1998). If all problems agree, the variance is 0, and each problem counts as one trial.
+    `sums_P` has (numerator, denominator) of each problem. The variance of the ratio is estimated from its residuals
+    over problems.
+
+    If `is_share`, the value lies between 0 and 1, and the interval is Wilson's (Brown, Cai and DasGupta, Statistical
+    Science 16, 2001). Wilson's interval needs a number of independent trials. It is computed in three steps (Korn and
+    Graubard, Survey Methodology 24, 1998):
+    1. Take the number of independent trials whose ratio would have the estimated variance. If all problems agree, the
+       variance is 0, and each problem counts as one trial.
+    2. Correct this number for few problems.
+    3. Limit it to `max_trials`, by default the sum of the denominators.
     """
     sums = [(numerator, denominator) for numerator, denominator in sums_P if denominator]
     if not sums:
@@ -262,7 +271,8 @@ def ratio_estimate(
 def t_quantile(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution, by the expansion of Cornish and Fisher.
 
-    The error is below 1 % from 3 degrees of freedom on. For 2 and 1 the result is too small: 4.2 and 9.7.
+    With 3 or more degrees of freedom the error is below 1 %. With fewer the result is too small: 4.2 for 2 degrees of
+    freedom, and 9.7 for 1.
     """
     z3, z5, z7 = Z**3, Z**5, Z**7
     terms = (Z, (z3 + Z) / 4, (5 * z5 + 16 * z3 + 3 * Z) / 96, (3 * z7 + 19 * z5 + 17 * z3 - 15 * Z) / 384)
@@ -270,7 +280,7 @@ def t_quantile(degrees: float) -> float:
 
 
 def report_table(reports: Mapping[str, EvalReport], title: str = "") -> Table:
-    """Return a table with a column per source and each number with its interval."""
+    """Return a table with one column per source. Each number has its interval."""
     shown = {name: report for name, report in reports.items() if name != ALL or len(reports) > 2}
     k = reports[ALL].samples
     rows = table("[95 %]", *(f"{name}…" for name in shown), title=title)

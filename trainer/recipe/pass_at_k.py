@@ -1,15 +1,16 @@
 """pass@1, pass@k and pass^k of a collection by level, with 95 % intervals.
 
-- pass@k is the probability that at least one of k attempts is correct, pass^k that all k are. For a problem with n >= k
-  attempts, c of which are correct, the unbiased estimates are 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374)
-  and C(c, k) / C(n, k) (tau-bench, arXiv 2406.12045).
-- The intervals are Wilson's over problems (`trainer.recipe.evaluation.ratio_estimate`), since the attempts of a problem
-  are not independent.
+- pass@k is the probability that at least one of k attempts is correct. Its unbiased estimate for a problem with n >= k
+  attempts, c of which are correct, is 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+- pass^k is the probability that all k attempts are correct. Its unbiased estimate is C(c, k) / C(n, k) (tau-bench,
+  arXiv 2406.12045).
+- The intervals are Wilson's, with problems as trials (`trainer.recipe.evaluation.ratio_estimate`), since the attempts
+  at one problem are not independent.
 
 Invariants:
 - An infrastructure failure is counted separately, never as a wrong answer. A missing answer is a wrong answer.
 - A problem whose correct answer is hidden is counted, but it is part of no measure.
-- Memory grows with the number of problems, not of attempts.
+- Memory grows with the number of problems, not with the number of attempts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Attempt(NamedTuple):
     label: str
     """The attempts with the same label have a common report."""
     reward: float | None
-    """None if infrastructure failed."""
+    """The reward of the attempt. None if infrastructure failed."""
     has_answer: bool = True
     is_hidden: bool = False
     """Whether the correct answer is unknown."""
@@ -67,7 +68,8 @@ class PassReport:
     measures: Mapping[str, Estimate] = field(default_factory=dict)
     """pass@k and pass^k by name."""
     problems_at_k: Mapping[int, int] = field(default_factory=dict)
-    """By k: the number of problems with at least k attempts, from which pass@k and pass^k are computed."""
+    """For each k, the number of problems with at least k attempts. pass@k and pass^k are computed from these
+    problems."""
 
 
 def pass_reports(attempts: Iterable[Attempt]) -> dict[str, PassReport]:

@@ -1,7 +1,9 @@
-"""Runs phases as forks of one process that has imported the libraries: their import takes most of a smoke run's time.
+"""Runs phases as forks of one process, the server, which has imported the libraries. The import takes most of a smoke
+run's time.
 
 A phase is still a process of its own. The server is single-threaded and computes nothing, so its forks are as good as
-new processes. The server ends with its parent, stops its phase first, and a phase ends with the server.
+new processes. The server ends when its parent ends. It then stops its running phase first. If the server is killed, its
+phase ends too.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from trainer.recipe.runner import PR_SET_PDEATHSIG, RunPhase, child_process, run
 
 @contextmanager
 def phase_server() -> Iterator[RunPhase]:
-    """Start the server, and yield a function that runs a phase in it. Other commands than `python -m trainer`, such as
-    those of a launcher, and the preflight run as usual."""
+    """Start the server, and yield a function that runs a phase in it. The preflight runs as an ordinary child process.
+    So does any command that does not begin with `python -m trainer`, such as that of a launcher."""
     (jobs_read, jobs_write), (codes_read, codes_write) = os.pipe(), os.pipe()
     command = [sys.executable, "-m", __name__, str(jobs_read), str(codes_write)]
     with (
@@ -43,7 +45,7 @@ def phase_server() -> Iterator[RunPhase]:
 
 
 def main(jobs_fd: int, codes_fd: int) -> None:
-    """Run the command lines that come, one after the other, and write the exit code of each."""
+    """Read command lines, run one after the other, and write the exit code of each."""
     phase_pid = 0
 
     def stop(*_: object) -> None:
@@ -59,7 +61,7 @@ def main(jobs_fd: int, codes_fd: int) -> None:
 
     with os.fdopen(jobs_fd) as jobs, os.fdopen(codes_fd, "w") as codes:
         while job := jobs.readline():
-            # A signal between the fork and the assignment would find no phase to stop.
+            # SIGTERM is blocked: between the fork and the assignment of `phase_pid`, `stop` would not find the phase.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             if not (phase_pid := os.fork()):
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -83,10 +83,11 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
     reports = {}
     for name, sources in {"train": config.data.train, EVAL_SET: config.eval.data, **own_data}.items():
         path = run.dir / "data" / f"{name}.jsonl"
-        users = [s for s in stages if name != EVAL_SET and run.unfiltered_path(s) == path]
-        limits: Sequence[SamplingConfig] = [config.eval] if name == EVAL_SET else users
-        response_tokens = max((user.max_response_tokens for user in limits), default=0)
-        is_online = name == EVAL_SET or any(stage.episodes == "online" for stage in users)
+        # The stages that train on these problems.
+        training_stages = [s for s in stages if name != EVAL_SET and run.unfiltered_path(s) == path]
+        limits: Sequence[SamplingConfig] = [config.eval] if name == EVAL_SET else training_stages
+        response_tokens = max((limit.max_response_tokens for limit in limits), default=0)
+        is_online = name == EVAL_SET or any(stage.episodes == "online" for stage in training_stages)
         check = check_shared if is_online else check_problem
         problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens, check)
         problem_data.write_problems(problems, path)
@@ -127,13 +128,15 @@ def _prepare_problems(
         )
     for source, counts in report.counts.items():
         print(f"{name}: {source}: {', '.join(f'{n} {label}' for label, n in counts.items())}", file=sys.stderr)
-    for dropped in report.examples if is_eval else ():  # since the accuracy is then not that of the whole benchmark
+    # A dropped evaluation problem is printed, since the accuracy is then not that of the whole benchmark.
+    for dropped in report.examples if is_eval else ():
         print(f"{name}: {'{source}: {row}: {reason}: {details}'.format_map(dropped)}", file=sys.stderr)
     return problems, report
 
 
 def _unparsable_answers(config: RunConfig, answers: Sequence[str]) -> Collection[str]:
-    """Return the answers that the checker does not find equivalent to themselves. Every response would be wrong."""
+    """Return the answers that the checker does not find equivalent to themselves. With such an answer, every response
+    to the problem would be wrong."""
     with LoopThread() as loop_thread:
         sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         outcomes = loop_thread.run(sandbox.answer_checker.verify, [(answer, answer) for answer in answers])
@@ -174,7 +177,7 @@ def collect(run: RecipeRun, phase: Phase) -> None:
 
 
 def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
-    """Train one RL stage, on the episodes in `store` if that is given."""
+    """Train one RL stage. With `store`, train on the episodes in this store, and sample nothing."""
     stage, is_first_rank = run.config.stage_config(phase.stage), distributed_state(run.config.hardware).is_main_process
     checkpoint = run.trained_model(phase.stage, of_previous_stage=True).checkpoint
     if stage.difficulty_filter_samples:
@@ -213,11 +216,13 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
 def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime, steps: int) -> float:
     """Return the accuracy of the weights in the engines, after `steps` steps of the stage.
 
-    The evaluation after the last step is the one of the phase `eval`, which then finds it done.
+    The evaluation after the last step is also the one of the phase `eval`, which later finds its episodes in the
+    folder.
     """
     is_last = steps == stage.steps
     out = run.stage_dir(stage.name) / ("eval" if is_last else f"eval_steps/step_{steps:06}")
-    shutil.rmtree(out, ignore_errors=True)  # of a step that a kill has undone; its weights may have differed
+    # A folder that exists is of a step that a kill has undone. Its weights may have differed.
+    shutil.rmtree(out, ignore_errors=True)
     model = run.relative(run.stage_dir(stage.name) / "model") + ("" if is_last else f" after {steps} steps")
     problems = read_problems(str(run.eval_problems_path()))
     reports = run_evaluation(run, model, problems, out, run.config.eval, _eval_samples(run), rollouts=rollouts)
@@ -285,7 +290,7 @@ def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:
 def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[str, evaluation.EvalReport]:
     """Evaluate any model with the run's settings. By default `out` is a folder for this model in the run folder."""
     config, path = run.config, run.model_path(model)
-    if path.is_dir():  # so that a folder has one name, whether its path is relative or absolute
+    if path.is_dir():  # give the folder one name, for relative and absolute paths
         path, run_dir = path.resolve(), run.dir.resolve()
         model = str(path.relative_to(run_dir) if path.is_relative_to(run_dir) else path)
     identity = {
@@ -324,9 +329,10 @@ def run_evaluation(
     identity: Mapping[str, object] | None = None,
     rollouts: RolloutRuntime | None = None,
 ) -> dict[str, evaluation.EvalReport]:
-    """Collect `samples` episodes per problem in the folder `out` and return the reports, by source and over all.
+    """Collect `samples` episodes per problem in the folder `out`. Return the reports by source and over all sources.
 
-    `rollouts` has the model in its engines; without it, engines are opened.
+    `rollouts`: engines that have the weights of the model. Without it, engines are opened.
+    `identity`: more values that must be equal for all episodes in `out`, such as the sizes of files.
 
     Episodes that are already in `out` are not collected again. Raises `RecordError` if they were collected with another
     model, other settings or other values of `identity`, and `NoRewardsError` if no episode has a reward.
@@ -406,5 +412,6 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
 
 
 def derive_seed(config: RunConfig, name: str) -> int:
-    """Return a seed that differs from phase to phase, so that no two stages have the same order of problems."""
+    """Return a seed for the phase or stage `name`. Different names give different seeds, so that two stages do not have
+    the same order of problems."""
     return random.Random(f"{config.seed} {name}").getrandbits(31)

@@ -24,11 +24,11 @@ INITIAL_STAGE = "initial"
 TINY_MODEL = "tiny"
 """The `model.path` of a model that the run generates."""
 EVAL_SET = "eval"
-"""Name of the file with the problems of the evaluation, beside those with training problems."""
+"""Name of the file with the problems of the evaluation, without its suffix."""
 DISTRIBUTED_PHASES = ("sft", "grpo")
 """The phases that run on every rank."""
 RESULT_FILES = {"sft": "train", "grpo": "train"}
-"""The names of result files that differ from the phase's command."""
+"""The names of result files, for commands whose result file is not named like the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """The result of `prepare`, `sft` and `grpo`: a model and how many training steps of the run are in it."""
+    """The result of `prepare`, `sft` and `grpo`: a model."""
 
     model: str
     """A path in the run folder, or the hub name or path of a model that the run did not write."""
     step: int
+    """The number of the run's training steps that are in the model."""
     checkpoint: str = ""
-    """The checkpoint from which the next stage may take its optimizer; empty without one."""
+    """The checkpoint from which the next stage may take its optimizer states. Empty if there is none."""
     best: Mapping[str, Any] = field(default_factory=dict)
-    """Step and accuracy of the best evaluation inside the stage. That model is in the stage's folder `best`. Empty if
-    there was no evaluation inside the stage."""
+    """Step and accuracy of the best evaluation inside the stage. The model of this step is in the stage's folder
+    `best`. Empty if there was no evaluation inside the stage."""
     seconds: float = 0.0
 
 
@@ -94,7 +95,7 @@ _RESULT_TYPES: dict[str, type[PhaseResult]] = {"filter": FilterResult, "collect"
 
 
 class RecipeRun:
-    """A run as its phases see it: its folder, their results, and the models and problems in it."""
+    """A run: its configuration, its folder, the results of its phases, and the paths of its models and problems."""
 
     def __init__(self, config: RunConfig) -> None:
         self.started_at, self.config = perf_counter(), config
@@ -125,7 +126,8 @@ class RecipeRun:
     def write_result(self, phase: Phase, result: PhaseResult) -> None:
         """Mark a phase as done. `seconds` is set to the time since this object was created.
 
-        After a training all other checkpoints are deleted: the next stage takes its optimizer from this one or none.
+        After a training all other checkpoints are deleted, since the next stage can only use the checkpoint in
+        `result`.
         """
         write_json(self.result_path(phase), {**asdict(result), "seconds": perf_counter() - self.started_at})
         if isinstance(result, TrainResult) and phase.command in DISTRIBUTED_PHASES:

@@ -3,10 +3,13 @@
 Invariants:
 - Everything that is missing is reported at once. Each missing thing has one line, which says what to do.
 - Nothing is left behind: a sandbox that is started for a check is stopped, and no file is written.
-- Each check is printed before it starts. A check that waits for another machine has a limit of seconds.
+- Each check is printed before it starts. A check that waits for another machine has a time limit (`*_TIMEOUT_S`).
 
-Four things are not checked, since only the work itself shows them: whether vLLM starts, whether the rows of a data set
-are well-formed, the problems of a data set on the hub, and whether other machines see the run folder.
+Four things are not checked, since only the phases themselves can find out:
+- whether vLLM starts;
+- whether the rows of a data set are well-formed;
+- whether the problems in a data set on the hub have valid environments and options;
+- whether other machines see the run folder.
 """
 
 from __future__ import annotations
@@ -42,12 +45,15 @@ from trainer.recipe.runner import NotReady
 SAMPLING_PHASES = ("filter", "collect", "grpo", "eval", "rollout")
 """The phases that need engines and the sandbox."""
 ENGINE_TIMEOUT_S = 10.0
+"""Seconds within which a vLLM server must answer a request."""
 HUB_TIMEOUT_S = 20.0
-"""Seconds within which a hub must describe a data set, or give a tokenizer. The hub's client tries for a minute."""
+"""Seconds within which a hub must describe a data set, or deliver a tokenizer. The hub's own client would try for a
+minute."""
 REPORT_TIMEOUT_S = 60.0
-"""Seconds within which a Python must report whether it has vLLM, or a vLLM server its settings and its machine."""
+"""Seconds within which a slow report must come. There are two: a Python that may import vLLM runs a short program, and
+a vLLM server describes its settings and its machine."""
 MAX_PROBLEM_ERRORS = 5
-"""Lines for the problems of one source."""
+"""Maximum number of lines about the problems of one source."""
 FIND_VLLM_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -73,11 +79,11 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
         _log("disk and memory")
         lines += [*_check_disk(run, phases, shape), *_check_memory(config, phases, shape)]
     if commands & {*DISTRIBUTED_PHASES}:
-        lines += [*_check_packages(config), *_check_passed_options(config, phases)]
+        lines += [*_check_packages(config), *_check_adapter_and_grpo_options(config, phases)]
     if commands & {*SAMPLING_PHASES}:
         _log("engines and the sandbox")
         lines += [*_check_own_engines(config), *asyncio.run(_check_servers(config))]
-    return [" ".join(line.split()) for line in lines]
+    return [" ".join(line.split()) for line in lines]  # an error of a library may have several lines
 
 
 def _log(text: str) -> None:
@@ -85,21 +91,23 @@ def _log(text: str) -> None:
 
 
 def _problem_sources(config: RunConfig) -> dict[str, Sequence[str]]:
-    """Return the sources of problems by the setting that names them."""
+    """Return, for each setting that names sources of problems, its sources."""
     stages = {f"stages.{name}.data": stage.data for name, stage in config.stages.items()}
     return {"data.train": config.data.train, **stages, "eval.data": config.eval.data}
 
 
 def _check_sources_and_model(config: RunConfig, phases: Sequence[Phase], *, needs_weights: bool) -> Iterator[str]:
-    """Check that all sources exist, and the model. What is on a hub is checked at the same time, within a limit."""
+    """Check that all sources and the model exist. Those on a hub are all checked at the same time, within
+    `HUB_TIMEOUT_S`."""
     sources: dict[str, Sequence[str]] = {}
     if any(phase.command == "prepare" for phase in phases):
-        of_problems = _problem_sources(config)
-        sources |= {"data.train": of_problems.pop("data.train")}
-        sources |= {"data.decontaminate_against": config.data.decontaminate_against, **of_problems}
+        problem_sources = _problem_sources(config)
+        sources |= {"data.train": problem_sources.pop("data.train")}
+        sources |= {"data.decontaminate_against": config.data.decontaminate_against, **problem_sources}
     if any(phase.command == "sft" for phase in phases):
         sources |= {"sft.data": config.sft.data}
-    # A source that several settings name is checked once, and reported under the first of them.
+    # A source that several settings name is checked once, and reported under the first of these settings. In a dict the
+    # last entry for a key wins, so the entries are in reverse order. The second `reversed` restores the order.
     setting_of = {source: setting for setting, names in reversed(sources.items()) for source in reversed(names)}
     checks = {
         f"{setting}: {source}": (is_on_hub(source), partial(_source_errors, setting, source))
@@ -123,7 +131,7 @@ def _within_limit(checks: Mapping[str, Callable[[], list[str]]]) -> dict[str, li
     """Run the checks that ask a hub, all at the same time, and return the lines of each. A check that has not ended
     after `HUB_TIMEOUT_S` gets one line that says so. Its thread ends with the process, since nothing can interrupt the
     hub's client."""
-    import datasets  # noqa: F401  before the clock starts
+    import datasets  # noqa: F401  imported before the time limit starts, since the imports take seconds
     import transformers  # noqa: F401
 
     for title in checks:
@@ -153,16 +161,20 @@ def _within_limit(checks: Mapping[str, Callable[[], list[str]]]) -> dict[str, li
 
 
 def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
-    """Check the environments and options of all problems in files. Check also that no source of the training consists
-    of problems of the evaluation only."""
+    """Check the environments and options of all problems in files. Refuse a source of training problems if all its
+    problems are also evaluation problems."""
     if all(phase.command != "prepare" for phase in phases):
         return
     evaluated: set[str] = set()
-    for setting, names in reversed(_problem_sources(config).items()):  # the evaluation first
+    # `eval.data` is the last setting. It comes first here, since the others are compared with its problems.
+    for setting, names in reversed(_problem_sources(config).items()):
         is_eval = setting == "eval.data"
-        own = setting.removeprefix("stages.").removesuffix(".data")
-        users = [s for s in config.stages.values() if s.name == own or (setting == "data.train" and not s.data)]
-        is_online = is_eval or any(stage.episodes == "online" for stage in users)
+        stage_name = setting.removeprefix("stages.").removesuffix(".data")
+        # A stage without sources of its own trains on `data.train`.
+        stages = [s for s in config.stages.values() if s.name == stage_name or (setting == "data.train" and not s.data)]
+        # The evaluation and online stages share one environment among the episodes of a group, so `check_shared`
+        # refuses environments with state for them.
+        is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
             if source.startswith(GENERATED_SOURCES):
                 continue
@@ -175,8 +187,11 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
 
 
 def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list[str], set[str]]:
-    """Return what is wrong with the environments and options in a file, one line for each kind, and the texts of its
-    problems. Both are empty for a source that cannot be read, which another check reports, and for one on the hub."""
+    """Return the errors in a file's environments and options, and the texts of its problems.
+
+    Problems with equal environments and options give one line. Both results are empty for a source on the hub, which is
+    not read. They are also empty for a source that cannot be read: `_source_errors` reports that.
+    """
     if is_on_hub(source):
         return [], set()
     _log(f"the problems of {source}")
@@ -208,7 +223,8 @@ def _source_errors(setting: str, source: str) -> list[str]:
 
 
 def _check_model(config: RunConfig, *, needs_weights: bool) -> list[str]:
-    """Check the tokenizer, the chat template and, if phases load them, sizes and weights."""
+    """Check the tokenizer, the chat template and the sizes. With `needs_weights`, check that the model's folder has
+    weights and a config.json."""
     path, lines = Path(config.model.path), list[str]()
     if needs_weights and path.is_dir():
         patterns = {"config.json": ("config.json",), "weights": ("*.safetensors", "*.bin")}
@@ -285,8 +301,9 @@ def _check_packages(config: RunConfig) -> Iterator[str]:
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
 
 
-def _check_passed_options(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
-    """Check the tables for TRL and peft. An adapter is tried on the model's sizes if its folder is here."""
+def _check_adapter_and_grpo_options(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
+    """Check the tables that are passed on to peft (`[model.peft]`) and to TRL (`[stages.NAME.grpo]`). If the model's
+    folder is on this machine, the adapter is tried on an empty model of its sizes."""
     stages = [config.stages[phase.stage] for phase in phases if phase.command == "grpo"]
     if not (config.model.peft or any(stage.grpo for stage in stages)):
         return
@@ -328,7 +345,7 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
 
 
 def _python_error(python: str, code: str, *words: str) -> str:
-    """Return why `python` does not run `code` with exit code 0: the last line on stderr. Empty if it does."""
+    """Run `code` with `python`. Return the last line on stderr if the exit code is not 0, else an empty text."""
     try:
         run = subprocess.run([python, "-c", code, *words], capture_output=True, text=True, timeout=REPORT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -338,7 +355,7 @@ def _python_error(python: str, code: str, *words: str) -> str:
 
 
 async def _check_servers(config: RunConfig) -> list[str]:
-    """Check all sandboxes and engines' servers at the same time."""
+    """Check all sandboxes and all servers of engines at the same time."""
     engines, model = config.engines, Path(config.model.path)
     sandboxes = [_check_sandbox(config, endpoint) for endpoint in expand_urls(config.sandbox.endpoints) or ("local",)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ENGINE_TIMEOUT_S)) as session:
@@ -361,7 +378,8 @@ async def _check_openai_servers(config: RunConfig, tokenizer_path: Path) -> str:
 
 
 async def _check_sandbox(config: RunConfig, endpoint: str) -> str:
-    """Check a sandbox with one call and one answer check. "local" starts one, as the phases do."""
+    """Check a sandbox with one call and one answer check. The endpoint "local" starts a sandbox on this machine, as the
+    phases do."""
     advice = (
         "start `rstar-sandbox serve` there, or change sandbox.endpoints"
         if endpoint != "local"
@@ -404,9 +422,11 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
 
 
 async def _missing_option(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
-    """Return what a server cannot do because it was started without an option, and how to start it; empty if it has the
-    options that sleep mode and broadcasts of weights need. Without them the server has the same routes, which then
-    fail or do nothing."""
+    """Return which ability a server lacks because it was started without an option, and how to start it. Empty if the
+    server has the options that the run needs for sleep mode and for broadcasts of weights.
+
+    The routes do not show this: a server without these options has them too, but they fail or do nothing.
+    """
     sleep_mode, weight_sync = config.engines.sleep_mode, config.engines.weight_sync
     if not sleep_mode and weight_sync == "file":
         return ""

@@ -8,7 +8,7 @@
 Training keeps weights, gradients and both of Adam's moments in float32, which takes 16 bytes per parameter. In bfloat16
 the updates of the paper's learning rate, 1e-6, would be rounded to zero. Passes and engines compute in `model.dtype`.
 With sharding, each GPU keeps its share of the weights, the gradients and both moments; gradients are sharded after
-every micro-batch. Nothing here estimates time.
+every micro-batch. Nothing here estimates time. An engine's *KV cache* holds the keys and values of its sequences.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ TRAIN_BYTES_PER_VALUE = 4
 """Bytes of a value in the trained weights, their gradients, and each of Adam's two moments."""
 ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
 """Bytes of the two moments of a parameter."""
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
-"""The size of a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
+TILE_TOKENS = 4096
+"""The number of tokens in a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
+TILE_VOCABULARY = 32768
+"""The number of vocabulary entries in such a tile."""
 GB = 10**9
 MAX_CHECKPOINTS = 4
 """Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
@@ -39,7 +41,7 @@ LESS_MEMORY_ADVICE = "lower micro_batch_tokens (sft: micro_batch_size) or set gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """What SFT or a stage needs, if every episode has its maximum length. A value that does not apply is None."""
+    """The needs of SFT or of a stage, if every episode has its maximum length. A value that does not apply is None."""
 
     episodes: int | None = None
     """Episodes sampled per training step."""
@@ -64,7 +66,7 @@ class ResourcePlan:
     weight_bytes: int
     engines: int
     engine_gpu_bytes: int
-    """Bytes that an engine takes of each of its GPUs; for a local engine, bytes of the machine."""
+    """Bytes that an engine takes on each of its GPUs. For a local engine, bytes of the machine's memory."""
     kv_tokens: int
     """Tokens in an engine's KV cache."""
     disk_bytes: int
@@ -83,7 +85,8 @@ def shape_of(model: Mapping[str, Any]) -> ModelShape:
 
 
 def known_shape(config: RunConfig) -> ModelShape | None:
-    """Return the sizes in the model's folder or, if it is not here, those in `config`. Raises `ConfigError`."""
+    """Return the sizes in the model's folder. If the folder is not on this machine, return the sizes in `config`, or
+    None. Raises `ConfigError`."""
     file = Path(config.model.path) / "config.json"
     if not file.exists():
         return config.model.shape
@@ -132,18 +135,18 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_che
 
 
 def head_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Estimate what the loss takes at the head: a tile of logits, and the gradients of the weights and of the inputs of
-    the head in float32. TRL computes the logits tile by tile, so they are never in memory as a whole.
+    """Estimate the memory of the loss at the head: a tile of logits, and two gradients in float32, those of the head's
+    weights and of its inputs. TRL computes the logits tile by tile, so they are never in memory as a whole.
     """
     tile = min(tokens, TILE_TOKENS) * TILE_VOCABULARY * BYTES[dtype]
     return tile + (shape.vocab_size + tokens) * shape.hidden_size * TRAIN_BYTES_PER_VALUE
 
 
 def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int:
-    """Estimate the weights that a pass holds as `dtype`, besides the trained float32 ones.
+    """Estimate the bytes of weights in `dtype` that a pass holds, in addition to the trained float32 weights.
 
-    With sharding, a GPU gathers the embeddings and two layers at a time, and holds the gradients of these until they
-    are sharded. Without sharding, it holds a copy of all weights, unless passes compute in float32.
+    With sharding, a GPU gathers the embeddings and two layers at a time, and holds their gradients until these are
+    sharded. Without sharding, a GPU holds a copy of all weights. No copy is needed if passes compute in float32.
     """
     if is_sharded:
         return 2 * (_embedding_parameters(shape) + 2 * _layer_parameters(shape)) * BYTES[dtype]

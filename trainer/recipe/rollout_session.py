@@ -53,8 +53,9 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
 
 
 def model_eos_ids(model: Path) -> tuple[int, ...]:
-    """Return the ids that end the model's texts: those of generation_config.json, or of config.json if there is no such
-    file; none if the folder has a tokenizer only. An instruction model has often more of them than its tokenizer."""
+    """Return the ids that end the model's texts. They are in generation_config.json or, without this file, in
+    config.json. A folder with a tokenizer only gives no ids. An instruction model often has more of these ids than its
+    tokenizer."""
     try:
         ids = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
@@ -66,9 +67,10 @@ def model_eos_ids(model: Path) -> tuple[int, ...]:
 
 
 def chat_formats(config: RunConfig, model: Path) -> Callable[[Sequence[ToolSchema]], ChatFormat]:
-    """Return a function that loads the chat format for the tools of an environment, once for equal tools.
+    """Return a function that loads the chat format for the tools of an environment. For equal tools, the format is
+    loaded only once.
 
-    Schemas keep the order of their keys, since a prompt lists them in this order.
+    Tools count as equal only if the keys of their schemas are in the same order, since a prompt shows this order.
     """
 
     @cache
@@ -96,7 +98,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
     with LoopThread() as loop_thread:
         sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
-        gc.freeze()  # each collection over the objects of the libraries would take 0.2 s
+        gc.freeze()  # otherwise each garbage collection visits all objects of the libraries, which takes 0.2 s
         services = loop_thread.enter(open_services(sandbox))
         collector = EpisodeCollector(
             pool, chat_formats(config, model), lambda problem: open_environment(problem, services)
@@ -126,7 +128,7 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
         pool = create_pool(engines, pool_engines, probe=SyncProbe(model, dtype), **transfer)
         await stack.enter_async_context(pool)
         await pool.sync_weights(weights.state_dict(), 0)  # servers may have the weights of another phase or run
-        del weights  # up to 28 GB that the engines have copied
+        del weights  # the engines have copied them; they may take 28 GB
         yield pool
 
 
@@ -155,8 +157,8 @@ async def open_openai_pool(config: RunConfig, tokenizer_path: Path, share: float
 
 
 def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: Any) -> EnginePool:
-    """Return a pool of `engines` that is not open yet. `options` are arguments of `EnginePool` that differ from
-    `settings`, or are not in it."""
+    """Return a pool of `engines` that is not open yet. `options` are further arguments of `EnginePool`. They take
+    precedence over `settings`."""
     # Only servers are restarted, so episodes wait longer for them than for a local engine.
     max_down_s = ALL_DOWN_TIMEOUT_S if settings.kind == "local" else settings.max_down_s
     return EnginePool(

@@ -11,8 +11,9 @@ command on many ranks; and a kill leaves the same files, whether the recipe or o
 Invariants:
 - A phase that is done never runs again. A killed phase continues, with the same result as an uninterrupted one.
 - Nothing starts before `trainer.recipe.preflight` has found all that the phases need. The run folder gets its
-  configuration only after that, so that a configuration that cannot run here may still be changed.
-- One recipe works on a run folder at a time. The children hold the lock as well, so a successor waits for them.
+  configuration only then, so a configuration that cannot run here may still be changed.
+- Only one recipe works on a run folder at a time. Its children hold the lock as well. So if the recipe is killed, the
+  next one waits until the children have ended.
 - A run folder keeps one configuration, except for `CHANGEABLE_SETTINGS`.
 """
 
@@ -61,7 +62,7 @@ class PhaseFailed(Exception):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code if exit_code > 0 else 128 - exit_code
-        """Exit code of the child; 128 and the signal's number if a signal ended it, as a shell has it."""
+        """Exit code of the child. If a signal ended the child, 128 plus the number of the signal, as in a shell."""
 
 
 class NotReady(ConfigError):
@@ -106,8 +107,8 @@ def run_recipe(
 
 
 def check_settings(run: RecipeRun) -> dict[str, Any] | None:
-    """Return the settings in the run folder; None if it has none. Raises `RecordError` if they differ from the run's in
-    others than `CHANGEABLE_SETTINGS`."""
+    """Return the settings in the run folder, or None if it has none. Raises `RecordError` if one of them differs from
+    the run's setting and is not one of `CHANGEABLE_SETTINGS`."""
     if run.run_folder.read_config() is None:
         return None
     # `load_config` fills in today's defaults for settings that are newer than the folder.
@@ -130,9 +131,11 @@ def _run_logged(
 
 
 def _time_left(run: RecipeRun) -> str:
-    """Return an estimate of the time left as text. Empty if a command that is left has not finished once."""
+    """Return a text with an estimate of the time left. It is empty if a command of an unfinished phase has never
+    finished in this run, since its duration is then unknown."""
     results = {phase: run.result(phase) for phase in run.phases()}
-    seconds = {phase.command: result.seconds for phase, result in results.items() if result}  # of the last of each
+    # For each command, the seconds of its last finished phase.
+    seconds = {phase.command: result.seconds for phase, result in results.items() if result}
     try:
         left = sum(seconds[phase.command] for phase, result in results.items() if not result)
     except KeyError:
@@ -141,7 +144,7 @@ def _time_left(run: RecipeRun) -> str:
 
 
 def _preflight(config: RunConfig, run_phase: RunPhase, lock_fd: int) -> None:
-    """Check what the phases need, in a child, so that the memory of the libraries it loads is freed."""
+    """Check what the phases need. The check runs in a child process, so that the memory of its libraries is freed."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
         json.dump(asdict(config), file)
         file.flush()
@@ -168,8 +171,8 @@ def run_child(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
 
 @contextmanager
 def child_process(command: Sequence[str], fds: Sequence[int]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command that inherits `fds`. At the end of the block the child has `STOP_TIMEOUT_S` to stop. It ends with
-    this process."""
+    """Start a command that inherits `fds`. At the end of the block the child gets SIGTERM, and SIGKILL after
+    `STOP_TIMEOUT_S`. If this process ends, the child gets SIGTERM."""
     # The child reads the configuration in the run folder, so no variable may change it again.
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
     parent, libc = os.getpid(), ctypes.CDLL(None)
@@ -180,7 +183,8 @@ def child_process(command: Sequence[str], fds: Sequence[int]) -> Iterator[subpro
         if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(1)
 
-    # Ctrl-C must not raise between the start of the child and the return of `Popen`: there would be no `child` to stop.
+    # Signals are blocked until `Popen` has returned. Otherwise Ctrl-C could raise after the start of the child but
+    # before `child` is assigned, and nothing would stop the child.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         child = subprocess.Popen(command, env=environ, pass_fds=fds, preexec_fn=die_with_parent)

@@ -1,8 +1,8 @@
 """The smallest version of a run: every phase with the smallest sizes, to see that all of them work together.
 
-The smoke run has a folder of its own, beside that of the run, and begins anew each time. If the run has no sandbox of
-its own, one is started for all phases, and the libraries are imported once (`phase_server`): each phase would take
-seconds for either.
+The smoke run has a folder of its own, beside the folder of the run, and begins anew each time. Two things are done once
+for all phases, since each phase would need seconds for each of them: a sandbox is started, unless the run names one,
+and the libraries are imported (`phase_server`).
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class _Data:
 
 
 def _first_generated(source: str, count: int) -> str:
-    """Return `generated:N` with at most `count`. Wrong text is left to the preflight."""
+    """Return the source `generated:N` with N reduced to at most `count`. An invalid source is returned unchanged, since
+    the preflight reports it."""
     kind, _, number = source.partition(":")
     return f"{kind}:{min(int(number), count)}" if number.isdecimal() and number.isascii() else source

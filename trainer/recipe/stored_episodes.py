@@ -43,7 +43,8 @@ class ReplayError(ValueError):
 def replay(reader: StoreReader, key: Key) -> Episode:
     """Run a stored episode again from its sampled turns and its recorded tool responses, and compare every token.
 
-    Returns the stored episode. Raises `ConfigError` if there is none, and `ReplayError`.
+    Return the stored episode. Raises `ConfigError` if the store does not have it, and `ReplayError` if the replay
+    differs.
     """
     stored = next(reader.episodes("problem = ? AND sample = ?", key), None)
     if stored is None:
@@ -119,13 +120,15 @@ def rescore(
     answer_check: str = "strict",
     answer_rounding: bool = False,
 ) -> Counter[str]:
-    """Score stored episodes by another environment, or by their own if `environment` is empty, and write the scores.
+    """Score stored episodes again, and write the scores to `out`. Nothing is sampled.
 
-    `answer_check` and `answer_rounding` are the rules of answer checks, whatever those of the collection are.
+    The episodes are scored by `environment`. If it is empty, the environment of each problem scores them. An
+    environment other than the problem's gets no options, since the options of a problem are for its own environment. A
+    stateful environment repeats the recorded actions first.
 
-    Another environment gets no options, since those of a problem are for its own. Nothing is sampled. A stateful
-    environment repeats the recorded actions first. Episodes that the infrastructure ended are left out. Returns the
-    number of scores by their change, such as "0 -> 1".
+    `answer_check` and `answer_rounding` are the rules of answer checks. The rules of the collection do not matter.
+
+    Episodes that the infrastructure ended are left out. Return the number of scores by their change, such as "0 -> 1".
     """
     [(total,)] = reader.query("count(*)", where)
 
@@ -178,7 +181,7 @@ async def _score(episode: Episode, services: Services, max_response_chars: int) 
         if environment.is_stateful:
             await replay_actions(episode, environment, max_response_chars)
         return Score(*key, stored_reward, await environment.score(episode))
-    except Exception as error:  # of one environment; the others are scored nevertheless
+    except Exception as error:  # a failure of one environment does not stop the scoring of other episodes
         text = str(error) if isinstance(error, TryError) else f"{type(error).__name__}: {error}"
         return Score(*key, stored_reward, None, text)
     finally:
@@ -186,11 +189,13 @@ async def _score(episode: Episode, services: Services, max_response_chars: int) 
 
 
 def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewards: Path | None = None) -> int:
-    """Write episodes as JSONL, and return their number. `rewards` is a file of `rescore`.
+    """Write episodes as JSONL, and return their number. `rewards` is a file that `rescore` has written.
 
-    `form` is "tokens": the token ids, log-probabilities and loss mask as they were generated; or "chat": messages with
-    the roles system, user, assistant and tool, of episodes that have a turn; or "gaia": the submission for GAIA's
-    leaderboard, one row per problem.
+    | `form`   | a row has                                                                                  |
+    |----------|--------------------------------------------------------------------------------------------|
+    | "tokens" | token ids, log-probabilities and loss mask as they were generated                          |
+    | "chat"   | messages with the roles system, user, assistant and tool; only for episodes that have a turn |
+    | "gaia"   | the submission for GAIA's leaderboard; one row per problem                                 |
     """
     if form == "gaia":
         return write_submission(out, reader.episodes(where))

@@ -1,8 +1,8 @@
 """Runs scripted turns in the environments of problems, without a model: `rstar-train try-env CONFIG --answers FILE`.
 
-A row of FILE is `{"problem": ID, "turns": [TEXT, ...]}`. The turns are treated as those of a model, by the same
-`EpisodeRunner`, with the limits of `[eval]`. Without a tokenizer, each character counts as a token, so
-`max_response_tokens` does not apply.
+A row of FILE is `{"problem": ID, "turns": [TEXT, ...]}`. An `EpisodeRunner` treats the turns like the turns of a model,
+with the limits of `[eval]`. There is no tokenizer: each character counts as a token, so `max_response_tokens` does not
+apply.
 """
 
 from __future__ import annotations

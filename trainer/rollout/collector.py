@@ -2,9 +2,9 @@
 
 Invariants:
 - An aborted episode loses no sampled ids; `collect_groups` continues it.
-- The episodes of a group share one environment, which is not stateful.
-- A group is scored as soon as it is complete. A failure of infrastructure or of the environment gives an episode no
-  reward, never a reward of 0.
+- The episodes of a group share one environment. The environment must not be stateful.
+- A group is scored as soon as it is complete. After a failure of the infrastructure or of the environment, an episode
+  has no reward; it never has a reward of 0.
 - No task outlives `collect_groups`, and a cancellation of `collect_groups` cancels all its tasks.
 """
 
@@ -71,15 +71,15 @@ class EpisodeCollector:
         must_complete: int = 0,
         is_decided: IsGroupDecided | None = None,
     ) -> list[list[Episode] | None]:
-        """Continue the episodes of each group until at least `min_complete` groups (default: all) are complete, among
-        them the first `must_complete` groups. Then abort the other groups and return None for each of them.
+        """Continue the episodes of each group. Stop once at least `min_complete` groups (default: all) are complete and
+        the first `must_complete` groups are among them. Then abort the other groups and return None for each of them.
 
         `is_decided` is called after each finished episode. If it returns true, the group's unfinished episodes are
         cancelled and the group is complete.
 
         Failures of engines, tools and environments make episodes `unavailable`. Any other exception cancels all
-        episodes and is raised here, for example `ValueError` if a prompt and `max_response_tokens` exceed the engines'
-        maximum context.
+        episodes and is raised. An example is `ValueError` if a prompt and `max_response_tokens` together exceed the
+        maximum context of the engines.
         """
         busy_timer = self._pool.busy_timer
         cpu_start_s, wall_start_s, busy_start_s = time.thread_time(), time.perf_counter(), busy_timer.seconds
@@ -160,7 +160,8 @@ class EpisodeCollector:
         return list(episodes)
 
     async def _score(self, episodes: Sequence[Episode], environment: Environment) -> list[float | None]:
-        """Return the rewards in order; None for an episode that the infrastructure ended."""
+        """Return the rewards in order. The reward of an episode is None if the infrastructure or the environment
+        failed."""
         ended = [episode for episode in episodes if episode.stop_reason not in INFRASTRUCTURE_STOPS]
         rewards: dict[Episode, float | None] = {}
         with self._pool.busy_timer:
@@ -186,7 +187,7 @@ class EpisodeCollector:
                 if episode not in self._aborted:
                     await runner.run(episode, handle)
                 if episode.stop_reason is StopReason.UNAVAILABLE:
-                    handle.close(None)  # None: its length must not count, since the episode did not end by itself
+                    handle.close(None)  # None: the length must not count, since the episode did not end by itself
             finally:
                 del self._handles[episode]
 
@@ -212,7 +213,8 @@ class _EnvironmentTool:
 
 
 async def _reset(environment: Environment, episodes: Sequence[Episode]) -> InitialState | None:
-    """Return the beginning of a group's episodes. If there is none, the episodes are unavailable."""
+    """Reset the environment, and return the beginning of a group's episodes. If that fails, return None: the episodes
+    are then unavailable."""
     try:
         return await environment.reset(episodes[0].problem)
     except Exception as error:

@@ -8,7 +8,7 @@ Invariants:
 - The response has at most `max_response_tokens` tokens, tool responses included. A tool response that leaves no room
   for another turn is not appended.
 - Tool calls in a truncated turn or in the last turn of `max_turns` are not run, because no turn would read them.
-- The samples depend on (weights, problem, sample, turn, seed) only, never on timing.
+- The sampled tokens depend only on (weights, problem, sample, turn, seed), never on timing.
 - An aborted episode keeps its sampled ids, and its running tool calls are awaited. `run` can continue it later.
 """
 
@@ -37,8 +37,12 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """`busy_timer` runs during tool calls. `clock` measures durations. `on_turn` is called with the episode after each
-    turn but the last, once the responses of its tool calls are appended."""
+    """Runs episodes with one chat format, tool and set of limits.
+
+    `busy_timer`: runs during tool calls.
+    `clock`: measures durations in seconds.
+    `on_turn`: called with the episode after each turn except the last, when the tool responses are appended.
+    """
 
     chat_format: ChatFormat
     tool: Tool
@@ -49,8 +53,8 @@ class EpisodeRunner:
     on_turn: Callable[[Episode], None] = lambda _episode: None
 
     async def run(self, episode: Episode, handle: EpisodeHandle) -> None:
-        """Continue an episode until it has a stop reason, or until its handle is aborted; then `stop_reason` stays
-        None."""
+        """Continue an episode until it has a stop reason, or until its handle is aborted. After an abort its
+        `stop_reason` is still None."""
         is_aborted = False
         while episode.stop_reason is None and not is_aborted:
             requested_at = self.clock()
@@ -123,7 +127,7 @@ class EpisodeRunner:
 
     async def _run_tool_calls(self, requests: Sequence[ToolCallRequest | MalformedCall]) -> list[ToolCall]:
         """Run the tool calls of a turn concurrently. Return them in order."""
-        if len(requests) == 1:  # the usual case; a task would cost as much as parsing the call
+        if len(requests) == 1:  # the usual case, without a task: creating one takes as long as parsing the call
             return [await self._run_tool_call(requests[0])]
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._run_tool_call(request)) for request in requests]
@@ -143,8 +147,9 @@ def turn_seed(seed: int, problem: str, sample: int, turn: int) -> int:
 
 
 def truncate_response(call: ToolCall, max_chars: int) -> ToolCall:
-    """Shorten a response to `max_chars` characters, half from its start and half from its end, because the last line of
-    a traceback names the error. Unpaired surrogates, which no file of episodes can hold, become "?"."""
+    """Shorten a response to `max_chars` characters: half from its start, and half from its end. The end is kept because
+    the last line of a traceback names the error. Unpaired surrogates become "?", since a file of episodes cannot hold
+    them."""
     text, tail = call.response.encode("utf-8", "replace").decode(), max_chars // 2
     if len(text) <= max_chars:
         return call if text == call.response else replace(call, response=text)

@@ -2,8 +2,8 @@
 
 Invariants:
 - One task runs all jobs, one after the other, and leaves the entered context managers in reverse order.
-- `run` returns or raises only after its job has ended. Ctrl-C while it waits cancels the job first.
-- An exception of a job is raised by its `run` or `result`, with the traceback of the job.
+- `run` returns or raises only after its job has ended. If Ctrl-C interrupts the wait, the job is cancelled first.
+- An exception of a job is raised by the `run` or `result` that waits for the job, with the traceback of the job.
 - When the `with` block ends, a job that is still running is cancelled, and jobs that have not begun never begin.
 """
 

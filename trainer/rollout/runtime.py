@@ -19,7 +19,9 @@ class GroupCollector(Protocol):
     """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
 
     overhead_cpu_s: float
+    """CPU seconds of the event loop's thread in the last call of `collect` or `collect_groups`."""
     overhead_s: float
+    """Seconds of the last call in which no engine generated, no tool ran and no answer was checked."""
 
     async def collect_groups(
         self,
@@ -30,11 +32,21 @@ class GroupCollector(Protocol):
         min_complete: int | None = None,
         must_complete: int = 0,
         is_decided: IsGroupDecided | None = None,
-    ) -> list[list[Episode] | None]: ...
+    ) -> list[list[Episode] | None]:
+        """Continue the episodes of each group, and return the episodes of each complete group.
+
+        `limits`: the limits and sampling parameters of the episodes, such as the maximum number of turns.
+        `min_complete`: stop once this number of groups is complete (default: all groups).
+        `must_complete`: do not stop before the first `must_complete` groups are complete.
+
+        A group that is not complete when the collection stops is None in the result. It can be continued by a later
+        call.
+        """
 
     async def collect(
         self, problems: Sequence[Problem], samples_per_problem: int, *, limits: SamplingConfig, seed: int
-    ) -> list[list[Episode]]: ...
+    ) -> list[list[Episode]]:
+        """Return `samples_per_problem` finished episodes of each problem, in the order of `problems`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,7 @@ class RolloutRuntime:
     loop_thread: LoopThread
     collector: GroupCollector
     pool: WeightSync
+    """The engines that get new weights. `collector` samples from them, unless its episodes are stored ones."""
     sleep: Callable[[], Awaitable[None]] | None = None
     """Makes the engines free their memory until the next weight sync. None if they keep it."""
 
@@ -51,4 +64,5 @@ class RolloutRuntime:
 class WeightSync(Protocol):
     """The part of `trainer.engines.pool.EnginePool` that training uses."""
 
-    async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int: ...
+    async def sync_weights(self, weights: Mapping[str, Any], version: int) -> int:
+        """Give the weights to all engines. Return `version`."""

@@ -15,7 +15,8 @@ from trainer.runs.run_folder import RunFolder
 from trainer.runs.text_tables import ShowError, escape_controls, table
 
 STYLES = {"sampled": "", "tool": "dim", "forking": "reverse", "reflection": "reverse bold"}
-"""The kinds of token in an episode, with their styles in the terminal. The last two have high entropy."""
+"""The kinds of token in an episode, with their styles in the terminal. Forking and reflection tokens have high
+entropy."""
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
 
@@ -34,7 +35,8 @@ def read_steps(folder: RunFolder, steps: Iterable[int]) -> list[Row]:
 
 
 def print_tables(rows: Sequence[Row], decode: Decode, max_kinds: int = 15) -> None:
-    """Print the most frequent tokens with high entropy, apart for the model's text and after tool responses."""
+    """Print two tables of the most frequent tokens with high entropy: one for the model's own text, and one for the
+    tokens right after tool responses."""
     tokens = list(chain.from_iterable(sampled_tokens(row["response_ids"], row["entropies"]) for row in rows))
     threshold, console = high_entropy_threshold(tokens), Console(highlight=False, markup=False)
     console.print(f"Episodes: {len(rows)}; high entropy: at least {threshold:.3g} nats, a fifth of all tokens")
@@ -52,9 +54,9 @@ def print_tables(rows: Sequence[Row], decode: Decode, max_kinds: int = 15) -> No
 
 
 def print_episode(folder: RunFolder, name: str, decode: Decode) -> None:
-    """Print an episode in which the fifth of its tokens with the highest entropy is marked, and these tokens.
+    """Print an episode in which its forking and reflection tokens are marked, and then tables of these tokens.
 
-    The terminal shows them reversed. A file or a pipe, which has no styles, gets them in brackets.
+    A terminal shows marked tokens in reverse colours. In a file or a pipe, which has no styles, they are in brackets.
     """
     steps, text, console = folder.entropy_steps(), Text(), Console()
     rows = read_steps(folder, [step for step in steps if name.startswith(f"{step}/")] or steps[:1])
@@ -69,7 +71,8 @@ def print_episode(folder: RunFolder, name: str, decode: Decode) -> None:
 
 
 def add_marked_text(folder: RunFolder, episodes: Iterable[Row], decode: Decode) -> None:
-    """Add `marked_text` to those rows of episodes that have entropies. The rows of a step follow each other."""
+    """Add `marked_text` to the rows of episodes that have entropies. In `episodes`, the rows of a step must be
+    contiguous."""
     for step, rows in groupby(episodes, key=lambda row: row["step"]):
         measured = {(row["problem"], row["sample"]): row for row in folder.read_entropies(step)}
         for row in rows:

@@ -60,9 +60,9 @@ class RunFolder:
     ) -> None:
         """Write `config` as the folder's configuration.
 
-        Raises `RecordError` if the folder has one that differs in a setting whose name begins with none of
-        `changeable`. `saved` is the folder's configuration with today's defaults filled in; without it, config.json is
-        compared as it is.
+        Raises `RecordError` if the folder already has a configuration, and it differs in a setting that matches none of
+        the patterns in `changeable`. `saved` is the folder's configuration, with defaults for the settings that it
+        lacks. Without `saved`, config.json is compared as it is.
         """
         mine, theirs = json.loads(json.dumps([config, saved or self.read_config()]))
         check_same_settings(self.path, mine, theirs or mine, changeable)
@@ -99,8 +99,9 @@ class RunFolder:
     ) -> None:
         """Append the episodes of a training step.
 
-        `selected` has the indices selected in each group, `reasons` a sentence per episode. `first_group` is the number
-        of the first group, if a step's groups are written in several calls.
+        `selected`: for each group, the indices of its selected episodes.
+        `reasons`: for each group, a sentence per episode that says why it was selected or not.
+        `first_group`: the number of the first group, if the groups of a step are written in several calls.
         """
         rows = (
             {"step": step, "stage": stage, "group": first_group + number}

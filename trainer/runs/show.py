@@ -1,11 +1,11 @@
 """`rstar-train show`: shows a run folder in the terminal, or writes one HTML page that loads nothing else.
 
 Invariants:
-- It only reads, and may do so while the run goes on.
+- The command only reads. It may be used while the run goes on.
 - Text written by a model is untrusted: the terminal shows its control characters escaped, and the page inserts it as
   text only.
-- The episodes of the page have a bounded size. The page of a big run has whole groups of some steps, spread over the
-  run, and states how many episodes it leaves out.
+- The size of the episodes in the page is bounded. For a big run, the page has whole groups of some steps that are
+  spread over the run, and states how many episodes it leaves out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.runs.run_folder import RunFolder
 from trainer.runs.text_tables import ShowError, escape_controls, format_number, sparkline, spread, table
 
 MAX_EPISODE_BYTES = 32 << 20
-"""Bytes of JSON that the episodes of a page may have together."""
+"""Maximum number of bytes of JSON for all episodes of a page together."""
 
 
 def show_run(args: argparse.Namespace, decode: Decode) -> None:

@@ -22,7 +22,8 @@ class ShowError(ValueError):
 
 
 def table(*heads: str, title: str = "") -> Table:
-    """Return an empty table. A head ending in > has a column of numbers, one ending in … a column that may wrap."""
+    """Return an empty table. The last character of a head describes its column: > for numbers, and … for texts that may
+    wrap."""
     rows = Table(
         title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim"
     )

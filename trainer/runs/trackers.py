@@ -1,8 +1,8 @@
 """Mirrors each row of metrics to trackio, wandb or tensorboard.
 
-The run folder stays the record. Its file `tracker_run_name` has the name of the run in trackers: the name of the folder
-and a random suffix. A resumed run finds this name and continues the tracker's run; a new run in another folder of the
-same name gets another suffix. Only the packages of the given trackers are imported.
+The run folder remains the complete record of a run. Its file `tracker_run_name` has the name of the run in trackers:
+the name of the folder and a random suffix. A resumed run finds this file and continues the tracker's run. A new run in
+another folder of equal name gets another suffix. Only the packages of the given trackers are imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def open_trackers(
 def _open_tracker(
     name: str, run_dir: Path, config: Mapping[str, Any], project: str
 ) -> Iterator[Callable[[Mapping[str, float], int], object]]:
-    package = import_module(name)  # raises ModuleNotFoundError, for tensorboard too, before anything is written
+    # If the package is missing, this raises ModuleNotFoundError before anything is written, for tensorboard too.
+    package = import_module(name)
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

@@ -12,21 +12,25 @@ from trainer.scheduling.state import EpisodeState, ScheduledEpisode
 
 
 class AdmissionQueue(ABC):
-    """Episodes that have not had a turn. The group with the least `_priority` comes first, and among equal groups the
-    one whose first waiting episode arrived first. Within a group, episodes are admitted in the order of their arrival.
-    Episodes that are over may stay in the queue; `peek` skips them."""
+    """Episodes that have not had a turn.
+
+    Groups are ordered by their rank. The group with the smallest rank comes first. Among groups of equal rank, the one
+    whose first waiting episode arrived first comes first. Within a group, episodes are admitted in the order of their
+    arrival. Episodes that are over may stay in the queue; `peek` skips them.
+    """
 
     def __init__(self, lengths: LengthModel) -> None:
         self._lengths = lengths
         self._waiting: dict[Hashable, deque[ScheduledEpisode]] = {}
         self._num_admitted: Counter[Hashable] = Counter()
-        self._ranks: dict[Hashable, tuple[tuple[float, ...], int, Hashable]] = {}
-        """The current rank of each waiting group: its priority, the arrival index of its first waiting episode, which
-        is unique, and the group. Other entries of the heap are stale."""
+        self._entries: dict[Hashable, tuple[tuple[float, ...], int, Hashable]] = {}
+        """The current entry of each waiting group in the heap: its rank, the arrival index of its first waiting
+        episode, and the group. Arrival indices are unique, so groups are never compared. Other entries of the heap are
+        stale."""
         self._heap: list[tuple[tuple[float, ...], int, Hashable]] = []
 
     @abstractmethod
-    def _priority(self, group: Hashable) -> tuple[float, ...]: ...
+    def _rank(self, group: Hashable) -> tuple[float, ...]: ...
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -38,12 +42,12 @@ class AdmissionQueue(ABC):
     def peek(self) -> ScheduledEpisode | None:
         """Return the next episode, or None if the queue is empty."""
         while self._heap:
-            rank = self._heap[0]
-            group = rank[-1]
+            entry = self._heap[0]
+            group = entry[-1]
             waiting = self._waiting.get(group)
             if waiting and waiting[0].state is EpisodeState.OVER:
                 self._remove_first(group)
-            elif waiting and self._ranks[group] is rank:
+            elif waiting and self._entries[group] is entry:
                 return waiting[0]
             else:
                 heapq.heappop(self._heap)
@@ -58,22 +62,22 @@ class AdmissionQueue(ABC):
     def reprioritize(self, group: Hashable) -> None:
         """Update the order after the expected length of `group` has changed."""
         if group in self._waiting:
-            rank = (self._priority(group), self._waiting[group][0].arrival_index, group)
-            self._ranks[group] = rank
-            heapq.heappush(self._heap, rank)
+            entry = (self._rank(group), self._waiting[group][0].arrival_index, group)
+            self._entries[group] = entry
+            heapq.heappush(self._heap, entry)
 
     def _remove_first(self, group: Hashable) -> None:
         self._waiting[group].popleft()
         if self._waiting[group]:
             self.reprioritize(group)
         else:
-            del self._waiting[group], self._num_admitted[group], self._ranks[group]
+            del self._waiting[group], self._num_admitted[group], self._entries[group]
 
 
 class FifoQueue(AdmissionQueue):
     """Admits episodes in the order of their arrival."""
 
-    def _priority(self, group: Hashable) -> tuple[float, ...]:
+    def _rank(self, group: Hashable) -> tuple[float, ...]:
         return ()
 
 
@@ -84,5 +88,5 @@ class LongestFirstQueue(AdmissionQueue):
     model soon has a length of each group.
     """
 
-    def _priority(self, group: Hashable) -> tuple[float, ...]:
+    def _rank(self, group: Hashable) -> tuple[float, ...]:
         return -self._lengths.group_mean(group), self._num_admitted[group]

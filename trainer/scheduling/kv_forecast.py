@@ -2,8 +2,10 @@
 
 The forecast has no clock, no random numbers and no I/O. Time is measured in decode steps, because every running context
 grows by one token per step. The forecast splits each episode into equal shares, one for each length at which the
-episode may end. To reserve the mean final length of every episode would leave half of the cache empty, because the
-episodes do not reach that length at the same time.
+episode may end. It does not reserve the mean final length of every episode: the episodes do not reach this length at
+the same time, so half of the cache would stay empty.
+
+Decode steps are counted in *buckets* of equal width.
 
 Example: `reserve(context=100, step=0, growths=[50, 150])` with a bucket width of 100 steps
 
@@ -24,8 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADROOM_SIGMAS = 1.5
-"""Headroom above the expected peak, in standard deviations of the summed lengths. Its share of the peak is larger for a
-few episodes than for many."""
+"""Headroom above the expected peak, in standard deviations of the summed lengths. Relative to the peak, the headroom is
+larger for few episodes than for many."""
 
 
 @dataclass(slots=True)
@@ -54,11 +56,11 @@ class KvForecast:
         self._counts = array("d")
         """Number of episodes that end in each bucket, from `_first_bucket` on."""
         self._offsets = array("d")
-        """Sum of (context - step) over these episodes, by the same buckets."""
+        """Sum of (context - step) over the episodes that end in each bucket, from `_first_bucket` on."""
         self._total_offset = 0.0
         self.num_episodes = 0
         self.resident_tokens = 0
-        """Sum of all contexts, each as of its reservation."""
+        """Sum of all contexts. The tokens of a context are those at the time of its reservation."""
 
     def reserve(self, context: int, step: float, growths: Sequence[float]) -> Reservation:
         """Add an episode with `context` tokens that will grow by one of the equally likely `growths`."""
@@ -96,14 +98,15 @@ class KvForecast:
     def peak(self, step: float) -> float:
         """Return the largest expected number of tokens at or after `step`, headroom included.
 
-        Shares that should have ended before `step` count at `step` and not later.
+        Shares of episodes that should have ended before `step` are counted at `step`, but not at later steps.
         """
         width, current = self._bucket_width, int(step / self._bucket_width)
         if (num_past := current - self._first_bucket) > 0:
             del self._counts[:num_past], self._offsets[:num_past]
             self._first_bucket = current
-        # From the last bucket to the second: if the peak is in the middle of a bucket, the episodes that end in it or
-        # later are resident. The current step, at which all are resident, comes after the loop.
+        # The loop goes from the last bucket to the second one. It computes the tokens at the middle of each bucket,
+        # where the episodes that end in this bucket or later are resident. The tokens at the current step, at which all
+        # episodes are resident, are computed after the loop.
         bucket, to_middle = self._first_bucket + len(self._counts), 0.5 * width + self.block_slack
         count = offset = peak = 0.0
         for bucket_count, bucket_offset in zip(self._counts[:0:-1], self._offsets[:0:-1], strict=True):
@@ -117,7 +120,7 @@ class KvForecast:
         return peak + HEADROOM_SIGMAS * width * math.sqrt(max(0.0, self._variance))
 
     def peak_with(self, context: int, step: float, growths: Sequence[float]) -> float:
-        """Return the peak as it would be with one more episode (see `reserve`)."""
+        """Return the peak that there would be with one more episode (see `reserve`)."""
         reservation = self.reserve(context, step, growths)
         peak = self.peak(step)
         self.release(reservation)

@@ -2,10 +2,12 @@
 
 The model has no clock, no random numbers and no I/O: the same events give the same lengths.
 
-Short episodes finish first, so the mean of the finished ones is too small while most still run. The model therefore
-uses the product-limit estimate (Kaplan and Meier, 1958): for each length, the share of the episodes that reached it and
-ended there. The mean of a group says more than the mean of all episodes, since all episodes of a hard problem tend to
-be long; running episodes count in it with their expected length.
+Short episodes finish first. So while most episodes still run, the mean length of the finished ones is too small. The
+model therefore uses the product-limit estimate (Kaplan and Meier, 1958): of the episodes that reached a length, the
+share that ended there, for each length.
+
+All episodes of a hard problem tend to be long. So the mean of a group says more than the mean of all episodes. Running
+episodes count in the mean of their group with their expected length.
 
 Lengths are tokens of a whole context, in `NUM_BUCKETS` buckets.
 """
@@ -18,19 +20,20 @@ from itertools import accumulate
 
 NUM_BUCKETS = 64
 PRIOR_WEIGHT = 4.0
-"""Number of episodes that the prior counts as. In the prior all lengths are equally likely."""
+"""The prior counts like this number of episodes. In the prior all lengths are equally likely."""
 GROUP_PRIOR_WEIGHT = 2.0
-"""A group's mean (`group_mean`) includes the mean length of all episodes as if the group had this many further episodes
-of that length (shrinkage)."""
+"""A group's mean (`group_mean`) is computed as if the group had this number of further episodes, each with the mean
+length of all episodes (shrinkage)."""
 NUM_QUANTILES = 4
-"""Number of equally likely final lengths that stand for an episode's unknown one."""
+"""The final length of an episode is unknown. It is represented by this number of equally likely lengths."""
 REFRESH_DIVISOR = 50
 """The distribution is recomputed when `_num_changes` reaches 1/REFRESH_DIVISOR of `_num_episodes`."""
 STEP_DECAY = 0.5
 """Factor on the weight of all counted episodes at each training step, since lengths change while the model learns."""
 PRIOR_ENDED = [PRIOR_WEIGHT / NUM_BUCKETS] * NUM_BUCKETS
+"""For each bucket, the number of the prior's episodes that ended in it."""
 PRIOR_PASSED = [PRIOR_WEIGHT * (NUM_BUCKETS - 1 - bucket) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
-"""The prior's counts per bucket: episodes that ended in it, and episodes that grew beyond it."""
+"""For each bucket, the number of the prior's episodes that grew beyond it."""
 
 
 class LengthModel:
@@ -46,7 +49,7 @@ class LengthModel:
         self._mean_above: list[float] = []
         """Mean final length of the episodes that end in each bucket or above. Empty until it is recomputed."""
         self._num_episodes = 0.0
-        """Number of episodes counted so far. It decays like their weight."""
+        """Number of episodes counted so far, each with its weight, which decays."""
         self._num_changes = 0.0
         """Number of changes since the distribution was last recomputed."""
         self._quantiles: dict[int, list[float]] = {}
@@ -69,11 +72,11 @@ class LengthModel:
             self._invalidate()
 
     def on_finish(self, before: int, length: int) -> None:
-        """Count an episode that ended with `length`. `before` is its last known or extrapolated length, which may be
-        larger."""
+        """Count an episode that ended with `length`. `before` is its last known length, or an extrapolated length. An
+        extrapolated length may be larger than `length`."""
         self.on_growth(before, length)
         for bucket in range(self._bucket(length), self._bucket(before)):
-            self._passed[bucket] = max(0.0, self._passed[bucket] - 1)  # `decay` may have reduced the 1 since
+            self._passed[bucket] = max(0.0, self._passed[bucket] - 1)  # `decay` may have made less of the 1 meanwhile
         self._ended[self._bucket(length)] += 1
         self.on_removed(max(before, length))
 
@@ -143,15 +146,16 @@ class LengthModel:
 
 
 def _decayed(counts: list[float], prior: list[float]) -> list[float]:
-    """Decay the counts of episodes but not the prior's."""
+    """Return the counts after a decay. The part of a count that comes from the prior does not decay."""
     return [base + (count - base) * STEP_DECAY for count, base in zip(counts, prior, strict=True)]
 
 
 def _compute_density(ended: list[float], passed: list[float], in_bucket: list[int]) -> list[float]:
     """Return the share of all episodes that end in each bucket: the product-limit estimate.
 
-    Per bucket, the episodes that ended there are divided by those that could have. An unfinished episode inside the
-    bucket counts as half, because on average it has grown through half of the bucket without ending.
+    For each bucket, the number of episodes that ended there is divided by the number that could have ended there. An
+    unfinished episode inside the bucket counts as half, because on average it has grown through half of the bucket
+    without ending.
     """
     alive = 1.0
     density: list[float] = []
@@ -176,8 +180,9 @@ def _compute_mean_above(density: list[float], width: float) -> list[float]:
 def _compute_quantiles(density: list[float], width: float) -> list[float]:
     """Return the growth of an episode whose length is in the first bucket of `density`, in tokens.
 
-    `density` is divided into `NUM_QUANTILES` equally likely parts, and the median of each part is a quantile. Growth is
-    measured from the middle of the first bucket, where the episode is on average. A bucket is `width` tokens wide.
+    `density` is divided into `NUM_QUANTILES` equally likely parts, and the median of each part is returned. Growth is
+    measured from the middle of the first bucket, since the episode is there on average. A bucket is `width` tokens
+    wide.
     """
     cumulative = [0.0, *accumulate(density)]
     if not cumulative[-1]:  # no episode is known to end from here on: rather reserve too many tokens than too few

@@ -1,8 +1,12 @@
-"""Decides which engine runs each turn: a pure state machine over engines, episodes and KV caches (arXiv 2508.20722,
-3.2).
+"""Decides which engine runs each turn (arXiv 2508.20722, 3.2). It is a state machine over engines, episodes and KV
+caches.
 
 The owner of the engines (the pool, a simulator, a test) reports each event with its time and then calls `place`, which
 returns the turns that start now. The scheduler does not wait, poll or send requests.
+
+An *admission* is the start of an episode's first turn on an engine. A *displaced* episode has lost its engine. The
+*reserved tokens* of an engine are the expected peak of the KV tokens of its episodes, and its *target utilization* is
+the share of its KV cache that may be reserved. A *preemption* is the eviction of a running turn from the KV cache.
 
     episode state    event                 next state
     -                submit                WAITING   in the admission queue
@@ -12,17 +16,17 @@ returns the turns that start now. The scheduler does not wait, poll or send requ
     RUNNING          remove_engine         WAITING   displaced: the turn runs again on another engine
     any              complete              OVER      the scheduler drops the episode
 
-    order of place   1. resumed episodes, at once: on their own engine, even if its KV cache is full, or a much emptier
-    one
-                     2. displaced episodes, as soon as the KV cache of an engine has free tokens
-                     3. the admission queue, from its head; it stops at the first episode that no engine can take
+    order of place   1. resumed episodes start at once: on their own engine, even if its KV cache is full, or on another
+                        engine that is much emptier
+                     2. displaced episodes start as soon as the KV cache of an engine has free tokens
+                     3. the admission queue is read from its head, up to the first episode that no engine can take
 
 Invariants:
-- An episode is placed at most once per turn. Only `complete` drops it; losing its engine does not.
-- Every running and parked episode has a reservation in the forecast of its engine's KV cache (`KvForecast`). So the
-  forecast does not lag, as the engine's own metrics do, and it is all zeros once every episode is complete.
-- The default policy, `kv`, never leaves an engine without episodes while an episode waits, so every episode is admitted
-  at some time.
+- An episode is placed at most once per turn. Only `complete` drops an episode; the loss of its engine does not.
+- Every running and parked episode has a reservation in the forecast of its engine's KV cache (`KvForecast`). The
+  engine's own metrics lag; the forecast does not. It is all zeros once every episode is complete.
+- While an episode waits, the default policy (`kv`) leaves no engine without episodes. So every episode is admitted at
+  some time.
 - The same events lead to the same decisions.
 
 Lengths are tokens of a whole context: prompt and response, tool responses included.
@@ -56,13 +60,13 @@ _free_tokens = attrgetter("free_tokens")
 TARGET_INCREASE = 0.01
 """Added to the target utilization per scrape without preemptions, while episodes wait."""
 TARGET_DECREASE_FACTOR = 0.95
-"""The target utilization is multiplied by this once per burst of preemptions. The factor is close to 1: a lower target
-leaves a part of the cache empty, which costs more than recomputing the few contexts of a burst."""
+"""The target utilization is multiplied by this once per burst of preemptions. The factor is close to 1, because a lower
+target leaves a part of the cache empty. An empty part costs more than recomputing the few contexts of a burst."""
 KV_USAGE_FULL = 0.9
-"""The target utilization does not rise while the engine reports a KV usage of at least this."""
+"""The target utilization does not rise while the engine reports that at least this share of its KV cache is used."""
 MIGRATION_RATIO = 0.7
-"""An episode migrates between two turns if another engine would then have a reserved share of its KV cache below this
-fraction of the reserved share of the episode's engine."""
+"""An episode migrates between two turns if the other engine, with the episode, has a much smaller reserved share of its
+KV cache: below this fraction of the reserved share of the episode's present engine."""
 FORECAST_BUCKETS = 32
 """Number of buckets into which a `KvForecast` divides the decode steps of the longest context."""
 MAX_EXTRAPOLATIONS = 8
@@ -78,13 +82,13 @@ class Placement:
     episode: EpisodeKey
     engine: str
     is_migration: bool = False
-    """True if the last turn ran on another engine, so that this one recomputes the context."""
+    """True if the episode's previous turn ran on another engine, so that `engine` has to recompute the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters that an engine reports. They lag, and they leave out parked contexts, so they only correct the target
-    utilization."""
+    """Counters that an engine reports. They lag and leave out parked contexts, so the scheduler uses them only to
+    correct the target utilization."""
 
     preemptions: int
     """Preemptions since the engine's start."""
@@ -93,7 +97,7 @@ class EngineStats:
     kv_usage: float = 0.0
     """Used share of the KV cache."""
     computed_tokens: int = 0
-    """Tokens computed since the engine's start. An engine that hangs stops increasing it."""
+    """Tokens computed since the engine's start. If an engine hangs, this number stops to increase."""
 
 
 def _stay(_scheduler: Scheduler, _episode: ScheduledEpisode, home: ScheduledEngine, _now: float) -> ScheduledEngine:
@@ -132,15 +136,15 @@ class Scheduler:
         """Engines whose free tokens have to be recomputed."""
         self._changed_since_refusal: dict[str, ScheduledEngine] = {}
         self._refused_head: ScheduledEpisode | None = None
-        """The head of the queue that no engine could admit. Until it changes, only engines in `_changed_since_refusal`
-        are tried again, so a waiting queue costs no CPU time."""
+        """The head of the queue, if no engine could admit it. While it is the head, only engines in
+        `_changed_since_refusal` are tried again, so a waiting queue costs no CPU time."""
         self._episodes: dict[EpisodeKey, ScheduledEpisode] = {}
         self._resumed: deque[ScheduledEpisode] = deque()
         self._displaced: deque[ScheduledEpisode] = deque()
         self._queue = self.policy.queue(self.lengths)
         self._arrivals = itertools.count()
         self._tie_breakers = itertools.count()
-        """Numbers that order the entries of `ScheduledEngine.predicted_ends` with the same decode step."""
+        """Numbers that order those entries of `ScheduledEngine.predicted_ends` whose decode steps are equal."""
 
     # --- events ---
 
@@ -155,10 +159,10 @@ class Scheduler:
     def add_engine(
         self, name: str, kv_capacity: int, max_running: int = 1 << 30, *, block_size: int = 1, preemptions: int = 0
     ) -> None:
-        """Place turns on an engine from now on, for the first time or again.
+        """Place turns on an engine from now on. The engine may be new, or have been removed before.
 
-        Its cache has `kv_capacity` tokens in blocks of `block_size`, and it runs `max_running` turns at once.
-        `preemptions` is its counter now.
+        Its KV cache has `kv_capacity` tokens in blocks of `block_size`, and it runs `max_running` turns at once.
+        `preemptions` is the present value of its counter.
         """
         engine = self.engines.setdefault(name, ScheduledEngine(name, KvForecast(self._bucket_width)))
         engine.kv_capacity, engine.max_running, engine.is_up = kv_capacity, max_running, True
@@ -168,8 +172,8 @@ class Scheduler:
         self._refresh_up()
 
     def remove_engine(self, name: str) -> list[EpisodeKey]:
-        """Stop using an engine that has lost all its contexts. Return the episodes whose turns ran there; they are
-        placed again."""
+        """Stop using an engine that has lost all its contexts. Return the episodes whose turns ran there. Their turns
+        are placed again."""
         engine = self.engines[name]
         engine.is_up = False
         self._refresh_up()
@@ -216,7 +220,8 @@ class Scheduler:
     def complete(self, key: EpisodeKey, now: float, length: int | None = None) -> None:
         """Drop an episode that ended with `length` tokens.
 
-        None means that it was cancelled. In its group's mean it then counts with its expected final length.
+        A length of None means that the episode was cancelled. It then counts in its group's mean with its expected
+        final length.
         """
         episode = self._episodes[key]
         if length is not None:
@@ -240,14 +245,14 @@ class Scheduler:
         self._queue.reprioritize(episode.group)
 
     def update_stats(self, name: str, stats: EngineStats, now: float) -> None:
-        """Adjust an engine's target utilization to its latest stats: down after preemptions, up without them while
-        episodes wait."""
+        """Adjust an engine's target utilization to its latest stats. Preemptions lower the target. Without preemptions,
+        the target rises while episodes wait."""
         engine = self.engines[name]
         new_preemptions, engine.preemptions = stats.preemptions - engine.preemptions, stats.preemptions
         fits = engine.free_tokens >= 0
         if new_preemptions > 0:
-            # Preemptions that follow while the reservations still exceed the lowered target belong to the same burst,
-            # which lowers the target only once.
+            # A burst lowers the target only once. It lasts while the reservations exceed the lowered target: further
+            # preemptions in this time belong to the burst.
             if fits or not engine.in_preemption_burst:
                 target = engine.target_utilization * TARGET_DECREASE_FACTOR
                 engine.target_utilization = max(MIN_TARGET_UTILIZATION, target)
@@ -299,9 +304,10 @@ class Scheduler:
         self._dirty.clear()
 
     def pick_most_free(self, episode: ScheduledEpisode, now: float) -> ScheduledEngine | None:
-        """Return the engine with the most free tokens if the episode fits, else an engine without episodes, else None.
+        """Return the engine with the most free tokens if the episode fits there. Otherwise return an engine without
+        episodes, or None if there is none.
 
-        An engine that already holds the group's prompt counts the prompt's tokens as free.
+        If an engine already holds the group's prompt, the prompt's tokens count as free, since they are shared.
         """
         self.refresh_free_tokens(now)
         best, most_free, group, prompt_tokens = None, -math.inf, episode.group, episode.length
@@ -320,7 +326,8 @@ class Scheduler:
         return None
 
     def pick_emptier(self, episode: ScheduledEpisode, home: ScheduledEngine, now: float) -> ScheduledEngine:
-        """Return the episode's own engine, or a much emptier one. A migration only costs recomputing the context."""
+        """Return the episode's own engine (`home`), or another one that is much emptier. The only cost of a migration
+        is that the context is recomputed."""
         if len(self.engines) == 1:
             return home
         self.refresh_free_tokens(now)
@@ -390,7 +397,7 @@ class Scheduler:
         engine.groups[episode.group] -= 1
         if not engine.groups[episode.group]:
             del engine.groups[episode.group]
-        engine.drop_stale_predictions()  # `update_stats` does so too, but it is not called for an engine without stats
+        engine.drop_stale_predictions()  # also here, since `update_stats` is never called for an engine without stats
         self._dirty[engine.name] = engine
 
     def _update_reservation(self, episode: ScheduledEpisode, engine: ScheduledEngine, step: float) -> None:
@@ -420,8 +427,9 @@ class Scheduler:
     def _extrapolate_overdue(self, engine: ScheduledEngine, now: float) -> None:
         """Extrapolate the lengths of overdue episodes from the engine's decode speed.
 
-        Finished episodes report at once, running ones only at the end of a turn. Without this the length model is
-        biased to short episodes and reserves too few tokens.
+        An episode is overdue if it still runs after its predicted end. Finished episodes report their length at once,
+        running ones only at the end of a turn. Without the extrapolation, the length model is biased to short episodes
+        and reserves too few tokens.
         """
         step, predicted_ends = engine.decode_step(now), engine.predicted_ends
         for _ in range(MAX_EXTRAPOLATIONS):
@@ -456,8 +464,8 @@ class Scheduler:
 
 
 def _pick_worst_case(scheduler: Scheduler, episode: ScheduledEpisode, _: float) -> ScheduledEngine | None:
-    """Return an engine that has room even if all its episodes grow to their maximum: the paper's rule, which the
-    authors' code applies by polling."""
+    """Return an engine that has room even if all its episodes grow to their maximum length. This is the paper's rule.
+    The authors' code applies it by polling."""
     engine = min(scheduler.up_engines, key=lambda engine: engine.worst_case_tokens - engine.kv_capacity)
     fits = engine.worst_case_tokens + episode.max_context_tokens <= engine.kv_capacity
     return engine if fits or not engine.forecast.num_episodes else None

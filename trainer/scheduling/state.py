@@ -43,8 +43,8 @@ class ScheduledEpisode:
     state: EpisodeState = EpisodeState.WAITING
     turn_started_at: float = 0.0
     counted_length: int = 0
-    """The length with which the length model counts the episode: the largest that it has reached or, by extrapolation,
-    is estimated to have reached."""
+    """The length with which the length model counts the episode: the largest length that the episode has had, known or
+    extrapolated."""
     expected_length: float | None = None
     """The expected final length, which the length model includes in the group's mean. None before the first turn."""
     last_engine: str = ""
@@ -63,13 +63,14 @@ class ScheduledEngine:
     reserved_tokens: float = 0.0
     """The expected peak of the engine's KV tokens, headroom included, as of the last `refresh_reserved`."""
     free_tokens: float = 0.0
-    """Tokens that may still be reserved, as of the last `refresh_reserved`. Negative after the target fell."""
+    """Tokens that may still be reserved, as of the last `refresh_reserved`. The number can be negative after the target
+    utilization has fallen."""
     predicted_ends: list[tuple[float, int, ScheduledEpisode, Reservation]] = field(default_factory=list)
-    """A heap of decode step, tie breaker, episode and its reservation. The episode is expected to end at this decode
-    step or later. The tie breaker is unique, so episodes are never compared. An entry is stale once the reservation is
-    not that of the episode any more."""
+    """A heap of (decode step, tie breaker, episode, reservation). The episode is expected to end at this decode step or
+    later. The tie breaker is unique, so episodes are never compared. An entry is stale once the episode has another
+    reservation or none."""
     worst_case_tokens: int = 0
-    """KV tokens if every episode grows to its maximum."""
+    """The KV tokens that the engine's episodes will hold if every one of them grows to its maximum length."""
     num_running: int = 0
     episodes: dict[EpisodeKey, ScheduledEpisode] = field(default_factory=dict)
     """Running and parked episodes with a reservation here."""

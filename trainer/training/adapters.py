@@ -1,8 +1,12 @@
-"""Adapters of peft, such as LoRA: their settings, and the plain weights of a model that is trained with one.
+"""Adapters of peft, such as LoRA: their settings, and the plain weights of a model that is trained with an adapter.
 
-Invariant: engines, the folder of a trained model and the next stage get plain weights, in which the adapter is merged.
-The model in training is never changed by that: each adapted layer is copied and the copy is merged, so that the frozen
-weights stay exact however often weights are synced.
+An adapter is a small set of weights that is trained beside the frozen weights of a model. To merge an adapter is to add
+its effect to the weights; the result are plain weights.
+
+Invariants:
+- Engines, the folder of a trained model and the next stage get plain weights.
+- The merging does not change the model in training: each adapted layer is copied, and the adapter is merged into the
+  copy. So the frozen weights stay exact, however often weights are synced.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 OWN_OPTIONS = frozenset({"task_type", "inference_mode", "base_model_name_or_path"})
-"""The options of a peft config that the trainer sets itself, so that `[model.peft]` may not have them."""
+"""The options of a peft config that `[model.peft]` may not have, because the trainer sets them itself."""
 
 
 def peft_config(options: Mapping[str, Any], model: Path | str | None) -> PeftConfig | None:
-    """Return the config for `[model.peft]`; None if that is empty. `peft_type` names the kind, LoRA if it is missing.
+    """Return the config for `options`, the table `[model.peft]`. None if the table is empty. The option `peft_type`
+    names the kind of adapter. Without it the kind is LoRA.
 
     The adapter is tried on a model without weights, unless `model` is None. Raises `ConfigError` for an option that
     peft does not know or the trainer sets, and for an adapter that does not fit the model or cannot be merged.
@@ -84,7 +89,7 @@ def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], dire
 
 
 def _merged(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a peft model's base model under their names in that model, with the adapters merged."""
+    """Return the weights of a peft model with the adapters merged, under their names in the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = model.get_base_model()

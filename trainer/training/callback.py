@@ -23,18 +23,19 @@ class TrainingDiverged(Exception):
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, context: TrainingContext, *, step_offset: int) -> None:
-        """`step_offset` is added to the trainer's own step count to get the step of the run."""
+        """`step_offset` plus the trainer's own step count is the training step of the run."""
         self.stage, self.run_folder, self.step_offset = context.stage_dir.name, context.run_folder, step_offset
 
     def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """Return a step's metrics, from what the trainer logged for it."""
+        """Return a step's metrics, computed from the values that the trainer has logged for it."""
         logged = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
         return {"learning_rate": self._learning_rate, **logged}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A step uses the rate that the schedule has in the middle of the step, since a warm-up begins with a rate of 0.
+        # A warm-up begins with a learning rate of 0, with which a step would have no effect. So each step uses the rate
+        # that the schedule has in the middle of the step.
         schedule, groups = kwargs["lr_scheduler"], kwargs["optimizer"].param_groups
         for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             self._learning_rate = group["lr"] = base * factor(schedule.last_epoch + 0.5)

@@ -1,8 +1,10 @@
 """The parts that SFT and an RL stage share: arguments of TRL, checkpoints, the saved model, and the ranks.
 
+A rank is one of the processes that train together.
+
 Invariants:
-- A checkpoint is used only if it has its mark, which is written last. So a checkpoint that a kill left incomplete is
-  never used.
+- The last file of a checkpoint is its mark. A checkpoint without a mark, which a kill has left incomplete, is never
+  used.
 - Training steps are counted over the whole run. `first_step` is the number of steps before the stage.
 """
 
@@ -33,14 +35,15 @@ if TYPE_CHECKING:
 COMPLETE_MARK = "complete"
 """Name of the file that marks a checkpoint as complete."""
 CHECKPOINTS_KEPT = 2
-"""Checkpoints that stay on disk. A kill during the writing of the newer one leaves the older one."""
+"""Number of checkpoints that stay on disk. If a kill comes while the newer one is written, the older one is left."""
 BEST_MARK = "best/best.json"
 """The file with the step and the accuracy of a stage's best evaluation, relative to the stage's folder. The model of
 that step is in the same folder."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600
 """Seconds that the other ranks wait for the first rank's engines and rollouts. Rollouts of long episodes take hours."""
 EXCHANGE_TIMEOUT_S = 3600
-"""Timeout of any other exchange between ranks. The longest wait is for a checkpoint that the first rank writes."""
+"""Timeout in seconds of any other exchange between ranks. The longest wait is for a checkpoint that the first rank
+writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,11 @@ class TrainingContext:
     def trl_arguments(
         self, settings: SftConfig | StageConfig, rows: int, micro_batch_rows: int | None = None
     ) -> dict[str, Any]:
-        """Return the arguments of both TRL trainers, for `rows` rows per step in micro-batches of `micro_batch_rows`
-        per rank; with None, all rows of a rank are one batch. Raises `ConfigError`."""
+        """Return the arguments that TRL's trainers for SFT and for GRPO have in common.
+
+        A step has `rows` rows. A rank computes them in micro-batches of `micro_batch_rows` rows. With None, all rows of
+        a rank are one batch. Raises `ConfigError`.
+        """
         num_ranks, is_sharded = distributed_state(self.hardware).num_processes, self.hardware.sharding == "full"
         micro_batch_rows = micro_batch_rows or rows // num_ranks
         return {
@@ -98,8 +104,8 @@ class TrainingContext:
             "gradient_checkpointing": settings.gradient_checkpointing,
             "ddp_find_unused_parameters": False,
             "fsdp": is_sharded or None,
-            # Gradients are reduced and sharded after every micro-batch. Otherwise each rank would keep those of the
-            # whole model until the last one, and sum them in bfloat16 (`no_sync` of FSDP).
+            # Gradients are reduced and sharded after every micro-batch. Otherwise (`no_sync` of FSDP) each rank would
+            # keep the gradients of the whole model until the last micro-batch, and sum them in bfloat16.
             "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": is_sharded}},
             "save_strategy": "steps",
             "save_steps": settings.save_steps,
@@ -127,19 +133,21 @@ class TrainingContext:
     def train(self, trainer: Trainer, checkpoint: Path | None) -> TrainedModel:
         """Train, from `checkpoint` if given, and save the model."""
         trainer.remove_callback(PrinterCallback)
-        # A tied weight is saved only under its first name. Without this, a resume reports the other names as missing.
+        # A tied weight is saved only under the first of its names. Without this line, a resumed training reports the
+        # other names as missing.
         trainer.model._keys_to_ignore_on_save = set(trainer.model.all_tied_weights_keys)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         weights = plain_weights(trainer)
         if trainer.is_world_process_zero():
             save_plain_model(trainer, weights, self.stage_dir / "model")
-        wait_for_ranks(self.hardware)  # the first rank marks checkpoints
+        wait_for_ranks(self.hardware)  # until the first rank has marked the last checkpoint
         last = self.latest_checkpoint()
         assert last is not None, f"{self.stage_dir}: expected a checkpoint of the last step"
         return TrainedModel(self.stage_dir / "model", last)
 
     def keep_if_best(self, trainer: Trainer, weights: Mapping[str, torch.Tensor], step: int, accuracy: float) -> None:
-        """Save the model with `weights` as the stage's best one, unless an earlier one had this accuracy."""
+        """Save the model with `weights` as the stage's best one, if its accuracy is higher than that of all earlier
+        ones."""
         mark = self.stage_dir / BEST_MARK
         folder, part, old = mark.parent, mark.parent.with_name("best.part"), mark.parent.with_name("best.old")
         if old.exists() and not folder.exists():  # a kill came between the two renamings below
@@ -160,8 +168,8 @@ class TrainingContext:
 
 
 class SingleGpuArguments(TrainingArguments):  # type: ignore[misc]
-    """Reports one GPU to transformers, which would otherwise split each batch over all visible GPUs when only one
-    process trains."""
+    """Reports one GPU to transformers. With the real number, transformers would split each batch over all visible GPUs
+    if only one process trains."""
 
     @property
     def n_gpu(self) -> int:
@@ -189,9 +197,9 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def distributed_state(hardware: HardwareConfig) -> PartialState:
-    """Return the state of the processes that train together, which torchrun has started. A single process is rank 0.
+    """Return the state of the processes that train together. torchrun has started them. A single process is rank 0.
 
-    Raises `ConfigError` if their number or their GPUs do not match `hardware`.
+    Raises `ConfigError` if the number of processes or of GPUs does not match `hardware`.
     """
     settings = f"hardware: nodes={hardware.nodes}, gpus_per_node={hardware.gpus_per_node}"
     if hardware.gpus_per_node and not torch.cuda.is_available():  # true for ROCm, too
@@ -209,10 +217,10 @@ def distributed_state(hardware: HardwareConfig) -> PartialState:
 
 @cache
 def waiting_group() -> Any:
-    """Return the gloo process group on which ranks wait for the first one; None if there is one rank.
+    """Return the gloo process group on which ranks wait for the first rank. None if there is only one rank.
 
-    A rank that waits on NCCL or RCCL keeps a core busy and a kernel on its GPU, which an engine may be using. A rank
-    that waits on gloo sleeps in the kernel. All ranks create the group together, in `distributed_state`.
+    A rank that waits on NCCL or RCCL keeps a core busy, and keeps a kernel on its GPU although an engine may use this
+    GPU. A rank that waits on gloo sleeps. All ranks create the group together, in `distributed_state`.
     """
     if not torch.distributed.is_initialized():
         return None
@@ -228,8 +236,8 @@ def wait_for_ranks(hardware: HardwareConfig) -> None:
 def leave_ranks() -> None:
     """End the process groups of this process, after its last exchange with other ranks.
 
-    Otherwise the threads of gloo may abort the process while it exits ("terminate called without an active exception"),
-    and a phase that has done its work counts as failed.
+    Without this call, the threads of gloo may abort the process while it exits ("terminate called without an active
+    exception"). A phase that has done its work would then count as failed.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,5 +1,7 @@
 """GRPO-RoC on TRL's `GRPOTrainer`: one RL stage, from a model folder to a model folder.
 
+RoC (Resample on Correct) samples 2G episodes per problem and selects G of them for training.
+
     TRL: for each step
       1  vllm_generation.sync_weights()   TrlAdapter gives the engines the step's weights
       2  rollout_func(prompts)            TrlAdapter collects 2G episodes per problem, selects G, records all
@@ -10,21 +12,22 @@ TRL owns the loss, the optimizer and the checkpoints. This module uses `rollout_
 trainer (`vllm_generation`, `use_vllm`, `_last_loaded_step`), and no other internals.
 
 Invariants:
-- Engines sample a step with the weights that the step starts from; with `one_step_off_policy`, with those that the
-  step before it started from.
-- TRL asks for as many rows as a step trains on. Each problem gets G rows: those that `trainer.episodes.roc` selects.
+- Engines sample a step with the weights that the step starts from. With `one_step_off_policy`, they sample it with the
+  weights that the previous step started from.
+- TRL asks for the rows that a step trains on. Each problem gives G rows: those that `trainer.episodes.roc` selects.
   `TrlAdapter` chooses the problems; TRL's prompts are empty placeholders.
-- A row is in the loss, and in its denominator, only if it has a reward and its group's selected rewards differ. Any
-  other row has a loss mask of zeros; without a reward its advantage is 0 as well.
+- A row is in the loss, and in the loss's denominator, only if it has a reward and the selected rewards of its group
+  differ. Any other row has a loss mask of zeros. If it has no reward, its advantage is 0 as well.
 - A step without a token in the loss leaves the weights and the optimizer states as they are.
-- What a step samples follows from (weights, seed, step), and the order of problems from the seed. So a resumed run
-  repeats the steps that a kill has undone. Pending groups are part of each checkpoint. With `one_step_off_policy`, the
-  first step after a kill samples with newer weights than it would have without the kill.
+- The tokens that a step samples follow from (weights, seed, step). The order of problems follows from the seed. So a
+  resumed run repeats the steps that a kill has undone. There is one exception: with `one_step_off_policy`, the first
+  step after a kill samples with newer weights than without the kill.
+- Pending groups, which continue in the next step, are part of each checkpoint.
 - Only the first rank uses engines and tools; the other ranks receive their rows from it.
 
 Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
 1 + epsilon_high], no KL and no entropy term, advantages from the group's selected rewards. Importance sampling corrects
-differences between engine and trainer; each token's ratio is capped (`trainer.training.token_budget`).
+differences between engine and trainer. The ratio of each token is capped (`trainer.training.token_budget`).
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ TRL_METRICS = {
     "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
     "computed_per_loss_token": "computed_per_loss_token",
 }
-"""Names of the trainer's metrics over the tokens in the loss, by the name in the run folder."""
+"""Names in the run folder, each with TRL's name for the same metric. They are means over the tokens in the loss."""
 PENDING_GROUPS = "pending_groups.json"
 """Name of the file in a checkpoint with the groups that the next step continues."""
 OWN_ARGUMENTS = frozenset({
@@ -87,23 +90,26 @@ OWN_ARGUMENTS = frozenset({
 USED_ARGUMENTS = frozenset(
     {"cast_lm_head_to_fp32", "disable_dropout", "mask_truncated_completions", "trust_remote_code"}
 )
-"""Arguments that GRPOConfig adds to those of transformers, and that have an effect here. The others belong to TRL's
-sampling, which is not used, and to its loss, which `TokenBudgetTrainer` replaces."""
+"""Arguments that GRPOConfig adds to those of transformers, and that have an effect here. The other added arguments have
+none: they belong to TRL's sampling, which is not used, or to its loss, which `TokenBudgetTrainer` replaces."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 """Reads and writes `PENDING_GROUPS`."""
 
 
 class NoRewardsError(Exception):
-    """Too few episodes have a reward, since the infrastructure failed. Those that an outage leaves are not a fair
-    sample: episodes with many tool calls are lost most often."""
+    """Too few episodes have a reward, since the infrastructure failed. The episodes that an outage leaves are not a
+    fair sample, since episodes with many tool calls are lost most often."""
 
 
 class _Collected(NamedTuple):
-    """The groups of a step: as they were started, as they were sampled (None if unfinished), and their metrics."""
+    """The groups of a step."""
 
     started: list[list[Episode]]
+    """The groups before sampling."""
     results: list[list[Episode] | None]
+    """The groups after sampling, in the order of `started`. None for a group that is not complete."""
     measured: dict[str, float]
+    """Metrics of the sampling."""
 
 
 def train_stage(
@@ -117,13 +123,12 @@ def train_stage(
 ) -> TrainedModel:
     """Train for `stage.steps` steps, from the newest complete checkpoint if there is one.
 
-    `rollouts` is None on every rank but the first. `optimizer_checkpoint` is a checkpoint of the previous stage, whose
-    optimizer states are continued; its warm-up is over. With `context.peft` it is not used, since each stage has a new
-    adapter.
-
-    `evaluate` is called after every `context.eval_steps` steps and after the last one, on the first rank, while the
-    engines have the weights after that step. It gets the number of the stage's steps and returns the accuracy. Each
-    evaluation is followed by a checkpoint, so a resumed stage does not repeat it.
+    `rollouts`: None on every rank but the first.
+    `optimizer_checkpoint`: a checkpoint of the previous stage. Training continues from its optimizer states and without
+    a second warm-up. With `context.peft` it is not used, since each stage has a new adapter.
+    `evaluate`: takes the number of steps that the stage has done, and returns the accuracy. It is called on the first
+    rank, after every `context.eval_steps` steps and after the last step. The engines then have the weights after that
+    step. Each evaluation is followed by a checkpoint, so a resumed stage does not repeat it.
 
     Raises `ConfigError` for settings that do not fit together, `NoRewardsError`, and errors of engines and tools.
     """
@@ -179,8 +184,8 @@ def train_stage(
 
 
 def check_grpo_options(stage: StageConfig, own_arguments: Collection[str] = OWN_ARGUMENTS) -> None:
-    """Raise `ConfigError` for an argument in `[stages.NAME.grpo]` that GRPOConfig lacks, that the trainer sets, or that
-    would have no effect."""
+    """Check the arguments in `[stages.NAME.grpo]`. Raise `ConfigError` for an argument that GRPOConfig does not have,
+    that the trainer sets itself, or that has no effect."""
     table, known = f"stages.{stage.name}.grpo", {argument.name for argument in fields(GRPOConfig)}
     check_options(table, stage.grpo, own_arguments, known, "argument of TRL's GRPOConfig")
     unused = known - {argument.name for argument in fields(TrainingArguments)} - USED_ARGUMENTS
@@ -216,13 +221,14 @@ class TrlAdapter(MetricsCallback):
         self._stage, self._rollouts, self._seed, self._earlier_steps = stage, rollouts, context.seed, earlier_steps
         self._context, self._problems, self._evaluate = context, problems, evaluate
         self._schedule = training_rows.problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
-        # With roc_mode=off all samples are kept, so all rules select the same.
+        # With roc_mode=off all samples are kept, so every rule gives the same selection.
         self._mode: roc.Mode = "paper" if stage.roc_mode == "off" else stage.roc_mode
         self._weight_version = self._synced_step = -1
         self._trained: list[Episode] = []
         """The episodes in the loss of the current step."""
         self._next_groups: Future[_Collected] | None = None
-        """The groups of the next step, which are sampled beside this one."""
+        """The groups of the next step, which are sampled while this step is optimized. None without
+        `one_step_off_policy`."""
         self._step_metrics: dict[str, float] = {}
         self._missing_trl_metrics: set[str] = set()
         self._step_started_at = self._rollout_ended_at = perf_counter()
@@ -232,10 +238,10 @@ class TrlAdapter(MetricsCallback):
         waiting_since = perf_counter()
         if self._stage.one_step_off_policy:
             if self._rollouts and self._next_groups:
-                self._rollouts.loop_thread.result(self._next_groups)  # engines that sample load no weights
+                self._rollouts.loop_thread.result(self._next_groups)  # wait: engines load no weights while they sample
             wait_for_ranks(self._context.hardware)
         started_at = perf_counter()
-        if self._synced_step != self.trainer.state.global_step:  # an evaluation has not just synced them
+        if self._synced_step != self.trainer.state.global_step:  # equal if an evaluation has just synced these weights
             self._send_weights()
         self._step_metrics = {
             "weight_version": self._weight_version,
@@ -255,13 +261,14 @@ class TrlAdapter(MetricsCallback):
         return weights
 
     def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """Return this rank's rows, as many as `prompts` (TRL's `rollout_func`)."""
+        """Return the rows of this rank, one for each of `prompts` (TRL's `rollout_func`)."""
         rows = training_rows.scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
         self._rollout_ended_at = perf_counter()
         return {name: [getattr(row, name) for row in rows] for name in training_rows.TrainingRow._fields}
 
     def write_entropies(self, rows: list[RowEntropies]) -> None:
-        """Write the entropies of all ranks' rows. TRL shuffles the rows, so they are found by their tokens."""
+        """Write the entropies of all ranks' rows. TRL shuffles the rows, so the row of an episode is found by its
+        tokens."""
         gathered = gather_object(rows)
         if self._rollouts:
             step = self.step_offset + self.trainer.state.global_step + 1
@@ -283,7 +290,7 @@ class TrlAdapter(MetricsCallback):
         metrics = self._step_metrics
         rest_s = step_s - metrics["weight_sync_s"] - metrics["rollout_wait_s"] - optimize_s
         self._step_started_at = now
-        # For a step without a token in the loss TRL logs 0, which would look like perfect agreement.
+        # For a step without a token in the loss TRL logs 0. This would look like perfect agreement, so it becomes NaN.
         has_loss = metrics["episodes_in_loss"] > 0
         return {
             **super().metrics_from_logs(logs),
@@ -296,7 +303,7 @@ class TrlAdapter(MetricsCallback):
         }
 
     def _logged(self, key: str, logs: Mapping[str, float]) -> float:
-        """Return TRL's metric `key`; NaN, and one warning, if the installed version does not log it."""
+        """Return TRL's metric `key`. If the installed version of TRL does not log it, return NaN, and warn once."""
         if key not in logs and key not in self._missing_trl_metrics:
             self._missing_trl_metrics.add(key)
             logger.warning("TRL does not log %s (it logs %s); the metric that uses it is NaN", key, ", ".join(logs))
@@ -305,7 +312,7 @@ class TrlAdapter(MetricsCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A checkpoint of the previous stage restores that stage's settings into the trainer's state and the optimizer.
+        # A checkpoint of the previous stage has restored the settings of that stage. Set those of this stage again.
         state.save_steps = args.save_steps
         groups = kwargs["optimizer"].param_groups
         for group, weight_decay in zip(groups, (args.weight_decay, 0.0), strict=False):  # biases have no decay
@@ -317,18 +324,20 @@ class TrlAdapter(MetricsCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Skip the update of a step without a token in the loss: an optimizer leaves weights without gradients as they
-        are. With gradients of 0, AdamW would move them by the momentum of earlier steps and decay them."""
+        """Skip the update of a step without a token in the loss, by removing its gradients. An optimizer does not
+        change weights that have no gradients. With gradients of 0, AdamW would move the weights by the momentum of
+        earlier steps, and decay them."""
         is_skipped = not self.trainer.tokens_in_loss
         self._step_metrics["skipped_update"] = int(is_skipped)
         if is_skipped:
             kwargs["optimizer"].zero_grad(set_to_none=True)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Evaluate if it is time, and keep the model if it is the best so far. The step's times leave this out.
+        """Evaluate after every `eval_steps` steps, and keep the model if it is the best so far. The times of the step
+        do not include this.
 
-        If the next step is sampled beside this one, its episodes are finished first, since the loop runs one job at a
-        time.
+        If the next step is sampled at the same time, its episodes are finished first, since the event loop runs one job
+        at a time.
         """
         steps, every = state.global_step - self._earlier_steps, self._context.eval_steps
         if not every or (steps % every and steps < self._stage.steps):
@@ -360,7 +369,7 @@ class TrlAdapter(MetricsCallback):
             selected += [self._select(group, step) for group in groups[len(selected) :]]
         if rollouts.sleep:
             rollouts.loop_thread.run(rollouts.sleep)
-        # Train on the groups with a signal and, if they are too few, on the first of the others.
+        # Train on the groups with a signal. If they are too few, add the first ones of the groups without a signal.
         ranked = sorted(range(len(groups)), key=lambda i: not roc.has_signal(groups[i], selected[i]))
         for number in ranked[self._stage.problems_per_step :]:
             selected[number] = []
@@ -402,8 +411,8 @@ class TrlAdapter(MetricsCallback):
         return values
 
     def _collect_groups(self, rollouts: RolloutRuntime, step: int) -> list[list[Episode]]:
-        """Return `problems_per_step` complete groups; the other started groups become pending. Start to sample the next
-        step's groups, if they are sampled beside this step."""
+        """Return `problems_per_step` complete groups. The other started groups become pending. With
+        `one_step_off_policy`, also start to sample the groups of the next step."""
         stage = self._stage
         started, results, _ = self._wait(rollouts, self._next_groups or self._start(rollouts, step))
         is_last = step == self.step_offset + self._earlier_steps + stage.steps
@@ -419,11 +428,12 @@ class TrlAdapter(MetricsCallback):
     def _start(
         self, rollouts: RolloutRuntime, step: int, replacements: list[list[Episode]] | None = None
     ) -> Future[_Collected]:
-        """Start to sample the groups of `step`, or the replacements of some of them."""
+        """Start to sample the groups of `step` or, if given, `replacements`."""
         stage, collector = self._stage, rollouts.collector
         steps_done = step - 1 - self.step_offset - self._earlier_steps
         started = replacements or self.pending_groups + self._new_groups(steps_done)
-        # Pending groups were carried once at least.
+        # The first groups are the oldest. Groups that were carried over often enough must become complete in this step.
+        # Pending groups were carried over once at least, so the smallest useful limit is 1.
         must_complete = sum(group[0].steps_carried >= max(1, stage.max_staleness_steps) for group in started)
         is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
 
@@ -443,7 +453,7 @@ class TrlAdapter(MetricsCallback):
         return rollouts.loop_thread.start(collect)
 
     def _wait(self, rollouts: RolloutRuntime, collected: Future[_Collected]) -> _Collected:
-        """Wait for sampled groups, and add their times and the wait to the step's metrics."""
+        """Wait for sampled groups. Add their times, and the time of this wait, to the step's metrics."""
         waiting_since = perf_counter()
         groups = rollouts.loop_thread.result(collected)
         for name, value in (groups.measured | {"rollout_wait_s": perf_counter() - waiting_since}).items():
@@ -453,8 +463,8 @@ class TrlAdapter(MetricsCallback):
     def _sample_replacements(
         self, rollouts: RolloutRuntime, groups: Sequence[Sequence[Episode]], count: int, step: int
     ) -> list[list[Episode]]:
-        """Return the groups of `count` further problems, or of all that are left (DAPO's dynamic sampling, arXiv
-        2503.14476, 3.2).
+        """Return the groups of `count` further problems, or of all unused problems if they are fewer (DAPO's dynamic
+        sampling, arXiv 2503.14476, 3.2).
 
         Which problems these are follows from the seed, the step and the rewards. No problem is sampled twice in a step.
         """
@@ -465,10 +475,10 @@ class TrlAdapter(MetricsCallback):
         return list(filter(None, self._wait(rollouts, self._start(rollouts, step, started)).results)) if started else []
 
     def _new_groups(self, steps_done: int) -> list[list[Episode]]:
-        """Return the groups to start after `steps_done` steps. The last steps start no more than they need.
+        """Return the groups to start after `steps_done` steps. The last steps start only the groups that they need.
 
-        If a problem has an earlier group in the same step, the later one continues its sample numbers, so that no two
-        episodes are sampled alike.
+        A problem may have an earlier group in the same step. The later group then continues the sample numbers of the
+        earlier one, so that no two episodes are sampled with equal seeds.
         """
         stage, per_step = self._stage, self._stage.problems_per_step
         in_flight = min(per_step + round(per_step * stage.partial_rollouts), per_step * (stage.steps - steps_done))

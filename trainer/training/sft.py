@@ -40,8 +40,9 @@ def train_sft(
 ) -> TrainedModel:
     """Train on `conversations`, from the newest complete checkpoint if there is one.
 
-    Conversations are dropped if they have no token of the assistant, or are longer than `sft.max_conversation_tokens`;
-    stderr gets their number. Raises `ConfigError` if none is left, or if the batch does not fit the ranks.
+    Conversations are dropped if they have no token of the assistant, or are longer than `sft.max_conversation_tokens`.
+    The number of dropped ones is printed to stderr. Raises `ConfigError` if no conversation is left, or if the batch
+    cannot be divided among the ranks.
     """
     pairs = [chat_format.encode_conversation(messages) for messages in conversations]
     short = [pair for pair in pairs if len(pair[0]) <= sft.max_conversation_tokens]
@@ -87,11 +88,11 @@ class _SftArguments(SingleGpuArguments, TrlSFTConfig):  # type: ignore[misc]
 
 
 def length_grouped_order(lengths: Sequence[int], batch_size: int, epochs: float, seed: int) -> list[int]:
-    """Return the order of conversations: each epoch in a new order, with conversations of similar length in a batch.
+    """Return the order of conversations. Each epoch has a new order, and a batch has conversations of similar length.
 
-    In random batches, padding to the longest conversation would double the work. Conversations are sorted only within
-    windows of `SORT_WINDOW_BATCHES` batches, and the batches come in random order. An epoch leaves out conversations at
-    its end that do not fill a batch.
+    In random batches, padding to the longest conversation would double the work. Conversations are sorted by length
+    only within windows of `SORT_WINDOW_BATCHES` batches, and the batches come in random order. If the conversations at
+    the end of an epoch do not fill a batch, the epoch leaves them out.
     """
     rng = random.Random(seed)
     total = max(1, round(len(lengths) * epochs / batch_size)) * batch_size

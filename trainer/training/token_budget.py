@@ -5,14 +5,16 @@ log-probabilities twice. This trainer computes each row of a step at most once, 
 backward computation of some rows:
 
 - A row without a token in the loss is in no pass.
-- A pass has rows of similar length, padded to the longest of them: at most `micro_batch_tokens` positions.
-- The importance ratio comes from the pass that computes the loss. A step has one optimizer step, so the pass has the
-  weights from which the step starts: the ratio corrects the engines' rounding, and weights that are older than these.
+- A pass has rows of similar length, padded to the longest of them. With the padding it has at most `micro_batch_tokens`
+  positions.
+- The importance ratio is computed in the pass that computes the loss. A step has one optimizer step, so the pass has
+  the weights from which the step starts. The ratio corrects two differences: the engines' rounding, and samples from
+  older weights.
 
 Invariants:
 - The loss and its gradient are those of TRL on the same rows, to rounding. The denominator is the number of tokens in
   the loss of the whole step, on all ranks.
-- All ranks run the same number of passes, since a pass is a collective operation. A rank that has fewer passes adds
+- All ranks run an equal number of passes, since a pass is a collective operation. A rank that needs fewer passes adds
   passes of one row without loss.
 
 It overrides TRL's private method `_compute_loss`, and calls `_get_per_token_logps_and_entropies`;
@@ -34,13 +36,15 @@ IMPORTANCE_RATIO_CAP = 2.0
 12K tokens."""
 
 RowEntropies = tuple[list[int], list[int], list[float | None]]
-"""Prompt ids and completion ids of a row, and the entropies of its completion in nats: None if not in the loss."""
+"""The prompt ids, the completion ids and the entropies of one row. There is one entropy per completion id, in nats. It
+is None for a token that is not in the loss."""
 OnEntropies = Callable[[list[RowEntropies]], None]
 Batch = dict[str, Any]
 """TRL's tensors of some rows. Their first dimension is the row. Prompts are padded on the left, completions on the
 right.
 
-Dimensions: B rows, L positions of a joined row, T positions of a completion."""
+Suffixes of names give the dimensions of a tensor: B rows, L positions of a joined row (prompt and completion without
+padding between them), T positions of a completion."""
 
 
 class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -58,8 +62,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         self._entropies: list[RowEntropies] = []
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        """Return the loss of a step. The caller computes the gradients of the last pass only, because this method has
-        added those of the other passes to the model."""
+        """Return the loss of a step. This method adds the gradients of all passes but the last to the model. So the
+        caller's backward computation only has to add the gradients of the last pass."""
         self.tokens_in_loss = int(inputs["num_items_in_batch"])
         passes = self._split_into_passes(inputs)
         earlier_loss = torch.zeros((), device=self.accelerator.device)
@@ -82,8 +86,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
     def _pass_loss(self, model: Any, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
         """Return this pass's part of the loss of the step (rStar2-Agent, arXiv 2508.20722, equation 3).
 
-        Adds five numbers to `sums`: of the tokens in the loss their number, log-probability differences, importance
-        ratios and entropies; of the pass the number of positions.
+        Adds five numbers to `sums`. Four are sums over the tokens in the loss: their number, log-probability
+        differences, importance ratios and entropies. The fifth is the number of positions of the pass.
         """
         ids_BL, mask_BL = _joined(batch)
         logps_BT, entropies_BT = self._score(model, ids_BL, mask_BL, batch)
@@ -110,7 +114,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         logps, entropies, *_ = super()._get_per_token_logps_and_entropies(
             model, ids_BL, mask_BL, num_scored, compute_entropy=True
         )
-        # Position t of a completion is position prompt + t of the row, and TRL scores the last `num_scored` positions.
+        # Position t of a completion is position (prompt length + t) of the row. TRL scores the last `num_scored`
+        # positions of a row.
         positions_T = torch.arange(batch["completion_mask"].size(1), device=ids_BL.device)
         index_BT = (prompt_lengths_B[:, None] + positions_T - (ids_BL.size(1) - num_scored)).clamp(max=num_scored - 1)
         return logps.gather(1, index_BT), entropies.gather(1, index_BT)
@@ -124,7 +129,7 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         num_groups = torch.tensor([len(groups)], device=self.accelerator.device)
         num_passes = max(1, self.accelerator.gather(num_groups).max().item())
         passes = [_take(inputs, rows) for rows in groups]
-        while len(passes) < num_passes:  # another rank has more: add the shortest row, with no token in the loss
+        while len(passes) < num_passes:  # another rank has more passes: add the shortest row, without loss
             batch = _take(inputs, [min(range(len(lengths)), key=lengths.__getitem__)])
             batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
             batch["completion_mask"][:, 0] = 1
@@ -133,7 +138,7 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         return passes
 
     def _log_sums(self, sums: torch.Tensor) -> None:
-        """Log the means over the tokens in the loss of all ranks, under TRL's names for them."""
+        """Log the means over the tokens in the loss of all ranks, under TRL's names for these means."""
         tokens, difference, importance, entropy, positions = self.accelerator.reduce(sums).tolist()
         totals = {
             "sampling/sampling_logp_difference/mean": difference,
@@ -146,8 +151,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 def pack_rows(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield `rows` in groups of similar length, the longest first. A group has at most `max_tokens` positions, each row
-    padded to the group's longest; a longer row is a group of its own."""
+    """Yield `rows` in groups of similar length, the longest rows first. A group has at most `max_tokens` positions if
+    each of its rows is padded to the longest one. A row of more than `max_tokens` is a group of its own."""
     group: list[int] = []
     for row in sorted(rows, key=lambda row: -lengths[row]):
         if group and lengths[group[0]] * (len(group) + 1) > max_tokens:
@@ -183,8 +188,8 @@ def _row_entropies(batch: Batch, entropies_BT: torch.Tensor, mask_BT: torch.Tens
 
 
 def _joined(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and attention mask of rows in which the completion follows the prompt without padding between
-    them. The rows are padded on the right."""
+    """Return the token ids and the attention mask of joined rows: the completion follows the prompt without padding
+    between them. The rows are padded on the right."""
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool()
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask_BL = torch.zeros_like(mask)

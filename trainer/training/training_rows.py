@@ -25,9 +25,9 @@ class TrainingRow(NamedTuple):
 
 
 def problem_schedule(problems: Sequence[Problem], per_step: int, steps: int, seed: int) -> list[Problem]:
-    """Return `per_step` problems for each of `steps` steps; each epoch has a new order.
+    """Return `per_step` problems for each of `steps` steps. Each epoch has a new order.
 
-    No step has a problem twice: problems at the end of an epoch that do not fill a step are left out of that epoch.
+    No step has a problem twice. The problems at the end of an epoch may not fill a step; this epoch leaves them out.
     Raises `ConfigError` for too few problems or for equal ids.
     """
     epoch_problems = list(problems)
@@ -52,7 +52,8 @@ def in_loss_indices(group: Sequence[Episode], selected: Sequence[int]) -> list[i
 
 
 def training_row(episode: Episode, *, is_in_loss: bool, placeholder_id: int) -> TrainingRow:
-    """Return an episode's row. TRL accepts neither an empty prompt nor an empty completion; one token replaces it."""
+    """Return an episode's row. TRL accepts no empty prompt and no empty completion, so `placeholder_id` replaces an
+    empty one."""
     prompt_ids = list(episode.prompt_ids) or [placeholder_id]
     ids = list(episode.response_ids) or [placeholder_id]
     logprobs = episode.known_logprobs
@@ -71,7 +72,7 @@ def roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
 
 
 def scatter(rows: Sequence[TrainingRow], count: int) -> Sequence[TrainingRow]:
-    """Give each rank `count` of the first rank's rows. The other ranks wait here while it samples."""
+    """Give each rank `count` of the first rank's rows. The other ranks wait here while the first rank samples."""
     if (group := waiting_group()) is None:
         return rows
     shares = [rows[start : start + count] for start in range(0, len(rows), count)]
