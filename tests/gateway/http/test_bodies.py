@@ -28,7 +28,7 @@ from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.exchange import BODIES, PARSER
 from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.types import Call, Result, Status
-from tests.gateway.http.test_tenants import A, B, serving_tenants
+from tests.gateway.http.test_tenants import BEARER_A, BEARER_B, serving_tenants
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
@@ -285,9 +285,9 @@ async def test_tenants_take_turns_with_large_bodies(tmp_path: Path, monkeypatch:
         def send(token: str) -> asyncio.Task[Any]:
             return asyncio.create_task(served.post("/v1/execute", LARGE, Content_Type=JSON, Authorization=token))
 
-        requests = [send(A) for _ in range(3)]
+        requests = [send(BEARER_A) for _ in range(3)]
         await until(lambda: served.dispatcher.counters.bytes_in == 3 * len(LARGE))
-        requests.append(send(B))
+        requests.append(send(BEARER_B))
         await until(lambda: served.dispatcher.counters.bytes_in == 4 * len(LARGE))
         assert order == ["a"]
         may_go_on.set()
@@ -347,10 +347,10 @@ async def test_the_bodies_of_one_tenant_never_refuse_those_of_another(tmp_path: 
     largest = json.dumps({"code": "#" * 3 * MEBIBYTE}).encode().ljust(4 * MEBIBYTE)
     async with (
         serving_tenants(tmp_path, queue_mb=8, body_mb=4, token="server") as served,
-        _unfinished_body(served, len(largest), Authorization=A),
+        _unfinished_body(served, len(largest), Authorization=BEARER_A),
     ):
-        assert (await served.post("/v1/execute", LARGE, Content_Type=JSON, Authorization=A))[0] == 429
-        for token in (B, "Bearer server"):
+        assert (await served.post("/v1/execute", LARGE, Content_Type=JSON, Authorization=BEARER_A))[0] == 429
+        for token in (BEARER_B, "Bearer server"):
             assert (await served.post("/v1/execute", largest, Content_Type=JSON, Authorization=token))[0] == 200
 
 
