@@ -33,7 +33,7 @@ def test_wrong_arguments_are_refused(flag: str, value: str, refused_arguments: R
     assert flag in refused_arguments(cluster.main, flag, value)
 
 
-def test_each_part_has_its_table() -> None:
+def test_calls_are_shown_as_a_table_and_faults_as_a_sentence() -> None:
     table, sentence = cluster.tables({"calls": CALLS, "faults": FAULTS})
     assert table.rows == [
         ("executors of the gateway", "1,200", "3.40"),

@@ -75,7 +75,7 @@ def test_a_test_that_fails_or_is_not_reached_only_in_a_call_is_a_difference() ->
     assert [row["test"] for row in comparison.skipped_inside] == ["skips"]
 
 
-def test_the_tests_of_a_class_whose_setup_fails_in_the_call_are_not_reached_for_its_reason() -> None:
+def test_the_tests_of_a_class_have_the_reason_of_its_failed_setup() -> None:
     comparison = Comparison()
     setup = {"setUpClass (test.test_x.Case)": Outcome("error", "why")}
     outside = {f"test.test_x.Case.test_{name}": PASSED for name in "ab"}
@@ -101,6 +101,6 @@ def test_each_difference_of_the_committed_result_has_a_reason() -> None:
     assert all(row["outcome"] in FAILURES for row in result["differences"])
 
 
-def test_a_module_is_left_out_for_one_reason() -> None:
+def test_each_excluded_module_has_exactly_one_reason() -> None:
     names = [name for names in EXCLUDED_MODULES.values() for name in names.split()]
     assert len(names) == len(set(names))

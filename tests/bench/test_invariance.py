@@ -23,7 +23,7 @@ NEED_S = 0.2
 
 
 @pytest.mark.parametrize("use", TIME_USES)
-def test_a_call_uses_what_it_needs(use: str) -> None:
+def test_a_generated_call_uses_the_cpu_or_wall_time_in_its_parameters(use: str) -> None:
     code = invariance.call_using(use, NEED_S, 1.0)["code"]
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
@@ -73,7 +73,7 @@ def test_an_outcome_with_another_status_or_output_is_changed(other: Result) -> N
     assert not _holds(result)
 
 
-def test_a_call_that_differs_from_itself_is_listed_as_unstable_and_does_not_count() -> None:
+def test_a_call_with_different_results_in_two_runs_is_listed_as_unstable_and_does_not_count() -> None:
     result = invariance.summarize([Case("a", {})], [_result()], [_result("ok", "2\n")], unstable={"a"})
     assert (result["changed"], result["unstable"], _holds(result)) == ([], ["a"], True)
 

@@ -73,7 +73,7 @@ async def test_a_call_is_sent_when_it_is_due_without_waiting_for_answers() -> No
 
 
 @pytest.mark.asyncio
-async def test_a_refused_call_is_lost() -> None:
+async def test_a_call_whose_request_is_refused_counts_as_lost() -> None:
     async with HttpServer(web.Application()) as server, http_session() as http:
         tally = await mixed.offer(http, str(server.make_url("")).rstrip("/"), [(0.0, _call())], lambda: None)
     result = mixed.summarize_traffic(TrafficRun(tally), _run(1))

@@ -100,7 +100,7 @@ def test_differences_are_taken_within_a_seed() -> None:
     assert "RoC less GRPO, all of G" in markdown(roc.tables({"steps": 2, "group": 8, **result}))
 
 
-def test_the_curves_are_drawn(tmp_path: Path) -> None:
+def test_the_plot_has_a_curve_for_each_arm(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure", reason="plots need matplotlib").Figure()
     axes = figure.subplots()
     roc.draw(
@@ -141,7 +141,7 @@ def test_the_requirements_are_half_of_the_errors_and_a_small_p() -> None:
     assert (accuracy["measured"], accuracy["holds"]) == (0, True)
 
 
-def test_the_files_of_the_free_task_are_those_that_its_settings_name(tmp_path: Path) -> None:
+def test_the_settings_of_the_free_task_name_files_that_exist(tmp_path: Path) -> None:
     args = roc._parser().parse_args(["--task", "free", "--folder", str(tmp_path), "--max-turns", "3"])
     shared = roc._shared_settings(args, 5)
     sources = [*shared.data.train, *shared.sft.data, *shared.eval.data, f"{shared.model.path}/config.json"]

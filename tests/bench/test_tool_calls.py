@@ -40,7 +40,7 @@ def test_the_shares_are_those_of_real_traffic() -> None:
     assert sum(SHARES.values()) == pytest.approx(1)
 
 
-def test_the_calls_are_as_long_as_real_ones() -> None:
+def test_the_number_of_lines_of_sampled_calls_is_near_that_of_real_calls() -> None:
     lines = [len(call["code"].splitlines()) for call in sample_calls(5000)]
     assert 15 <= statistics.median(lines) <= 19
     assert 28 <= statistics.quantiles(lines, n=10)[-1] <= 40

@@ -168,7 +168,7 @@ ANSWERS = {
 
 
 @pytest.mark.asyncio
-async def test_rewards_are_as_many_as_programs_and_none_stands_for_what_is_not_scorable() -> None:
+async def test_rewards_has_one_item_per_program_and_none_for_a_program_that_is_not_scorable() -> None:
     programs = [{**PASSING, "code": code} for code in ANSWERS]
     async with scripted(lambda _number, program: ANSWERS[program["code"]]) as (url, _), AsyncClient(url) as client:
         assert await client.rewards(programs, partial=True) == [0.5, None, None, None, 1.0, 0.0]
@@ -300,7 +300,7 @@ async def test_programs_use_no_more_connections_than_the_client_may_open(monkeyp
 
 
 @pytest.mark.asyncio
-async def test_programs_that_fail_at_one_server_avoid_it_for_as_long_as_the_failed_request_took(
+async def test_a_server_that_failed_gets_no_programs_for_as_long_as_the_failed_request_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0

@@ -236,7 +236,7 @@ async def test_a_batch_whose_calls_are_all_malformed_has_one_result_per_call() -
 
 
 @pytest.mark.asyncio
-async def test_checks_take_no_code() -> None:
+async def test_verify_refuses_the_argument_code() -> None:
     async with AsyncClient(f"http://127.0.0.1:{unused_port()}") as client:
         with pytest.raises(InvalidCall, match="unknown field 'code'"):
             await client.verify([("1", "1")], code="print(1)")

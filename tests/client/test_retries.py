@@ -141,7 +141,9 @@ async def test_an_endpoint_that_failed_gets_one_request_at_a_time_until_it_retur
 
 
 @pytest.mark.asyncio
-async def test_an_endpoint_is_avoided_for_as_long_as_its_failed_request_took(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endpoint_gets_no_calls_for_as_long_as_its_failed_request_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = 0.0
     for module in ("transport", "endpoints"):
         monkeypatch.setattr(f"sandbox.client.{module}._now", lambda: now_s)

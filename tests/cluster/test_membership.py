@@ -110,7 +110,7 @@ async def test_the_weakest_level_in_use_is_reported() -> None:
         ({"version": "9.9"}, {}, "has rstar-sandbox 9.9, the gateway has 0.1.0"),
     ],
 )
-async def test_a_node_that_differs_is_refused_by_name(
+async def test_a_node_that_differs_from_the_gateway_or_the_first_node_is_refused_by_name(
     report: dict[str, Any], settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = FakeNode("bad", **report)
@@ -384,7 +384,7 @@ async def test_restarts_of_removed_executors_are_counted() -> None:
         assert samples["nodes", "ready"] == 1 and samples["nodes", "lost"] == 0
 
 
-async def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_change_of_a_node_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sandbox.cluster")
     async with FakeCluster(FakeNode("a")).running() as cluster:
         await cluster.dispatcher.started()

@@ -129,7 +129,7 @@ HOSTILE_VALUES = {
 
 
 @pytest.mark.parametrize("attack", HOSTILE_VALUES)
-def test_other_calls_survive_the_value(attack: str, target: Target) -> None:
+def test_a_hostile_returned_value_does_not_affect_other_calls(attack: str, target: Target) -> None:
     result = target.caller.run(HOSTILE_VALUES[attack], timeout_s=1.0, memory_mb=256)
     assert (result.status is not Status.UNAVAILABLE, result.attempts) == (True, 1), result
     assert len(result.value or "") <= 64 << 10  # the default of output_kb

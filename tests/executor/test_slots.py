@@ -184,7 +184,7 @@ async def test_processes_left_in_a_slot_are_killed(
 
 
 @pytest.mark.trio
-async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
+async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_once_opening_succeeds(
     cgroup_files: FakeCgroup, autojump_clock: MockClock
 ) -> None:
     slots = Slots(1)

@@ -139,7 +139,7 @@ async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() ->
     assert {result.status for result in results} == {Status.OK}
 
 
-def test_the_first_signal_says_what_it_waits_for_and_a_second_one_ends_the_wait() -> None:
+def test_the_first_signal_logs_what_the_server_waits_for_and_the_second_signal_ends_the_wait() -> None:
     with serving_process(drain_s=60) as process:
         url = read_url(process)
         with socket.create_connection(("127.0.0.1", _port_of(url))) as client:

@@ -74,7 +74,7 @@ def test_only_line_feeds_count_as_ends_of_lines(guest: Caller, separator: str) -
     assert "    1/0\n" in error.traceback
 
 
-def test_chained_exceptions_show_both(guest: Caller) -> None:
+def test_a_chained_exception_shows_the_tracebacks_of_both_exceptions(guest: Caller) -> None:
     code = "try:\n    1/0\nexcept ZeroDivisionError as error:\n    raise ValueError('outer') from error"
     error = error_of(guest.run(code))
     assert error.type == "ValueError"

@@ -70,7 +70,7 @@ BETWEEN_PROCESSES = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_in_one_process(guest: Caller, situation: str) -> None:
+def test_locks_within_one_process_have_the_expected_effect(guest: Caller, situation: str) -> None:
     code, expected = SITUATIONS[situation]
     assert stdout_of(guest.run(PRELUDE + code)) == expected + "\n"
 

@@ -88,7 +88,9 @@ SHOWN_NAMES = {variable.partition("=")[0] for variable in SHOWN}
 
 
 @pytest.mark.parametrize("variable", SHOWN)
-def test_a_variable_of_the_interpreter_has_the_effect_that_it_has_in_a_fresh_one(guest: Caller, variable: str) -> None:
+def test_an_environment_variable_of_python_has_the_same_effect_as_in_a_fresh_interpreter(
+    guest: Caller, variable: str
+) -> None:
     name, _, value = variable.partition("=")
     code = f"import os, sys, warnings\nprint({SHOWN[variable]})"
     with tempfile.TemporaryDirectory() as directory:

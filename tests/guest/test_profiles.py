@@ -44,7 +44,7 @@ def test_missing_packages_are_reported_and_cause_no_other_problem(profile: str, 
     assert load(OWN_PYTHON, profile) == (missing, [])
 
 
-def test_a_second_load_and_that_of_a_child_profile_report_the_same_missing_packages() -> None:
+def test_a_repeated_load_and_a_child_profile_report_the_same_missing_packages_again() -> None:
     """A zygote of profile `symbolic` is a child of one that has loaded `numeric`."""
     code = LOAD.replace("import profiles\n", "import profiles\nprofiles.load('numeric')\n")
     for profile, missing in (("numeric", ["numpy"]), ("symbolic", ["mpmath", "numpy", "sympy"])):

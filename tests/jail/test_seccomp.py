@@ -420,7 +420,7 @@ def test_no_call_learns_or_changes_what_is_in_the_page_cache(name: str, index: i
 
 
 @pytest.mark.parametrize("command", [6, 7, 37, 38])  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
-def test_no_lock_reaches_the_kernel(command: int) -> None:
+def test_the_filter_refuses_every_call_that_locks_a_file(command: int) -> None:
     assert emulate(seccomp.program(), X86_64["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
     assert emulate(seccomp.program(), X86_64["flock"], [0] * 6)[0] == seccomp.ENOSYS
 

@@ -95,7 +95,7 @@ def test_no_pair_is_a_false_equivalent_and_at_most_one_in_a_hundred_is_wrong() -
     assert len(wrong) <= len(PAIRS) / 100, wrong
 
 
-def test_an_answer_in_markup_or_a_completion_is_what_it_is_alone() -> None:
+def test_an_answer_in_markup_or_in_a_completion_equals_the_answer_alone() -> None:
     golds = sorted(
         {pair.gold for pair in PAIRS if len(pair.gold) < 60 and not re.search(r"\n|boxed|####|^\$|\*", pair.gold)}
     )

@@ -66,7 +66,9 @@ def is_same_json(expected: Any, actual: Any, comparison: Comparison = LINES) -> 
         ("YES", "yes", set()),
     ],
 )
-def test_each_comparison_ignores_what_it_says(expected: str, actual: str, same_in: set[TextComparison]) -> None:
+def test_each_mode_of_comparison_accepts_exactly_the_documented_differences(
+    expected: str, actual: str, same_in: set[TextComparison]
+) -> None:
     assert {comparison for comparison in TextComparison if is_same(expected, actual, comparison)} == same_in
 
 

@@ -384,7 +384,7 @@ def test_an_executable_that_is_no_python_is_refused(python: str) -> None:
         runtime.version_of(Path(python))
 
 
-def test_check_builds_nothing(
+def test_runtime_check_does_not_build_a_missing_runtime(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "runtime"))

@@ -279,7 +279,7 @@ def test_an_unknown_stage_gets_a_suggestion(file: Path) -> None:
         ("engines.args.compilation_config", '{"level": 3}', {"level": 3}),
     ],
 )
-def test_a_value_for_a_library_has_the_type_in_which_it_is_written(
+def test_the_text_of_a_library_setting_becomes_a_value_of_the_type_that_the_text_shows(
     file: Path, setting: str, text: str, value: object
 ) -> None:
     *parents, name = setting.split(".")

@@ -277,7 +277,7 @@ def test_the_loss_of_a_cancelled_call_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("dies", ["executor", "zygote"])
-def test_a_call_that_kills_what_runs_it_does_not_use_up_the_last_attempts_of_other_calls(dies: str) -> None:
+def test_a_call_that_kills_its_zygote_or_executor_does_not_use_up_the_last_attempts_of_other_calls(dies: str) -> None:
     """The zygote runs all calls of its executor, so all of them die with it."""
     call_table, deadly, others = CallTable(LIMITS), batch_of(1), batch_of(6)
     call_table.admit(deadly, 0.0)
@@ -493,7 +493,7 @@ def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
     assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
 
 
-def test_of_the_deadlines_of_a_call_and_of_its_batch_the_earlier_one_counts() -> None:
+def test_a_call_ends_at_the_earlier_of_its_own_and_its_batchs_deadline() -> None:
     call_table = CallTable(LIMITS)
     batch = batch_of(3, queue_timeout_s=100.0, deadline_s=5.0, deadlines=[3.0, 8.0, None])
     call_table.admit(batch, 10.0)

@@ -72,9 +72,7 @@ async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_n
 
 
 @pytest.mark.parametrize(("code", "error_type"), [("lose", "Poison"), ("refuse", "NodeError")])
-async def test_a_call_that_an_executor_loses_each_time_is_started_as_often_as_it_has_attempts(
-    code: str, error_type: str
-) -> None:
+async def test_a_call_that_is_lost_each_time_is_started_once_per_attempt(code: str, error_type: str) -> None:
     """The executor reports each attempt as lost and keeps running. The code has started ("lose"), or it could not be
     started ("refuse")."""
     async with serving(attempts=2) as served:
@@ -107,7 +105,7 @@ async def test_calls_of_a_killed_executor_go_to_the_next_one() -> None:
         assert "rstar_sandbox_calls_retried_total 2" in metrics_text
 
 
-async def test_an_executor_runs_one_last_attempt_at_a_time() -> None:
+async def test_an_executor_runs_at_most_one_call_on_its_last_attempt() -> None:
     async with serving(executors=2, attempts=2) as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: any(len(executor.calls) == 2 for executor in served.fleet.executors))

@@ -148,7 +148,7 @@ def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]
         assert len(fast) == len(waiting)
 
 
-def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
+def test_a_tenant_with_one_call_does_not_wait_for_all_calls_of_another_tenant() -> None:
     queue: FairQueue[Item] = FairQueue()
     for _ in range(1000):
         queue.push(Item("many"))

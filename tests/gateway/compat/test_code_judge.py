@@ -56,7 +56,7 @@ async def answers(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SUBMISSIONS)
-def test_the_answer_is_that_of_code_judge(name: str, answers: dict[str, Any]) -> None:
+def test_the_response_equals_the_recorded_response_of_code_judge(name: str, answers: dict[str, Any]) -> None:
     assert_fits(answers[name], SCHEMAS["CodeJudgeResult"])
     assert comparable(answers[name]) == RECORD["same"][name]
 

@@ -51,7 +51,7 @@ FASTAPI: list[tuple[str, Any, list[Any]]] = [  # FastAPI 0.165 with the models o
 
 
 @pytest.mark.asyncio
-async def test_the_errors_are_those_of_fastapi() -> None:
+async def test_the_errors_of_a_malformed_body_equal_the_recorded_errors_of_fastapi() -> None:
     async with serving() as served:
         for path, body, errors in FASTAPI:
             assert await served.post(path, body) == (422, {"detail": errors})

@@ -47,7 +47,7 @@ async def url() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("name", [*REQUESTS])
-def test_the_answer_is_that_of_sandbox_fusion(name: str, url: str) -> None:
+def test_the_response_equals_the_recorded_response_of_sandbox_fusion(name: str, url: str) -> None:
     route, body = REQUESTS[name]
     answer, recorded = comparable(post(url + route, body)), RECORD["answers"][name]
     if name not in DIFFERENT_AS_INIT:
@@ -149,7 +149,7 @@ def test_verls_tool_gets_the_output(url: str, code: str, status: str, run_status
 class TestSdk:
     """The package `sandbox-fusion` from PyPI."""
 
-    def test_run_code(self, url: str) -> None:
+    def test_the_sdk_gets_the_status_and_the_output_of_its_code(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
         request = sdk.RunCodeRequest(code="print(input())", language="python", stdin="hi", files={"a": None})
         response = sdk.run_code(request, endpoint=url)
@@ -161,14 +161,14 @@ class TestSdk:
         responses = [sdk.run_code(request, endpoint=url) for request in requests]
         assert [sdk.summary_run_code_result(response, mapping) for response in responses] == ["good", "bad", "slow"]
 
-    def test_run_concurrent(self, url: str) -> None:
+    def test_the_sdk_runs_one_hundred_requests_concurrently(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
         sdk.set_endpoint(url)
         arguments = [[sdk.RunCodeRequest(code=f"print({n} ** 2)", language="python")] for n in range(100)]
         responses = sdk.run_concurrent(sdk.run_code, args=arguments)
         assert [response.run_result.stdout for response in responses] == [f"{n * n}\n" for n in range(100)]
 
-    def test_run_jupyter(self, url: str) -> None:
+    def test_the_sdk_gets_the_values_and_the_errors_of_notebook_cells(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
         response = sdk.run_jupyter(sdk.RunJupyterRequest(cells=["a = 2", "a + 1", "1/0"]), endpoint=url)
         assert response.cells[1].display == [{"text/plain": "3"}]
@@ -180,7 +180,7 @@ class TestSdk:
         with pytest.raises(Exception, match="language 'cpp' is not supported"):
             sdk.run_code(request, endpoint=url, max_attempts=1)
 
-    def test_the_asynchronous_client(self, url: str) -> None:
+    def test_the_asynchronous_sdk_runs_twenty_requests_concurrently(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
 
         async def run() -> Any:
@@ -426,7 +426,7 @@ def test_the_bound_of_values_is_for_all_cells_together() -> None:
     assert len(cells) == sandbox_fusion.MAX_CELL_VALUES // values
 
 
-def test_output_of_many_values_is_no_such_result(url: str) -> None:
+def test_text_that_looks_like_json_with_many_values_is_returned_unchanged(url: str) -> None:
     code = "text = '[1, {2}]' * 60_000\nprint(text, end='')\ntext"
     answer = post(f"{url}/run_jupyter", {"cells": [code]})
     assert answer["status"] == "Success"

@@ -177,7 +177,9 @@ async def test_an_environment_that_ends_the_episode_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize("is_stateful", [True, False])
-async def test_an_environment_is_reset_before_it_scores_an_episode_that_lacks_its_score_only(is_stateful: bool) -> None:
+async def test_the_environment_of_a_finished_episode_without_a_score_is_reset_and_scores_the_episode(
+    is_stateful: bool,
+) -> None:
     class Answered(CountingEnvironment):
         async def reset(self, problem: Problem) -> InitialState:
             self.expected = problem.answer

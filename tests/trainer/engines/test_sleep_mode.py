@@ -249,7 +249,7 @@ async def test_an_engine_that_hangs_delays_a_sleep_and_is_asked_again():
 
 
 @virtual_time
-async def test_a_sync_that_interrupts_the_check_of_a_sleeping_engine_does_not_take_it_for_dead():
+async def test_a_sleeping_engine_whose_check_is_interrupted_by_a_sync_is_not_marked_down():
     (engine, _), pool = sleeping_pool()
     async with pool:
         await pool.sync_weights({"salt": 1})

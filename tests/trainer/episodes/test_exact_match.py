@@ -49,7 +49,7 @@ from trainer.episodes.exact_match import has_answers, is_exact_match, plain_answ
         (None, "None"),
     ],
 )
-def test_right_answers(answer: str | None, truth: str) -> None:
+def test_exact_match_accepts_an_answer_that_is_equal_after_normalization(answer: str | None, truth: str) -> None:
     assert is_exact_match(answer, truth)
 
 
@@ -79,7 +79,7 @@ def test_right_answers(answer: str | None, truth: str) -> None:
         (None, ""),
     ],
 )
-def test_wrong_answers(answer: str | None, truth: str) -> None:
+def test_exact_match_rejects_an_answer_that_differs_after_normalization(answer: str | None, truth: str) -> None:
     assert not is_exact_match(answer, truth)
 
 

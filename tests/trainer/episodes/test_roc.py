@@ -225,7 +225,7 @@ def test_in_a_group_without_scored_episodes_the_first_ones_are_selected():
     assert not has_signal([UNSCORED] * 4, [0, 1])
 
 
-def test_a_group_that_lost_episodes_is_selected_from_as_if_it_had_never_had_them():
+def test_episodes_that_a_group_has_lost_do_not_change_the_selection():
     scored, lost = [WRONG] * 8 + [CORRECT] * 4, [UNSCORED] * 4
     selected = resample_on_correct(scored + lost, 8, mode="paper", rng=random.Random(0))
     assert selected == resample_on_correct(scored, 8, mode="paper", rng=random.Random(0))

@@ -165,7 +165,7 @@ def test_a_finished_phase_never_runs_again(tmp_path: Path, failing: str) -> None
     assert children.started + second_children.started[1:] == PHASES_IN_ORDER
 
 
-def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
+def test_each_training_phase_starts_from_the_model_of_the_training_phase_before(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path))
     for phase in run.phases():
         result = fake_result(phase)

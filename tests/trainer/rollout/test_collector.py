@@ -253,7 +253,7 @@ def problem_of(kind, *failing):
 
 
 @pytest.mark.asyncio
-async def test_a_multiple_choice_problem_asks_for_a_letter_and_is_scored_by_it(chat_format):
+async def test_a_multiple_choice_problem_asks_for_a_letter_and_scores_the_letter(chat_format):
     tools, answers = ScriptedTools(), ("B)", "two", "(b)", "A")
     pool = ScriptedPool(turns(*(answer_text(answer) + END for answer in answers)))
     ((*episodes,),) = await collect(pool, chat_format, tools, [CHOICE], 4)

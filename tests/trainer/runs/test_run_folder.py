@@ -102,7 +102,7 @@ def test_token_ids_are_always_written_and_log_probabilities_only_on_request(fold
 
 
 @given(st.lists(st.integers(0, 1), min_size=1))
-def test_the_loss_mask_is_written_with_one_entry_for_consecutive_tokens_of_equal_value(mask: list[int]) -> None:
+def test_the_loss_mask_is_written_with_one_entry_per_run_of_equal_values(mask: list[int]) -> None:
     masked = replace(episode(random.Random(1), "p", 0, skill=1.0), response_ids=[7] * len(mask), loss_mask=mask)
     with TemporaryDirectory() as path:
         RunFolder(Path(path)).write_episodes(1, "rl1", [[masked]], [[0]])

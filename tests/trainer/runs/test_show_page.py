@@ -96,7 +96,9 @@ async def listed_episodes(page: Page) -> list[str]:
     return list(json.loads(await page.run(script)))
 
 
-async def test_the_numbers_are_those_of_the_run_folder(browser: Browser, tiny_run: RunFolder, tmp_path: Path) -> None:
+async def test_the_page_shows_the_numbers_of_the_run_folder(
+    browser: Browser, tiny_run: RunFolder, tmp_path: Path
+) -> None:
     metrics = [row for row in tiny_run.read_metrics() if row["stage"] != "sft"]
     async with browser.page(write_page(tiny_run, tmp_path)) as page:
         assert await page.text("h1") == "tiny"

@@ -64,7 +64,9 @@ def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group
     assert wait_s > second["default_timeout_s"]
 
 
-def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_as_many(two_ranks: TwoRanks) -> None:
+def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_equally_many_passes(
+    two_ranks: TwoRanks,
+) -> None:
     first, second = (rank["reduced"] for rank in two_ranks.ranks)
     # A pass has one row. Three modules are sharded: each of the two layers, and the embeddings together with the output
     # layer.
