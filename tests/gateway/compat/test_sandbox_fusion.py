@@ -1,4 +1,8 @@
-"""Tests of the routes of SandboxFusion: answers equal to recorded ones, verl's reward function, its SDK, failures."""
+"""Tests of the routes with which this server replaces SandboxFusion, another sandbox service.
+
+The answers to the same requests equal those that SandboxFusion gave (a committed file has them), except for documented
+differences. The tests also run the reward function of verl and the SDK of SandboxFusion, and cause failures.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,10 @@ DIFFERENT = {
     "keyboard_interrupt", "two_megabytes", "not_utf_8", "numpy_with_limit", "cells_incomplete", "cells_exit",
     "cells_system_exit", "cells_timeout",
 }  # fmt: skip
-"""Names of the answers that differ. docs/compatibility.md lists them."""
+"""Names of the requests that the two services answer differently. docs/compatibility.md lists them."""
 DIFFERENT_AS_INIT = {"abort", "kills_itself", "alarm"}
-"""Answers that differ where a call is the first process of its PID namespace."""
+"""Names of the requests whose answers differ if a call is the first process of its PID namespace. At other isolation
+levels their answers are equal."""
 VERL = os.environ.get("RSTAR_VERL")
 
 
@@ -110,7 +115,7 @@ def test_cells_may_contain_any_characters(url: str) -> None:
     answer = post(f"{url}/run_jupyter", {"cells": cells})
     shown = [cell["display"][0]["text/plain"] if cell["display"] else None for cell in answer["cells"]]
     assert shown == ["'a'", '"\\\\d\'\\\\"', "1", "'?'", "'é\\x0c'", None, '"\'"', None]
-    assert answer["cells"][5]["error"][0]["ename"] in ("SyntaxError", "ValueError")  # the latter before Python 3.11.4
+    assert answer["cells"][5]["error"][0]["ename"] in ("SyntaxError", "ValueError")  # ValueError before Python 3.11.4
 
 
 @pytest.mark.asyncio
