@@ -1,4 +1,5 @@
-"""Tests of `AsyncClient.judge`: order, checks before sending, and retries of programs without a result."""
+"""Tests of `AsyncClient.judge`: the order of the results, the checks of programs before they are sent, and the retries
+of programs without a result."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from tests.gateway.serving import serving
 from tests.http_server import HttpServer
 
 PASSING = {"code": "hi", "tests": [{"stdin": "", "expected": "hi"}]}
-"""A fake executor prints the code."""
+"""A program that passes, because a fake executor returns the code as standard output."""
 FAILING = {"code": "ho", "tests": [{"stdin": "", "expected": "hi"}]}
 Answer = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
-"""Takes the number of the request and a program; returns its result, an HTTP status, or None for a lost connection."""
+"""Takes the number of the request and a program. Returns the result of the program, or an HTTP status for the request,
+or None if the connection is to be lost."""
 
 
 def result(outcome: JudgeOutcome, reason: UnavailableReason | None = None) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def result(outcome: JudgeOutcome, reason: UnavailableReason | None = None) -> di
 
 @asynccontextmanager
 async def scripted(answer: Answer, retry_after: str = "") -> AsyncIterator[tuple[str, list[list[str]]]]:
-    """A server of `/v1/judge`. Yields its URL, and the codes of each request. Its errors have this Retry-After."""
+    """Run a server of `/v1/judge` that gives these answers. Yield its URL, and the codes of the programs in each
+    request. The responses with an HTTP error have the header Retry-After."""
     requests: list[list[str]] = []
 
     async def respond(request: web.Request) -> web.StreamResponse:
@@ -249,7 +252,8 @@ async def test_a_reason_of_a_newer_server_is_not_run_again() -> None:
 
 @pytest.mark.asyncio
 async def test_each_program_has_a_retry_budget_of_its_own() -> None:
-    """Program "b" is unavailable in each of its requests; "a" of a later request must still get its first one."""
+    """Program "b" is unavailable in each of its requests and uses up its retries. Program "a", which is sent with a
+    later one of these requests, must still get its first retry."""
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
         is_stopped = program["code"] == "b" or number <= 2

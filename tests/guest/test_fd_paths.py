@@ -1,4 +1,5 @@
-"""The paths of a call's own descriptors can be opened, with and without a file system `/proc`."""
+"""Tests of the paths of a call's own descriptors (such as /dev/fd/0): code can open them with and without a file system
+`/proc`."""
 
 from __future__ import annotations
 

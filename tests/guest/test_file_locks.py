@@ -1,4 +1,5 @@
-"""A file lock in a call excludes other users of the file, or fails with an error: it never only seems to succeed."""
+"""Tests of file locks in a call. A lock that succeeds excludes other users of the file. Any other lock fails with an
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System calls that have no effect on other calls work in a call as they do outside of a jail."""
+"""Tests of system calls that have no effect on other calls. In a call they work as outside of a jail."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_error_of_a_missing_program_says_that_the_sandbox_has_no_programs_bu
         pytest.skip("without a root of its own a call sees the programs of the machine")
     result = guest.run("import subprocess\nsubprocess.run(['ls'])")
     assert result.error is not None and result.error.type == "FileNotFoundError"
-    if not guest.ready["python"].startswith("3.10"):  # it has no notes
+    if not guest.ready["python"].startswith("3.10"):  # exceptions of Python 3.10 have no notes
         assert "The sandbox has no shell, and no programs but Python." in result.error.traceback
     result = guest.run("import os\nprint(os.WEXITSTATUS(os.system('ls')))")
     assert (result.stdout, result.stderr) == ("127\n", "The sandbox has no shell, and no programs but Python.\n")
