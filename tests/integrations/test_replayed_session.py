@@ -1,4 +1,7 @@
-"""A session's replay: no step is ok without having run, and the replay changes neither output nor line numbers."""
+"""Tests of the replay of a session. Each call (step) of a session first runs the earlier code again.
+
+No step has status `ok` without having run. The replay changes neither output nor line numbers.
+"""
 
 from __future__ import annotations
 

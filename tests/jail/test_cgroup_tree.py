@@ -1,4 +1,5 @@
-"""Real cgroups: what the kernel counts and limits, their removal, and the search for a parent cgroup."""
+"""Tests of the cgroups of a zygote pool on the real kernel: what the kernel counts and limits, how the cgroups are
+removed, and how their parent cgroup is found."""
 
 from __future__ import annotations
 
@@ -236,7 +237,8 @@ def test_missing_hierarchies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("own_paths", "mounts", "expected"),
     [
-        # controller -> path in its hierarchy; (mounted part of the hierarchy, mount point, type, options)
+        # First: the path of each controller in its hierarchy. Second: (mounted part of the hierarchy, mount point,
+        # type, options) of each mount.
         ({"memory": "/a/b"}, [("/", "/m", "cgroup", "rw,memory")], {"memory": "/m/a/b"}),
         ({"memory": "/docker/x"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
         ({"memory": "/docker/x/y"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m/y"}),

@@ -89,7 +89,8 @@ def test_calls_that_see_directories_of_the_operator_have_no_named_sockets(level:
 def test_machine_code_is_never_used_on_other_machines_than_x86_64(
     level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zygotes use machine code only with namespaces (`guest/fork_batch.py`), and there the plan already fails."""
+    """Zygotes use machine code only with namespaces (`guest/fork_batch.py`). With namespaces, other machines already
+    fail to make the plan."""
     assert confinement_plan(spec(level))["pid_namespace"] and not confinement_plan(spec(Level.NONE))["pid_namespace"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()

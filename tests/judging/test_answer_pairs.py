@@ -233,7 +233,7 @@ HOSTILE_UNITS = ("{", "{}", "\\", r"\boxed{", r"\boxed{1}", r"\boxed ", "####", 
 
 
 def test_the_time_to_find_an_answer_grows_with_the_length_of_the_text() -> None:
-    """If the time were quadratic, a text of four times the length would take 16 times as long."""
+    """If the time were quadratic, a text of four times the length would take 16 times the time."""
     sizes = (1 << 16, 1 << 18)
     hostile = [r"\boxed{" + unit * (size // len(unit)) for unit in HOSTILE_UNITS for size in sizes]
     cpu_s = [report[4] for report in compare([("7", text) for text in hostile])]

@@ -121,7 +121,7 @@ def test_concurrent_builders_build_once(tmp_path: Path, builds: list[Path]) -> N
 
 
 def test_a_lock_on_a_removed_file_is_not_enough(tmp_path: Path, builds: list[Path]) -> None:
-    """While a builder waits for a lock file, the file is removed and another process locks a new one."""
+    """While a builder waits for a lock file, the file is removed, and another process creates and locks a new file."""
     directory, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
     waits_for_first, waits_for_second = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -294,7 +294,7 @@ python = Path(sys.argv.pop(1))
 runtime.best_python = lambda *_: (python, (3, 12))
 sys.exit(cli.main(sys.argv[1:]))
 """
-"""Runs `cli.main` with the remaining arguments, where the first argument is the Python that builds a runtime."""
+"""Code whose first argument is the Python that builds a runtime. It runs `cli.main` with the other arguments."""
 HANGING_PYTHON = """#!/bin/sh
 mkdir "$3"
 sleep 1000 &

@@ -112,7 +112,7 @@ async def test_an_engine_that_does_not_wake_up_is_down_and_the_others_sample(tmp
 
 @pytest.mark.parametrize("route", [WAKE_WEIGHTS, WAKE_KV_CACHE])
 @pytest.mark.asyncio
-async def test_a_sync_fails_with_the_reason_if_no_engine_wakes_up(tmp_path, route):
+async def test_a_sync_without_any_engine_that_wakes_up_fails_with_the_reason(tmp_path, route):
     server = FakeVllm(MarkovEngine(), fail_at(route))
     async with pool_of(server, store=tmp_path) as pool:
         with pytest.raises(EngineError, match=r"all 1 engines are down: e0: .*CUDA out of memory"):
