@@ -1,4 +1,5 @@
-"""bench.conformance: a difference from a fresh interpreter is found, and each of them has a reason."""
+"""Tests of bench.conformance, which runs tests of CPython in a call and in a fresh interpreter. It finds each
+difference, and each known difference has a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ PASSED = Outcome(conformance.PASSED)
 
 @pytest.fixture(scope="module")
 def python_with_tests(guest_python: Path) -> str:
-    """The guest's Python; skips if it is without CPython's tests, as Debian's is."""
+    """The guest's Python. The test is skipped if this Python has no tests of CPython, as Debian's."""
     try:
         modules = conformance.test_modules(str(guest_python))
     except command.BenchFailed as error:

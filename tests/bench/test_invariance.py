@@ -1,4 +1,5 @@
-"""bench.invariance: calls use the time that they need by their name, and differing results are detected."""
+"""Tests of bench.invariance. Its calls use the CPU or wall time that their parameters say, and different results of a
+call are detected."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_a_generated_call_uses_the_cpu_or_wall_time_in_its_parameters(use: str) 
     cpu_s = usage.ru_utime + usage.ru_stime
     assert time.monotonic() - start >= NEED_S
     cores = {"sleep": 0.0, "both in turn": 0.5, "children side by side": 2.0}.get(use, 1.0)
-    assert cpu_s >= cores * NEED_S - 0.001  # wait4 rounds down, to microseconds
+    assert cpu_s >= cores * NEED_S - 0.001  # wait4 rounds down to microseconds
 
 
 def test_calls_must_time_out_if_they_need_more_than_their_limit() -> None:

@@ -1,4 +1,5 @@
-"""bench.roc: arms differ in sampling and selection alone, and the result has the values of the runs."""
+"""Tests of bench.roc, which compares trainings (arms) with different rules of selection. The arms differ only in
+sampling and selection. The result has the values of the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def sft_run(folder: Path) -> RecipeRun:
 
 
 def measured_row(**changes: float) -> dict[str, Any]:
-    """The measures of one arm of one seed: 1, except for the changed ones."""
+    """Return the measures of one arm of one seed. Each is 1, apart from the changed ones."""
     names = (*roc.MEASURES, *roc.COSTS)
     return {**dict.fromkeys(names, 1.0), "curves": {name: [1.0, None] for name in roc.CURVES}, **changes}
 
@@ -71,7 +72,7 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
 def test_the_measures_of_a_run_come_from_its_evaluation_and_its_training_steps(tmp_path: Path) -> None:
     run = sft_run(tmp_path)
     for outcome in (
-        episode("p0", None, fails=True),  # unavailable; its second attempt is the last of these
+        episode("p0", None, fails=True),  # this episode is unavailable, and the last item is its second attempt
         episode("p1", 0.0, fails=True),
         episode("p0", 1.0, fails=False),
     ):
@@ -81,7 +82,7 @@ def test_the_measures_of_a_run_come_from_its_evaluation_and_its_training_steps(t
         run.run_folder.append_metrics({**row, "one_answer": 0.5})
     measures = roc.measured(run, "sft")
     assert (measures["accuracy"], measures["tool_error_ratio"], measures["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
-    sums = {"episodes": 32, "sampled_tokens": 200, "episodes_in_loss": 16, "unavailable": 0}  # of two steps
+    sums = {"episodes": 32, "sampled_tokens": 200, "episodes_in_loss": 16, "unavailable": 0}  # sums over two steps
     assert measures.items() >= sums.items()
     no_values = [None, None]
     assert measures["curves"] == {"tool_error_ratio_correct": no_values, "one_answer": [0.5, 0.5], "reward": no_values}

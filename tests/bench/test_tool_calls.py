@@ -1,4 +1,5 @@
-"""The sample of tool calls has the documented shares, depends on its seed alone, and its calls end as they should."""
+"""Tests of the sample of tool calls. It has the documented shares of kinds and depends only on its seed. Its calls end
+as they should."""
 
 from __future__ import annotations
 

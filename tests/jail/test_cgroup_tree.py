@@ -77,8 +77,8 @@ def test_memory_of_all_processes_is_counted_per_call(tree: CgroupTree) -> None:
         assert run_inside(tree, 0, lambda mib=mib: use_memory_in_a_child(mib)) == 0
         usage = cgroup.read_usage()
         if usage.peak_bytes is None:
-            # If the kernel cannot reset the peak, it is unknown for the last call, which uses less than the first two.
-            # If the kernel counts no peak (there is no file of it), it is unknown for all calls.
+            # If the kernel cannot reset the peak, the peak of the last call is unknown, because this call uses less
+            # than the first two calls. If the kernel has no file for the peak, the peak of all calls is unknown.
             assert mib == 5 or cgroup._peak_fd < 0
             pytest.skip("this kernel cannot reset the peak of a cgroup")
         assert mib * MIB <= usage.peak_bytes < (mib + 20) * MIB  # 20 MiB for the interpreters

@@ -1,4 +1,4 @@
-"""The settings of a run: the order of sources, and the errors for wrong settings."""
+"""Tests of the settings of a run: which source of a setting wins, and the errors for wrong settings."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:
 def test_the_configurations_in_configs_load(file: Path) -> None:
     config = load_config(file, {})
     assert config.sft.data
-    if file.stem == "qwen3-32b-gaia":  # the only one that is not the paper's recipe of three stages
+    if file.stem == "qwen3-32b-gaia":  # the only file that is not the paper's recipe of three stages
         return
     assert list(config.stages) == ["rl1", "rl2", "rl3"]
     first, second, third = config.stages.values()

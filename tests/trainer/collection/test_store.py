@@ -1,4 +1,8 @@
-"""The store of episodes: each key is stored once, and nothing that was written is lost, whatever is killed or torn."""
+"""Tests of the store of episodes.
+
+Each key (problem and sample) is stored once. Nothing that was written is lost, whatever process is killed and whatever
+file is incomplete (torn).
+"""
 
 from __future__ import annotations
 

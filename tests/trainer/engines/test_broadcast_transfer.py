@@ -1,4 +1,5 @@
-"""The broadcast of weights, by gloo between processes: every bit arrives, and a receiver that fails causes no hang."""
+"""Tests of the broadcast of weights, here by gloo between processes. Every bit arrives, and a receiver that fails does
+not block the other receivers."""
 
 from __future__ import annotations
 

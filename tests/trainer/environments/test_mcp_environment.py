@@ -1,4 +1,5 @@
-"""The environment `mcp` with real servers: stateful tools, and faults that end one episode and leave no process."""
+"""Tests of the environment `mcp` with real servers: tools with a state, and faults, which end only their episode and
+leave no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment `multiple_choice`: its prompt, and answers that are letters."""
+"""Tests of the environment `multiple_choice`: its prompt, and the scores of answers, which are letters."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ async def test_any_other_answer_is_wrong(answer: str) -> None:
         ("C: 5 coulomb", "C"),
         ("(A) $p$, a proton", "A"),
         ("b) a neutron", "B"),
-        ("A neutron", None),  # an article
+        ("A neutron", None),  # "A" is an article here
         ("B neutron", None),
-        ("B: 5 C", None),  # the text of another choice
+        ("B: 5 C", None),  # "5 C" is the text of another choice
         ("C: -5 C", None),
         ("B or C", None),
         ("B: or C", None),

@@ -1,4 +1,5 @@
-"""The environment `qa`: its files reach the model's code, and its answers are compared by the public rule."""
+"""Tests of the environment `qa`: the files of a problem reach the code of the model, and answers are compared by the
+public rule of GAIA."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ async def test_the_prompt_names_the_files_and_each_call_gets_them(tmp_path: Path
         assert initial.text.startswith(
             "How many?\n\nAttached files, in the working directory of your Python code: b.txt, a.bin\n\n"
         )
-        assert initial.text == environment_class("qa").prompt(question)  # whose length `prepare` limits
+        assert initial.text == environment_class("qa").prompt(question)  # `prepare` limits the length of this prompt
         await environment.step(tool_call_request(TOOL_NAMES[0], code="1"))
     assert TOOL.files == {"a.bin": b"\x00\xff", "b.txt": "é".encode()}
 

@@ -1,4 +1,5 @@
-"""The environment `text`: games are won, refuse illegal moves, and end after the last move."""
+"""Tests of the environment `text`, whose problems are games. A game can be won, refuses illegal moves, and ends after
+its last move."""
 
 from __future__ import annotations
 

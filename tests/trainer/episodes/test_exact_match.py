@@ -1,4 +1,5 @@
-"""GAIA's scoring rule: edge cases, and equal results to the published code."""
+"""Tests of the scoring rule of GAIA (exact match after normalization): edge cases, and equality with the published
+code."""
 
 from __future__ import annotations
 

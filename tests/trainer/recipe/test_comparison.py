@@ -1,4 +1,4 @@
-"""The comparison of two evaluations: the paired interval, its counts, and what is refused."""
+"""Tests of the comparison of two evaluations: the paired interval, its counts, and which comparisons are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_published_interval_of_matched_pairs_is_reproduced() -> None:
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 1), (30, 8), (30, 32), (200, 2)])
 def test_about_95_percent_of_the_intervals_contain_the_difference_of_all_problems(problems: int, samples: int) -> None:
-    """Each problem is solved with a random probability before, and with one that is 0.1 higher after."""
+    """In the first evaluation each problem is solved with a random probability. In the second evaluation this
+    probability is higher by 0.1."""
     rng = random.Random(problems + samples)
 
     def accuracy(probability: float) -> float:

@@ -1,4 +1,4 @@
-"""`rstar-train try-env`: scripted turns in an environment, without a model."""
+"""Tests of `rstar-train try-env`, which runs turns from a file in an environment, without a model."""
 
 from __future__ import annotations
 

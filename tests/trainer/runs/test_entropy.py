@@ -1,4 +1,8 @@
-"""Tokens with high entropy in `rstar-train entropy` and `rstar-train show`, for a run folder that is written here."""
+"""Tests of tokens with high entropy in `rstar-train entropy` and `rstar-train show`.
+
+A reflection token is one of the first ten sampled tokens after a tool response. A forking token is any other sampled
+token with high entropy.
+"""
 
 from __future__ import annotations
 
