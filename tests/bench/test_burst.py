@@ -103,7 +103,7 @@ def _sampler(memory_mb: float) -> PeriodicSampler[Memory]:
 
 
 @pytest.mark.asyncio
-async def test_a_load_that_is_run_twice_adds_up() -> None:
+async def test_the_tally_of_a_load_that_runs_twice_has_the_calls_of_both_runs() -> None:
     async with _service(lambda results: results) as service:
         load, seconds = MeasuredLoad(), []
         for calls in (list(numbered_calls("print", COUNT, seed)) for seed in (7, 8)):

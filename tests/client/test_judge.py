@@ -120,7 +120,7 @@ async def test_programs_of_a_broken_response_are_sent_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_tests_that_were_stopped_are_run_again_and_others_are_not() -> None:
+async def test_only_programs_whose_tests_a_stopping_server_did_not_run_are_sent_again() -> None:
     reasons = {"a": UnavailableReason.STOPPED, "b": UnavailableReason.QUEUE_TIMEOUT}
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:

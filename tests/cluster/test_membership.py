@@ -356,7 +356,7 @@ async def test_only_the_executor_that_does_not_start_is_tried_again(monkeypatch:
     assert failures == [1, 2, 3, 1], "all executors were ready once"
 
 
-async def test_a_node_may_start_with_some_of_its_executors() -> None:
+async def test_a_node_is_usable_once_one_of_its_executors_is_ready() -> None:
     node = FakeNode("a", reaction="silent")
     node.reactions[1] = "failed"
     async with FakeCluster(node).running(executors=2) as cluster:

@@ -152,7 +152,7 @@ def test_subordinate_ids_are_the_largest_range_in_both_files(tmp_path: Path, mon
     assert userns.subordinate_ids() == (0, 0)
 
 
-def test_the_shift_moves_the_first_range() -> None:
+def test_a_shift_moves_the_uid_range_of_a_jail_and_the_range_stays_valid() -> None:
     assert choose_range(0, 1000, 0, 2**32 - 1, 77) == (RANGE_START + 77, 1000)
     assert choose_range(0, 1000, 0, 65_536, 77) == (65_536 - 1000 - 77, 1000)
     assert all(choose_range(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))

@@ -79,7 +79,7 @@ def texts(pairs: Sequence[LabelledPair]) -> list[tuple[str, str]]:
     return [(pair.gold, pair.answer) for pair in pairs]
 
 
-def test_there_are_pairs_of_all_kinds_and_none_twice() -> None:
+def test_the_labelled_pairs_are_distinct_and_each_kind_has_pairs_that_are_not_equivalent() -> None:
     assert len(PAIRS) >= 400
     assert [pair for pair, n in Counter(texts(PAIRS)).items() if n > 1] == []
     for kind in {pair.kind for pair in PAIRS}:

@@ -120,7 +120,9 @@ def test_concurrent_builders_build_once(tmp_path: Path, builds: list[Path]) -> N
     assert builds == [directory]
 
 
-def test_a_lock_on_a_removed_file_is_not_enough(tmp_path: Path, builds: list[Path]) -> None:
+def test_a_builder_that_locked_a_removed_file_waits_for_the_lock_of_the_new_file(
+    tmp_path: Path, builds: list[Path]
+) -> None:
     """While a builder waits for a lock file, the file is removed, and another process creates and locks a new file."""
     directory, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
     waits_for_first, waits_for_second = threading.Semaphore(0), threading.Semaphore(0)

@@ -243,7 +243,7 @@ def test_a_call_whose_executors_all_die_is_unavailable() -> None:
     assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Poison", 3)
 
 
-def test_attempts_that_end_with_the_zygote_and_with_the_executor_are_one_budget() -> None:
+def test_attempts_lost_with_a_zygote_and_attempts_lost_with_an_executor_are_counted_together() -> None:
     call_table, batch = CallTable(LIMITS), batch_of(1)
     call_table.admit(batch, 0.0)
     starts = 0

@@ -118,7 +118,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]) -> None:
+def test_the_fair_queue_has_the_same_order_as_the_slow_queue(steps: list[tuple[object, ...]]) -> None:
     fast: FairQueue[Item] = FairQueue()
     slow = SlowQueue()
     waiting: list[Item] = []
@@ -160,7 +160,7 @@ def test_a_tenant_with_one_call_does_not_wait_for_all_calls_of_another_tenant() 
     assert [item.tenant for item in (queue.pop(), queue.pop()) if item] == ["many", "few"]
 
 
-def test_a_small_request_passes_a_large_one_of_its_tenant() -> None:
+def test_a_small_request_is_next_before_a_large_request_of_the_same_tenant() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(*(Item(request_number=1) for _ in range(1000)))
     running = [queue.pop(), queue.pop()]

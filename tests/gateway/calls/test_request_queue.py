@@ -88,7 +88,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_order_equals_that_of_the_slow_queue_and_no_call_is_lost(steps: list[tuple[str, int]]) -> None:
+def test_the_request_queue_has_the_same_order_as_the_slow_queue_and_loses_no_call(steps: list[tuple[str, int]]) -> None:
     fast: RequestQueue[Item] = RequestQueue()
     slow = SlowQueue()
     for kind, number in steps:
@@ -111,7 +111,7 @@ def test_the_order_equals_that_of_the_slow_queue_and_no_call_is_lost(steps: list
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 20), min_size=60, max_size=60))
-def test_no_request_starves_beside_new_small_ones(large: int, ended: list[int]) -> None:
+def test_a_large_request_does_not_starve_beside_new_small_requests(large: int, ended: list[int]) -> None:
     """Before each start a new request with a single call arrives. So at each start there is a request without running
     calls, whose call is a first call."""
     queue: RequestQueue[Item] = RequestQueue()

@@ -76,7 +76,7 @@ def test_the_answer_differs_as_documented(name: str, answers: dict[str, Any]) ->
     assert f"`{name}`" in document
 
 
-def test_the_other_routes_agree_with_the_long_batch(url: str, answers: dict[str, Any]) -> None:
+def test_the_other_routes_give_the_same_results_as_the_route_of_long_batches(url: str, answers: dict[str, Any]) -> None:
     fast = [name for name in SUBMISSIONS if not RECORD["same"][name]["reason"]]
     body = {"submissions": [SUBMISSIONS[name] for name in fast]}
     judged = post(f"{url}/judge/long-batch", body)["results"]

@@ -339,7 +339,7 @@ async def test_the_limits_reach_the_call(memory_limit_mb: int, memory_mb: int) -
     ],
     ids=lambda value: value.status.value if isinstance(value, Result) else None,
 )
-async def test_each_end_of_a_call_has_its_answer(
+async def test_each_end_of_a_call_has_a_status_and_a_return_code_of_sandbox_fusion(
     result: Result, status: str, run_status: str, return_code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "ok_result", lambda call: result.encode(binary=True))

@@ -193,7 +193,7 @@ async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_drop
         assert [len(episode.turns) for episode in reader.episodes()] == [NUM_TURNS]
 
 
-async def test_a_bug_of_the_host_is_raised(tmp_path: Path) -> None:
+async def test_an_unexpected_exception_of_the_host_ends_the_collection(tmp_path: Path) -> None:
     async def bug(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
         raise ZeroDivisionError("a bug")
 

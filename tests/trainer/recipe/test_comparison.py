@@ -91,7 +91,7 @@ def test_an_interval_contains_its_value_and_is_never_empty(differences: list[flo
     assert estimate.high > estimate.low
 
 
-def test_the_numbers_equal_a_computation_by_hand(tmp_path: Path) -> None:
+def test_the_counts_and_the_interval_of_a_comparison_equal_a_computation_by_hand(tmp_path: Path) -> None:
     before, after = write_evaluation(tmp_path / "a", BEFORE), write_evaluation(tmp_path / "b", AFTER, model="b", seed=2)
     comparisons = compare_evaluations(before, after)
     assert list(comparisons) == ["even", "odd", ALL]
