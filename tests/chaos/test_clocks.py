@@ -1,4 +1,4 @@
-"""Clocks that jump. The service uses no wall clock, and survives jumps of the monotonic clock."""
+"""Tests with clocks that jump. The service uses no wall clock, and survives jumps of the monotonic clock."""
 
 from __future__ import annotations
 

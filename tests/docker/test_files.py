@@ -1,4 +1,4 @@
-"""The files in docker/, as far as they can be tested without a container engine."""
+"""Tests of the files in docker/, as far as they can be tested without a container engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The manifests in docker/k8s.yaml, checked without a cluster: by the published schemas, and by rules of our own."""
+"""Tests of the manifests in docker/k8s.yaml. They need no cluster: they check the manifests by the published schemas,
+and by rules of this project."""
 
 from __future__ import annotations
 

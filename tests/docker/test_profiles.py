@@ -1,4 +1,5 @@
-"""Real executors under the seccomp profiles of containers, loaded without a container engine."""
+"""Tests of real executors under the seccomp profiles of containers. The profiles are loaded without a container
+engine."""
 
 from __future__ import annotations
 

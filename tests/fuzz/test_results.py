@@ -1,4 +1,5 @@
-"""Any `ended` frame of a zygote becomes a result that can be sent and decoded, or a `ProtocolError`."""
+"""Tests with any `ended` frames, in which a zygote reports the end of a call. Such a frame becomes a result that can be
+sent and decoded, or a `ProtocolError`."""
 
 from __future__ import annotations
 

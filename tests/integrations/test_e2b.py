@@ -1,4 +1,5 @@
-"""`Sandbox` and `AsyncSandbox` have E2B's shapes; variables and files outlive a call, and an outage raises."""
+"""Tests of `Sandbox` and `AsyncSandbox`, which have the methods and fields of E2B. Variables and files outlive a call.
+An outage of the service raises an error."""
 
 from __future__ import annotations
 

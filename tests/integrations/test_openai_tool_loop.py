@@ -1,4 +1,4 @@
-"""The tool loop of examples/openai_tool_loop.py with a fake OpenAI server and the real sandbox."""
+"""Tests of the tool loop of examples/openai_tool_loop.py, with a fake OpenAI server and the real sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`Interpreter.find` locates the files of a Python, or raises an error that says what is wrong with it."""
+"""Tests of `Interpreter.find`, which locates the files of a Python, or raises an error that says what is wrong with
+this Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The text of nsjail's configuration is complete, and no part of a spec can add a field to it."""
+"""Tests of the text of nsjail's configuration. It is complete, and no part of the spec of a jail can add a field to
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs, plans and ranges of uids as data: no jail is started."""
+"""Tests of specs of jails, confinement plans and ranges of uids. All of them are data, and no jail is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment `code`: the program of an episode is judged by its tests in the sandbox.
+"""Tests of the environment `code`. The program of an episode is judged in the sandbox, by the tests of the problem.
 
 The executors of the fake server print the code of a call.
 """

@@ -1,4 +1,4 @@
-"""The environment `python` runs code and checks answers in the sandbox."""
+"""Tests of the environment `python`, which runs code and checks answers in the sandbox."""
 
 from __future__ import annotations
 

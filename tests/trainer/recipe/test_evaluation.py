@@ -1,4 +1,4 @@
-"""Evaluation: measures and intervals, unavailable episodes, and resumption."""
+"""Tests of evaluations: their measures and intervals, unavailable episodes, and the resumption of an evaluation."""
 
 from __future__ import annotations
 

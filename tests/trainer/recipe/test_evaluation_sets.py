@@ -1,4 +1,5 @@
-"""Evaluation sets by file, as documented: rows are read, answers are scored, and each set has avg@k and pass@k."""
+"""Tests of the evaluation sets that the documents describe. Their rows are read, their answers are scored, and each set
+has values of avg@k and pass@k."""
 
 from __future__ import annotations
 

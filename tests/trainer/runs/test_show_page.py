@@ -1,4 +1,4 @@
-"""The page of `rstar-train show` in a browser: its numbers, charts, filters, episodes, safety and layout."""
+"""Tests of the page of `rstar-train show` in a browser: its numbers, charts, filters, episodes, safety and layout."""
 
 from __future__ import annotations
 
