@@ -1,4 +1,4 @@
-"""A permutation test with known p-values."""
+"""Tests of the sign-flip test, a permutation test, with known p-values."""
 
 from __future__ import annotations
 
