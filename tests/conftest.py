@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the guest runtime, and an environment without settings of the server."""
+"""Fixtures for all tests. They find the guest runtime, and remove settings of the server from the environment."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files with slow tests first. `make test` gives the next file to the process that is free, so a long file
-    at the end would keep one process idle."""
+    """Put the files with slow tests first. `make test` gives the next file to a process that is free. With a long file
+    at the end, the other processes would be idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

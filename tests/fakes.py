@@ -1,13 +1,17 @@
-"""A fake executor: it uses real frames on a real socket but runs no Python. The code of a call selects its result:
+"""A fake executor, which uses real frames on a real socket but runs no Python. The code of a call selects its answer:
 
-    "hang"      no result                 "die"       the executor exits
-    "garbage"   a malformed frame         "nonsense"  a malformed result
-    "forget"    a result for an unknown seq
-    "lose"      the attempt is lost after the code has started; "refuse": before
-    "slow"      ok, after `SLOW_S`
-    otherwise   ok, with the code as stdout
+    "hang"      no result, until the test calls `FakeExecutor.finish`
+    "die"       the executor exits
+    "garbage"   a malformed frame
+    "nonsense"  a malformed result
+    "forget"    a result for an unknown seq (the number of a call)
+    "lose"      a report that the attempt is lost and its code has started
+    "refuse"    a report that the attempt is lost and its code has not started
+    "slow"      status `ok` with the code as stdout, after `SLOW_S`
+    otherwise   status `ok` with the code as stdout
 
-`FakeFleet.launch` replaces `ExecutorProcess.launch`; `python -m tests.fakes --fd N` runs one in its own process.
+`FakeFleet.launch` replaces `ExecutorProcess.launch`. `python -m tests.fakes --fd N` runs a fake executor in its own
+process.
 """
 
 from __future__ import annotations
@@ -35,27 +39,27 @@ def ok_result(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def pair_of_check(call: dict[str, Any]) -> tuple[str, str]:
-    """Return gold and answer of an encoded answer check."""
+    """Return the right answer (gold) and the answer to check of an encoded answer check."""
     options, _, texts = call["stdin"].partition(b"\n")
     gold_bytes = json.loads(options)["gold_bytes"]
     return texts[:gold_bytes].decode(), texts[gold_bytes:].decode()
 
 
 class FakeExecutor(asyncio.Protocol):
-    """One executor, from its "configure" frame to its exit; also the `LaunchedExecutor` of its handle."""
+    """One fake executor, from its "configure" frame to its exit. It is also the `LaunchedExecutor` of its handle."""
 
     def __init__(self, slots: int = 4, reaction: str = "ready", window: int | None = None) -> None:
         self.slots = slots
         self.window = window
-        """Calls to accept at once; None sends no "window" frame."""
+        """The number of calls that the executor accepts at once. If it is None, no "window" frame is sent."""
         self.reaction = reaction
-        """The reaction to "configure": "ready", "failed", "exit" or "silent"."""
+        """The reaction to the "configure" frame: "ready", "failed", "exit" or "silent"."""
         self.settings: dict[str, Any] = {}
         self.is_replacement = False
         self.calls: dict[int, dict[str, Any]] = {}
         """All calls received, by seq."""
         self.reserved: list[int] = []
-        """The seqs of the calls in reserved places."""
+        """The seqs of the calls that came in addition to the window (in reserved places)."""
         self.cancelled: list[int] = []
         self.received_kinds: list[str] = []
         """Kinds of the received frames, in order."""
@@ -129,7 +133,7 @@ class FakeExecutor(asyncio.Protocol):
                 return self.exit(1)
             if call["code"] == "garbage":
                 assert self._transport is not None
-                return self._transport.write(b"\x05\0\0\0hello")  # the length is right, the body is no array
+                return self._transport.write(b"\x05\0\0\0hello")  # the length is right, but the body is no array
             if call["code"] == "nonsense":
                 results.append([seq, {"status": "splendid"}])
             elif call["code"] == "forget":
@@ -152,7 +156,8 @@ class FakeExecutor(asyncio.Protocol):
 
 
 class FakeFleet:
-    """Launches fake executors. The first ones react to "configure" by `start_reactions`, all others by "ready"."""
+    """Launches fake executors. The first executors react to "configure" as `start_reactions` says, one item each. All
+    later executors react with "ready"."""
 
     def __init__(self, slots: int = 4, start_reactions: tuple[str, ...] = (), window: int | None = None) -> None:
         self.slots = slots

@@ -1,4 +1,4 @@
-"""HTTP servers in a test's own event loop that lose no connection when they close."""
+"""HTTP servers for tests. They run in the event loop of the test, and lose no connection when they close."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ class HttpServer(TestServer):
 
 
 async def close_runner(runner: web.BaseRunner) -> None:
-    """Stop to accept connections, and close those that are open."""
+    """Stop accepting connections, and close the open ones."""
     await stop_accepting(*_servers(runner))
     await runner.cleanup()
 
 
 async def stop_accepting(*servers: asyncio.Server) -> None:
-    """Return when each accepted connection is known to its protocol. The servers are not closed yet.
+    """Stop accepting connections. Return when each accepted connection is known to its protocol. The servers are not
+    closed yet.
 
     `asyncio.Server.close` leaves a connection open that was accepted in the same iteration of the event loop
-    (https://github.com/python/cpython/issues/109564). It would be reported as a warning in some later test.
+    (https://github.com/python/cpython/issues/109564). The open connection would be reported as a warning in some later
+    test.
     """
     loop = asyncio.get_running_loop()
     for server in servers:

@@ -23,7 +23,9 @@ def test_a_limit_above_the_maximum_is_lowered_enforced_and_reported() -> None:
         try:
             line = next(line for line in process.stderr if " on http://" in line)
             url = line.split(" on ")[1].split()[0]
-            code = "x = bytearray(100 << 20)"  # less than the call's limit and more than the server's maximum
+            code = (
+                "x = bytearray(100 << 20)"  # 100 MiB are less than the call's limit and more than the server's maximum
+            )
             limits = {"memory_mb": 1000, "disk_mb": 16, "timeout_s": 30}
             body = json.dumps({"code": code, "limits": limits}).encode()
             request = urllib.request.Request(f"{url}/v1/execute", body, {"Content-Type": "application/json"})

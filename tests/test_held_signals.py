@@ -1,4 +1,5 @@
-"""A signal that arrives while a child process starts: the child has its owner when the signal's handler raises."""
+"""Tests of signals that arrive while a child process starts. The exception of the signal's handler is raised only when
+the code that ends the child knows the child."""
 
 from __future__ import annotations
 
@@ -96,6 +97,6 @@ def test_a_program_that_cannot_start_leaves_the_handlers_as_they_are(handlers: t
 
 
 def test_a_thread_can_start_a_child() -> None:
-    """Handlers can be set in the main thread only."""
+    """Python allows only the main thread to set handlers of signals, so other threads start a child without them."""
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(runtime.run_in_session, [sys.executable, "-c", "print(1)"]).result().stdout == "1\n"

@@ -1,4 +1,4 @@
-"""A pattern matches the paths that Python's `glob` finds for it, in bounded time."""
+"""Tests that a pattern matches, in bounded time, the paths that Python's `glob` finds for the same pattern."""
 
 from __future__ import annotations
 

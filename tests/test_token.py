@@ -1,4 +1,5 @@
-"""The token is only in the environment of the server process, not in that of executors, launchers, zygotes or calls."""
+"""Tests that only the environment of the server process contains the token, and not the environments of executors,
+launchers, zygotes and calls."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
             assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
-    # The server, its executor, the launcher, its init (not at level none), the zygote, the call.
+    # The processes are the server, its executor, the launcher, its init (not at level none), the zygote and the call.
     assert len(pids) == (5 if level == "none" else 6)
     server_and_executor = pids[:2]
     assert all(environments[pid] for pid in (pids if os.geteuid() == 0 else server_and_executor)), "not all were read"
@@ -72,7 +73,7 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
 
 
 def _environment(pid: int) -> bytes | None:
-    """Return the environment of a process, or None if only root may read it: launcher and init are not dumpable, and
+    """Return the environment of a process, or None if only root may read it. Launcher and init are not dumpable, and
     zygote and call may have other uids."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()

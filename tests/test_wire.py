@@ -1,4 +1,5 @@
-"""Frames survive any split of the stream; other bytes raise `ProtocolError`."""
+"""Tests of the frames between gateway and executor. They arrive however the stream is split. Bytes that are no frame
+raise `ProtocolError`."""
 
 from __future__ import annotations
 

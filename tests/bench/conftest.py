@@ -1,4 +1,4 @@
-"""Fixtures that run a benchmark as a command."""
+"""Fixtures that run a benchmark as a command does."""
 
 from __future__ import annotations
 

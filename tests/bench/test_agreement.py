@@ -1,4 +1,4 @@
-"""bench.agreement: which outcomes count as equal, and which calls count."""
+"""Tests of bench.agreement: which outcomes count as equal, and which calls are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The task on which errors are free: its files, and what its conversations teach."""
+"""Tests of the task `free` of bench.roc, on which a failing call costs nearly no reward: its files, and what its
+conversations teach."""
 
 from __future__ import annotations
 

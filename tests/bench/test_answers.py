@@ -1,4 +1,4 @@
-"""bench.answers: how verdicts on labelled pairs are counted."""
+"""Tests of bench.answers: how verdicts on labelled pairs of answers are counted."""
 
 from __future__ import annotations
 

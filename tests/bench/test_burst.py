@@ -1,4 +1,4 @@
-"""bench.burst: which results are correct, and when the requirements are met."""
+"""Tests of bench.burst: which results count as correct, and when the requirements are met."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def _service(change: Callable[[Results], Results]) -> AsyncIterator[Servic
 
 
 async def _tally(change: Callable[[Results], Results], form: str) -> CallTally:
-    """The tally of `COUNT` calls in batches of five; `form` is a form of responses as for `--answers`."""
+    """Return the tally of `COUNT` calls in batches of five. `form` is a form of responses as for `--answers`."""
     async with _service(change) as service:
         calls = list(numbered_calls("print", COUNT, 7))
         load = MeasuredLoad()
@@ -70,7 +70,7 @@ async def test_correct_results_are_counted_as_correct(form: str) -> None:
 @pytest.mark.asyncio
 async def test_results_in_another_order_are_mismatched_in_a_whole_response() -> None:
     tally = await _tally(lambda results: results[::-1], "whole")
-    assert tally.mismatched == COUNT // 5 * 4  # the third of the five results of a batch stays the third
+    assert tally.mismatched == COUNT // 5 * 4  # only the third of the five results of a batch keeps its place
 
 
 @pytest.mark.asyncio
@@ -103,7 +103,7 @@ def _sampler(memory_mb: float) -> PeriodicSampler[Memory]:
 
 
 @pytest.mark.asyncio
-async def test_a_load_that_is_run_twice_adds_up() -> None:
+async def test_the_tally_of_a_load_that_runs_twice_has_the_calls_of_both_runs() -> None:
     async with _service(lambda results: results) as service:
         load, seconds = MeasuredLoad(), []
         for calls in (list(numbered_calls("print", COUNT, seed)) for seed in (7, 8)):

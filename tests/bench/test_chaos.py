@@ -1,4 +1,4 @@
-"""bench.chaos as a command, and the errors that its load counts."""
+"""Tests of the command bench.chaos, and of the errors that its load counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checked call matches its own result and no other."""
+"""Tests of checked calls, whose expected results are known. A checked call matches its own result and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bench.cluster as a command: its arguments, its sentences, and its networks. `tests/cluster` has the faults."""
+"""Tests of the command bench.cluster: its arguments, its tables and sentences, and its networks. `tests/cluster` tests
+the faults of nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_wrong_arguments_are_refused(flag: str, value: str, refused_arguments: R
     assert flag in refused_arguments(cluster.main, flag, value)
 
 
-def test_each_part_has_its_table() -> None:
+def test_calls_are_shown_as_a_table_and_faults_as_a_sentence() -> None:
     table, sentence = cluster.tables({"calls": CALLS, "faults": FAULTS})
     assert table.rows == [
         ("executors of the gateway", "1,200", "3.40"),
@@ -74,6 +75,6 @@ def test_a_network_can_be_cut_and_restored() -> None:
 
 
 def _answers(address: str) -> bool:
-    """Whether packets come back: a port without a listener refuses the connection."""
+    """Return whether packets come back. If they do, a port without a listener refuses the connection."""
     script = "import socket,sys; s=socket.socket(); s.settimeout(2); sys.exit(s.connect_ex((sys.argv[1], 9)) != 111)"
     return subprocess.run([sys.executable, "-c", script, address]).returncode == 0

@@ -1,4 +1,4 @@
-"""The command line in a result, the printed JSON object, and requirements."""
+"""Tests of what all benchmarks share: the command line in a result, the printed JSON object, and requirements."""
 
 from __future__ import annotations
 

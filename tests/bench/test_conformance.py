@@ -1,4 +1,5 @@
-"""bench.conformance: a difference from a fresh interpreter is found, and each of them has a reason."""
+"""Tests of bench.conformance, which runs tests of CPython in a call and in a fresh interpreter. It finds each
+difference, and each known difference has a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ PASSED = Outcome(conformance.PASSED)
 
 @pytest.fixture(scope="module")
 def python_with_tests(guest_python: Path) -> str:
-    """The guest's Python; skips if it is without CPython's tests, as Debian's is."""
+    """The guest's Python. The test is skipped if this Python has no tests of CPython, as Debian's."""
     try:
         modules = conformance.test_modules(str(guest_python))
     except command.BenchFailed as error:
@@ -75,7 +76,7 @@ def test_a_test_that_fails_or_is_not_reached_only_in_a_call_is_a_difference() ->
     assert [row["test"] for row in comparison.skipped_inside] == ["skips"]
 
 
-def test_the_tests_of_a_class_whose_setup_fails_in_the_call_are_not_reached_for_its_reason() -> None:
+def test_the_tests_of_a_class_have_the_reason_of_its_failed_setup() -> None:
     comparison = Comparison()
     setup = {"setUpClass (test.test_x.Case)": Outcome("error", "why")}
     outside = {f"test.test_x.Case.test_{name}": PASSED for name in "ab"}
@@ -101,6 +102,6 @@ def test_each_difference_of_the_committed_result_has_a_reason() -> None:
     assert all(row["outcome"] in FAILURES for row in result["differences"])
 
 
-def test_a_module_is_left_out_for_one_reason() -> None:
+def test_each_excluded_module_has_exactly_one_reason() -> None:
     names = [name for names in EXCLUDED_MODULES.values() for name in names.split()]
     assert len(names) == len(set(names))

@@ -12,7 +12,7 @@ from tests.executor.calling import call, executor, wait_gone
 from tests.executor.test_connection import SLEEP, jail_of, start_sleeper
 
 
-def test_a_zygote_is_killed_and_its_call_is_not_although_both_have_the_same_command_line() -> None:
+def test_the_fault_injector_kills_a_zygote_and_not_its_call_with_the_same_command_line() -> None:
     with executor() as caller:
         seq, call_pid = start_sleeper(caller, timeout_s=2.0)
         by_kind = fault_injector.processes_by_kind(os.getpid())

@@ -1,4 +1,5 @@
-"""The baseline of the benchmarks runs a call as `python main.py` does, and kills it at its time-out."""
+"""Tests of the baseline of the benchmarks, a fresh interpreter per call. It runs a call as `python main.py` does, and
+kills the call at its time-out."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_the_wrapper_reports_value_and_error(code: str, value: str | None, error
 
 
 def test_symbols_are_bound_lazily_and_libraries_use_one_thread() -> None:
-    """The service sets both variables for its calls; the baseline leaves out LD_BIND_NOW, which slows a start."""
+    """The service sets both variables for its calls. The baseline leaves out LD_BIND_NOW, which makes a start
+    slower."""
     assert _run("import os\nos.environ.get('LD_BIND_NOW')").report["value"] is None
     assert _run("import os\nos.environ['OMP_NUM_THREADS']").report["value"] == "'1'"
 

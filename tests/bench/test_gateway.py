@@ -1,4 +1,4 @@
-"""bench.gateway: stub executors give complete results."""
+"""Tests of bench.gateway, whose stub executors give complete results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bench.invariance: calls use the time that they need by their name, and differing results are detected."""
+"""Tests of bench.invariance. Its calls use the CPU or wall time that their parameters say, and different results of a
+call are detected."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NEED_S = 0.2
 
 
 @pytest.mark.parametrize("use", TIME_USES)
-def test_a_call_uses_what_it_needs(use: str) -> None:
+def test_a_generated_call_uses_the_cpu_or_wall_time_in_its_parameters(use: str) -> None:
     code = invariance.call_using(use, NEED_S, 1.0)["code"]
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
@@ -36,7 +37,7 @@ def test_a_call_uses_what_it_needs(use: str) -> None:
     cpu_s = usage.ru_utime + usage.ru_stime
     assert time.monotonic() - start >= NEED_S
     cores = {"sleep": 0.0, "both in turn": 0.5, "children side by side": 2.0}.get(use, 1.0)
-    assert cpu_s >= cores * NEED_S - 0.001  # wait4 rounds down, to microseconds
+    assert cpu_s >= cores * NEED_S - 0.001  # wait4 rounds down to microseconds
 
 
 def test_calls_must_time_out_if_they_need_more_than_their_limit() -> None:
@@ -73,7 +74,7 @@ def test_an_outcome_with_another_status_or_output_is_changed(other: Result) -> N
     assert not _holds(result)
 
 
-def test_a_call_that_differs_from_itself_is_listed_as_unstable_and_does_not_count() -> None:
+def test_a_call_with_different_results_in_two_runs_is_listed_as_unstable_and_does_not_count() -> None:
     result = invariance.summarize([Case("a", {})], [_result()], [_result("ok", "2\n")], unstable={"a"})
     assert (result["changed"], result["unstable"], _holds(result)) == ([], ["a"], True)
 

@@ -1,4 +1,4 @@
-"""bench.judge: the program passes its tests, and a small run is complete."""
+"""Tests of bench.judge: its program passes its tests, and a small run has a complete result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench.layers: the ratios, the requirement, and a run in which every step is measured."""
+"""Tests of bench.layers: the ratios, the requirement, and a run in which every step is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.bench.conftest import RefusedArguments, RunBenchmark
 
 
 def _costs(cpu_ms: dict[str, float]) -> dict[tuple[str, str], list[float]]:
-    """Three rounds of the profile bare; steps that are not in `cpu_ms` take 1 ms."""
+    """Return three rounds of the profile `bare`. A step that is not in `cpu_ms` takes 1 ms."""
     return {("bare", step): [cpu_ms.get(step, 1.0)] * 3 for step in layers.STEPS}
 
 

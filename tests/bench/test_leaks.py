@@ -1,4 +1,5 @@
-"""bench.leaks: which increases of resources at rest count as growth, and which calls are sent."""
+"""Tests of bench.leaks, which checks that a server at rest holds the same resources after many calls: which increases
+count as growth, and which calls are sent."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ REST = ResourceSnapshot(calls=1000, memory_mb=500.0, processes=14, descriptors=1
 
 
 def _snapshots(**increase: float) -> list[ResourceSnapshot]:
-    """Ten snapshots, 1,000 calls apart. Each named resource increases by its value before each of them."""
+    """Return ten snapshots with 1,000 calls between two of them. Before each snapshot, each named resource increases by
+    the given value."""
     return [
         replace(REST, calls=1000 * turn, **{name: getattr(REST, name) + step * turn for name, step in increase.items()})
         for turn in range(1, 11)
@@ -37,7 +39,8 @@ def test_every_growing_count_is_reported(name: str) -> None:
 
 def test_memory_may_grow_within_its_tolerance_alone() -> None:
     assert growth_at_rest(_snapshots(memory_mb=1), 2000) == {}
-    # From 500 + 2 * 20 MiB at 2,000 calls to the lowest of the last three snapshots, 500 + 8 * 20 MiB.
+    # The growth is that from 2,000 calls (500 + 2 * 20 MiB) to the lowest of the last three snapshots
+    # (500 + 8 * 20 MiB).
     assert growth_at_rest(_snapshots(memory_mb=20), 2000) == {"memory_mb": (540.0, 660.0)}
 
 
@@ -52,7 +55,8 @@ def test_too_few_calls_for_the_warm_up_and_one_interval_are_refused(capsys: pyte
 
 
 def test_a_process_that_still_computes_is_not_at_rest() -> None:
-    """A new zygote imports its packages. In a snapshot before their end, the server has less memory than at rest."""
+    """A new zygote imports its packages. A snapshot before the end of the imports shows less memory than the server has
+    at rest."""
     code = "import time\nwhile time.process_time() < 1.5: pass\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         wait_until_settled(lambda: [process.pid])

@@ -1,4 +1,5 @@
-"""bench.mixed: arrival times, allowed statuses, and the requirements on short calls beside endless loops."""
+"""Tests of bench.mixed, which runs short calls beside endless loops: arrival times, allowed statuses, and requirements
+on the short calls."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _call(group: str = "short") -> CheckedCall:
 
 
 def _run(*latencies_ms: float) -> TrafficRun:
-    """A run of short calls with these latencies."""
+    """Return a run of short calls with these latencies."""
     run = TrafficRun(CallTally(calls=len(latencies_ms)))
     for ms in latencies_ms:
         run.tally.record(_call(), OK_RESULT, ms / 1e3)
@@ -73,7 +74,7 @@ async def test_a_call_is_sent_when_it_is_due_without_waiting_for_answers() -> No
 
 
 @pytest.mark.asyncio
-async def test_a_refused_call_is_lost() -> None:
+async def test_a_call_whose_request_is_refused_counts_as_lost() -> None:
     async with HttpServer(web.Application()) as server, http_session() as http:
         tally = await mixed.offer(http, str(server.make_url("")).rstrip("/"), [(0.0, _call())], lambda: None)
     result = mixed.summarize_traffic(TrafficRun(tally), _run(1))
@@ -112,7 +113,7 @@ def test_the_cost_of_a_short_call_is_its_own_cpu_time_and_an_equal_share_of_the_
 
 
 def _loops_run(**changes: Any) -> BackgroundRun:
-    """A run beside 40 endless loops that meets all requirements, except for the changed fields."""
+    """Return a run beside 40 endless loops. It meets all requirements, apart from the effect of the changed fields."""
     fields = {"num_running": 40, "alone_ms": [5.0], "arriving_ms": [9.0], "beside_ms": [9.0]}
     return BackgroundRun(40, **{**fields, **changes})
 

@@ -1,6 +1,7 @@
-"""bench.peers: each peer gets requests in its own format, and every call is counted once, whatever the peer answers.
+"""Tests of bench.peers, which compares the service with other sandbox services (peers).
 
-The fakes here answer as code-judge and SandboxFusion do. The code of a call selects the answer.
+Each peer gets requests in its own format. Every call is counted once, whatever the peer answers. The fakes here answer
+as code-judge and SandboxFusion do. The code of a call selects the answer.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ async def test_calls_to_an_unreachable_peer_are_unanswered() -> None:
 
 
 def _row(correct: int, mismatched: int = 0, unanswered: int = 0) -> SystemRound:
-    """A round of 2 s."""
+    """A round that took 2 s, with these numbers of calls."""
     answered = correct + mismatched
     row = SystemRound(answered + unanswered, correct, mismatched, 2.0, latencies_ms=[1.0] * answered)
     row.unanswered["gone"] += unanswered
@@ -173,7 +174,7 @@ def test_a_faster_peer_meets_the_requirements_but_our_own_failures_do_not_meet_t
     rounds = {OURS: [_row(100), _row(20), _row(60)], "other": [_row(80, 2, 8)] * 3}
     result = peers.summarize({"print": rounds}, {})
     assert result["kinds"]["print"][OURS]["calls_per_s"] == 30  # the median of 50, 10 and 30
-    # The other system answers 82 calls in each round of 2 s; unanswered calls do not count for its rate.
+    # The other system answers 82 calls in each round of 2 s. Unanswered calls do not count for its rate.
     sums = {"calls": 270, "correct": 240, "mismatched": 6, "unanswered": 24, "reasons": {"gone": 24}}
     assert result["kinds"]["print"]["other"].items() >= {"calls_per_s": 41.0, **sums}.items()
     assert hold(result["requirements"])

@@ -1,4 +1,4 @@
-"""The placement rules of other trainers, on engines whose loads are set step by step."""
+"""Tests of the placement rules of other trainers, on engines whose loads are set step by step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_sticky_episode_leaves_an_engine_only_if_the_load_differs_by_more_than
     start(sticky, [10] * num_started)
     sticky.add_engine("new", CAPACITY)
     sticky.park(0, 20, 1.0)
-    sticky.resume(0, 30, 2.0)  # with it, "old" would run 3 or 4 turns and "new" none
+    sticky.resume(0, 30, 2.0)  # with this turn, "old" would run 3 or 4 turns, and "new" none
     assert sticky.place(2.0) == [Placement(0, expected, is_migration=expected == "new")]
 
 
@@ -56,7 +56,7 @@ def test_new_episodes_wait_while_the_cache_has_no_room_for_them_and_their_buffer
 
 def test_an_overfull_engine_pauses_the_smallest_episode_in_a_tool_call_first() -> None:
     scheduler = paused([200, 100, 150, 50])
-    for key, length in ((0, 390), (1, 300), (2, 250)):  # 990 tokens with that of 3, and the buffers
+    for key, length in ((0, 390), (1, 300), (2, 250)):  # with episode 3 and the buffers, 990 tokens
         scheduler.park(key, length, 0.0)
     scheduler.place(1.0)  # a check
     assert {key for key, episode in scheduler._episodes.items() if episode.engine is None} == {2}
@@ -68,7 +68,7 @@ def test_an_overfull_engine_pauses_the_smallest_episode_in_a_tool_call_first() -
 
 def test_a_running_episode_is_paused_only_at_the_end_of_its_turn() -> None:
     scheduler = paused([300, 310, 320])
-    scheduler._episodes[0].length = 390  # as if its turn had streamed 90 tokens
+    scheduler._episodes[0].length = 390  # as if the turn of episode 0 had streamed 90 tokens
     scheduler.place(1.0)
     assert all(episode.engine is not None for episode in scheduler._episodes.values())
     scheduler.park(1, 330, 1.2)

@@ -1,4 +1,4 @@
-"""Resources of processes, as read from /proc, agree with measurements by other means."""
+"""Tests of the resources of processes. The values that are read from /proc agree with measurements by other means."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_cpu_time_of_running_and_of_ended_processes_is_counted() -> None:
     assert meter.own_s() == pytest.approx(time.process_time() - start, abs=0.05)
     use_200_ms = "import time\nwhile time.process_time() < 0.2: pass"
     subprocess.run([sys.executable, "-c", use_200_ms], check=True)
-    assert meter.total_s() - meter.own_s() >= 0.17  # of the 0.2 s; clock ticks of 10 ms are rounded down
+    assert meter.total_s() - meter.own_s() >= 0.17  # 0.2 s were used; clock ticks of 10 ms are rounded down
 
 
 def test_descriptors_mounts_and_memory_are_counted() -> None:
@@ -44,7 +44,7 @@ def test_descriptors_mounts_and_memory_are_counted() -> None:
 
 
 def test_the_first_descriptor_of_a_cgroup_file_is_not_counted() -> None:
-    """A server opens a slot's cgroup once and keeps it open, which is no leak."""
+    """A server opens the cgroup of a slot once and keeps it open. This is no leak."""
     cgroup_file = next(Path("/sys/fs/cgroup").rglob("cgroup.procs"), None)
     if cgroup_file is None:
         pytest.skip("no control groups are mounted here")

@@ -1,4 +1,4 @@
-"""bench.recipe: the result of a run folder, and its requirements."""
+"""Tests of bench.recipe: how a run folder becomes a result, and the requirements on this result."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MACHINE = {"cpu": "a", "cores": 2, "kernel": "6", "load": [0.0], "commit": "b", 
 
 
 def finished_run(folder: Path, seconds: float, accuracies: tuple[float, ...], overhead_s: float) -> RecipeRun:
-    """A finished run of configs/tiny.toml.
+    """Write a finished run of configs/tiny.toml.
 
-    Every phase took `seconds`, its evaluations have these accuracies in order, and its two training steps took 10 s
-    each, with `overhead_s` of overhead.
+    Every phase took `seconds`. The evaluations have these accuracies, in order. Each of the two training steps took
+    10 s, with `overhead_s` of overhead.
     """
     run = RecipeRun(load_config(recipe.CONFIG, {}, [f"run_dir={folder}"]))
     scores = iter(accuracies)
@@ -65,7 +65,7 @@ def test_a_result_has_the_values_of_its_run_and_the_requirements_that_hold(
 
 def test_a_run_without_rl_is_refused(tmp_path: Path) -> None:
     run = finished_run(tmp_path, 1.0, (0.1, 0.2, 0.3, 0.4), 0.1)
-    (tmp_path / "metrics.jsonl").unlink()  # it has the training steps
+    (tmp_path / "metrics.jsonl").unlink()  # this file has the training steps
     with pytest.raises(BenchFailed, match="expected SFT and a stage of RL"):
         recipe.summarize(run)
 

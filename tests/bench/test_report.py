@@ -1,6 +1,6 @@
-"""bench.report: the documents have the tables of the committed results, and a difference is detected.
+"""Tests of bench.report, which writes the tables of the committed results into the documents, and detects a difference.
 
-`RESULTS` are invented results with the fields that tables need; `EXPECTED` has parts of the tables of each.
+`RESULTS` are invented results with the fields that tables need. `EXPECTED` has, for each result, parts of its tables.
 """
 
 from __future__ import annotations

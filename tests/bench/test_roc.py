@@ -1,4 +1,5 @@
-"""bench.roc: arms differ in sampling and selection alone, and the result has the values of the runs."""
+"""Tests of bench.roc, which compares trainings (arms) with different rules of selection. The arms differ only in
+sampling and selection. The result has the values of the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def sft_run(folder: Path) -> RecipeRun:
 
 
 def measured_row(**changes: float) -> dict[str, Any]:
-    """The measures of one arm of one seed: 1, except for the changed ones."""
+    """Return the measures of one arm of one seed. Each is 1, apart from the changed ones."""
     names = (*roc.MEASURES, *roc.COSTS)
     return {**dict.fromkeys(names, 1.0), "curves": {name: [1.0, None] for name in roc.CURVES}, **changes}
 
@@ -71,7 +72,7 @@ def test_arms_differ_in_sampling_and_selection_alone(tmp_path: Path) -> None:
 def test_the_measures_of_a_run_come_from_its_evaluation_and_its_training_steps(tmp_path: Path) -> None:
     run = sft_run(tmp_path)
     for outcome in (
-        episode("p0", None, fails=True),  # unavailable; its second attempt is the last of these
+        episode("p0", None, fails=True),  # this episode is unavailable, and the last item is its second attempt
         episode("p1", 0.0, fails=True),
         episode("p0", 1.0, fails=False),
     ):
@@ -81,7 +82,7 @@ def test_the_measures_of_a_run_come_from_its_evaluation_and_its_training_steps(t
         run.run_folder.append_metrics({**row, "one_answer": 0.5})
     measures = roc.measured(run, "sft")
     assert (measures["accuracy"], measures["tool_error_ratio"], measures["tool_error_ratio_correct"]) == (0.5, 0.5, 0.0)
-    sums = {"episodes": 32, "sampled_tokens": 200, "episodes_in_loss": 16, "unavailable": 0}  # of two steps
+    sums = {"episodes": 32, "sampled_tokens": 200, "episodes_in_loss": 16, "unavailable": 0}  # sums over two steps
     assert measures.items() >= sums.items()
     no_values = [None, None]
     assert measures["curves"] == {"tool_error_ratio_correct": no_values, "one_answer": [0.5, 0.5], "reward": no_values}
@@ -100,7 +101,7 @@ def test_differences_are_taken_within_a_seed() -> None:
     assert "RoC less GRPO, all of G" in markdown(roc.tables({"steps": 2, "group": 8, **result}))
 
 
-def test_the_curves_are_drawn(tmp_path: Path) -> None:
+def test_the_plot_has_a_curve_for_each_arm(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure", reason="plots need matplotlib").Figure()
     axes = figure.subplots()
     roc.draw(
@@ -141,7 +142,7 @@ def test_the_requirements_are_half_of_the_errors_and_a_small_p() -> None:
     assert (accuracy["measured"], accuracy["holds"]) == (0, True)
 
 
-def test_the_files_of_the_free_task_are_those_that_its_settings_name(tmp_path: Path) -> None:
+def test_the_settings_of_the_free_task_name_files_that_exist(tmp_path: Path) -> None:
     args = roc._parser().parse_args(["--task", "free", "--folder", str(tmp_path), "--max-turns", "3"])
     shared = roc._shared_settings(args, 5)
     sources = [*shared.data.train, *shared.sft.data, *shared.eval.data, f"{shared.model.path}/config.json"]

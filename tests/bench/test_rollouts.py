@@ -1,4 +1,4 @@
-"""bench.rollouts at small sizes: on simulated engines, on fake servers, and through the engine pool."""
+"""Tests of bench.rollouts at small sizes: on simulated engines, on fake servers, and through the engine pool."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def test_the_measures_of_a_rollout_come_from_its_turns_and_counters() -> None:
     measures = measured(turns, ["a", "b"], 400, counters)
     expected = {"makespan_s": 8.0, "preemptions": 3, "prefix_hit_rate": 0.25}
     assert measures.items() >= expected.items()
-    assert measures["idle_share"] == pytest.approx(1 - (6 + 3) / 16, abs=1e-4)  # a works for 6 s of 8, b for 3
+    assert measures["idle_share"] == pytest.approx(
+        1 - (6 + 3) / 16, abs=1e-4
+    )  # engine a works for 6 s of 8 s, engine b for 3 s of 8 s
     assert (measures["service_s"]["p50"], measures["latency_s"]["p99"]) == (8.0, 8.0)
-    line = cache_uses(turns, ["a", "b"], 400, bins=8)  # 1 s each
+    line = cache_uses(turns, ["a", "b"], 400, bins=8)  # each bin has 1 s
     # After 3.5 s, two turns run on a. They sample 25 tokens/s, since 0 and 2 s.
     assert line["a"][3] == pytest.approx((100 + 25 * 3.5 + 300 + 25 * 1.5) / 400)
     assert line["b"][:5] == [0.0] * 5
@@ -76,7 +78,7 @@ class FakeTestbed:
 
 @pytest.fixture
 def fake_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--engines` uses `FakeTestbed`."""
+    """Let `--engines` use `FakeTestbed` in place of real servers."""
     testbed = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     monkeypatch.setattr(testbed, "VllmTestbed", FakeTestbed)
     monkeypatch.setenv(rollouts.VLLM_PYTHON, sys.executable)
@@ -144,17 +146,17 @@ async def test_the_pool_runs_every_scripted_episode_to_its_end(policy: str) -> N
         for turn in ((script.prompt, 10), (script.prompt + 15, 8))
     )
     prompts = {ids for engine in engines for ids, _ in engine.requests if len(ids) < 23}
-    assert len(prompts) == 3  # those of first turns, 20 to 22 tokens, are the same within a group
+    assert len(prompts) == 3  # the prompts of first turns have 20 to 22 tokens, and are equal within a group
 
 
 def test_required_tokens_are_those_that_were_not_computed_before() -> None:
-    """A script is (group, prompt tokens, turns), a turn (sampled tokens, observed tokens, tool seconds)."""
+    """A script is (group, prompt tokens, turns). A turn is (sampled tokens, observed tokens, tool seconds)."""
     testbed = pytest.importorskip("bench.simulator.testbed", reason="the fit needs numpy")
     scripts = [EpisodeScript(7, 70, ((10, 20, 0.0), (5, 0, 0.0))), EpisodeScript(7, 70, ((4, 0, 0.0),))]
     turns = [
         TurnTrace(0, "a", 0.0, 1.0, 70, 10, False),  # nothing is cached
         TurnTrace(1, "a", 0.5, 1.0, 70, 4, False),  # two whole blocks of the prompt are cached, 64 tokens
-        # Of the 79 tokens that the episode has computed, two whole blocks count, in spite of the migration.
+        # The episode has computed 79 tokens on another engine. Two whole blocks of them count as computed before.
         TurnTrace(0, "b", 2.0, 3.0, 100, 5, True),
     ]
     assert testbed.required_tokens(scripts, turns) == (70 + 9) + (70 - 64 + 3) + (100 - 64 + 4)
@@ -197,7 +199,8 @@ def test_the_profile_is_fitted_to_the_batches_of_all_rounds(
 
 
 def test_the_features_of_a_batch_are_sums_over_its_sequences_and_turns() -> None:
-    """Features: decode steps; sequences and contexts, summed over steps; prefilled tokens; turns."""
+    """The features are: decode steps; sequences, summed over steps; contexts, summed over steps; prefilled tokens;
+    turns."""
     fit = pytest.importorskip("bench.simulator.fit", reason="the fit needs numpy")
     assert fit.Batch(3, 40, 12).features == [12, 36, 3 * (12 * 40 + 72), 120, 3]
     two_turns = fit.Batch(2, 40, 10, turns=2)  # the two sequences sample 11 and 16 tokens

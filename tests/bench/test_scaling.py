@@ -1,4 +1,5 @@
-"""bench.scaling: the estimate in cases that can be computed by hand."""
+"""Tests of bench.scaling, which estimates the cores and the memory for the calls of a training step. The cases can be
+computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def test_calls_need_their_core_seconds_within_the_seconds_of_their_arrival() -> 
 
 
 def test_memory_is_that_of_calls_in_flight_and_of_running_calls() -> None:
-    # In BURST 1,000 waiting calls take 10 MiB of the gateway, and running calls the other 30 of the server's 40 MiB.
+    # In BURST, 1,000 waiting calls take 10 MiB in the gateway. The running calls take the other 30 MiB of the server's
+    # 40 MiB.
     memory = scaling.memory_needs(BURST, 45_000)
     assert memory == {"idle_mb": 100, "call_kb": 10.2, "running_mb": 30, "total_mb": 580}
 

@@ -1,4 +1,4 @@
-"""Simulated rollouts: tokens, times by the formula, and the order of the policies."""
+"""Tests of simulated rollouts: their tokens, their times by the formula, and the order of the placement policies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_TOKENS = 2000
 
 
 def scripts_of(groups: int, seed: int, mean: float = 700.0) -> list[EpisodeScript]:
-    """Eight episodes for each group, of `mean` response tokens on average."""
+    """Return eight episodes for each group, with `mean` response tokens on average."""
     return generated_scripts(groups, 8, MAX_TOKENS, mean, seed)
 
 

@@ -1,4 +1,5 @@
-"""The sample of tool calls has the documented shares, depends on its seed alone, and its calls end as they should."""
+"""Tests of the sample of tool calls. It has the documented shares of kinds and depends only on its seed. Its calls end
+as they should."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_the_shares_are_those_of_real_traffic() -> None:
     assert sum(SHARES.values()) == pytest.approx(1)
 
 
-def test_the_calls_are_as_long_as_real_ones() -> None:
+def test_the_number_of_lines_of_sampled_calls_is_near_that_of_real_calls() -> None:
     lines = [len(call["code"].splitlines()) for call in sample_calls(5000)]
     assert 15 <= statistics.median(lines) <= 19
     assert 28 <= statistics.quantiles(lines, n=10)[-1] <= 40

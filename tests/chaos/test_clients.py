@@ -1,5 +1,5 @@
-"""Clients that send half a request, read nothing, or hang up: the gateway forgets their calls, and the calls of other
-clients get their results."""
+"""Tests with clients that send half a request, read nothing, or hang up. The gateway forgets their calls, and the calls
+of other clients get their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def request(calls: list[dict[str, Any]], *, missing: int = 0) -> bytes:
-    """A batch whose results are to be streamed, without the last `missing` bytes of its body."""
+    """Return the request of a batch whose results are to be streamed. The last `missing` bytes of its body are left
+    out."""
     body = json.dumps({"calls": calls}).encode()
     head = f"POST /v1/batch HTTP/1.1\r\nHost: localhost\r\nAccept: application/x-ndjson\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body[: len(body) - missing]

@@ -1,4 +1,4 @@
-"""Clocks that jump. The service uses no wall clock, and survives jumps of the monotonic clock."""
+"""Tests with clocks that jump. The service uses no wall clock, and survives jumps of the monotonic clock."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.executor.fake_zygotes import driven_executor
 from tests.gateway.serving import serving, until
 
 JUMP_S = 1e8
-"""Three years."""
+"""Seconds of a jump, about three years."""
 RANDOM_CLOCK = """
 import os, random, time
 time.time = lambda: random.uniform(-1e9, 1e10)
 time.time_ns = lambda: int(1e9 * time.time())
 open(os.path.join({marks!r}, str(os.getpid())), "w").close()
 """
-"""A `sitecustomize` that makes the wall clock random and creates a file with the name of the process's pid."""
+"""A `sitecustomize` module. It makes the wall clock of its process random, and creates a file whose name is the pid."""
 
 
 @pytest.fixture

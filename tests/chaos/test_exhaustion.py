@@ -1,4 +1,5 @@
-"""A server that runs out of a resource answers correctly or with `unavailable`, and recovers afterwards."""
+"""Tests of a server that runs out of a resource. It answers correctly or with `unavailable`, and recovers
+afterwards."""
 
 from __future__ import annotations
 

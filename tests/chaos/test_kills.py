@@ -1,5 +1,5 @@
-"""Calls with known results run on a real server while its processes are killed. Each call gets its own result, or
-`unavailable`, exactly once.
+"""Tests of calls with known results on a real server while its processes are killed. Each call gets exactly one result:
+its own, or `unavailable`.
 
 Kills are triggered by numbers of answers and not by time, so a slow machine sees the same sequence.
 """

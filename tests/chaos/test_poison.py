@@ -1,5 +1,8 @@
-"""Programs that kill the processes which run them, on a real server without isolation. Each is started as often as
-`attempts` allows and no more, although gateway and client both send calls again, and no other call is lost with it."""
+"""Tests of programs that kill the processes which run them, on a real server without isolation.
+
+Gateway and client both send lost calls again. Still such a program is started at most `attempts` times, and no other
+call is lost with it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def test_a_program_that_kills_a_process_is_started_attempts_times_in_all_and_fai
     victim: str, server: ServerUnderTest, tmp_path: Path
 ) -> None:
     starts = tmp_path / "starts"
-    # The others run beside it and behind it: the server has four slots.
+    # The server has four slots. Some of the other calls run beside the program, and the rest after it.
     others = [f"import time\ntime.sleep(0.05)\nprint({number})" for number in range(12)]
     with Client(server.url) as client:
         results = client.run_batch([others[0], poison(victim, starts), *others[1:]])

@@ -1,4 +1,7 @@
-"""Some zygotes have faults: each call gets one result, its own or `unavailable`."""
+"""Tests with zygotes (the interpreters that fork once per call) that have faults.
+
+Each call gets one result: its own, or `unavailable`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retry delays of a few milliseconds for all tests of the clients."""
+"""Sets retry delays of a few milliseconds for all tests of the clients."""
 
 from __future__ import annotations
 

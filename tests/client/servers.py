@@ -1,4 +1,4 @@
-"""Servers for the tests of the clients: one whose responses are scripted, and a gateway in a thread of its own.
+"""Two servers for the tests of the clients: a server with scripted responses, and a gateway in a thread of its own.
 
 A responder (`Responder`) gets a request and its decoded calls, and returns the response.
 """
@@ -26,7 +26,7 @@ Responder = Callable[[web.Request, list[EncodedCall]], Awaitable[web.StreamRespo
 
 
 def encode_results(calls: list[EncodedCall], indices: range | None = None) -> bytes:
-    """Return the stream of the successful results of `calls`, or of those with the given indices."""
+    """Return the stream of the successful results of `calls`. With `indices`, only these calls have a result in it."""
     indices = range(len(calls)) if indices is None else indices
     return b"".join(encode_result(index, ok_result(calls[index])) for index in indices)
 
@@ -64,7 +64,7 @@ async def respond_all_invalid(request: web.Request, calls: list[EncodedCall]) ->
 
 
 async def respond_verdicts(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
-    """Return `equivalent` for equal texts. Abort the connection after the answer "die" in a batch of three."""
+    """Return the outcome `equivalent` for equal texts. In a batch of three, the answer "die" aborts the connection."""
     response = web.StreamResponse()
     await response.prepare(request)
     for index, call in enumerate(calls):
@@ -79,7 +79,7 @@ async def respond_verdicts(request: web.Request, calls: list[EncodedCall]) -> we
 
 
 def refuse_with(status: int, **headers: str) -> Responder:
-    """Return a responder of HTTP errors. The name of a header has an underscore for each hyphen."""
+    """Return a responder that answers with an HTTP error. Names of headers are written with "_" in place of "-"."""
 
     async def respond(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
         hyphenated = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -89,7 +89,7 @@ def refuse_with(status: int, **headers: str) -> Responder:
 
 
 def respond_unavailable(error_type: str, code: str) -> Responder:
-    """Return a responder of `unavailable` results for calls of `code`, and of successful results for all others."""
+    """Return a responder that answers calls of `code` with `unavailable`, and all other calls with success."""
 
     async def respond(request: web.Request, calls: list[EncodedCall]) -> web.StreamResponse:
         unavailable = Result("", Status.UNAVAILABLE, error=CallError(error_type, "try again")).encode(binary=True)
@@ -113,7 +113,7 @@ def abort_connection(request: web.Request) -> None:
 
 
 class ScriptedServer:
-    """A server with one responder per request; the last responder also has all later requests."""
+    """A server that answers each request with the next responder. The last responder answers all later requests."""
 
     def __init__(self, *responders: Responder) -> None:
         self.responders = list(responders)

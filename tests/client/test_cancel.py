@@ -1,4 +1,4 @@
-"""Tests of `cancel` of the clients: the calls end with `Cancelled` wherever they are, and are not sent again."""
+"""Tests of `cancel` of the clients: calls that wait, are sent or run end with `Cancelled`, and are not sent again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_calls_that_are_not_sent_yet_or_are_on_their_way_are_cancelled() -
     async with serving() as served, AsyncClient(served.url, max_connections=1, batch_size=1) as client:
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             first = tasks.create_task(client.execute("hang", id="a"))  # its request is sent while `cancel` runs
-            second = tasks.create_task(client.execute("hang", id="a"))  # waits for a connection
+            second = tasks.create_task(client.execute("hang", id="a"))  # this call waits for a connection
             await asyncio.sleep(0)
             assert await client.cancel("a") == 2
             assert [error_type(await call) for call in (first, second)] == ["Cancelled"] * 2

@@ -1,4 +1,5 @@
-"""Tests of `AsyncClient.judge`: order, checks before sending, and retries of programs without a result."""
+"""Tests of `AsyncClient.judge`: the order of the results, the checks of programs before they are sent, and the retries
+of programs without a result."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from tests.gateway.serving import serving
 from tests.http_server import HttpServer
 
 PASSING = {"code": "hi", "tests": [{"stdin": "", "expected": "hi"}]}
-"""A fake executor prints the code."""
+"""A program that passes, because a fake executor returns the code as standard output."""
 FAILING = {"code": "ho", "tests": [{"stdin": "", "expected": "hi"}]}
 Answer = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
-"""Takes the number of the request and a program; returns its result, an HTTP status, or None for a lost connection."""
+"""Takes the number of the request and a program. Returns the result of the program, or an HTTP status for the request,
+or None if the connection is to be lost."""
 
 
 def result(outcome: JudgeOutcome, reason: UnavailableReason | None = None) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def result(outcome: JudgeOutcome, reason: UnavailableReason | None = None) -> di
 
 @asynccontextmanager
 async def scripted(answer: Answer, retry_after: str = "") -> AsyncIterator[tuple[str, list[list[str]]]]:
-    """A server of `/v1/judge`. Yields its URL, and the codes of each request. Its errors have this Retry-After."""
+    """Run a server of `/v1/judge` that gives these answers. Yield its URL, and the codes of the programs in each
+    request. The responses with an HTTP error have the header Retry-After."""
     requests: list[list[str]] = []
 
     async def respond(request: web.Request) -> web.StreamResponse:
@@ -117,7 +120,7 @@ async def test_programs_of_a_broken_response_are_sent_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_tests_that_were_stopped_are_run_again_and_others_are_not() -> None:
+async def test_only_programs_whose_tests_a_stopping_server_did_not_run_are_sent_again() -> None:
     reasons = {"a": UnavailableReason.STOPPED, "b": UnavailableReason.QUEUE_TIMEOUT}
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +171,7 @@ ANSWERS = {
 
 
 @pytest.mark.asyncio
-async def test_rewards_are_as_many_as_programs_and_none_stands_for_what_is_not_scorable() -> None:
+async def test_rewards_has_one_item_per_program_and_none_for_a_program_that_is_not_scorable() -> None:
     programs = [{**PASSING, "code": code} for code in ANSWERS]
     async with scripted(lambda _number, program: ANSWERS[program["code"]]) as (url, _), AsyncClient(url) as client:
         assert await client.rewards(programs, partial=True) == [0.5, None, None, None, 1.0, 0.0]
@@ -249,7 +252,8 @@ async def test_a_reason_of_a_newer_server_is_not_run_again() -> None:
 
 @pytest.mark.asyncio
 async def test_each_program_has_a_retry_budget_of_its_own() -> None:
-    """Program "b" is unavailable in each of its requests; "a" of a later request must still get its first one."""
+    """Program "b" is unavailable in each of its requests and uses up its retries. Program "a", which is sent with a
+    later one of these requests, must still get its first retry."""
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
         is_stopped = program["code"] == "b" or number <= 2
@@ -300,7 +304,7 @@ async def test_programs_use_no_more_connections_than_the_client_may_open(monkeyp
 
 
 @pytest.mark.asyncio
-async def test_programs_that_fail_at_one_server_avoid_it_for_as_long_as_the_failed_request_took(
+async def test_a_server_that_failed_gets_no_programs_for_as_long_as_the_failed_request_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0

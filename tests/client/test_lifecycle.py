@@ -112,7 +112,7 @@ async def test_a_client_can_be_opened_and_closed_by_hand() -> None:
             assert await client.open() is client
             async with client:  # already open
                 assert (await client.execute("1")).status is Status.OK
-            await asyncio.create_task(client.close())  # already closed; from another task
+            await asyncio.create_task(client.close())  # the client is already closed, and another task closes it again
             with pytest.raises(RuntimeError, match="not open"):
                 await client.execute("1")
 
@@ -164,7 +164,7 @@ def test_a_stream_that_is_collected_in_the_clients_own_thread_does_not_stop_the_
         assert client._loop is not None
         client._loop.call_soon_threadsafe(streams.clear)  # the last reference to the generator
         assert client.submit("1").result(timeout=10).stdout == "1"
-        while client._client._transport._requests:  # the request with the rest is cancelled
+        while client._client._transport._requests:  # until the request of the other calls is cancelled
             assert client.submit("1").result(timeout=10).stdout == "1"
         client.close()
 

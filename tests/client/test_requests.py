@@ -1,4 +1,5 @@
-"""Calls share requests, results keep their order, cancelled calls end, and a dead endpoint is replaced by others."""
+"""Tests of the requests of the clients: calls share requests, results keep their order, cancelled calls end, and the
+calls of a dead endpoint go to another endpoint."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ async def test_a_single_call_is_sent_at_once_and_later_calls_gather_until_its_re
     release = asyncio.Event()
     async with (
         scripted_server(respond_after(release, respond_ok), respond_ok) as server,
-        AsyncClient(server.url, gather_s=3600) as client,  # longer than the test
+        AsyncClient(server.url, gather_s=3600) as client,  # longer than the test takes
     ):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.execute("1"))
@@ -208,7 +209,7 @@ async def test_heartbeats_are_no_results() -> None:
     async with scripted_server(respond_with_heartbeats) as server, AsyncClient(server.url) as client:
         assert [result.stdout for result in await client.run_batch(["1", "2"])] == ["1", "2"]
     assert len(server.requests) == 1
-    assert TIMEOUT_S >= 4 * codec.HEARTBEAT_S  # a client that misses three heartbeats goes on
+    assert TIMEOUT_S >= 4 * codec.HEARTBEAT_S  # a client waits on if three heartbeats are lost
 
 
 @pytest.mark.asyncio
@@ -236,7 +237,7 @@ async def test_a_batch_whose_calls_are_all_malformed_has_one_result_per_call() -
 
 
 @pytest.mark.asyncio
-async def test_checks_take_no_code() -> None:
+async def test_verify_refuses_the_argument_code() -> None:
     async with AsyncClient(f"http://127.0.0.1:{unused_port()}") as client:
         with pytest.raises(InvalidCall, match="unknown field 'code'"):
             await client.verify([("1", "1")], code="print(1)")

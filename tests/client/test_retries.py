@@ -1,4 +1,5 @@
-"""Tests of retries: which failures of requests and calls are retried, when, and how they are logged."""
+"""Tests of retries by the clients: which failures of requests and calls are retried, after which delay, and how the
+retries are logged."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ async def test_the_back_off_of_an_endpoint_grows_with_its_failures_and_a_result_
         for _ in range(50):  # one call per second
             now_s += 1
             assert (await client.execute("1")).stdout == "1"
-        assert len(dead.requests) <= 15  # at 1 to 7 s, then every 5 s
+        assert len(dead.requests) <= 15  # the server is tried in the first seconds, and then every 5 s
         dead.responders = [respond_ok, refuse_with(503)]
         for _ in range(2):
             now_s += 10
@@ -141,7 +142,9 @@ async def test_an_endpoint_that_failed_gets_one_request_at_a_time_until_it_retur
 
 
 @pytest.mark.asyncio
-async def test_an_endpoint_is_avoided_for_as_long_as_its_failed_request_took(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endpoint_gets_no_calls_for_as_long_as_its_failed_request_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = 0.0
     for module in ("transport", "endpoints"):
         monkeypatch.setattr(f"sandbox.client.{module}._now", lambda: now_s)
@@ -277,7 +280,7 @@ async def test_unavailable_checks_are_retried() -> None:
 
 @pytest.mark.asyncio
 async def test_failures_of_one_call_do_not_use_up_the_retries_of_another() -> None:
-    """The second attempt of "b" and the first of "late" share a request, which fails."""
+    """The second attempt of call "b" and the first attempt of call "late" share a request. This request fails."""
     release = asyncio.Event()
     responders = [respond_after(release, respond_unavailable("Stopped", "b")), refuse_with(502), respond_ok]
     async with (
@@ -341,7 +344,7 @@ async def test_checks_are_sent_and_retried_as_calls() -> None:
 
 
 def test_the_retry_delay_grows_and_is_at_least_retry_after() -> None:
-    """The shortest and the longest delay without Retry-After are 1 and 2 ms here; random jitter adds up to a half."""
+    """In the tests of the clients, the delay without Retry-After is 1 to 2 ms. Random jitter adds up to one half."""
     pause_s = Endpoints([]).pause_s
     assert 30 <= pause_s(1, 30.0) <= 45
     assert pause_s(1) <= pause_s(2) * 1.5

@@ -1,4 +1,8 @@
-"""A driver and nodes without Ray. A node does the agent's side of the handshake, then is a `FakeExecutor` over TCP."""
+"""A fake driver and fake nodes, which need no Ray.
+
+A driver is the process that lists the nodes of a cluster. A fake node answers the handshake as a node agent does, and
+then acts as a `FakeExecutor` over TCP.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class FakeNode:
         self.restart()
 
     def restart(self) -> None:
-        """Be a new start of the agent. Executors of the old one go on."""
+        """Act as if the agent was started again. The executors of the old agent go on."""
         self._instance = f"instance {next(_instances)}"
 
     def raw(self) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class FakeNode:
                 start = handshake.decode_request(secret, hello, request)
                 self.generations.append(start.generation)
                 await loop.sock_sendall(sock, handshake.encode_reply(secret, hello, request))
-            except (OSError, ProtocolError):  # the gateway no longer wants the executor
+            except (OSError, ProtocolError):  # the gateway has closed the connection to the executor
                 sock.close()
                 continue
             self.starts.append(start.executor)

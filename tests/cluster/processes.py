@@ -17,7 +17,7 @@ def children(pid: int) -> set[int]:
 
 
 def running(pids: Iterable[int]) -> list[int]:
-    """Return those of the processes that have not ended."""
+    """Return the pids of the processes that have not ended."""
     return [pid for pid in pids if processes.state(pid) not in ("", "Z")]
 
 

@@ -57,7 +57,7 @@ class Server:
         return [row for row in self.stats()["nodes"] if state in (None, row["state"])]
 
     def wait_for_nodes(self, count: int, state: str = "ready") -> None:
-        """Wait until so many nodes are in a state."""
+        """Wait until `count` nodes are in a state."""
         until(lambda: len(self.nodes(state)) == count, lambda: f"{self.nodes()}\n{self.log}")
 
     def stop(self) -> int:

@@ -1,4 +1,4 @@
-"""`serve --cluster ray` on a machine without Ray."""
+"""Tests of `serve --cluster ray` on a machine on which no Ray runs."""
 
 from __future__ import annotations
 

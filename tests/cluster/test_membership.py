@@ -1,4 +1,7 @@
-"""Tests of the membership: nodes that come, go, are refused or come back, with fake nodes over real TCP."""
+"""Tests of the membership, the gateway's list of the nodes (machines) of a cluster.
+
+Nodes come, go, are refused and come back. The nodes are fakes, which use real TCP.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ async def test_calls_are_spread_over_nodes() -> None:
 
 async def test_each_node_gets_the_settings_for_its_cores() -> None:
     small, large = FakeNode("small"), FakeNode("large", cores=32, isolation="nsjail")
-    large.cpus = 20.0  # Ray has fewer than the machine, and there is an executor for each eight
+    large.cpus = 20.0  # Ray may have fewer CPUs than the machine; each eight CPUs get an executor
     async with FakeCluster(small, large).running() as cluster:
         await until(lambda: ready(cluster) == 4)
         settings = [executor.settings for executor in large.executors]
@@ -110,7 +113,7 @@ async def test_the_weakest_level_in_use_is_reported() -> None:
         ({"version": "9.9"}, {}, "has rstar-sandbox 9.9, the gateway has 0.1.0"),
     ],
 )
-async def test_a_node_that_differs_is_refused_by_name(
+async def test_a_node_that_differs_from_the_gateway_or_the_first_node_is_refused_by_name(
     report: dict[str, Any], settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = FakeNode("bad", **report)
@@ -221,8 +224,8 @@ async def test_calls_of_a_lost_node_run_elsewhere_and_the_node_that_comes_back_i
         assert sum(attempts == 2 for *_, attempts in results) == 4
 
 
-async def test_the_word_of_ray_alone_does_not_lose_a_node() -> None:
-    """Its executor answers, so its calls go on."""
+async def test_a_node_that_ray_no_longer_lists_keeps_its_calls_while_its_executor_answers() -> None:
+    """Ray no longer lists the node, but the executor of the node answers. So the calls of the node go on."""
     node = FakeNode("a")
     async with FakeCluster(node).running() as cluster:
         await cluster.dispatcher.started()
@@ -254,7 +257,8 @@ async def test_a_node_that_ray_does_not_list_is_removed_when_its_executors_are_l
 
 
 async def test_an_agent_that_was_started_again_gets_new_executors() -> None:
-    """The executors of the old agent may be alive: they answered nothing yet, so their calls run again."""
+    """The executors of the old agent may still be alive. They have returned no results yet, so their calls run again on
+    the new executors."""
     node = FakeNode("a")
     async with FakeCluster(node).running() as cluster:
         await cluster.dispatcher.started()
@@ -271,7 +275,7 @@ async def test_an_agent_that_was_started_again_gets_new_executors() -> None:
 
 
 async def test_late_results_of_a_node_that_was_declared_lost_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node is silent while another one runs its calls, and then sends its results after all."""
+    """The node is silent, so another node runs its calls. Then the first node sends its results after all."""
     monkeypatch.setattr(executor_handle, "SILENCE_CHECK_INTERVAL_S", 0.1)
     monkeypatch.setattr(membership, "SILENCE_TIMEOUT_S", 0.5)
     a, b = FakeNode("a"), FakeNode("b")
@@ -352,7 +356,7 @@ async def test_only_the_executor_that_does_not_start_is_tried_again(monkeypatch:
     assert failures == [1, 2, 3, 1], "all executors were ready once"
 
 
-async def test_a_node_may_start_with_some_of_its_executors() -> None:
+async def test_a_node_is_usable_once_one_of_its_executors_is_ready() -> None:
     node = FakeNode("a", reaction="silent")
     node.reactions[1] = "failed"
     async with FakeCluster(node).running(executors=2) as cluster:
@@ -384,7 +388,7 @@ async def test_restarts_of_removed_executors_are_counted() -> None:
         assert samples["nodes", "ready"] == 1 and samples["nodes", "lost"] == 0
 
 
-async def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_change_of_a_node_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sandbox.cluster")
     async with FakeCluster(FakeNode("a")).running() as cluster:
         await cluster.dispatcher.started()

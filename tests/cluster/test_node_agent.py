@@ -1,6 +1,6 @@
-"""Tests of the agent of a node and of the gateway's connections to it, over real TCP and without Ray.
+"""Tests of the node agent, which starts executors on a node, and of the gateway's connections to it.
 
-The executors are `tests.fakes` processes, which run no Python.
+The tests use real TCP but no Ray. The executors are `tests.fakes` processes, which run no Python.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Frames:
         await self._loop.sock_sendall(self._sock, wire.pack(list(message)))
 
     async def receive(self) -> list[Any]:
-        """Return the next frame; an empty list at EOF or after a reset."""
+        """Return the next frame, or an empty list at EOF or after a reset."""
         async with asyncio.timeout(20):
             while True:
                 try:
@@ -102,7 +102,7 @@ async def test_a_wrong_secret_is_refused_and_starts_nothing(agent: NodeAgent) ->
 
 @pytest.mark.asyncio
 async def test_an_agent_that_does_not_know_the_secret_is_refused() -> None:
-    """It accepts every request and replies with an HMAC of another secret."""
+    """The agent accepts every request, but replies with an HMAC of another secret."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def be_an_impostor() -> None:
@@ -181,7 +181,7 @@ async def test_a_new_generation_kills_the_executor_of_the_old_one(agent: NodeAge
 
 @pytest.mark.asyncio
 async def test_an_executor_that_is_stopped_dies_with_its_connection(agent: NodeAgent) -> None:
-    """It can neither read EOF nor end by itself."""
+    """A stopped executor (SIGSTOP) can neither read EOF nor end by itself."""
     async with running(agent) as (executor, _, pid):
         os.kill(pid, signal.SIGSTOP)
         executor.kill()
@@ -230,7 +230,7 @@ time.sleep(600)
 
 @pytest.mark.asyncio
 async def test_an_executor_dies_with_the_process_of_its_agent() -> None:
-    """The executor is the real one: it asks the kernel for this itself."""
+    """This is a real executor, because the executor itself asks the kernel to be killed with its parent."""
     command = [sys.executable, "-c", AGENT_PROCESS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None
@@ -238,7 +238,7 @@ async def test_an_executor_dies_with_the_process_of_its_agent() -> None:
             host, port = process.stdout.readline().split()
             executor = await RemoteExecutor.launch(host, int(port), SECRET, ExecutorStart(0, 1))
             pids = await _until(lambda: children(process.pid))
-            for pid in pids:  # so that it cannot end by itself at EOF
+            for pid in pids:  # a stopped executor cannot end by itself at EOF
                 await _until(lambda pid=pid: _has_event_loop(pid))
                 os.kill(pid, signal.SIGSTOP)
         finally:
@@ -292,7 +292,8 @@ async def _until(read: Callable[[], Any]) -> Any:
 
 
 def _has_event_loop(pid: int) -> bool:
-    """Whether the executor has started Trio, which it does after PR_SET_PDEATHSIG. /proc does not show that itself."""
+    """Return whether the executor has started Trio, which it does after its PR_SET_PDEATHSIG. /proc shows the event
+    loop, but not PR_SET_PDEATHSIG."""
     fds = f"/proc/{pid}/fd"
     if EXECUTOR_MODULE not in processes.command(pid):  # still a fork of the agent
         return False

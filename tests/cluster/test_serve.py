@@ -1,6 +1,7 @@
-"""`serve --cluster ray=ADDRESS` on a cluster of several nodes: calls, new nodes, faults, and the end.
+"""Tests of `serve --cluster ray=ADDRESS` on a cluster of several nodes: calls, new nodes, faults, and the end.
 
-All nodes are on this machine. The tests use one cluster, in the order of the file; a test that kills a node adds one.
+All nodes are on this machine. The tests use one cluster, in the order of the file. A test that kills a node adds
+another node.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Load:
         until(lambda: sum(row["running"] > 0 for row in server.nodes()) == 2, server.nodes)
 
     def check(self) -> list[dict[str, Any]]:
-        """Wait for the results: one for each call, its own."""
+        """Wait for the results, and check that each call has exactly one result, which is its own."""
         results = self._results.result()
         self._pool.shutdown()
         assert [result["stdout"] for result in results] == [f"{number * 3}\n" for number in range(CALLS)]
@@ -86,7 +87,7 @@ def test_calls_of_a_killed_executor_run_elsewhere(server: Server, cluster: RayCl
 
 
 def test_calls_of_a_killed_actor_run_elsewhere(server: Server, cluster: RayCluster) -> None:
-    """Ray starts the actor again, and the executor of the old one is dead."""
+    """Ray starts the actor again. The executor of the killed actor is dead."""
     load = Load(server)
     (actor,) = cluster.actors(0)
     pids = processes.tree(actor)
@@ -98,7 +99,7 @@ def test_calls_of_a_killed_actor_run_elsewhere(server: Server, cluster: RayClust
 
 
 def test_the_gateway_survives_its_ray_driver(server: Server, cluster: RayCluster) -> None:
-    """The actors die with the driver. The next driver makes new ones."""
+    """The actors of a driver die with it. The next driver makes new actors."""
     load = Load(server)
     pids = cluster.sandbox_processes()
     (driver,) = [pid for pid in children(server.process.pid) if "sandbox.cluster" in processes.command(pid)]

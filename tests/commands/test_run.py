@@ -200,7 +200,8 @@ def test_a_failed_start_raises_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_call_on_a_machine_without_cgroups_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a log, warnings go to stderr, where `run` prints what the code writes. Most users have no cgroups."""
+    """A warning would go to stderr, where `run` prints the output of the code. Most users have no cgroups, so this case
+    must log nothing."""
     monkeypatch.setattr("sandbox.jail.CgroupTree", _refuse_cgroups)
     assert run_once(Call("print(1)"), config()).stdout == "1\n"
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

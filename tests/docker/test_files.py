@@ -1,4 +1,4 @@
-"""The files in docker/, as far as they can be tested without a container engine."""
+"""Tests of the files in docker/, as far as they can be tested without a container engine."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_variables_of_a_trainer_image_are_settings(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("dockerfile", ["sandbox.Dockerfile", "test.Dockerfile", "cluster.Dockerfile"])
-def test_copied_files_exist(dockerfile: str) -> None:
+def test_the_files_that_a_dockerfile_copies_exist(dockerfile: str) -> None:
     for line in (DOCKER / dockerfile).read_text().splitlines():
         if line.startswith("COPY ") and "--from" not in line:
             _copy, *sources, _target = line.split()

@@ -1,4 +1,5 @@
-"""The manifests in docker/k8s.yaml, checked without a cluster: by the published schemas, and by rules of our own."""
+"""Tests of the manifests in docker/k8s.yaml. They need no cluster: they check the manifests by the published schemas,
+and by rules of this project."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_every_probe_asks_a_path_that_needs_no_token() -> None:
         assert CONTAINER[probe]["httpGet"] == {"path": path, "port": "http"} and path in PUBLIC_PATHS
 
 
-def test_the_service_the_budget_and_the_autoscaler_mean_the_pods_of_the_deployment() -> None:
+def test_service_disruption_budget_and_autoscaler_select_the_pods_of_the_deployment() -> None:
     labels = POD["metadata"]["labels"]
     assert BY_KIND["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert BY_KIND["Service"]["spec"]["selector"] == labels

@@ -1,4 +1,5 @@
-"""The manifests in docker/kuberay/, checked without a Kubernetes cluster: by schemas, and by rules of KubeRay 1.6.2."""
+"""Tests of the manifests in docker/kuberay/. They need no Kubernetes cluster: they check the manifests by schemas, and
+by rules of KubeRay 1.6.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real executors under the seccomp profiles of containers, loaded without a container engine."""
+"""Tests of real executors under the seccomp profiles of containers. The profiles are loaded without a container
+engine."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ DEFAULT_PROFILES = ("/usr/share/containers/seccomp.json", "/etc/containers/secco
 DEADLINE_S = 60
 ACTIONS = {"SCMP_ACT_ALLOW": 0x7FFF0000, "SCMP_ACT_ERRNO": 0x00050000}
 NUMBER_OFFSET, ARCH_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
-"""Offsets in struct seccomp_data."""
+"""Offsets of the fields in struct seccomp_data."""
 RUN_UNDER_FILTER = """
 import os, sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def _compile_rule(index: int, number: int, rule: Mapping[str, Any]) -> Iterator[
             if is_masked:
                 yield bpf.Instruction(bpf.AND, check["value"] >> 8 * half_offset & 0xFFFFFFFF)
             expected_half = expected >> 8 * half_offset & 0xFFFFFFFF
-            if check["op"] == "SCMP_CMP_NE":  # the value is small, so its lower half decides
+            if check["op"] == "SCMP_CMP_NE":  # the value is small, so only the lower half of the argument is compared
                 yield bpf.Instruction(bpf.IF_EQUAL, expected_half, yes=next_rule)
                 break
             yield bpf.Instruction(bpf.IF_EQUAL, expected_half, no=next_rule)

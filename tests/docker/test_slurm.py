@@ -1,4 +1,4 @@
-"""docker/slurm/collect.sbatch with stubs of Slurm, Ray and rstar-train."""
+"""Tests of the script docker/slurm/collect.sbatch. Stubs replace Slurm, Ray and rstar-train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "docker/slurm/collect.sbatch"
 STUBS = {
     "scontrol": r"printf 'node1\nnode2\nnode3\n'",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # A started Ray runs until a signal comes.
+    # The stub of Ray runs until it gets a signal.
     "ray": 'echo "ray $* ${RAY_AUTH_MODE} ${#RAY_AUTH_TOKEN}" >>"$LOG"; [[ $1 == start ]] && exec sleep 100; exit 0',
-    # A collection that fails once all steps have started.
+    # The stub of the collection fails when all steps have started.
     "rstar-train": """
 until (($(grep -c '^ray start' "$LOG") == STEPS)); do sleep 0.02; done
 echo "rstar-train $*" >>"$LOG"

@@ -1,4 +1,4 @@
-"""The systemd unit in docker/, checked by systemd's own parser, and by rules of our own."""
+"""Tests of the systemd unit in docker/. It is checked by systemd's own parser, and by rules of this project."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from tests.escape import expected, targets
 from tests.escape.targets import Host, Target
 
 ATTACKS_WITH_SHARED_UID = ("test_descriptors", "test_kernel", "test_messages", "test_processes", "test_secrets")
-"""Modules whose attacks depend on whether calls share a uid. Only these run as user nobody too, without `--isolation`."""
+"""Modules whose attacks depend on whether calls share a uid. Without `--isolation`, only these modules are also run as
+user nobody."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -26,7 +26,7 @@ LANDLOCK = {
     "test_other_calls_survive_a_bomb_of[inodes]": DISK,
     "test_other_calls_survive_a_bomb_of[nested directories]": DISK,
 }
-# If all calls have one uid, the filter also refuses pidfd_open(2).
+# The filter also refuses pidfd_open(2) if all calls have one uid.
 ONE_UID = {test: reason for test, reason in LANDLOCK.items() if "pidfd" not in test}
 IS_ROOT = os.geteuid() == 0
 GROUPS = {
@@ -35,8 +35,8 @@ GROUPS = {
 
 
 def server_groups(level: Level) -> dict[str, str]:
-    """Return `GROUPS` if calls at this level keep the server's groups. newuidmap(1) gives an ordinary user a range of ids,
-    and with it the right to drop them."""
+    """Return `GROUPS` if calls at this level keep the groups of the server. An ordinary user may drop the groups only
+    with a range of ids from newuidmap(1)."""
     has_range = host_uids(jail=0, slots=1, level=level)[0] is not None
     return {} if IS_ROOT or has_range or not os.getgroups() else GROUPS
 

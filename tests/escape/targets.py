@@ -71,8 +71,13 @@ if HOST["is_jailed"]:
     PROTECTED_PATHS += [os.__file__, sys.executable, "/etc/passwd", "/dev/null", "/dev/zero", "/guest/zygote.py", *DIRS[2:]]
     DEVICE = "/dev/null"
 """
-"""Beginning of each attack. `raw` makes a system call by its number and returns its result or the negative errno, `breach`
-reports a success, `scan` reports all canaries in some bytes, `attempt` returns an `OSError` instead of raising it."""
+"""Beginning of each attack. It defines these functions:
+
+- `raw` makes a system call by its number, and returns the result or the negative errno;
+- `breach` reports that the attack has succeeded;
+- `scan` reports all canaries (secrets) that it finds in some bytes;
+- `attempt` calls a function, and returns its `OSError` instead of raising the error.
+"""
 
 
 def canary() -> str:
@@ -186,14 +191,15 @@ def check_resisted(result: Result) -> Result:
 
 
 def skip_under_seccomp() -> None:
-    """Skip a control if this process has a seccomp filter (of a container, for example), which may stop the attack."""
+    """Skip a control if this process has a seccomp filter (of a container, for example). The filter may stop the
+    attack."""
     if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
         pytest.skip("the control needs a process without a seccomp filter, so it does not run in a container")
 
 
 def with_controls_of_root(attacks: Iterable[str], *of_root: str) -> list[Any]:
-    """Return the parameters of a test of controls. The kernel itself stops the attacks in `of_root` by any user but root,
-    so that only root can show that they work."""
+    """Return the parameters of a test of controls. The attacks in `of_root` work only for root, because the kernel stops
+    them for all other users."""
     needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the kernel stops the attack of other users")
     assert {*of_root} <= {*attacks}
     return [pytest.param(attack, marks=needs_root if attack in of_root else ()) for attack in attacks]
@@ -248,11 +254,11 @@ def make_host() -> Iterator[Host]:
             "file": str(file),
             "directory": str(directory),
             "shm": str(shared_memory),
-            "victim_pid": victim.pid,  # of a process with the secret
-            "executor_pid": victim.pid,  # replaced in a target; a control has no executor
+            "victim_pid": victim.pid,  # the pid of a process with the secret
+            "executor_pid": victim.pid,  # a target replaces this pid; a control has no executor
             "port": tcp_server.getsockname()[1],
-            "path": socket_path,  # of a listening Unix socket
-            "abstract": abstract_name,  # of another one, in the abstract namespace
+            "path": socket_path,  # the path of a listening Unix socket
+            "abstract": abstract_name,  # the name of a listening socket in the abstract namespace
             "name": socket.gethostname(),
             "is_jailed": False,
         }

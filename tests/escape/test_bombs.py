@@ -1,4 +1,5 @@
-"""Attacks by excess of processes, memory, files, output and parser input. Concurrent calls must get their results."""
+"""Attacks by too many processes, too much memory, too many files, and too much output and input of parsers. Calls that
+run at the same time must get their results."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from sandbox.types import Limits, Status
 from tests.escape.targets import Target
 from tests.executor.calling import call
 
-# Bomb -> (code, the statuses that the call may get). Limits: 16 processes, 128 MiB of memory, 16 MiB of disk.
+# By name of the bomb: the code, and the statuses that the call may get. The limits are 16 processes, 128 MiB of memory
+# and 16 MiB of disk.
 BOMBS: dict[str, tuple[str, str]] = {
     "forks": (
         "pids = []\nwhile len(pids) < 1000:\n    pid = attempt(os.fork)\n    if isinstance(pid, OSError): break\n"
@@ -129,7 +131,7 @@ HOSTILE_VALUES = {
 
 
 @pytest.mark.parametrize("attack", HOSTILE_VALUES)
-def test_other_calls_survive_the_value(attack: str, target: Target) -> None:
+def test_a_hostile_returned_value_does_not_affect_other_calls(attack: str, target: Target) -> None:
     result = target.caller.run(HOSTILE_VALUES[attack], timeout_s=1.0, memory_mb=256)
     assert (result.status is not Status.UNAVAILABLE, result.attempts) == (True, 1), result
     assert len(result.value or "") <= 64 << 10  # the default of output_kb

@@ -60,14 +60,15 @@ CHANGES_NOT_TRIED_AS_ROOT = ("remounting", "unmounting")
 BREACHES = {
     "landlock times": "Landlock does not restrict utimensat(2): a call can touch a file that all users may write"
 }
-"""Attacks that succeed, by level and name, as in `expected`. docs/isolation.md has them too."""
+"""Attacks that succeed, by level and name, as in `expected.py`. docs/isolation.md lists them as well."""
 if os.geteuid() != 0:
-    BREACHES.clear()  # where all calls have one uid, the filter refuses utimensat(2)
+    BREACHES.clear()  # if all calls have one uid, the filter refuses utimensat(2)
 
 
 @contextmanager
 def data_dir(host: Host) -> Iterator[str]:
-    """Create a directory with files for all users beside a secret. It is outside /tmp, which calls see as their own."""
+    """Create a directory with files for all users beside a secret. It is not in /tmp, because calls have a /tmp of their
+    own."""
     top = Path(tempfile.mkdtemp(prefix="escape-data-", dir="/var/tmp"))
     try:
         top.chmod(0o755)
@@ -82,7 +83,7 @@ def data_dir(host: Host) -> Iterator[str]:
             service.bind(f"{data}/socket")
             service.listen(64)
             for path in (data, data / "sub", data / "file", data / "socket"):
-                path.chmod(0o777)  # so that no mode protects them
+                path.chmod(0o777)  # so that the mode of the files does not protect them
             yield str(data)
     finally:
         shutil.rmtree(top)

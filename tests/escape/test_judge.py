@@ -1,4 +1,5 @@
-"""Attacks on a judge: a program that tries to pass without solving its task. Each is made over HTTP on a real server."""
+"""Attacks on judging: each program tries to pass its tests without solving its task. The programs are sent over HTTP to
+a real server."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_a_program_cannot_pass_without_the_answer(url: str, attack: str, count: 
 
 
 def test_the_search_of_the_memory_finds_what_is_there(url: str) -> None:
-    """Otherwise the attack above would prove nothing."""
+    """If the search found nothing here, the failure of the attack above would prove nothing."""
     tests = [{"stdin": SECRET, "expected": SECRET}]
     judged = judge(url, code="data = input()\n" + MEMORY, tests=tests, limits=SEARCH_LIMITS)
     assert judged["passed"] == 1
@@ -164,7 +165,8 @@ FORGED_VALUES = {
 
 @pytest.mark.parametrize("forged", FORGED_VALUES)
 def test_a_value_that_its_checker_cannot_read_is_wrong(url: str, forged: str) -> None:
-    """Otherwise the test would be unjudged, and a wrong program would have no score instead of 0."""
+    """If the checker failed because of the value, the test would be unjudged. Then a wrong program would have no score
+    instead of 0."""
     checker = "import json, sys\nsys.exit(0 if json.load(open('actual')) == [7, 8] else 1)"
     code = f"import json\n{FORGED_VALUES[forged]}\ndef solve(): return [7]"
     judged = judge(url, code=code, tests=[{"call": "solve"}], checker=checker)

@@ -93,7 +93,7 @@ def test_taking_other_ids_succeeds_without_a_jail(host: Host, tmp_path: Path) ->
 
 
 def test_system_calls_that_do_not_exist_yet_are_refused(target: Target) -> None:
-    # 335 (uretprobe) and 336 (uprobe) kill a process that makes them outside of a probe.
+    # The system calls 335 (uretprobe) and 336 (uprobe) kill a process that uses them outside of a probe.
     numbers = {f"number {n}": n for n in (*range(337, 424), *range(453, 1024), 0x3FFFFFFF)}
     target.resists(TRY_CALLS.format(numbers=numbers, harmless={}))
 
@@ -116,7 +116,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_kernel_refuses_the_entry(entry: str, target: Target) -> None:
-    """The entry fails with ENOSYS. If the filter killed the process instead, each attempt would write to the audit log."""
+    """The entry fails with ENOSYS. If the filter killed the process, each attempt would write to the audit log."""
     result = target.resists(RUN_MACHINE_CODE.format(code=ENTRIES[entry]))
     assert result.stdout == f"got {-errno.ENOSYS}\nEND\n"
 

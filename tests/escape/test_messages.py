@@ -1,4 +1,5 @@
-"""Attacks through what calls share: one call leaves a message that another call, at the same time or later, receives."""
+"""Attacks through resources that calls share: one call leaves a message there, and another call receives it at the same
+time or later."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ raw(250, 9, key, -4)
         "attempt(fcntl.fcntl, 0, fcntl.F_SETOWN, os.getpid()), attempt(fcntl.fcntl, 0, 10, 41)  # F_SETSIG",
         "if attempt(fcntl.fcntl, 0, 11) == 41: breach(MESSAGE)  # F_GETSIG",
     ),
-    # In a jail PROTECTED_PATHS has many files, and this is the second; a control has only one.
+    # In a jail PROTECTED_PATHS has many files, and this code uses the second. A control has only one file.
     "a lock on a file": (
         "kept = open(PROTECTED_PATHS[:2][-1]); attempt(fcntl.flock, kept, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "got = attempt(fcntl.flock, open(PROTECTED_PATHS[:2][-1]), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
@@ -159,11 +160,12 @@ raw(250, 9, key, -4)
         SHARED_MEMORY + "for address in shared(): scan(ctypes.string_at(address, 4096))",
     ),
 }
-"""Medium -> (code that leaves the message, code that receives it)."""
+"""By medium: the code that leaves the message, and the code that receives it."""
 
 
 def program_with_message(host: Host, code: str, message: str) -> str:
-    """Return an attack that knows the message, but not in one piece: a search of its own memory must not find it."""
+    """Return an attack that knows the message, but not in one piece. An attack that searches its own memory must not
+    find the message there."""
     return host.attack_program(f"MESSAGE = 'CANARY-' + {message[7:]!r}\n{code}")
 
 

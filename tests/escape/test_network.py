@@ -121,7 +121,7 @@ def test_a_call_with_loopback_cannot_reach(attack: str, target: Target) -> None:
     target.resists(LOOPBACK[attack], network=Network.LOOPBACK)
 
 
-# A machine without a route to other networks stops that attack itself.
+# A machine without a route to other networks stops that attack even without a jail.
 @pytest.mark.parametrize(
     "attack",
     with_controls_of_root(
@@ -170,7 +170,8 @@ else: breach(len(kept))
 
 
 def test_the_queue_of_connections_is_short(target: Target) -> None:
-    """A connection that waits in the queue can hold 208 KiB of kernel memory, and the call needs no descriptor for it."""
+    """A waiting connection can hold 208 KiB of kernel memory, and needs no descriptor of the call. So the queue must be
+    short."""
     if target.level == "landlock":
         pytest.skip("landlock: sockets have no names")
     target.resists(BACKLOG)

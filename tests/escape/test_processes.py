@@ -97,7 +97,7 @@ KILLS = {
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("attack", KILLS)
 def test_a_call_cannot_disturb_others_by_killing(attack: str, signum: int, target: Target) -> None:
-    """A child of the call makes the attack, so that the call itself can survive it."""
+    """A child process of the call makes the attack, so that the call itself can survive the attack."""
     concurrent = [target.caller.submit(call(f"import time\ntime.sleep(0.5)\nprint({n})")) for n in range(2)]
     kills = textwrap.indent(KILLS[attack].format(signal=int(signum)), "    ")
     result = target.run(f"if os.fork() == 0:\n{kills}\n    os._exit(0)\ntime.sleep(0.2)", timeout_s=2.0)

@@ -53,7 +53,7 @@ def test_no_pattern_follows_a_link(target: Target) -> None:
 
 
 def test_the_links_lead_to_files_without_a_jail(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: Python's own `glob` follows them."""
+    """This is the control: Python's own `glob` follows the links."""
     import glob
 
     monkeypatch.chdir(tmp_path)

@@ -199,13 +199,15 @@ for first, last in runs:
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_call_finds_no_secrets_of_other_calls_in(search: str, target: Target) -> None:
-    """The attacker runs beside an earlier call, and is the second of four calls that the zygote forks as one batch."""
+    """The attack is the second of four calls that the zygote forks as one batch. An earlier call runs at the same
+    time."""
     earlier, first, following = other_calls(), other_calls(), other_calls()
     attack = target.build_call(SEARCHES[search], timeout_s=120.0, memory_mb=1024)
     caller = target.caller
     earlier_endless = caller.submit(earlier.endless)
     caller.run_all([earlier.short] * 3)
-    # Wait until no call of the last test runs and the endless call is a long one, so that all four short slots are free.
+    # Wait until no call of the last test runs, and until the endless call has become a long call. Then all four short
+    # slots are free.
     caller.stats.clear()
     caller.until(lambda: (caller.stats.get("running"), caller.stats.get("running_long")) == (1, 1))
     with target.zygotes_stopped():
@@ -224,7 +226,8 @@ def test_a_call_finds_no_secrets_of_other_calls_in(search: str, target: Target) 
 
 
 def test_calls_of_a_batch_do_not_inherit_each_others_descriptors(target: Target) -> None:
-    """The zygote forks the calls of a batch one after another, while it has the files of all of them open."""
+    """The zygote forks the calls of a batch one after another. At each fork, it has the files of all these calls
+    open."""
     attack = target.build_call(READING["an inherited descriptor"], stdin="of this call alone")
     caller = target.caller
     caller.stats.clear()

@@ -1,6 +1,7 @@
-"""Attacks on the status: code that tries to get a better status than it deserves, or none.
+"""Attacks on the status: code that tries to get a better status than its behaviour deserves, or no status.
 
-Status `unavailable` means that the server failed. Such a call is retried, or gets no reward, so no code may cause it.
+Status `unavailable` means that the server failed. Such a call is retried, or gets no reward, so no code may cause this
+status.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ FORGED_SUCCESS = struct.pack("<6i", 5, -1, 0, 0, -1, 0) + b"'win'"
 MALFORMED_REPORT = struct.pack("<6i", 2**31 - 1, 2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1, -1)
 """A report with impossible lengths, line and flags, and without any text."""
 
-# Behaviour -> (code, the statuses that the call may get). Descriptor 3 is the call's report, 4 its returned files.
+# By behaviour: the code, and the statuses that the call may get. Descriptor 3 is the report of the call, and descriptor
+# 4 takes its returned files.
 STATUS_TRICKS: dict[str, tuple[str, str]] = {
     "ends at once": ("os._exit(3)", "error"),
     "ends with every bit": ("os._exit(-1)", "error"),
@@ -147,7 +149,7 @@ def test_a_call_whose_value_has_an_evil_repr_is_not_retried(body: str, statuses:
 
 
 def test_forged_files_that_were_not_requested_are_dropped(target: Target) -> None:
-    """Each file in the stream has its index among the requested files and its length before it."""
+    """In the stream of returned files, each file is preceded by its index among the requested files and its length."""
     stream = struct.pack("<IQ", 0, 3) + b"abc" + struct.pack("<IQ", 7, 3) + b"abc" + struct.pack("<IQ", 1, 2**63)
     result = target.run(f"os.write(4, {stream!r}); os._exit(0)", return_files=("a", "b"))
     assert (result.status, dict(result.files)) == (Status.OK, {"a": b"abc"})

@@ -52,7 +52,7 @@ class Attempts:
         return Result.decode({**result, "attempts": self._counts[seq]})
 
     def lost(self, seq: int, reason: str, has_started: bool) -> Result | None:
-        """Start the next attempt of a lost call. Return the result of a call that has none left."""
+        """Start the next attempt of a lost call. If the call has no attempt left, return its result."""
         self._have_started |= {seq} if has_started else set()
         if self._counts[seq] < self._max_attempts:
             self.start(seq, self._calls[seq])

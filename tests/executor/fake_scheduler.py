@@ -22,9 +22,11 @@ FIRST_PID = 77
 class FakeScheduler:
     """A fake scheduler on which every call waits for a core for `delay_share` of the time.
 
-    Creating one replaces the samples of all calls, for as long as `monkeypatch` lasts. Calls with the code "outlast"
-    run until they are killed; their zygote reports them as still running after 0.1 s. `is_single_threaded` is called at
-    each sample; if it returns False, the call has two threads. `can_promote`: the executor may promote calls.
+    A new `FakeScheduler` replaces the samples of all calls, for as long as `monkeypatch` lasts. Calls with the code
+    "outlast" run until they are killed. Their zygote reports them as still running after 0.1 s.
+
+    `is_single_threaded` is called at each sample. If it returns False, the call has two threads. `can_promote` says
+    whether the executor may promote calls.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class FakeScheduler:
         self.killed_after: float | None = None
         """Seconds from `started` after which the last killed call was killed."""
         self.demotions: list[bool] = []
-        """The argument `is_demoted` of each call of `CpuPriority.apply`."""
+        """The argument `is_demoted` of each use of `CpuPriority.apply`."""
         self.started = 0.0
         """Time of Trio's clock at which the calls were submitted."""
         self.starts: list[float] = []
@@ -90,7 +92,7 @@ class FakeScheduler:
     async def demoted_after_s(self, calls: int, short_call: str | None = None) -> float:
         """Run `calls` endless calls on one core; return the wall time after which half of them are long.
 
-        `short_call`: code of further calls, which share one more slot, so that there are always queued calls.
+        `short_call` is the code of further calls, which share one more slot, so that calls wait at all times.
         """
         slots = calls + (short_call is not None)
         settings: dict[str, Any] = {"zygote_pools": 1, "slots": slots, "profiles": ("bare",)}

@@ -1,7 +1,10 @@
-"""Fake zygotes: real frames over real sockets under Trio, without processes. The code of a call selects the behaviour.
+"""Fake zygotes, which send real frames over real sockets under Trio and have no processes.
 
-    "NAME"              the method NAME of `FakeZygote`, each time the call is started
-    "NAME TIMES ..."    that method the first TIMES times, later "ok"; further words only make codes different
+A real zygote is the interpreter that forks once per call. The code of a call selects what a fake zygote does:
+
+    "NAME"              it calls the method NAME of `FakeZygote` each time the call is started
+    "NAME TIMES ..."    it calls that method the first TIMES times, and then `ok`; further words have no meaning, they
+                        only make codes different
 
 `Fleet.start_jail` replaces `ZygotePool._start_jail`.
 """
@@ -80,7 +83,8 @@ class FakeJail:
             zygote.end()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit status, or raise as `Popen.wait` does. Without a limit it would block for ever."""
+        """Return the exit status, or raise as `Popen.wait` does. `timeout_s` must not be None, because a jail may never
+        end."""
         assert timeout_s is not None, "the executor waits for a jail without a limit"
         if self.outlives_kill:
             raise subprocess.TimeoutExpired("jail", timeout_s)
@@ -175,7 +179,7 @@ class FakeZygote:
         self.send(ended_binary(run_id, self.calls.pop(run_id).encode()))
 
     async def slow(self, run_id: int) -> None:
-        await trio.sleep(0.01 * (run_id % 7))  # so that calls do not end in the order of their start
+        await trio.sleep(0.01 * (run_id % 7))  # so that the calls end in another order than that of their start
         self.ok(run_id)
 
     def hang(self, run_id: int) -> None: ...
@@ -216,7 +220,7 @@ class FakeZygote:
         self.send(ended_json(1 << 60))
 
     def other_call(self, run_id: int) -> None:
-        """End a call of another zygote."""
+        """Report the end of a call that runs in another zygote."""
         others = [other for zygote in self.fleet.zygotes if zygote is not self for other in zygote.calls]
         self.send(ended_json(next(iter(others), run_id + 1)))
 

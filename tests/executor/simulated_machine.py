@@ -6,7 +6,7 @@ A program is a generator of steps:
     Sleep(s)          sleep for s seconds
     Fork(program)     start a child process
     Spawn(program)    start a thread
-    Join()            sleep until all children and threads that it has started have ended
+    Join()            sleep until all children and threads of this program have ended
     Acquire()         sleep until the one lock of its process is free, and take it
     Release()         release that lock
 """
@@ -23,9 +23,9 @@ from sandbox.executor.time.virtual_clock import ProcessSample, ThreadSample, Tre
 
 TICK_S = 0.001
 SAMPLE_INTERVAL_S = 0.02, 0.1
-"""Range of the seconds between two samples."""
+"""Smallest and largest number of seconds between two samples."""
 SLICE_TICKS = 3
-"""Ticks that a thread runs before another may."""
+"""Ticks that a thread runs before another waiting thread gets the core."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Task:
     started_at: int
     cpu_ticks: int = 0
     delay_ticks: int = 0
-    """Run delay: finished waits for a core."""
+    """Run delay: the sum of all finished waits for a core."""
     left_ticks: int = 0
     """CPU time until the end of the current step."""
     waiting_since: int | None = None

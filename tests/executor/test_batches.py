@@ -11,7 +11,8 @@ from sandbox.wire import MAX_FRAME_CALLS, TARGET_FRAME_BYTES
 
 
 def results(*sizes: int) -> list[tuple[int, EncodedResult]]:
-    """Results of these sizes in bytes, half in stdout and half in a file. The seq of each is its index."""
+    """Return results of these sizes in bytes. Half of the bytes are in stdout, and half are in a file. The seq of a
+    result is its index."""
     contents = [("x" * (size // 2), b"x" * (size - size // 2)) for size in sizes]
     decoded = [Result("", Status.OK, stdout=text, files={"f": data}) for text, data in contents]
     return [(seq, result.encode(binary=True)) for seq, result in enumerate(decoded)]

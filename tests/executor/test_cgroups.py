@@ -1,4 +1,5 @@
-"""Cgroups end to end: they limit and count all processes of a call, and decide its status."""
+"""Tests of real executors with cgroups. The cgroup of a call limits and counts all its processes, and decides its
+status."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
 MAX_PROCS_FILES = 3
-"""Largest number of descriptors with which a zygote enters the cgroup of one slot: one per hierarchy of version 1."""
+"""A zygote has at most this many descriptors of one slot's cgroup. It has one per hierarchy of version 1."""
 LONG_TIMEOUT_S = 60
 """Time limit of calls that should end by themselves."""
 
@@ -34,7 +35,8 @@ def with_cgroups() -> Iterator[Caller]:
 
 @pytest.fixture
 def resettable_peak(with_cgroups: Caller) -> None:
-    """Skip unless the peak memory of a cgroup can be reset for each call: version 1, or version 2 since Linux 6.12."""
+    """Skip the test if the peak memory of a cgroup cannot be reset. It can be reset with version 1, and with version 2
+    since Linux 6.12."""
     tree = CgroupTree()
     can_reset = tree.cgroup(0)._can_reset_peak and tree.cgroup(0)._peak_fd >= 0  # no public attribute shows it
     tree.close()
@@ -75,7 +77,7 @@ time.sleep(1000)
 @pytest.mark.parametrize(
     ("code", "signals"),
     [
-        ("os.abort()", {6, 11}),  # PID 1 of a namespace cannot send itself SIGABRT, so abort(3) causes SIGSEGV
+        ("os.abort()", {6, 11}),  # PID 1 of a namespace cannot send itself SIGABRT (6), so abort(3) causes SIGSEGV (11)
         ("ctypes.string_at(0)", {11}),
         ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", {9}),
     ],
@@ -87,7 +89,7 @@ def test_a_crash_does_not_end_as_memory_limit(code: str, signals: set[int], with
 
 
 def test_a_child_that_kills_itself_does_not_end_the_call(with_cgroups: Caller) -> None:
-    """The call goes on, and its status is that of its first process."""
+    """The call goes on. The end of its first process decides its status."""
     code = "import os\nif os.fork() == 0:\n    os.kill(os.getpid(), 9)\nos.waitstatus_to_exitcode(os.wait()[1])"
     result = with_cgroups.run(code)
     assert (result.status, result.value) == (Status.OK, "-9")

@@ -1,4 +1,7 @@
-"""The executor process with real jails, through its socket: it survives the death of its zygotes and leaves nothing."""
+"""Tests of the executor process with real jails, through its socket.
+
+The executor survives the death of its zygotes (the interpreters that fork once per call), and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +60,11 @@ def call_pids_of(zygote: int) -> list[int]:
 
 
 def start_sleeper(caller: Caller, **more: object) -> tuple[int, int]:
-    """Start a call that does not end; return its seq and the pid of its process."""
+    """Start a call that does not end. Return the seq of the call and the pid of its process."""
     pids_before = set(_all_call_pids(caller))
     seq = caller.submit(call(SLEEP, **more))
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:  # only its process shows that the call has started
+    while time.monotonic() < deadline:  # no frame reports that a call has started, so its process is the only sign
         new_pids = set(_all_call_pids(caller)) - pids_before
         if new_pids:
             return seq, new_pids.pop()
@@ -112,7 +115,8 @@ def test_each_of_many_calls_gets_its_own_result(one_zygote: Caller) -> None:
 def test_calls_that_run_at_once_have_different_uids(one_zygote: Caller) -> None:
     code = "import os, time\nprint(os.getuid())\ntime.sleep(0.3)"
     uids = [result.stdout for result in one_zygote.run_all([call(code)] * 4)]
-    # At level none a call is user 0. Calls of an ordinary user share a uid, which their user namespaces do not map.
+    # At level none a call is user 0. The calls of an ordinary user's server share a uid, which their user namespaces do
+    # not map.
     shares_uid = one_zygote.run("import os\nos.getuid()").value in ("0", "65534")
     assert shares_uid or len(set(uids)) == len(uids)
 
@@ -179,7 +183,7 @@ def test_a_killed_zygote_costs_its_calls_a_retry(two_zygotes: Caller) -> None:
     wait_gone([second_zygote, pid])
     result = two_zygotes.result_of(seq)
     assert (result.status, result.attempts) == (Status.TIMEOUT, 2)
-    # Only a cgroup shows that all processes of a call have ended. Without one, the whole jail ends and starts again.
+    # Only a cgroup shows that all processes of a call have ended. Without cgroups, the whole jail is restarted.
     has_cgroups = bool(two_zygotes.ready["cgroups"])
     assert os.path.exists(f"/proc/{bystander}") == has_cgroups, "the call of the other zygote"
     code = "import os\nos.read(0, 1)\nprint('answered')"
@@ -237,7 +241,7 @@ def test_all_processes_end_with_the_executor(end: str) -> None:
             os.kill(caller.process.pid, signal.Signals[end])
         exit_code = caller.process.wait(DEADLINE_S)
         wait_gone(pids)
-        # `executor` asserts an exit code of 0, which a process that was ended by a signal does not have.
+        # `executor` asserts an exit code of 0. A process that is ended by a signal has another exit code.
         caller.process.returncode = 0 if end.startswith("SIG") else exit_code
 
 
@@ -355,7 +359,8 @@ def test_the_log_lines_of_an_executor_have_the_format_of_its_gateway() -> None:
     gateway_end, executor_end = socket.socketpair()
     formats: list[str] = []
     with gateway_end:
-        settings = ExecutorConfig(log_format="json").encode()  # isolation auto, which only a gateway may have: it ends
+        # An executor refuses the default isolation "auto", so it ends.
+        settings = ExecutorConfig(log_format="json").encode()
         gateway_end.sendall(wire.pack(["configure", settings, False]))
         assert trio.run(serve, executor_end, formats.append) == 1
     assert formats == ["json"]

@@ -1,4 +1,8 @@
-"""Every call gets exactly one result, whatever happens to its zygote; a zygote's failure never changes a status."""
+"""Tests of the executor with fake zygotes (the interpreters that fork once per call).
+
+Every call gets exactly one result, whatever happens to its zygote. The failure of a zygote never changes the status of
+a call.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,7 @@ async def test_a_call_whose_zygote_is_hostile_each_time_is_unavailable(
 ) -> None:
     async with driven_executor(monkeypatch) as driver:
         (result,) = await driver.run(behaviour)
-        if behaviour != "twice":  # which sends a valid result first
+        if behaviour != "twice":  # "twice" first sends a valid result
             assert (result.status, result.attempts) == (Status.UNAVAILABLE, 3)
             assert result.error is not None
             assert result.error.type == UnavailableReason.POISON
@@ -76,7 +80,7 @@ async def test_a_call_that_cannot_be_started_is_retried_with_bounded_delay(
     async with driven_executor(monkeypatch, attempts=100) as driver:
         before = trio.current_time()
         (result,) = await driver.run("start_failed 50")
-        # The start failed 50 times, and each attempt but the last had one failure more than the maximum.
+        # The start failed 50 times in all. An attempt is lost after one failure more than the maximum.
         assert (result.status, result.attempts) == (Status.OK, 50 // (executor_module.MAX_START_FAILURES + 1) + 1)
         assert trio.current_time() - before < 51 * executor_module.MAX_RETRY_DELAY_S
         driver.check_idle()
@@ -124,7 +128,7 @@ async def test_cgroup_usage_decides_the_status_of_a_killed_call(
     ("counts", "status", "attempts"),
     [
         ([7, 7], Status.KILLED, 1),  # no process was killed for lack of memory
-        ([7, 8, 8], Status.KILLED, 2),  # one was, and the second attempt was killed by its own signal
+        ([7, 8, 8], Status.KILLED, 2),  # one was; the second attempt was killed by its own signal
         ([7, 8, 9, 10], Status.UNAVAILABLE, 3),
     ],
 )
@@ -284,7 +288,8 @@ def test_many_slots_are_spread_over_enough_pools(monkeypatch: pytest.MonkeyPatch
 BEHAVIOURS = st.sampled_from(["ok", "slow", "start_failed", *HOSTILE_BEHAVIOURS])
 PROFILES = st.sampled_from([Profile.BARE, Profile.NUMERIC, Profile.VERIFY])
 CALLS = st.lists(st.tuples(BEHAVIOURS, st.integers(0, 4), PROFILES, st.booleans()), max_size=25)
-"""Calls as tuples: behaviour of the zygote, how often the zygote shows it, profile, whether the call is cancelled."""
+"""Calls as tuples: the behaviour of the zygote, how often the zygote behaves like this, the profile, and whether the
+call is cancelled."""
 
 
 @settings(max_examples=150)

@@ -1,5 +1,10 @@
-"""Level `landlock` end to end, as root with a uid per slot and as an ordinary user: each call reaches its own scratch
-directory and nothing else, and leaves nothing behind."""
+"""Tests of the isolation level `landlock` with a real executor.
+
+Each call reaches its own scratch directory and no other one, and leaves nothing behind.
+
+The executor is started by root, who gives each slot a uid of its own, and by an ordinary user. A slot is the set of
+resources (uid, cgroup, scratch directory) that one call at a time uses.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,8 @@ class Served:
 
 @contextmanager
 def serving(user: str, **settings: Any) -> Iterator[Served]:
-    """Start an executor as one of the users of the fixture `user`. Asserts that it leaves no scratch directory."""
+    """Start an executor as one of the users of the fixture `user`. Assert at the end that no scratch directory is
+    left."""
     try:
         choose_level("landlock")
     except IsolationError as error:
@@ -79,7 +85,7 @@ def serving(user: str, **settings: Any) -> Iterator[Served]:
             subprocess.run([OWN_PYTHON, "-m", "venv", "--without-pip", home / "environment"], check=True)
             (home / "secret").write_text("for root alone")
             guest_python = f"{home}/environment/bin/python"
-        elif os.geteuid() == 0:  # become an ordinary user; otherwise the tests already run as one
+        elif os.geteuid() == 0:  # root becomes an ordinary user; any other user already is one
             server = (jails.python_for_all_users(directory),)
             guest_python = os.path.realpath(server[0])
             options = {"user": jails.NOBODY, "group": jails.NOBODY, "extra_groups": []}
@@ -94,8 +100,8 @@ def serving(user: str, **settings: Any) -> Iterator[Served]:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_root_can_have_a_private_temporary_directory(mode: int) -> None:
-    """pam_tmpdir creates a directory with mode 0700. The uids of calls cannot enter that, so their scratch directories
-    are elsewhere."""
+    """pam_tmpdir creates a temporary directory with mode 0700. The uids of calls cannot enter this directory, so the
+    scratch directories of calls are in another one."""
     if os.geteuid() != 0:
         pytest.skip("root: this is an ordinary user")
     with jails.dir_for_all_users() as directory:

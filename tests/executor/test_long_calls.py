@@ -1,4 +1,8 @@
-"""Long calls of a real executor are demoted as a whole and end at their limit, whatever the kernel counts."""
+"""Tests of long calls on a real executor.
+
+A long call has used `demote_after_ms` of virtual time. All its threads are demoted (to SCHED_IDLE), and the call ends
+at its limit, also on kernels that do not count run delay.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,8 @@ monitor.MIN_SHARE_DIVISOR = 1e9
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Starts an executor that never promotes a long call, so that a loaded machine does not change the tests' results. The
-first two arguments, "-m sandbox.executor", are for this Python only."""
+"""Code that starts an executor which never promotes a long call, so that a loaded machine does not change the tests'
+results. It drops the first two arguments, "-m sandbox.executor"."""
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +54,8 @@ assert libc.capset(header, sets) == 0
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Starts an executor whose effective and permitted capabilities lack CAP_SYS_NICE. The first two arguments,
-"-m sandbox.executor", are for this Python only."""
+"""Code that starts an executor whose effective and permitted capabilities lack CAP_SYS_NICE. It drops the first two
+arguments, "-m sandbox.executor"."""
 EVADERS = {
     "loops": ENDLESS,
     "forks": "import os\nos.fork()\nos.fork()\n" + ENDLESS,
@@ -91,13 +95,14 @@ def test_calls_are_demoted_by_their_nice_values_without_cap_sys_nice() -> None:
 
 
 def skip_if_orphans_are_missed(code: str) -> None:
-    """Skip code whose processes lose their parents, if only their parents show which call they belong to."""
+    """Skip a test whose code has processes that lose their parents, if calls run at level landlock. At this level, only
+    the parents of a process show which call the process belongs to."""
     if code == EVADERS["leaves its parents"] and choose_level("auto").level is Level.LANDLOCK:
         pytest.skip("level landlock: orphans belong to the zygote")
 
 
 def nice_step(tid: int) -> int:
-    """How much higher a thread's nice value is than that of this process."""
+    """Return the nice value of a thread minus the nice value of this process."""
     return os.getpriority(os.PRIO_PROCESS, tid) - os.getpriority(os.PRIO_PROCESS, 0)
 
 
@@ -144,8 +149,8 @@ def test_a_long_call_ends_with_the_same_status_as_a_short_one() -> None:
 
 
 def test_all_threads_of_a_long_call_are_moved_to_the_idle_cgroup(one_slot: Caller) -> None:
-    """Where the kernel divides the cores between sessions (autogroup), a scheduling policy has no effect on threads of
-    other sessions."""
+    """Where the kernel divides the cores between sessions (autogroup), the scheduling policy of a thread counts only
+    within its session. So the threads are moved to a cgroup instead."""
     if not CpuPriority().can_promote:
         pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
     try:
@@ -183,8 +188,8 @@ if not has_cgroups: jail.CgroupTree = NoCgroups
 del sys.argv[:2]
 runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Starts an executor that cannot read schedstat. It has no cgroups unless the first argument is "cgroups". The next
-two, "-m sandbox.executor", are for this Python only."""
+"""Code that starts an executor which cannot read schedstat. The executor has cgroups only if the first argument is
+"cgroups". The code drops the next two arguments, "-m sandbox.executor"."""
 ENDLESS_CODES = {
     "loops": ENDLESS,
     "sleeps": "import time\ntime.sleep(1000)",

@@ -1,4 +1,8 @@
-"""Memory limits without cgroups: the executor sums the memory of a call, and the OOM killer picks calls first."""
+"""Tests of memory limits on machines without cgroups.
+
+The executor sums up the memory of the processes of a call. If the machine runs out of memory, the kernel's OOM killer
+kills calls before it kills the server.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +62,12 @@ for _ in range(3):
 print(flush=True)
 input()
 """
-"""Forks three processes that share 64 MiB with their parent and prints a line. After a line of input, each of them
-copies the 64 MiB by writing to them; then prints a second line."""
+"""Code that forks three processes, which share 64 MiB with their parent, and prints a line. When it gets a line of
+input, each of the three processes writes to the 64 MiB, and so copies them. Then the code prints a second line."""
 
 
 def test_the_thread_that_reads_memory_is_started_before_the_first_call() -> None:
-    """A thread that is started later could fail, because a fork bomb has taken all processes of the container."""
+    """The start of a later thread could fail, because a fork bomb may have taken all processes of the container."""
     with executor(isolation="none") as caller:
         assert len(list(Path(f"/proc/{caller.process.pid}/task").iterdir())) == 2
 
@@ -119,7 +123,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("timing", ["at once", "in turn"])
 def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_other_result(timing: str) -> None:
-    """Without limits, the calls would use 8 * 12 * 20 MiB."""
+    """There are 8 calls with 12 processes of 20 MiB each. Without limits they would use 8 * 12 * 20 MiB."""
     processes = 12
     with executor(server=WITHOUT_CGROUPS, slots=12, isolation="namespaces") as caller:
         limits = {"memory_mb": 24, "disk_mb": 1, "processes": processes, "timeout_s": 60}
@@ -184,7 +188,7 @@ for n in range(20 * COUNT):
         ("datagrams", Network.NONE, "no cgroups"),
         ("TCP", Network.LOOPBACK, "no cgroups"),
         ("UDP", Network.LOOPBACK, "no cgroups"),
-        ("TCP", Network.LOOPBACK, "cgroups"),  # a cgroup of version 1 does not count these
+        ("TCP", Network.LOOPBACK, "cgroups"),  # a cgroup of version 1 does not count the buffers of TCP sockets
         ("UDP", Network.LOOPBACK, "cgroups"),
     ],
 )

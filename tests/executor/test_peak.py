@@ -27,6 +27,6 @@ def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
 )
 def test_the_peak_is_the_memory_that_the_call_adds(caller: Caller, code: str, mib: int) -> None:
     peaks = [caller.run(code).usage.peak_memory_mb for _ in range(3)]
-    # Up to 3 MiB more for the interpreter. Up to 1 MiB less because Linux adds the resident pages of a process up in
+    # The interpreter may add up to 3 MiB. Up to 1 MiB may be missing: Linux adds up the resident pages of a process in
     # batches of 32 pages and more per CPU, so a resident set is exact to 128 KiB for each CPU that the process ran on.
     assert all(mib - 1 <= peak < mib + 3 for peak in peaks), peaks

@@ -1,4 +1,7 @@
-"""The end of a call decides its result: status, error, value, truncation."""
+"""Tests of how the end of a call becomes a result: its status, error, value, and what was truncated.
+
+A report is what the process of a call writes about its end. It is untrusted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Process limits where all calls share one uid, as in the image: one call cannot use up the processes of another."""
+"""Tests of process limits where all calls share one uid, as in the container image.
+
+One call cannot use up the processes of another call, although the kernel counts processes per uid.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def caller(ordinary_user: dict[str, Any]) -> Iterator[Caller]:
 
 
 def test_sleepers_and_fork_bombs_change_no_other_result(caller: Caller) -> None:
-    """500 sleepers are many times the process limit of one call."""
+    """500 sleeping processes are many times the process limit of one call."""
     sleepers = [caller.submit(call("import time; time.sleep(1000)", timeout_s=1000)) for _ in range(500)]
     caller.until(lambda: caller.stats.get("running_long") == 500)
     bombs = [caller.submit(call(FORK_BOMB, timeout_s=3)) for _ in range(2)]

@@ -1,4 +1,7 @@
-"""A slot is free only once all processes of its call have ended, whatever ended the call, with and without cgroups."""
+"""Tests of the release of slots. A slot is the set of resources that one call at a time uses.
+
+A slot is free only once all processes of its call have ended, whatever ended the call, with and without cgroups.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ time.sleep(1000)
 
 @pytest.fixture
 def python(level: str, has_cgroups: bool) -> str:
-    """A Python that calls can use at this level. This skips the test, because a skip inside of a Trio test loses its
-    reason."""
+    """Return a Python that calls can use at this level. If there is none, this fixture skips the test. A skip inside of
+    a Trio test would lose its reason."""
     try:
         choose_level(level)
         if has_cgroups:

@@ -1,5 +1,8 @@
-"""The limits of a slot's cgroup are set before a call and its usage is read after the call. The slot is free only once
-the cgroup is empty."""
+"""Tests of slots. A slot is a set of resources (uid, cgroup, scratch directory) that one call at a time uses.
+
+The limits of the slot's cgroup are set before a call, and the usage of the cgroup is read after the call. The slot is
+free again only once its cgroup is empty.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ INITIAL_FILES = {
 
 
 class FakeCgroup:
-    """The files of a cgroup of version 1 as ordinary files in `path`, without those in `missing`."""
+    """Ordinary files in `path` that have the names of the files of a version 1 cgroup. The names in `missing` are left
+    out."""
 
     def __init__(self, path: Path, *missing: str) -> None:
         self.path = path
@@ -133,7 +137,7 @@ def test_a_peak_that_cannot_be_reset_is_known_only_for_a_call_that_exceeds_it(
     def refuse(_fd: int, _text: bytes, _offset: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("os.pwrite", refuse)  # which resets the peak
+    monkeypatch.setattr("os.pwrite", refuse)  # the peak is reset with os.pwrite
     cgroup_files.write("memory.max_usage_in_bytes", "10")
     slots = slots_with_one_used(cgroup_files)
     for peak_bytes, expected in ((10, None), (50, 50), (50, None), (60, 60)):
@@ -184,7 +188,7 @@ async def test_processes_left_in_a_slot_are_killed(
 
 
 @pytest.mark.trio
-async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
+async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_once_opening_succeeds(
     cgroup_files: FakeCgroup, autojump_clock: MockClock
 ) -> None:
     slots = Slots(1)
@@ -212,14 +216,14 @@ async def test_a_slot_whose_cgroup_cannot_be_opened_is_released_when_it_can(
 async def test_a_held_mount_namespace_is_closed_before_the_slot_is_free(
     process_with_mount_namespace: subprocess.Popen[bytes],
 ) -> None:
-    held_before = held_mount_namespaces()  # by what earlier tests have not closed
+    held_before = held_mount_namespaces()  # earlier tests may have left some open
     slots, pid = Slots(2), process_with_mount_namespace.pid
     for _ in range(2):  # the second time, the slot already holds the namespace
         slots.hold_mount_namespace(1, pid)
     process_with_mount_namespace.kill()
     process_with_mount_namespace.wait()
-    slots.hold_mount_namespace(0, pid)  # has ended
-    slots.hold_mount_namespace(0, os.getpid())  # has the mount namespace of this process
+    slots.hold_mount_namespace(0, pid)  # this process has ended
+    slots.hold_mount_namespace(0, os.getpid())  # this test's own process, whose mount namespace must not be held
     assert held_mount_namespaces() == held_before + 1
     slots.free.clear()
     assert slots.release(0), "slot 0 holds no namespace"
@@ -235,7 +239,7 @@ async def test_a_slot_becomes_free_although_no_thread_can_be_started(
     process_with_mount_namespace: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")  # what Python raises when calls have taken all processes
+        raise RuntimeError("can't start new thread")  # Python raises this error when calls have taken all processes
 
     held_before = held_mount_namespaces()
     slots = Slots(1)

@@ -1,4 +1,4 @@
-"""`UnixStream` sends all bytes and descriptors in order, and leaks no descriptor."""
+"""Tests of `UnixStream`. It sends all bytes and descriptors in order, and leaks no descriptor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Any bytes from a zygote give frames or a `ProtocolError`, in bounded memory."""
+"""Tests of frames from a zygote, the interpreter that forks once per call. Any bytes give frames or a `ProtocolError`,
+in bounded memory."""
 
 from __future__ import annotations
 

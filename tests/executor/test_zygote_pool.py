@@ -1,4 +1,7 @@
-"""Zygotes are started, restarted and replaced. A hostile zygote ends with its whole jail."""
+"""Tests of the zygote pool: one jail, and a zygote (an interpreter that forks once per call) per profile in it.
+
+Zygotes are started, restarted and replaced. If a zygote breaks the protocol, its whole jail is ended.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +167,7 @@ async def test_verify_calls_wait_for_their_zygote_and_delay_no_other_call(
 async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """In a real zygote of another profile the import of the checker fails. Such a call ends as an error, without a
+    """A real zygote of another profile cannot import the checker. So the call ends there with an error, and without a
     verdict."""
     async with driven_executor(monkeypatch) as driver:
         zygotes_before = len(driver.fleet.zygotes)
@@ -180,7 +183,8 @@ async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
 
 
 def driven_executor_with(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> Any:
-    """`driven_executor`, where `behaviour` is called with the first zygote of each jail in place of `send_ready`."""
+    """Start a `driven_executor`, in which `behaviour` replaces `send_ready`: it is called with the first zygote of each
+    jail."""
 
     class FailingFleet(fake_zygotes.Fleet):
         def __init__(self, *args: Any) -> None:
@@ -216,6 +220,6 @@ async def test_a_zygote_with_an_invalid_ready_frame_is_restarted(
             else:
                 zygote.send_ready()
 
-        driver.fleet.on_start = send_invalid_frame_first  # for the restart of a jail; the jails run already
+        driver.fleet.on_start = send_invalid_frame_first  # the jails run already, so this affects only a restarted jail
         (result,) = await driver.run("kill_jail 1", profile=Profile.BARE)
         assert (result.status, result.attempts) == (Status.OK, 2)

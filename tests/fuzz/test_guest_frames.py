@@ -1,4 +1,4 @@
-"""The guest decodes the frames that the executor sent, however the stream is split into reads."""
+"""Tests that the guest decodes the frames which the executor has sent, however the stream is split into reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any body gets results or an error with a message, and the server keeps running."""
+"""Tests with any bodies of requests. Each gets results or an error with a message, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
     "argv": st.lists(st.text(max_size=5), max_size=3),
     "figures": st.booleans(),
     "network": st.sampled_from(["none", "loopback", "internet"]),
-    "deadline_s": st.sampled_from([-1, 0, 60, 1e9, "soon"]),  # none that a call could exceed
+    "deadline_s": st.sampled_from([-1, 0, 60, 1e9, "soon"]),  # no call of the tests can exceed one of these deadlines
 }
 assert set(FIELDS) == set(CALL_FIELDS)
 VALID_CALLS = st.fixed_dictionaries({"code": CODES}, optional={name: FIELDS[name] for name in FIELDS if name != "code"})

@@ -1,4 +1,5 @@
-"""Any `ended` frame of a zygote becomes a result that can be sent and decoded, or a `ProtocolError`."""
+"""Tests with any `ended` frames, in which a zygote reports the end of a call. Such a frame becomes a result that can be
+sent and decoded, or a `ProtocolError`."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ LENGTHS = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
 
 @st.composite
 def reports(draw: st.DrawFn) -> bytes:
-    """Reports of four texts, with the right lengths or with any. Line number and flags are any numbers."""
+    """Draw reports of four texts. Their lengths are right or any numbers. Line number and flags are any numbers."""
     texts = draw(st.lists(st.binary(max_size=20), min_size=4, max_size=4))
     right_lengths = [len(text) for text in texts]
     lengths = draw(st.just(right_lengths) | st.lists(LENGTHS, min_size=4, max_size=4))
@@ -55,7 +56,8 @@ def reports(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def file_streams(draw: st.DrawFn) -> bytes:
-    """Returned files, some with a wrong index or length, some with a name; the whole may be cut anywhere."""
+    """Draw streams of returned files. Some files have a wrong index or length, and some have a name. A stream may be
+    cut anywhere."""
     stream = b""
     names = st.sampled_from([b"", b"a\0", b"b/c.x\0", b"../a\0", b"/a\0", b"b//c\0", b"\xff\0", b"\0", b".x\0"])
     for data in draw(st.lists(st.builds(bytes.__add__, names, st.binary(max_size=20)), max_size=4)):

@@ -1,4 +1,5 @@
-"""A zygote may send any bytes: its calls are retried, other calls get their own results, and nothing hangs."""
+"""Tests of zygotes (the interpreters that fork once per call) that send any bytes. Their calls are retried, other calls
+get their own results, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ FIELDS = st.dictionaries(
     max_size=5,
 )
 INVALID_RUN_IDS = st.sampled_from((-1, 0, 1 << 60, 2**70, True, 1.0, "1", None, [1]))
-"""Run ids of no running call. Ids of other calls are left out, since the executor cannot notice that a zygote has
-swapped the results of two of its calls."""
+"""Run ids that no running call has. The ids of other running calls are left out, since the executor cannot notice that
+a zygote has swapped the results of two of its calls."""
 OPS = st.sampled_from(("ended", "start_failed", "still_running", "ready", "spawn", "call", ""))
 
 
@@ -68,9 +69,11 @@ def _encode_reply(reply: dict[str, Any], run_id: int) -> bytes:
 
 
 def _behave(fleet: Fleet, zygote: FakeZygote, run_id: int, code: str) -> None:
-    """Replace `Fleet.behave`. The code of a call is a reply as JSON. Send the reply when the call starts for the first
-    time, and a result at a retry or if the reply is null. A zygote that has sent a reply dies a second later, since the
-    executor may wait for the rest of a frame."""
+    """Replace `Fleet.behave`. The code of a call is a reply as JSON.
+
+    When the call starts for the first time, send the reply. At a retry, or if the reply is null, send a result. A
+    zygote that has sent a reply dies a second later, since the executor may wait for the rest of a frame.
+    """
     fleet.started[code] += 1
     reply = json.loads(code)
     if reply is None or fleet.started[code] > 1:

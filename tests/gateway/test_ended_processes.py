@@ -85,7 +85,7 @@ async def test_a_call_past_its_deadline_leaves_no_process_and_frees_its_slot(cod
     async with one_slot() as dispatcher:
         await run(dispatcher, Call("1"))
         pids = set(tree_pids(os.getpid()))
-        # Two calls fill the window, of which one has the slot; a third waits in the gateway.
+        # Two calls fill the window of the executor: one of them runs in the slot. The third call waits in the gateway.
         results = await run(dispatcher, *[Call(code, deadline_s=0.7)] * 3)
         assert list(map(error_type, results)) == ["Deadline"] * 3
         await wait_for_processes(pids)

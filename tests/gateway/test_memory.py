@@ -27,7 +27,8 @@ from tests.gateway.observe.test_stats import NO_LATENCIES
 from tests.gateway.serving import Served, serving, until
 
 CALLS = [{"code": str(n)} for n in range(20)]
-REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {  # path, body, headers, expected HTTP status
+# Path, body, headers and the expected HTTP status, by name.
+REQUESTS: dict[str, tuple[str, Any, dict[str, str], int]] = {
     "a call": ("/v1/execute", {"code": "1"}, {}, 200),
     "a batch": ("/v1/batch", {"calls": CALLS}, {}, 200),
     "a verify request": ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}] * 20}, {}, 200),
@@ -85,12 +86,12 @@ async def test_no_request_leaves_objects_for_the_garbage_collector(name: str) ->
                     await (_stream if name == "a stream" else _disconnect)(served)
             for _ in range(20):  # the server finishes the request after its last byte
                 await asyncio.sleep(0)
-            open_connection = Counter(Request=1)  # it keeps its last request
+            open_connection = Counter(Request=1)  # an open connection keeps its last request
             assert not _live_objects() - objects_before - open_connection
 
 
 def _busy_snapshot(second: int) -> Snapshot:
-    """Return a snapshot whose numbers all differ from those of the second before, as on a busy server."""
+    """Return a snapshot of a busy server: each number differs from that in the snapshot of the second before."""
     rng = random.Random(second)
     return Snapshot(
         second + rng.random(),
@@ -121,7 +122,7 @@ def test_ten_minutes_of_history_take_less_than_a_mebibyte() -> None:
 def test_an_idle_gateway_returns_the_memory_of_its_largest_requests() -> None:
     body = msgpack.packb({"calls": [{"code": "#" * 100_000}] * 250})
     with stubbed_server() as server:
-        for _ in range(3):  # glibc maps the first block of a size, and takes later ones from the heap
+        for _ in range(3):  # glibc maps the first block of a size, and takes later blocks of this size from the heap
             request = urllib.request.Request(f"{server.url}/v1/batch", body, {"Content-Type": "application/msgpack"})
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert len(msgpack.unpackb(response.read())["results"]) == 250

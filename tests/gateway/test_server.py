@@ -111,7 +111,7 @@ def test_a_signal_stops_the_server_and_its_executors(signal_number: signal.Signa
 
 @pytest.mark.asyncio
 async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() -> None:
-    """More calls wait than a server can finish in `drain_s`."""
+    """A server that ends has `drain_s` to finish its calls. Here more calls wait than it can finish in this time."""
     results: list[Result] = []
     with ExitStack() as stack:
         processes = [stack.enter_context(serving_process(drain_s=0.5)) for _ in range(2)]
@@ -139,7 +139,7 @@ async def test_every_call_is_ok_when_one_of_two_servers_restarts_under_load() ->
     assert {result.status for result in results} == {Status.OK}
 
 
-def test_the_first_signal_says_what_it_waits_for_and_a_second_one_ends_the_wait() -> None:
+def test_the_first_signal_logs_what_the_server_waits_for_and_the_second_signal_ends_the_wait() -> None:
     with serving_process(drain_s=60) as process:
         url = read_url(process)
         with socket.create_connection(("127.0.0.1", _port_of(url))) as client:
@@ -206,7 +206,8 @@ def test_too_few_file_descriptors_are_an_error() -> None:
     with serving_process(max_fds=256) as process:
         assert process.wait(10) == 1
         assert process.stderr is not None
-        # The server itself needs 356. One client opens 256 connections, and the setting `connections` is 16384.
+        # The server itself needs 356 descriptors. One client opens 256 connections: 356 + 256 = 612. The setting
+        # `connections` is 16384: 356 + 16384 = 16740.
         assert "(ulimit -Hn) is 256, but 256 connections need 612; raise it, best to 16740" in process.stderr.read()
 
 

@@ -18,6 +18,6 @@ def guest() -> Iterator[Caller]:
 
 @pytest.fixture(scope="module")
 def guest_with_numpy(guest_python: Path) -> Iterator[Caller]:
-    """The same with the Python of the guest runtime, whose zygotes have imported numpy."""
+    """An executor with the Python of the guest runtime, whose zygotes have imported numpy."""
     with executor(guest_python, profiles=("numeric",)) as caller:
         yield caller

@@ -1,4 +1,5 @@
-"""Interpreters that a call starts have the replacements of the call's own interpreter."""
+"""Tests of interpreters that a call starts: functions that are replaced in the call's own interpreter are replaced in
+them as well."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.executor.calling import OWN_PYTHON, Caller, executor
 
 @pytest.fixture(scope="module", params=["own", "runtime"])
 def each_python(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    """An executor with the tests' Python, and one with the guest runtime's: asyncio uses sendmsg since Python 3.12."""
+    """Start an executor: first with the Python of the tests, and then with that of the guest runtime. Two versions are
+    needed because asyncio uses sendmsg only since Python 3.12."""
     python: str | Path = OWN_PYTHON if request.param == "own" else request.getfixturevalue("guest_python")
     with executor(python) as caller:
         yield caller

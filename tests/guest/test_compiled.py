@@ -1,4 +1,7 @@
-"""Compiled code is an accelerator only: with it, without it and with a wrong one a call has the same result."""
+"""Tests of compiled code, the code objects of a source that an earlier call has compiled.
+
+Compiled code only saves time: a call has the same result with right, with wrong and without compiled code.
+"""
 
 from __future__ import annotations
 

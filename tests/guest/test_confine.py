@@ -1,4 +1,7 @@
-"""The order of the confinement's system calls at each level. Machine code and Python execute the same list."""
+"""Tests of the confinement, the steps between the fork of a call and the first line of its code.
+
+Each isolation level has its own order of system calls. Machine code and Python execute the same list of steps.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,8 @@ def test_a_call_is_confined_in_this_order(plan: dict[str, object], order: list[s
 
 
 def test_machine_code_and_python_leave_the_same_process() -> None:
-    """Only the steps of level `none` need no privilege. /dev/null replaces the output and the file of the cgroup."""
+    """The test runs the steps of level `none`, because only these need no privilege. /dev/null replaces the outputs and
+    the file of the cgroup."""
     code = """
 call.update(file_bytes=1 << 20, open_files=64)
 steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])

@@ -1,4 +1,5 @@
-"""All descriptors are closed with few system calls, by any Python and on any kernel, without trying each number."""
+"""Tests that all descriptors are closed with few system calls, and not by trying each number. This holds for any Python
+and any kernel."""
 
 from __future__ import annotations
 
@@ -21,14 +22,18 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filt
 
 GUEST = Path(__file__).parents[2] / "sandbox" / "guest"
 UNUSED_FD = 4096
-"""Higher than every descriptor of the tests' processes, so only code that tries each number would close it."""
-RETURN_ENOSYS, ALLOW, KILL = 0x00050026, 0x7FFF0000, 0x80000000  # SECCOMP_RET_ERRNO | ENOSYS, _ALLOW, _KILL_PROCESS
+"""This number is higher than every descriptor of the tests' processes. Only code that tries each number would close
+it."""
+RETURN_ENOSYS = 0x00050026  # SECCOMP_RET_ERRNO | ENOSYS
+ALLOW = 0x7FFF0000  # SECCOMP_RET_ALLOW
+KILL = 0x80000000  # SECCOMP_RET_KILL_PROCESS
 
 
 def restrict(*, has_close_range: bool) -> None:
-    """Before exec: kill the process if it closes `UNUSED_FD` or a higher number, and allow or refuse close_range(2).
+    """Restrict this process before it executes a program. The program is killed if it closes `UNUSED_FD` or a higher
+    number. close_range(2) is allowed or refused.
 
-    The descriptor limit is raised above `UNUSED_FD`, so that trying each number would reach it.
+    The descriptor limit is raised above `UNUSED_FD`, so that code which tries each number would reach this number.
     """
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

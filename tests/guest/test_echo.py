@@ -1,4 +1,7 @@
-"""The value of the last expression is returned, as a notebook shows it. In all else the script runs as without echo."""
+"""Tests of `echo`: the value of the last expression of the code is returned, as a notebook shows it.
+
+Apart from this value, code runs with `echo` exactly as without it.
+"""
 
 from __future__ import annotations
 
@@ -178,13 +181,13 @@ def test_any_text_is_compiled_as_by_its_syntax_tree(runner: ModuleType, text: st
 
 
 def _compile_by_tree(text: str, echo: bool) -> tuple[Any, Any]:
-    """Compile as the runner must: the last statement is echoed if it is an expression without a semicolon after it."""
+    """Compile code as the runner must do. If the last statement is an expression without a semicolon, it is echoed."""
     tree = compile(text, "main.py", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
     if echo and tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_in_semicolon(text, tree.body[-1]):
         last = ast.Expression(tree.body.pop().value)
     body = compile(tree, "main.py", "exec", dont_inherit=True)
-    flags = body.co_flags & 0x1FF0000  # of all `from __future__` statements
+    flags = body.co_flags & 0x1FF0000  # the flags of all `from __future__` statements
     return body, last and compile(last, "main.py", "eval", flags, dont_inherit=True)
 
 
@@ -200,7 +203,7 @@ def _comparable(compiler: Any, text: str) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about calls and identity comparisons of constants
+        warnings.simplefilter("ignore")  # Python warns of calls and identity comparisons of constants
         try:
             body, last = compiler(text, True)
         except (SyntaxError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""How a call ends: exits, signals and exit handlers, and which output is still written."""
+"""Tests of how a call ends: by exits, signals and exit handlers, and which output is still written at the end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_exit_handlers_run_after_an_error_too(guest: Caller) -> None:
 
 @pytest.mark.parametrize("profile", ["bare", "scientific"])
 def test_buffered_log_records_are_written_last(guest_python: Path, profile: str) -> None:
-    """The zygote of profile `scientific` has imported logging, and that of profile `bare` has not."""
+    """The zygote of profile `scientific` has imported `logging`. The zygote of profile `bare` has not."""
     code = """
 import atexit, logging.handlers, sys
 buffer = logging.handlers.MemoryHandler(100, target=logging.StreamHandler(sys.stdout))
@@ -154,7 +154,7 @@ def test_closing_the_report_loses_only_value_and_error(guest: Caller) -> None:
 
 
 def test_a_forged_report_does_not_change_the_status(guest: Caller) -> None:
-    # A value of 3 bytes, no error, no line; flag 8 is MemoryError (`guest/runner.py`).
+    # A report with a value of 3 bytes, no error and no line. The flag 8 is MemoryError (`guest/runner.py`).
     forged = "import os, struct\nos.write(3, struct.pack('<6i', 3, -1, 0, 0, -1, 8) + b'yes')\n"
     assert guest.run(forged + "os._exit(1)").status is Status.MEMORY_LIMIT, "the code only worsens its own status"
     result = guest.run(forged + "os._exit(7)")

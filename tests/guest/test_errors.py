@@ -1,4 +1,4 @@
-"""An uncaught exception is described in `error`, and on stderr as Python prints it."""
+"""Tests of uncaught exceptions: the result describes them in `error`, and stderr has them as Python prints them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_line_feeds_count_as_ends_of_lines(guest: Caller, separator: str) -
     assert "    1/0\n" in error.traceback
 
 
-def test_chained_exceptions_show_both(guest: Caller) -> None:
+def test_a_chained_exception_shows_the_tracebacks_of_both_exceptions(guest: Caller) -> None:
     code = "try:\n    1/0\nexcept ZeroDivisionError as error:\n    raise ValueError('outer') from error"
     error = error_of(guest.run(code))
     assert error.type == "ValueError"
@@ -123,7 +123,7 @@ def test_a_syntax_error_shows_its_line(guest: Caller) -> None:
     result = guest.run("x = 1\ny = (2 +\nz = 3")
     error = error_of(result)
     assert error.type == "SyntaxError"
-    assert error.line in (2, 3)  # depends on the Python version, as does the line that is shown
+    assert error.line in (2, 3)  # the line number depends on the Python version
     assert 'File "main.py"' in error.traceback
     assert "Traceback" not in error.traceback
     assert "y = (2 +" in error.traceback or "z = 3" in error.traceback
@@ -166,8 +166,8 @@ def test_endless_recursion_has_a_short_traceback(guest: Caller) -> None:
 
 
 def test_code_too_deep_for_the_parser_is_an_error(guest: Caller) -> None:
-    """The parser, the compiler and the walk over the syntax tree have limits of their own. They depend on the version
-    of Python: where the last code is not too deep, it runs and its name `x` is undefined."""
+    """The parser, the compiler and the walk over the syntax tree have limits of their own, which depend on the version
+    of Python. If the last code is within these limits, it runs and raises NameError, because `x` is undefined."""
     for code in ("(" * 5000 + ")" * 5000, "-" * 100_000 + "1", "[" * 90 + "]" * 90 + "\nx" + ".a" * 3000):
         result = guest.run(code)
         assert result.error is not None

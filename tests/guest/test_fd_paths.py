@@ -1,4 +1,5 @@
-"""The paths of a call's own descriptors can be opened, with and without a file system `/proc`."""
+"""Tests of the paths of a call's own descriptors (such as /dev/fd/0): code can open them with and without a file system
+`/proc`."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ for path in ("/dev/fd/77", "/proc/self/fd/77", "/dev/fd/", "/dev/fd/-1", "/dev/s
     assert stdout_of(guest.run(code)) == "True\n" * 6
 
 
-def test_a_program_that_names_no_such_path_has_the_built_in_functions(guest: Caller) -> None:
+def test_code_that_names_no_path_of_a_descriptor_has_the_built_in_functions(guest: Caller) -> None:
     code = "import builtins, io, os, posix\nprint(open is builtins.open is io.open, os.open is posix.open, type(open))"
     assert stdout_of(guest.run(code)) == "True True <class 'builtin_function_or_method'>\n"
 

@@ -1,4 +1,4 @@
-"""With `figures` the figures of pyplot that are open at the end of the code are returned as PNG."""
+"""Tests of the field `figures`: the figures of pyplot that are open at the end of the code are returned as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A file lock in a call excludes other users of the file, or fails with an error: it never only seems to succeed."""
+"""Tests of file locks in a call. A lock that succeeds excludes other users of the file. Any other lock fails with an
+error."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ BETWEEN_PROCESSES = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_in_one_process(guest: Caller, situation: str) -> None:
+def test_locks_within_one_process_have_the_expected_effect(guest: Caller, situation: str) -> None:
     code, expected = SITUATIONS[situation]
     assert stdout_of(guest.run(PRELUDE + code)) == expected + "\n"
 

@@ -1,4 +1,5 @@
-"""Given files are written before the run. Regular files are returned after it, each of them whole or not at all."""
+"""Tests of the files of a call. Given files are written before the code runs. Requested regular files are returned when
+the code has ended, each file whole or not at all."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_every_file_that_is_not_returned_is_listed_as_missing(guest: Caller) -> 
 
 
 def test_a_link_within_a_path_is_followed(guest: Caller) -> None:
-    """Such a link leads only to files that the call could have printed as well."""
+    """A link within a path is followed, because it leads only to files that the call could also have printed."""
     result = guest.run("import os\nos.symlink('/python', 'd')\nNone", return_files=("d/pyvenv.cfg",))
     assert result.status is Status.OK
 

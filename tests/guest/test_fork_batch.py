@@ -1,4 +1,7 @@
-"""A batch of forks: each child has its own input and takes its own steps, and a failed step is reported."""
+"""Tests of a batch of forks, the calls that machine code forks one after another.
+
+Each child has its own input and executes its own steps. A failed step is reported.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def texts_of_children(count):
 
 @pytest.fixture(params=["machine code", *NO_EXECUTABLE_MEMORY])
 def prelude(request: pytest.FixtureRequest) -> str:
-    """Code that runs first. It is empty, or forbids executable memory, so that Python executes the jobs."""
+    """Code that runs before the code of the test. It is empty, or it forbids executable memory, so that Python instead
+    of machine code executes the jobs."""
     return "" if request.param == "machine code" else without_executable_memory(request.param)
 
 
@@ -103,7 +107,8 @@ print(errno.errorcode[-batch.child_pid(1)], texts_of_children(3))
 
 
 def test_a_childs_writes_to_the_jobs_stay_in_the_child(prelude: str) -> None:
-    """The parent's own run changes fewer than 30 bytes: the result and the clock reading."""
+    """The parent itself changes fewer than 30 bytes of the jobs: the result of the fork and the reading of the
+    clock."""
     code = """
 add(0, x)
 before = bytes(batch._jobs)

@@ -1,4 +1,4 @@
-"""After a zygote's memory is rearranged, forks copy less and the interpreter works as before."""
+"""Tests of the rearrangement of a zygote's memory. After it, forks copy less, and the interpreter works as before."""
 
 from __future__ import annotations
 

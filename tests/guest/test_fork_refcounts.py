@@ -1,4 +1,5 @@
-"""Where Python supports it, existing objects become immortal. Later objects are freed as usual."""
+"""Tests of immortal objects. If Python supports them, the objects that exist in a zygote become immortal, so that their
+reference counts do not change. Objects that are made later are freed as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The warm-up leaves a zygote as it was, and fails if its scripts do not run as they do in a call."""
+"""Tests of the warm-up, in which a zygote runs scripts before its first call. It leaves the zygote as it was, and fails
+if the scripts do not run as they do in a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guest receives and sends frames of any size, through memory that a fork does not inherit."""
+"""Tests that the guest receives and sends frames of any size. It uses memory that a fork does not inherit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _blobs(sizes: tuple[int, ...]) -> list[bytes]:
 
 
 def _copy(call_input: Any, body: memoryview) -> None:
-    """Copy a body as `fork_batch` does before it forks, and expose it as the child does."""
+    """Copy a body as `fork_batch` does before a fork, and expose the copy as the child does after the fork."""
     source, target, size, zeros = call_input.copy_plan(body)
     ctypes.memmove(target, source, size)
     ctypes.memset(target + size, 0, zeros)

@@ -1,4 +1,4 @@
-"""Each call starts from the same state, without traces of other calls, and with its own random numbers."""
+"""Tests that each call starts from the same state, finds no traces of other calls, and has its own random numbers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_no_change_of_a_call_is_visible_in_the_next(guest: Caller, change: str, 
 
 
 def test_a_call_sees_its_own_changes(guest: Caller) -> None:
-    """If changes had no effect, the test above would pass without showing anything."""
+    """The test above shows that the next call sees no changes. That means something only if changes have an effect in
+    their own call. This test shows that they have."""
     code = "import os\nos.environ['A'] = '1'\nos.chdir('/')\nos.environ['A'], os.getcwd()"
     assert guest.run(code).value == "('1', '/')"
 
@@ -131,7 +132,8 @@ def test_the_hundredth_call_has_the_same_state_as_the_first(guest: Caller) -> No
 
 
 def test_a_process_alone_in_its_call_gets_every_lock(guest: Caller) -> None:
-    """No other call can open a call's own files, and locks of shared files must not carry information between calls."""
+    """Locks have no effect between calls: no other call can open the files of a call, and the locks of shared files
+    must not carry information between calls."""
     code = """
 import fcntl, os, sqlite3
 for path in ("own", os.__file__):

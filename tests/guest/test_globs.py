@@ -1,4 +1,5 @@
-"""Patterns in `return_files` return the files that match in the call's working directory, with bounded work."""
+"""Tests of patterns in `return_files`: the matching files of the call's working directory are returned, and the search
+takes bounded work."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_files_are_found_after_the_code_has_replaced_what_the_search_uses(guest:
     ],
 )
 def test_forged_names_are_checked(guest: Caller, entry: bytes) -> None:
-    """Descriptor 4 takes, for each file of a pattern, the index of the pattern, a length, a path, NUL and a content."""
+    """The code writes an entry to descriptor 4 itself. For each file of a pattern, this descriptor takes the index of
+    the pattern, a length, a path, NUL and a content."""
     code = (
         f"import os, struct\nentry = {entry!r}\nfine = b'fine.x' + bytes(1) + b'1'\n"
         "for data in (entry, fine): os.write(4, struct.pack('<IQ', 0, len(data)) + data)\nos._exit(0)"

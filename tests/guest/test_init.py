@@ -1,4 +1,5 @@
-"""`init.py` runs here without a jail. In a jail that another program has built, it is the first process."""
+"""Tests of `init.py`, which is the first process of a jail that another program has built. Here it runs without a
+jail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call gets its environment variables, its arguments and its standard input, and no other call gets them."""
+"""Tests that a call gets its environment variables, arguments and standard input, and that no other call gets them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_time_zone_applies_to_the_call(guest: Caller) -> None:
 
 
 def test_variables_that_are_read_at_the_start_of_a_program_change_nothing_in_the_call(guest: Caller) -> None:
-    """The call is a fork of a running program."""
+    """The call is a fork of a running program, the zygote, which has read these variables before."""
     env = {"PYTHONOPTIMIZE": "2", "PYTHONSTARTUP": "x.py", "LD_PRELOAD": "/lib/none.so", "PYTHONHASHSEED": "7"}
     code = "import sys\nprint(sys.flags.optimize, hash('a'))"
     usual = stdout_of(guest.run(code))
@@ -83,12 +83,14 @@ SHOWN = {
     "PYTHONTRACEMALLOC=3": "__import__('tracemalloc').get_traceback_limit()",
     "PYTHONINTMAXSTRDIGITS=": "sys.get_int_max_str_digits()",
 }
-"""By variable: an expression whose value shows the effect of the variable."""
+"""By variable and value: an expression whose value shows the effect of the variable."""
 SHOWN_NAMES = {variable.partition("=")[0] for variable in SHOWN}
 
 
 @pytest.mark.parametrize("variable", SHOWN)
-def test_a_variable_of_the_interpreter_has_the_effect_that_it_has_in_a_fresh_one(guest: Caller, variable: str) -> None:
+def test_an_environment_variable_of_python_has_the_same_effect_as_in_a_fresh_interpreter(
+    guest: Caller, variable: str
+) -> None:
     name, _, value = variable.partition("=")
     code = f"import os, sys, warnings\nprint({SHOWN[variable]})"
     with tempfile.TemporaryDirectory() as directory:
@@ -131,7 +133,7 @@ def test_bytes_on_standard_input_arrive_unchanged(guest: Caller, data: bytes) ->
 
 
 def test_no_call_has_the_variables_or_arguments_of_another(guest: Caller) -> None:
-    """Calls that arrive together are forked one after another by machine code."""
+    """The calls are submitted together, so machine code forks them one after another from the same memory."""
     code = "import os, sys\nprint(os.environ.get('WHO'), sys.argv[1:])"
     with_input = [Call(code, env={"WHO": str(n)}, argv=(str(n),)) for n in range(20)]
     calls = [call for pair in zip(with_input, [Call(code)] * 20, strict=True) for call in pair]

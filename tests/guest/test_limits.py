@@ -1,6 +1,7 @@
-"""Each limit from both sides: use up to the limit succeeds, and use beyond it has its own status or error.
+"""Tests of each limit of a call. A use up to the limit succeeds. A use beyond the limit ends with the status or the
+error of this limit.
 
-Codes whose last expression has a value end with a line `None`, so that the result has no value.
+A call returns the value of its last expression. Codes end with a line `None` where the result must have no value.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def test_a_returned_file_may_be_as_large_as_the_disk(guest: Caller) -> None:
 
 @pytest.mark.parametrize("over", [1, 4096, 8192])
 def test_a_returned_file_that_is_slightly_too_large_is_reported(guest: Caller, over: int) -> None:
-    # The file of returned files may have 16 MiB for contents and 4 KiB for headers. This file's header has 12 bytes.
+    # All returned files are written to one file, with at most 16 MiB of contents and 4 KiB of headers. The header of
+    # this returned file has 12 bytes.
     code = f"open('f', 'wb').truncate((16 << 20) + 4096 - 12 + {over})\nNone"
     result = guest.run(code, return_files=["f"])
     assert (result.status, result.files, result.truncated) == (Status.OK, {}, ("files",))
@@ -102,7 +104,8 @@ FLOODING_PROGRAM = "import os\nwhile True: os.write(1, b'flood')"
     ids=["direct writes", "print", "a child process"],
 )
 def test_output_that_ignores_errors_or_bypasses_the_python_streams_is_limited_too(guest: Caller, code: str) -> None:
-    """The file behind the descriptor is bounded: direct writes get EPERM, and the status follows from its length."""
+    """The descriptor of an output refers to a file of bounded length. Direct writes beyond the bound get EPERM, and the
+    status of the call follows from the length of the file."""
     result = guest.run(code, timeout_s=20)
     assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout",))
     assert result.stdout.replace("\n", "") == ("flood" * 20_000)[: len(result.stdout.replace("\n", ""))]
@@ -140,7 +143,7 @@ def test_an_offset_beyond_the_limit_is_no_output(guest: Caller, code: str, stdou
 def test_a_write_beyond_the_limit_is_output_whatever_the_offset_is_then(
     guest: Caller, byte: str, limit_kb: int
 ) -> None:
-    """Zero bytes count only by the page. So a limit of 1 KiB is exceeded by more than a page of them."""
+    """Zero bytes are counted in whole pages. So only more than a page of zero bytes exceeds a limit of 1 KiB."""
     code = f"import os\ntry:\n    for _ in range(20): os.write(1, {byte.encode()!r} * 8192)\nexcept OSError: pass"
     result = guest.run(f"{code}\nos.lseek(1, 1 << 40, 0)", output_kb=limit_kb)
     assert (result.status, result.truncated) == (Status.OUTPUT_LIMIT, ("stdout",))
@@ -218,7 +221,7 @@ def test_memory_over_the_limit_is_reported(guest: Caller, code: str) -> None:
 
 
 def test_memory_up_to_the_limit_is_available(guest: Caller) -> None:
-    """The limit applies to what the call adds to the address space of its zygote."""
+    """The limit applies only to the memory that the call adds to the address space inherited from its zygote."""
     result = guest.run("x = bytearray(56 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nlen(x)", memory_mb=64)
     assert (result.status, result.value) == (Status.OK, str(56 << 20))
     assert result.usage.peak_memory_mb > 56

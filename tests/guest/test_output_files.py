@@ -1,4 +1,4 @@
-"""Memory files are not executable, even on kernels without a flag for it."""
+"""Tests that memory files are not executable, also on kernels without a flag that forbids execution."""
 
 from __future__ import annotations
 

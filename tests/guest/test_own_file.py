@@ -1,4 +1,5 @@
-"""The code's own file: it can be read, and a process that the code starts can run it again."""
+"""Tests of the file that contains the code of a call. The code can read the file, and processes that the code starts
+can run it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A missing module is reported once. The failure of warm-up code that needs it is not reported as well."""
+"""Tests of the missing modules that a profile reports. Each is reported once. If warm-up code fails because it needs a
+missing module, this failure is not reported as well."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def test_missing_packages_are_reported_and_cause_no_other_problem(profile: str, 
     assert load(OWN_PYTHON, profile) == (missing, [])
 
 
-def test_a_second_load_and_that_of_a_child_profile_report_the_same_missing_packages() -> None:
-    """A zygote of profile `symbolic` is a child of one that has loaded `numeric`."""
+def test_a_repeated_load_and_a_child_profile_report_the_same_missing_packages_again() -> None:
+    """A zygote of profile `symbolic` is forked from a zygote that has loaded the profile `numeric`."""
     code = LOAD.replace("import profiles\n", "import profiles\nprofiles.load('numeric')\n")
     for profile, missing in (("numeric", ["numpy"]), ("symbolic", ["mpmath", "numpy", "sympy"])):
         argv = [OWN_PYTHON, "-I", "-S", "-c", code, str(GUEST), profile]

@@ -1,4 +1,5 @@
-"""Code that replaces what the interpreter and the standard library offer changes nothing in how its end is reported."""
+"""Tests of code that replaces functions of the interpreter and the standard library: the end of such code is reported
+as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call runs as a script: its module, arguments, streams and exit are those of `python main.py`."""
+"""Tests that a call runs as a script: it has the same module, arguments, streams and exit as `python main.py`."""
 
 from __future__ import annotations
 

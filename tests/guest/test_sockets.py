@@ -1,4 +1,5 @@
-"""Sockets of a call: pairs, names in its own namespace, and a loopback network on request."""
+"""Tests of the sockets that a call may use: socket pairs, named sockets in its own namespace, and on request a loopback
+network."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module", params=["own", "runtime"])
 def each_python(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    """An executor with the tests' Python, and one with the guest runtime's: asyncio uses sendmsg since Python 3.12."""
+    """Start an executor: first with the Python of the tests, and then with that of the guest runtime. Two versions are
+    needed because asyncio uses sendmsg only since Python 3.12."""
     python: str | Path = OWN_PYTHON if request.param == "own" else request.getfixturevalue("guest_python")
     with executor(python) as caller:
         yield caller
@@ -157,7 +159,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(("code", "stdout"), [(HTTP, "hi\nhi\n"), (UDP, "hi\n"), (ASYNCIO, "hi\n")])
 def test_a_call_with_loopback_reaches_itself_by_tcp_and_udp(code: str, stdout: str, each_python: Caller) -> None:
-    # The second call binds the same port, which shows that the first has left nothing behind.
+    # The second call binds the same port. This shows that the first call has left nothing behind.
     for _ in range(2):
         result = each_python.run(code, network=Network.LOOPBACK)
         assert result.stdout == stdout, result
@@ -180,6 +182,6 @@ def test_few_slots_keep_their_network_namespaces() -> None:
             except PermissionError as error:
                 pytest.skip(f"needs to see the descriptors of the zygote: {error}")
             for fd in fds:
-                with suppress(FileNotFoundError):  # closed since
+                with suppress(FileNotFoundError):  # the descriptor was closed meanwhile
                     links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
         assert 1 <= sum(link.startswith("net:") for link in links) <= 64

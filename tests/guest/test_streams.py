@@ -1,4 +1,5 @@
-"""The standard streams have the attributes and values of those of a fresh interpreter with redirected output."""
+"""Tests that the standard streams of a call have the same attributes and values as those of a fresh interpreter whose
+output is redirected."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ described = {
 print(described)
 """
 EXTRA_NAMES = {"__module__", "__slots__", "__annotations__", "__firstlineno__", "__static_attributes__"}
-"""Attributes that a class written in Python has and one written in C has not."""
+"""Attributes that classes written in Python have, and classes written in C do not have."""
 DIFFERENCES = {
     ("stdin", "errors"): "bytes that are not UTF-8 reach the code",
     ("stdout", "write_through"): "a killed call loses no output",
@@ -60,7 +61,8 @@ def test_streams_have_the_attributes_and_values_of_a_fresh_interpreter(guest: Ca
         our_names, our_values, our_shown = ours[key]
         different += [(key, name) for name in {*names} ^ {*our_names} if name not in EXTRA_NAMES or name in names]
         stream = key[0].strip("_")
-        is_empty = stream == "stdin" and not stdin  # then it is /dev/null, where a file is seekable too
+        # An empty stdin is /dev/null in a call, and a file in the fresh interpreter. Only the file is seekable.
+        is_empty = stream == "stdin" and not stdin
         different += [
             (key, name, value, our_values.get(name))
             for name, value in values.items()

@@ -1,4 +1,4 @@
-"""System calls that have no effect on other calls work in a call as they do outside of a jail."""
+"""Tests of system calls that have no effect on other calls. In a call they work as outside of a jail."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ print(True)
 
 
 @pytest.mark.parametrize("situation", WORKING)
-def test_system(guest: Caller, situation: str) -> None:
+def test_a_system_call_has_the_same_effect_as_outside_of_a_jail(guest: Caller, situation: str) -> None:
     assert stdout_of(guest.run(f"import os\n{WORKING[situation]}")) == "True\n"
 
 
@@ -89,12 +89,12 @@ print(user.pw_name, user.pw_dir, group.gr_name, group.gr_gid in os.getgrouplist(
     assert stdout_of(guest.run(code)) in ("sandbox /tmp sandbox True\n", "nobody / nogroup True\n")
 
 
-def test_the_error_of_a_program_that_is_not_there_says_that_there_are_none(guest: Caller) -> None:
+def test_the_error_of_a_missing_program_says_that_the_sandbox_has_no_programs_but_python(guest: Caller) -> None:
     if guest.ready["isolation"] not in (Level.NAMESPACES, Level.NSJAIL):
         pytest.skip("without a root of its own a call sees the programs of the machine")
     result = guest.run("import subprocess\nsubprocess.run(['ls'])")
     assert result.error is not None and result.error.type == "FileNotFoundError"
-    if not guest.ready["python"].startswith("3.10"):  # it has no notes
+    if not guest.ready["python"].startswith("3.10"):  # exceptions of Python 3.10 have no notes
         assert "The sandbox has no shell, and no programs but Python." in result.error.traceback
     result = guest.run("import os\nprint(os.WEXITSTATUS(os.system('ls')))")
     assert (result.stdout, result.stderr) == ("127\n", "The sandbox has no shell, and no programs but Python.\n")

@@ -1,4 +1,7 @@
-"""A zygote's lists do not grow with ended calls. Failed forks are reported, and failed reports are retried."""
+"""Tests of the zygote, the interpreter that forks once per call.
+
+Its lists do not grow with ended calls. It reports failed forks, and retries failed reports.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ print(max_deadlines < 100, subject.deadlines[0] == (500.0, 1, 1))
 
 
 def test_calls_of_a_batch_that_cannot_be_forked_fail_and_the_others_run() -> None:
-    """clone3 is refused for call 1, which is therefore forked again in the second run of the batch."""
+    """In the first run of the batch, clone3 is refused for call 1. So call 1 is forked again in the second run."""
     code = """
 class Batch:
     data_addresses, results = [0] * 32, [[1001, -errno.EPERM, -errno.EAGAIN, 1004, -errno.EPERM], [1002]]
@@ -130,7 +133,7 @@ def test_a_zygote_has_a_flag_for_each_slot_that_the_executor_may_use() -> None:
 
 
 def test_a_directory_that_no_child_can_be_forked_for_is_emptied_after_a_later_call() -> None:
-    """The processes of other calls may have taken all that the container may have."""
+    """A fork fails if other calls have started as many processes as the container may have."""
     code = """
 import landlock_slots, tempfile
 slots = object.__new__(landlock_slots.LandlockSlots)

@@ -1,4 +1,4 @@
-"""A real server for the tests of the integrations, and one that has no result for any call."""
+"""Two servers for the tests of the integrations: a real server, and a server that has no result for any call."""
 
 from __future__ import annotations
 

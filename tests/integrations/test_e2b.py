@@ -1,4 +1,5 @@
-"""`Sandbox` and `AsyncSandbox` have E2B's shapes; variables and files outlive a call, and an outage raises."""
+"""Tests of `Sandbox` and `AsyncSandbox`, which have the methods and fields of E2B. Variables and files outlive a call.
+An outage of the service raises an error."""
 
 from __future__ import annotations
 
@@ -135,7 +136,7 @@ def test_an_outage_raises_and_is_no_execution(outage_url: str) -> None:
         Sandbox.create(outage_url).run_code("1")
 
 
-def test_figures_are_results_in_base64() -> None:
+def test_a_returned_figure_is_a_result_with_a_png_in_base64() -> None:
     result = Result("", Status.OK, value="None", files={"figure-1.png": b"png", "other.png": b"no figure"})
     execution = e2b.Execution.of(result, 1)
     assert [(shown.text, shown.png) for shown in execution.results] == [("None", None), (None, "cG5n")]

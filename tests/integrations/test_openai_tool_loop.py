@@ -1,4 +1,4 @@
-"""The tool loop of examples/openai_tool_loop.py with a fake OpenAI server and the real sandbox."""
+"""Tests of the tool loop of examples/openai_tool_loop.py, with a fake OpenAI server and the real sandbox."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_model_reads_results_mistakes_and_tracebacks(
     assert responses[2]["content"].endswith("ZeroDivisionError: division by zero")
 
 
-def test_an_outage_ends_the_loop(
+def test_an_outage_of_the_service_ends_the_tool_loop_with_an_error(
     requests: list[dict[str, Any]], outage_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RSTAR_SANDBOX_URL", outage_url)

@@ -1,4 +1,5 @@
-"""The OpenEnv server with OpenEnv's own client: sessions are isolated, and an outage is an error of the step."""
+"""Tests of the OpenEnv server with OpenEnv's own client. Sessions are isolated from each other. An outage of the
+service is an error of the step."""
 
 from __future__ import annotations
 

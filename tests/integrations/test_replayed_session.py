@@ -1,4 +1,7 @@
-"""A session's replay: no step is ok without having run, and the replay changes neither output nor line numbers."""
+"""Tests of the replay of a session. Each call (step) of a session first runs the earlier code again.
+
+No step has status `ok` without having run. The replay changes neither output nor line numbers.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ def test_future_statements_work_in_every_step(server_url: str) -> None:
         ("\ud800", None),
     ],
 )
-def test_errors_are_those_of_a_call_without_a_session(server_url: str, code: str, line: int | None) -> None:
+def test_an_error_in_a_session_equals_the_error_without_a_session(server_url: str, code: str, line: int | None) -> None:
     alone = shared_client().execute(code)
     result = run(ReplayedSession(), "import math", code)
     assert (result.error, result.stderr) == (alone.error, alone.stderr)
@@ -110,7 +113,7 @@ def test_errors_are_those_of_a_call_without_a_session(server_url: str, code: str
 
 
 @pytest.mark.parametrize("code", ["x = 1", "1;", "1; # text", "None", "type('', (), {'__repr__': lambda self: ''})()"])
-def test_values_are_those_of_a_call_without_a_session(server_url: str, code: str) -> None:
+def test_a_value_in_a_session_equals_the_value_without_a_session(server_url: str, code: str) -> None:
     assert run(ReplayedSession(), "import math", code).value == shared_client().execute(code).value
 
 

@@ -1,4 +1,5 @@
-"""`PythonEnvironment` in TRL's GRPOTrainer: the model's tool calls run in the sandbox, and an outage ends the run."""
+"""Tests of `PythonEnvironment` in the GRPOTrainer of TRL. The tool calls of the model run in the sandbox, and an
+outage of the sandbox ends the training."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model that answers the problem of the example with a tool call and then with the result."""
+    """The folder of a model that answers the problem of the example: first with a tool call, and then with the
+    result."""
     call = {"type": "function", "function": {"name": "run_python", "arguments": {"code": CODE}}}
     messages = [
         *load_example("trl_grpo").PROBLEM["prompt"],

@@ -1,4 +1,5 @@
-"""A rollout of verifiers with a fake model: its tool call runs in the sandbox, and an outage gives no reward."""
+"""Tests of a rollout by the package verifiers with a fake model. The tool call runs in the sandbox. An outage of the
+sandbox gives no reward."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from trainer.rollout.loop_thread import LoopThread
 pytestmark = [
     pytest.mark.asyncio,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # verifiers' own
+    pytest.mark.filterwarnings("ignore"),  # warnings of the package verifiers itself
     pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, with which verifiers starts its harness"),
 ]
 

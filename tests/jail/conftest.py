@@ -1,4 +1,5 @@
-"""Fixtures: jails at levels nsjail and namespaces, with each kind of uids and started by each kind of user."""
+"""Fixtures of jails at the levels nsjail and namespaces. There is one for each kind of uids and each kind of user who
+starts the jail."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
 assert libc.prctl(22, 2, header, 0, 0) == 0  # PR_SET_SECCOMP
 """,
 }
-"""Code after which a process cannot execute memory that it has written. systemd has both options, SELinux has the same
-effect."""
+"""By name: code after which a process cannot execute memory that it has written. systemd has both options. SELinux can
+have the same effect."""
 
 
 def without_executable_memory(denial: str) -> str:

@@ -1,4 +1,5 @@
-"""Real cgroups: what the kernel counts and limits, their removal, and the search for a parent cgroup."""
+"""Tests of the cgroups of a zygote pool on the real kernel: what the kernel counts and limits, how the cgroups are
+removed, and how their parent cgroup is found."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def test_memory_of_all_processes_is_counted_per_call(tree: CgroupTree) -> None:
         assert run_inside(tree, 0, lambda mib=mib: use_memory_in_a_child(mib)) == 0
         usage = cgroup.read_usage()
         if usage.peak_bytes is None:
-            # If the kernel cannot reset the peak, it is unknown for the last call, which uses less than the first two.
-            # If the kernel counts no peak (there is no file of it), it is unknown for all calls.
+            # If the kernel cannot reset the peak, the peak of the last call is unknown, because this call uses less
+            # than the first two calls. If the kernel has no file for the peak, the peak of all calls is unknown.
             assert mib == 5 or cgroup._peak_fd < 0
             pytest.skip("this kernel cannot reset the peak of a cgroup")
         assert mib * MIB <= usage.peak_bytes < (mib + 20) * MIB  # 20 MiB for the interpreters
@@ -236,7 +237,8 @@ def test_missing_hierarchies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("own_paths", "mounts", "expected"),
     [
-        # controller -> path in its hierarchy; (mounted part of the hierarchy, mount point, type, options)
+        # First: the path of each controller in its hierarchy. Second: (mounted part of the hierarchy, mount point,
+        # type, options) of each mount.
         ({"memory": "/a/b"}, [("/", "/m", "cgroup", "rw,memory")], {"memory": "/m/a/b"}),
         ({"memory": "/docker/x"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m"}),
         ({"memory": "/docker/x/y"}, [("/docker/x", "/m", "cgroup", "rw,memory")], {"memory": "/m/y"}),

@@ -1,4 +1,5 @@
-"""`Interpreter.find` locates the files of a Python, or raises an error that says what is wrong with it."""
+"""Tests of `Interpreter.find`, which locates the files of a Python, or raises an error that says what is wrong with
+this Python."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_a_missing_library_and_a_file_that_is_no_library_are_left_out(tmp_path: 
 def test_a_truncated_module_is_left_out_and_the_others_of_its_package_are_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel kills the loader when it reads beyond the end of the file."""
+    """A loader that reads beyond the end of a file is killed by the kernel."""
     library = compile_library(tmp_path / "lib" / "liba.so")
     top = tmp_path / "top"
     module = compile_library(top / "pack" / "module.so", *needs(library, f"{tmp_path}/lib"))

@@ -1,4 +1,5 @@
-"""Level `landlock`: the rules as data, and their effect on the guest of a real launcher."""
+"""Tests of the isolation level `landlock`: the rules as data, and their effect on the program that a real launcher
+starts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ FILES_ABI_1 = (1 << 13) - 1
 FILES_ABI_2 = FILES_ABI_1 | landlock_rules.REFER
 FILES_ABI_3 = FILES_ABI_2 | landlock_rules.TRUNCATE
 FILES_ABI_5 = FILES_ABI_3 | landlock_rules.IOCTL_DEV
-TCP, SCOPES = 0b11, 0b11  # bind and connect; abstract sockets and signals
+TCP = 0b11  # bind and connect
+SCOPES = 0b11  # abstract sockets and signals
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_the_closed_directory_above_a_python_is_named(monkeypatch: pytest.Monkey
         with pytest.raises(IsolationError, match=f"cannot reach {directory}/closed;"):
             landlock_rules.check_requirements(spec, 7)
         monkeypatch.setattr(kernel, "effective_capabilities", lambda: LANDLOCK_CAPABILITIES | {kernel.CAP_SYS_ADMIN})
-        landlock_rules.check_requirements(spec, 7)  # with CAP_SYS_ADMIN the launcher makes it reachable
+        landlock_rules.check_requirements(spec, 7)  # with CAP_SYS_ADMIN the launcher makes the directory reachable
         with pytest.raises(IsolationError, match=f"cannot reach {directory}/closed;"):
             landlock_rules.check_requirements(replace(spec, scratch_root=f"{directory}/closed/calls"), 7)
 
@@ -162,7 +164,7 @@ def test_exit_status_is_forwarded(spec: JailSpec) -> None:
 
 
 def test_a_jail_starts_before_what_earlier_jails_left_is_removed(spec: JailSpec) -> None:
-    """A call can create files whose removal takes minutes."""
+    """The next jail does not wait for the removal, because a call can create files whose removal takes minutes."""
     root = Path(str(spec.scratch_root))
     files = root / "calls" / "0" / "tmp"
     being_removed, removable = (root.with_name(f"{root.name}.{number}") for number in (1, 2))
@@ -183,8 +185,8 @@ def test_a_jail_starts_before_what_earlier_jails_left_is_removed(spec: JailSpec)
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Wait until no launcher removes this directory, and keep all launchers from it: only the owner of the lock removes
-    it."""
+    """Wait for the lock of this directory, and hold it. Only the holder of the lock may remove the directory, so no
+    launcher removes it."""
     lock = os.open(directory, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield

@@ -1,4 +1,7 @@
-"""Attacks on a jail by code that runs instead of the zygote. It has the zygote's privileges; calls have none."""
+"""Attacks on a jail by code that runs in place of the zygote, the first program in a jail.
+
+This code has the privileges of a zygote, so it can do more than the code of a call, which has no privileges.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,8 @@ def test_environment_is_clean(jail_setup: JailSetup, monkeypatch: pytest.MonkeyP
 
 
 def test_core_dumps_are_disabled(jail_setup: JailSetup) -> None:
-    """The limit is 1 byte: with 0 the kernel would still send dumps to a program if kernel.core_pattern is a pipe."""
+    """The limit is 1 byte, not 0. With 0 the kernel would still send dumps to a program if kernel.core_pattern is a
+    pipe."""
     assert jail_setup.run("import resource\nsend(resource.getrlimit(resource.RLIMIT_CORE))") == [1, 1]
 
 

@@ -1,4 +1,5 @@
-"""Level `none`: the guest is an ordinary process with a clean environment that dies with its launcher."""
+"""Tests of the isolation level `none`. The guest (the program that a launcher starts) is an ordinary process with a
+clean environment, and dies with its launcher."""
 
 from __future__ import annotations
 

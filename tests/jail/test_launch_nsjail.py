@@ -1,6 +1,7 @@
-"""nsjail is found, started and ended. Tests use a script that replaces nsjail, or the real nsjail if it is installed.
+"""Tests of the isolation level `nsjail`: how nsjail is found, started and ended.
 
-`test_launch_namespaces` also attacks a jail at this level from inside.
+They use a script that replaces nsjail, or the real nsjail if it is installed. `test_launch_namespaces` attacks a jail
+at this level from inside.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The text of nsjail's configuration is complete, and no part of a spec can add a field to it."""
+"""Tests of the text of nsjail's configuration. It is complete, and no part of the spec of a jail can add a field to
+it."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_no_text_adds_a_field_to_the_configuration(env: dict[str, str], argv: li
 
 
 @pytest.mark.parametrize("id_map", ["0 65534 1", "0 0 1"])
-def test_a_single_id_is_mapped(id_map: str) -> None:
+def test_a_map_of_one_id_is_written_for_uid_and_gid(id_map: str) -> None:
     inside, outside, count = id_map.split()
     fields = f'{{ inside_id: "{inside}" outside_id: "{outside}" count: {count} }}'
     text = config(spec(), StartParameters(7, 9, "/run/root", "/run/nsjail.log", id_map, 0))

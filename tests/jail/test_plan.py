@@ -1,4 +1,4 @@
-"""Specs, plans and ranges of uids as data: no jail is started."""
+"""Tests of specs of jails, confinement plans and ranges of uids. All of them are data, and no jail is started."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_calls_that_see_directories_of_the_operator_have_no_named_sockets(level:
 def test_machine_code_is_never_used_on_other_machines_than_x86_64(
     level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zygotes use machine code only with namespaces (`guest/fork_batch.py`), and there the plan already fails."""
+    """Zygotes use machine code only with namespaces (`guest/fork_batch.py`). With namespaces, other machines already
+    fail to make the plan."""
     assert confinement_plan(spec(level))["pid_namespace"] and not confinement_plan(spec(Level.NONE))["pid_namespace"]
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()
@@ -151,7 +152,7 @@ def test_subordinate_ids_are_the_largest_range_in_both_files(tmp_path: Path, mon
     assert userns.subordinate_ids() == (0, 0)
 
 
-def test_the_shift_moves_the_first_range() -> None:
+def test_a_shift_moves_the_uid_range_of_a_jail_and_the_range_stays_valid() -> None:
     assert choose_range(0, 1000, 0, 2**32 - 1, 77) == (RANGE_START + 77, 1000)
     assert choose_range(0, 1000, 0, 65_536, 77) == (65_536 - 1000 - 77, 1000)
     assert all(choose_range(0, 1000, 0, 65_536, shift)[0] for shift in range(0, 100_000, 999))

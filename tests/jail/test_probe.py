@@ -1,6 +1,8 @@
-"""Layers are probed, attempts are repeated after transient failures, and a level is chosen.
+"""Tests of the choice of an isolation level.
 
-Levels are chosen from invented layers. A layer that is not listed counts as granted.
+A layer is one kernel mechanism that a level uses. The layers of the machine are probed; probes are repeated after
+transient failures. Then a level is chosen. These tests use invented layers, and a layer that is not listed counts as
+granted.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ def test_a_probe_whose_interpreter_fails_is_an_error_with_its_message(monkeypatc
 
 
 def test_level_none_is_chosen_without_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/python")  # which would run the probe
+    monkeypatch.setattr(sys, "executable", "/no/python")  # this Python would run the probe
     assert choose_level("none") == LevelChoice(Level.NONE)
 
 

@@ -1,4 +1,5 @@
-"""The filter: compiled programs equal their policies, hostile system calls are refused, and Python works under it."""
+"""Tests of the seccomp filters of a jail. Compiled programs equal their policies, hostile system calls are refused, and
+Python works under the filters."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ def test_zygote_filter_and_call_filter_together_equal_the_policy(kind: FilterKin
         call_result = evaluate(number, arguments, kind=kind)
         result = min(zygote_result, call_result)  # the kernel takes the lower one: all refusals are below ALLOW
         if {zygote_result, call_result} == {seccomp.ENOSYS, seccomp.EPERM}:
-            result = call_result  # of two refusals with an errno, the kernel takes that of the filter loaded last
+            result = (
+                call_result  # both refuse with an errno: the kernel takes the errno of the filter that was loaded last
+            )
         expected = policy.get(number, seccomp.rule_for(number))
         assert result == evaluate_rule(expected, arguments), number
 
@@ -132,7 +135,7 @@ def test_the_filter_that_each_call_loads_is_small(kind: FilterKind) -> None:
 
 @pytest.mark.parametrize("kind", [FilterKind.NAMESPACED, FilterKind.ZYGOTE])
 def test_ipc_and_uts_calls_are_refused(kind: FilterKind) -> None:
-    """A call cannot use the IPC namespace, or change the UTS namespace, to leave a message for another call."""
+    """A call must not leave a message for another call in the IPC namespace or the UTS namespace."""
     names = [name for name in X86_64 if name.startswith(("shm", "sem", "msg", "mq_", "sethostname", "setdomainname"))]
     assert len(names) == 20  # fails if a prefix no longer matches
     for name in names:
@@ -177,7 +180,7 @@ def test_other_architectures_and_x32_fail_with_enosys(number: int, arch: int, ar
         assert emulate(program, number, arguments, arch)[0] == seccomp.ENOSYS
 
 
-def test_every_path_through_the_program_is_short() -> None:
+def test_the_filter_program_decides_in_few_instructions_for_every_system_call() -> None:
     steps = [emulate(seccomp.program(), number, (0,) * 6)[1] for number in range(512)]
     # The start takes 3 instructions, the search in 103 ranges at most 7, and the longest check of arguments 9.
     assert max(steps) <= 3 + 7 + 9
@@ -420,7 +423,7 @@ def test_no_call_learns_or_changes_what_is_in_the_page_cache(name: str, index: i
 
 
 @pytest.mark.parametrize("command", [6, 7, 37, 38])  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
-def test_no_lock_reaches_the_kernel(command: int) -> None:
+def test_the_filter_refuses_every_call_that_locks_a_file(command: int) -> None:
     assert emulate(seccomp.program(), X86_64["fcntl"], [0, command, 0, 0, 0, 0])[0] != seccomp.ALLOW
     assert emulate(seccomp.program(), X86_64["flock"], [0] * 6)[0] == seccomp.ENOSYS
 

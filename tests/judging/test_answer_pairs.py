@@ -79,7 +79,7 @@ def texts(pairs: Sequence[LabelledPair]) -> list[tuple[str, str]]:
     return [(pair.gold, pair.answer) for pair in pairs]
 
 
-def test_there_are_pairs_of_all_kinds_and_none_twice() -> None:
+def test_the_labelled_pairs_are_distinct_and_each_kind_has_pairs_that_are_not_equivalent() -> None:
     assert len(PAIRS) >= 400
     assert [pair for pair, n in Counter(texts(PAIRS)).items() if n > 1] == []
     for kind in {pair.kind for pair in PAIRS}:
@@ -95,7 +95,7 @@ def test_no_pair_is_a_false_equivalent_and_at_most_one_in_a_hundred_is_wrong() -
     assert len(wrong) <= len(PAIRS) / 100, wrong
 
 
-def test_an_answer_in_markup_or_a_completion_is_what_it_is_alone() -> None:
+def test_an_answer_in_markup_or_in_a_completion_equals_the_answer_alone() -> None:
     golds = sorted(
         {pair.gold for pair in PAIRS if len(pair.gold) < 60 and not re.search(r"\n|boxed|####|^\$|\*", pair.gold)}
     )
@@ -233,7 +233,7 @@ HOSTILE_UNITS = ("{", "{}", "\\", r"\boxed{", r"\boxed{1}", r"\boxed ", "####", 
 
 
 def test_the_time_to_find_an_answer_grows_with_the_length_of_the_text() -> None:
-    """If the time were quadratic, a text of four times the length would take 16 times as long."""
+    """If the time were quadratic, a text of four times the length would take 16 times the time."""
     sizes = (1 << 16, 1 << 18)
     hostile = [r"\boxed{" + unit * (size // len(unit)) for unit in HOSTILE_UNITS for size in sizes]
     cpu_s = [report[4] for report in compare([("7", text) for text in hostile])]

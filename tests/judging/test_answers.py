@@ -1,4 +1,7 @@
-"""Answer checks as calls: their options and reports, and that no answer can forge its outcome."""
+"""Tests of answer checks, the calls that compare an answer with a right answer (gold).
+
+They test the options and reports of the checks, and that no answer can forge its outcome.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,8 @@ def test_math_verify_without_alarms_logs_no_warning(guest_python: Path) -> None:
 
 
 def test_the_service_finds_what_the_labelled_pairs_say(caller: Caller) -> None:
-    """`test_answer_pairs.py` checks all of them; here are some of each kind."""
+    """`test_answer_pairs.py` checks all labelled pairs without a server. This test checks some pairs of each kind
+    through the service."""
     pairs = [*labelled_pairs()[::9], *(pair for pair in labelled_pairs() if pair.kind.startswith("polynomials"))]
     verdicts = check(caller, [(pair.gold, pair.answer) for pair in pairs])
     assert {verdict.status for verdict in verdicts} == {Status.OK}
@@ -222,7 +226,7 @@ FORGERIES = (
 
 
 def test_no_answer_text_forges_a_verdict(caller: Caller) -> None:
-    """Each text is not equivalent or unparsable; none makes the service fail."""
+    """The outcome of each text is "not equivalent" or "unparsable". No text makes the service fail."""
     pairs = [("8", text) for text in FORGERIES]
     verdicts = [*check(caller, pairs), *check(caller, pairs, strictness="math-verify")]
     for text, verdict in zip(FORGERIES * 2, verdicts, strict=True):
@@ -230,7 +234,7 @@ def test_no_answer_text_forges_a_verdict(caller: Caller) -> None:
 
 
 def test_sympy_evaluates_only_numbers_in_the_checker(caller: Caller) -> None:
-    """This holds for every text that reaches `sympify`, whatever its path."""
+    """Every text that reaches `sympify` must consist of numbers, whichever function passes the text on."""
     script = "import rstar_checker, sympy\nrstar_checker.refuse_code()\nlist(map(sympy.sympify, {}))"
     good = caller.run(script.format(["1 + 2*3", "-0.5", "1e10", "10/4"]), profile=Profile.VERIFY)
     assert good.value == "[7, -0.500000000000000, 10000000000.0000, 5/2]"
@@ -270,7 +274,7 @@ def test_a_python_without_math_verify_makes_checks_unavailable() -> None:
 
 
 def perturbed(answer: str, number: int) -> str:
-    """Return the answer with one of its digits changed, chosen by `number`; with another sign if it has no digit."""
+    """Return the answer with one changed digit, which `number` selects. An answer without a digit gets another sign."""
     digits = [match.start() for match in re.finditer("[0-9]", answer)]
     if not digits:
         return f"-({answer})"

@@ -1,4 +1,5 @@
-"""Tests of the comparison of outputs: its rules, its equality with slow obvious versions, and its bounded work."""
+"""Tests of the comparison of a program's output with the expected one: its rules, and its bounded work. Slow versions
+that are easy to check give the same results."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def is_same_json(expected: Any, actual: Any, comparison: Comparison = LINES) -> 
         ("YES", "yes", set()),
     ],
 )
-def test_each_comparison_ignores_what_it_says(expected: str, actual: str, same_in: set[TextComparison]) -> None:
+def test_each_mode_of_comparison_accepts_exactly_the_documented_differences(
+    expected: str, actual: str, same_in: set[TextComparison]
+) -> None:
     assert {comparison for comparison in TextComparison if is_same(expected, actual, comparison)} == same_in
 
 
@@ -195,7 +198,7 @@ def test_deep_nesting_does_not_recurse() -> None:
     one, other = nested(1), nested(2)
     assert is_same_json(one, one)
     assert not is_same_json(one, other)
-    for value in (one, other):  # freed level by level, since the deallocation of lists recurses
+    for value in (one, other):  # free the lists level by level, since their deallocation recurses
         while isinstance(value, list):
             value = value.pop()
 

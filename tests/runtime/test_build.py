@@ -120,8 +120,10 @@ def test_concurrent_builders_build_once(tmp_path: Path, builds: list[Path]) -> N
     assert builds == [directory]
 
 
-def test_a_lock_on_a_removed_file_is_not_enough(tmp_path: Path, builds: list[Path]) -> None:
-    """While a builder waits for a lock file, the file is removed and another process locks a new one."""
+def test_a_builder_that_locked_a_removed_file_waits_for_the_lock_of_the_new_file(
+    tmp_path: Path, builds: list[Path]
+) -> None:
+    """While a builder waits for a lock file, the file is removed, and another process creates and locks a new file."""
     directory, path = tmp_path / "runtime", tmp_path / ".runtime.lock"
     waits_for_first, waits_for_second = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -294,7 +296,7 @@ python = Path(sys.argv.pop(1))
 runtime.best_python = lambda *_: (python, (3, 12))
 sys.exit(cli.main(sys.argv[1:]))
 """
-"""Runs `cli.main` with the remaining arguments, where the first argument is the Python that builds a runtime."""
+"""Code whose first argument is the Python that builds a runtime. It runs `cli.main` with the other arguments."""
 HANGING_PYTHON = """#!/bin/sh
 mkdir "$3"
 sleep 1000 &
@@ -384,7 +386,7 @@ def test_an_executable_that_is_no_python_is_refused(python: str) -> None:
         runtime.version_of(Path(python))
 
 
-def test_check_builds_nothing(
+def test_runtime_check_does_not_build_a_missing_runtime(
     tmp_path: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "runtime"))

@@ -1,4 +1,5 @@
-"""Tests of runtimes with an operator's packages: resolved with the pins, complete or absent, and listed."""
+"""Tests of runtimes with packages that an operator adds. The packages are resolved together with the pinned ones, a
+runtime is complete or absent, and runtimes are listed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def needs_index(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def only_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the default runtime have numpy alone, so that pip installs 20 MB and not 450."""
+    """Let the default runtime have numpy alone, so that pip installs 20 MB instead of 450 MB."""
     pins = tuple(pin for pin in runtime.REQUIREMENTS if pin.startswith("numpy=="))
     monkeypatch.setattr(runtime, "REQUIREMENTS", pins)
     monkeypatch.setattr(runtime, "_SMOKE_TEST", "import numpy")

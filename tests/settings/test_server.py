@@ -204,7 +204,8 @@ def test_decoded_executor_settings_are_checked() -> None:
 
 def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
     config = ServeConfig()
-    # The first has a setting per limit, the server finds the second, and the others are tables of the TOML file.
+    # `max_limits` has a setting per limit, the server itself finds the second field, and the other fields are tables of
+    # the TOML file.
     no_settings = {"max_limits", "isolation_reason", "own_profiles", "mounts"}
     assert {f.name for f in fields(config)} - no_settings == {n for n in SETTINGS if not n.startswith("max_")}
     for name, setting in SETTINGS.items():

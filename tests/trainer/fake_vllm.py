@@ -22,8 +22,8 @@ from trainer.scheduling.scheduler import EngineStats
 
 @dataclass
 class MarkovEngine:
-    """An engine without a model: its ids are a Markov chain. The distribution of the next id depends on the last id
-    only, and on `salt`, which stands for the weights."""
+    """An engine without a model, whose ids are a Markov chain. The distribution of the next id depends only on the last
+    id and on `salt`, which stands for the weights."""
 
     name: str = "markov"
     salt: Any = 0
@@ -135,8 +135,8 @@ vllm:generation_tokens_total{{engine="0",model_name="a{{b}} c"}} {0.computed_tok
 vllm:iteration_tokens_total_bucket{{engine="0",le="1.0",model_name="a{{b}} c"}} 5.0
 vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="{1}"}} 1.0
 """
-"""The answer of /metrics, to be formatted with an `EngineStats` and the number of blocks. The lines whose names only
-begin like those of the scraped metrics must be ignored."""
+"""The answer of /metrics, to be formatted with an `EngineStats` and the number of blocks. It contains lines whose names
+only begin with the name of a scraped metric. These lines must be ignored."""
 
 
 @dataclass
@@ -156,7 +156,8 @@ class FakeVllm:
     counts_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when `num_running` or `num_dropped` changes, or when the server wakes up."""
     sleeping_tags: set[str] = field(default_factory=set)
-    """What has no memory: "weights", "kv_cache" or both. Completions wait until neither is in here."""
+    """The parts that have no memory while the server sleeps: "weights", "kv_cache" or both. Completions wait until the
+    set is empty."""
 
     @asynccontextmanager
     async def serve(self, port: int = 0) -> AsyncIterator[str]:

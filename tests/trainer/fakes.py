@@ -85,7 +85,7 @@ class FakePythonTool:
 
 
 class FakeVerifier:
-    """Equal texts are equivalent. An answer that is the value of an outcome gets that outcome."""
+    """A verifier for which equal texts are equivalent. An answer that is the name of an outcome gets this outcome."""
 
     def __init__(self) -> None:
         self.requests: list[list[tuple[str, str]]] = []

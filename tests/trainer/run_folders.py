@@ -127,7 +127,8 @@ def _random_ids(rng: random.Random, length: int) -> list[int]:
 
 
 def _tool_call(rng: random.Random, a: int, b: int, skill: float) -> ToolCall:
-    """Return a call that is malformed (10 %), timed out (5 %), valid (5 % and the skill) or a NameError."""
+    """Return a call that is malformed (probability 10 %), timed out (5 %) or valid (5 % plus `skill`). Any other
+    call ends with a NameError."""
     name, code = "execute_python_code_with_standard_io", f"# the product\ntotal = {a} * {b}\nprint('is', total)\n"
     chance = rng.random()
     if chance < 0.1:

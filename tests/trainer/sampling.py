@@ -94,7 +94,8 @@ class Sampler:
     async def collect_groups(
         self, groups: Sequence[Sequence[Episode]], *, min_complete: int, must_complete: int, **options: Any
     ) -> list[list[Episode] | None]:
-        """Complete `min_complete` groups: the first `must_complete` of `groups`, and for the rest the last ones."""
+        """Complete `min_complete` groups: the first `must_complete` of `groups`, and then groups from the end of
+        `groups`."""
         self.on_collect(len(self.collections))
         self.log.append(Collection([group[0].problem.id for group in groups], len(groups[0]), options))
         complete = {*range(must_complete), *range(len(groups) - min_complete + must_complete, len(groups))}

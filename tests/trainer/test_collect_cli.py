@@ -1,4 +1,5 @@
-"""`rstar-train collect` and the commands that read a store: each misuse is one line and exit code 2."""
+"""Tests of `rstar-train collect` and of the commands that read a store of episodes. Each misuse is reported in one line
+and with exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a run: the order of sources, and the errors for wrong settings."""
+"""Tests of the settings of a run: which source of a setting wins, and the errors for wrong settings."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_an_unknown_stage_gets_a_suggestion(file: Path) -> None:
         ("engines.args.compilation_config", '{"level": 3}', {"level": 3}),
     ],
 )
-def test_a_value_for_a_library_has_the_type_in_which_it_is_written(
+def test_the_text_of_a_library_setting_becomes_a_value_of_the_type_that_the_text_shows(
     file: Path, setting: str, text: str, value: object
 ) -> None:
     *parents, name = setting.split(".")
@@ -338,7 +338,7 @@ def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:
 def test_the_configurations_in_configs_load(file: Path) -> None:
     config = load_config(file, {})
     assert config.sft.data
-    if file.stem == "qwen3-32b-gaia":  # the only one that is not the paper's recipe of three stages
+    if file.stem == "qwen3-32b-gaia":  # the only file that is not the paper's recipe of three stages
         return
     assert list(config.stages) == ["rl1", "rl2", "rl3"]
     first, second, third = config.stages.values()

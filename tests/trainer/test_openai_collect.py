@@ -1,4 +1,4 @@
-"""The commands that sample from an OpenAI-compatible server, and the settings that they refuse."""
+"""Tests of the commands that sample from an OpenAI-compatible server, and of the settings that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: fast help, exit codes, the results of recipe and eval, and the dry run."""
+"""Tests of the command line of the trainer: fast help, exit codes, the results of recipe and eval, and the dry run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An event loop with a virtual clock. The clock stands still while a task can run or a thread works; otherwise it jumps
-to the next timer."""
+"""An event loop with a virtual clock. The clock stands still while a task can run or a thread works. When neither is
+the case, the clock jumps to the next timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Demotion and promotion of all threads of a call."""
+"""Tests of demotion and promotion, which change the priority of all threads of a long call.
+
+To demote is to put the threads at SCHED_IDLE, to promote is to put them back. Without CAP_SYS_NICE, to demote is to
+raise their nice values.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,8 @@ def test_all_threads_are_demoted_and_promoted() -> None:
 
 @pytest.mark.parametrize("has_cgroup", [True, False])
 def test_a_call_with_too_many_threads_is_demoted_as_a_whole(has_cgroup: bool) -> None:
-    """The process that is listed last may be the one that computes, so it is demoted like all others."""
+    """Any process of the call may be the process that computes. So all of them are demoted, also the last one in the
+    list."""
     priority = CpuPriority()
     if not priority.can_promote:
         pytest.skip("needs CAP_SYS_NICE in the initial user namespace")
@@ -79,8 +84,8 @@ def run_as_ordinary_user(code: Callable[[], int]) -> int:
 
 
 def demote_own_child() -> int:
-    """Demote and try to promote a child process with a child of its own. Return how many of the two have the nice value
-    of a long call at the end."""
+    """Start a child process, which starts a child of its own. Demote both processes, and then try to promote them.
+    Return how many of the two have the nice value of a long call at the end."""
     ready_r, ready_w = os.pipe()
     child = os.fork()
     if child == 0:
@@ -129,7 +134,8 @@ def test_without_cap_sys_nice_all_threads_get_a_higher_nice_value_and_keep_it(
 
 
 def test_sessions_that_a_call_has_started_get_a_higher_nice_value_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel divides the cores between sessions, other nice values count only within a session."""
+    """Where the kernel divides the cores between sessions (autogroup), the nice value of a thread counts only within
+    its session. So the session needs a higher nice value as well."""
     if not os.path.exists("/proc/self/autogroup"):
         pytest.skip("the kernel has no CONFIG_SCHED_AUTOGROUP")
     monkeypatch.setattr(process_tree, "can_restore_priority", lambda: False)
@@ -185,7 +191,7 @@ class FakeIdleCgroup(IdleCgroup):
     def __init__(self, errno_by_tid: dict[int, int] | None = None) -> None:
         self.moves: list[tuple[int, bool]] = []
         self.errno_by_tid = errno_by_tid or {}
-        """Threads whose moves fail, and with which error."""
+        """By thread id: the error with which the move of the thread fails."""
 
     def move(self, tid: int, *, inside: bool) -> None:
         if error_number := self.errno_by_tid.get(tid):

@@ -1,4 +1,9 @@
-"""Monitored calls end at their limit in virtual time, leave short slots to short calls, and are never starved."""
+"""Tests of the monitor, the part of the executor that samples long calls.
+
+Virtual time is the time that a call would have taken on an idle machine. A call is long when it has used
+`demote_after_ms` of virtual time. It is then demoted (SCHED_IDLE) and leaves its short slot to other calls. Monitored
+calls end at their limit in virtual time, and never get too little CPU time for ever.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,8 @@ from tests.executor.fake_zygotes import ExecutorDriver, driven_executor, ended_j
 async def test_crowded_calls_are_demoted_when_they_are_first_sampled(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """Each of eight calls on a core has an eighth of the core. A call that is demoted only after 100 ms of virtual time
-    (the default of `demote_after_ms`) is demoted after 800 ms of wall time."""
+    """Eight calls on one core get an eighth of the core each. So 100 ms of virtual time (the default of
+    `demote_after_ms`) would take 800 ms of wall time."""
     assert await FakeScheduler(monkeypatch, delay_share=7 / 8).demoted_after_s(calls=8) < 0.2
 
 
@@ -74,8 +79,8 @@ async def test_a_call_that_gets_no_core_is_unavailable_at_the_wall_cap(
 async def test_a_call_that_ever_had_several_threads_is_timed_out_at_the_wall_cap(
     is_single_threaded: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """The processes of a fork bomb wait for each other. If such a call ended as starved, a client would send it again.
-    The second case is a fork bomb that hides its children from all samples but one."""
+    """The processes of a fork bomb wait for each other. If such a call ended as starved (`unavailable`), a
+    client would send it again. In the second case, only one sample finds the children of the fork bomb."""
     scheduler = FakeScheduler(monkeypatch, delay_share=0.999, is_single_threaded=is_single_threaded)
     assert (await scheduler.run(timeout_s=2.0)).status is Status.TIMEOUT
     assert scheduler.killed_after is not None
@@ -103,7 +108,7 @@ async def test_a_call_is_demoted_after_virtual_time_and_not_after_wall_time(
 async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """While the call is demoted it gets no core at all; otherwise it gets 0.8 of a core."""
+    """The call gets no core at all while it is demoted, and 0.8 of a core at all other times."""
     scheduler = FakeScheduler(monkeypatch, delay_share=0.0)
     cpu_s, last_wall_s = 0.0, 0.0
 
@@ -129,7 +134,8 @@ async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
 async def test_a_call_that_starves_and_cannot_be_promoted_runs_again_at_normal_priority(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """On the first run the call gets a hundredth of a core once it is demoted; on the second it has the core alone."""
+    """In its first run the call gets a hundredth of a core after its demotion. In its second run it has the core
+    alone."""
     scheduler = FakeScheduler(monkeypatch, delay_share=0.0, can_promote=False)
 
     def sample() -> TreeSample:
@@ -173,7 +179,7 @@ def test_a_call_with_uncertain_virtual_time_is_sampled_before_its_limit(calls_pe
     for is_promoted in (False, True):
         for _ in range(20):  # the interval is random
             assert next_sample_in_s(0.0, is_promoted) <= left_s
-            min_left_s = 0.1 * left_s + 1e-9  # if all of 0.9 * left_s has passed already; 1e-9 for rounding
+            min_left_s = 0.1 * left_s + 1e-9  # the smallest rest, if 0.9 * left_s has passed; 1e-9 is for rounding
             max_interval_s = max(min_left_s, min(max_uncertain_interval_s, left_s), monitor.MIN_SAMPLE_INTERVAL_S)
             assert next_sample_in_s(0.9 * left_s, is_promoted) <= max_interval_s
 
@@ -254,8 +260,8 @@ async def test_without_available_memory_long_calls_keep_their_short_slots(
 async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
     cpu_s: float, status: Status, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """The call has shared its core with 960 others. When these end before its next sample, it has the core alone and
-    computes more than its last samples show."""
+    """The call has shared its core with 960 other calls. The other calls end before the next sample of the call. From
+    then on the call has the core alone, and computes more than its last samples show."""
     calls_per_core = 960
     scheduler = FakeScheduler(monkeypatch, delay_share=1 - 1 / calls_per_core)
 
@@ -283,8 +289,8 @@ async def test_a_call_that_ends_between_two_samples_is_judged_by_its_cpu_time(
 async def test_a_call_that_ends_before_its_limit_in_wall_time_is_not_timed_out(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """The call was single-threaded in its last sample. Since then it has computed on 16 cores, so its CPU time exceeds
-    the limit although its wall time does not."""
+    """The last sample of the call has shown a single thread. Since then the call has computed on 16 cores, so its CPU
+    time exceeds the limit although its wall time does not."""
     scheduler = FakeScheduler(monkeypatch, delay_share=0.0)
     async with driven_executor(monkeypatch, zygote_pools=1, slots=1, profiles=("bare",)) as driver:
         scheduler.started = trio.current_time()

@@ -1,4 +1,4 @@
-"""Samples of real processes from /proc."""
+"""Tests of samples: what one reading of /proc returns for the processes of one call. The processes are real."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for _ in range(int(sys.argv[1])):
 print(flush=True)
 input()
 """
-"""Starts as many threads as its argument says."""
+"""Code that starts as many threads as its argument says."""
 CHILDREN = """
 import os
 readable, writable = os.pipe()
@@ -39,7 +39,7 @@ for _ in range(3):
 print(flush=True)
 input()
 """
-"""Starts three children with one child each."""
+"""Code that starts three child processes, each of which starts one child process."""
 
 
 @contextmanager
@@ -60,7 +60,8 @@ def running(code: str, *arguments: str) -> Iterator[int]:
 def test_an_exiting_process_is_runnable_and_not_asleep(
     monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_runnable: bool
 ) -> None:
-    """Flag 4 is PF_EXITING. The time that an exit waits for kernel locks must not count as sleep of the call."""
+    """Flag 4 is PF_EXITING. An exiting process may wait for locks of the kernel. This time must not count as sleep of
+    the call."""
     read_stat = process_tree._read_stat
 
     def read_changed_stat(path: str) -> list[bytes]:
@@ -118,14 +119,15 @@ def test_a_running_process_is_runnable_and_its_cpu_time_grows() -> None:
 
 
 def test_voluntary_switches_are_read_once_per_timeslice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading them takes as long as the rest of a thread's sample, and they cannot change without a timeslice."""
+    """To read the voluntary switches of a thread takes as long as the rest of its sample. They cannot change without a
+    new timeslice."""
     code = "import time\nfor _ in range(50): time.sleep(0.001)\nprint(flush=True)\nwhile True: pass"
     timeslices, reads = 0, 0
     read = process_tree._read
 
     def count_reads(path: str) -> bytes:
         nonlocal reads
-        if path.endswith("/schedstat"):  # its last number is that of the timeslices
+        if path.endswith("/schedstat"):  # the last number in this file is the number of timeslices
             return b"%b %d" % (read(path).rpartition(b" ")[0], timeslices)
         reads += path.endswith("/status")
         return read(path)

@@ -1,4 +1,8 @@
-"""Sampling costs little for any number of calls, fails safely, and yields to the event loop."""
+"""Tests of sampling, the reading of /proc for long calls.
+
+It costs little CPU time for any number of calls, and yields to the event loop. If a sample fails, its call still ends
+in time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from tests.executor.fake_scheduler import FIRST_PID, FakeScheduler
 from tests.executor.fake_zygotes import ended_json
 
 NO_OWNER: Any = None
-"""Owner of monitors whose calls are all `ScriptedMonitor`, which does not use it."""
+"""The owner in tests whose monitors are all `ScriptedMonitor`, because these do not use their owner."""
 
 
 @pytest.mark.trio
@@ -51,7 +55,8 @@ async def test_the_cost_of_sampling_does_not_grow_with_the_number_of_calls(
 
 
 class ScriptedMonitor(monitor.CallMonitor):
-    """A monitor whose steps return these intervals; the step after the last interval is the last step."""
+    """A monitor whose steps return the given intervals, one interval per step. The step after the last interval ends
+    the monitoring."""
 
     def __init__(self, intervals: Iterator[float], pidfd: int = -1) -> None:
         self.is_stopped = False
@@ -123,8 +128,8 @@ async def test_many_due_calls_are_stepped_in_several_passes_of_the_event_loop() 
 async def test_costly_samples_take_a_bounded_share_of_a_core(
     calls: int, cost_s: float, share: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """A call that starts a hundred threads must not delay the results of others. Each sample may take 0.5 ms for free;
-    `share` is 0.2 of a core for the rest of the samples' time, plus the free time."""
+    """A call that starts a hundred threads must not delay the results of other calls. So the time of a sample beyond
+    0.5 ms may use only 0.2 of a core. `share` is this part of a core plus that of the first 0.5 ms of each sample."""
     cpu_s = 0.0
 
     def steps() -> Iterator[float]:
@@ -146,7 +151,7 @@ async def test_costly_samples_take_a_bounded_share_of_a_core(
 async def test_monitoring_goes_on_after_a_sample_has_failed(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """Without the monitor, a call would end only with its whole jail, at the hang deadline."""
+    """Without the monitor, nothing would end the call before the hang deadline, at which its whole jail is killed."""
     scheduler, failures = FakeScheduler(monkeypatch, delay_share=0.0), iter([True, True, False, True])
 
     def pid_of_pidfd(*_: int) -> int:
@@ -189,7 +194,7 @@ async def test_after_the_end_of_a_call_no_process_that_got_its_pid_is_changed(
 async def test_a_crowded_call_is_killed_in_time_without_many_samples(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """With 960 calls on a core, a call needs 960 s of wall time for one second of virtual time."""
+    """960 calls share a core, so each call needs 960 s of wall time for one second of virtual time."""
     samples = 0
     for calls_per_core in (monitor.CROWDED_CALLS_PER_CORE, 20 * monitor.CROWDED_CALLS_PER_CORE):
         delay_share = 1 - 1 / calls_per_core

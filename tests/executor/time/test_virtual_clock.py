@@ -1,4 +1,8 @@
-"""On a simulated machine, virtual time under load equals wall time without load."""
+"""Tests of the virtual clock on a simulated machine.
+
+Virtual time is wall time minus run delay, the time that runnable threads waited for a core. Under load, the virtual
+time of a call must equal the wall time that the call takes without load.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from tests.executor.simulated_machine import (
 )
 
 LOADS = [(2, 0), (2, 3), (2, 20), (2, 60), (8, 100)]
-"""Pairs: number of cores, and of busy threads besides the call."""
+"""Pairs of the number of cores and the number of busy threads besides the call."""
 
 
 def computes(s: float) -> Program:
@@ -38,7 +42,7 @@ def computes_and_sleeps() -> Program:
 
 
 def forks_in_turn(times: int, s: float, nap_s: float = 0.0) -> Program:
-    """Children that compute for `s` seconds and then sleep for `nap_s`, one after the other."""
+    """One child after the other computes for `s` seconds and then sleeps for `nap_s` seconds."""
     for _ in range(times):
         yield Run(0.005)
         yield Fork(computes_then_sleeps(s, nap_s))
@@ -90,7 +94,7 @@ def computes_with_the_lock(times: int) -> Program:
 
 
 def starts_threads(count: int) -> Program:
-    """Threads that share one lock and compute only while they have it, like those of Python."""
+    """`count` threads share one lock, and each computes only while it has the lock, as threads of Python do."""
     for _ in range(count):
         yield Spawn(computes_with_the_lock(60))
     yield Join()
@@ -142,8 +146,8 @@ def test_the_sleep_of_a_child_counts_while_its_parent_waits() -> None:
 @pytest.mark.parametrize("mean_sleep_s", [0.0, 0.0005, 0.004, 0.05])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_time_of_one_thread_is_exact_for_any_waits(mean_wait_s: float, mean_sleep_s: float, seed: int) -> None:
-    """In turn, the thread sleeps, waits for a core and computes. The times are random; computing takes 4 ms on average.
-    The samples come at random moments."""
+    """The thread sleeps, waits for a core and computes, again and again. The times are random. It computes for 4 ms on
+    average. The samples come at random moments."""
     rng = random.Random(seed)
     clock = VirtualClock(cores=2)
     now = cpu_s = delay_s = true_s = 0.0
@@ -177,10 +181,11 @@ def advance(
 
 
 def test_virtual_time_is_exact_for_a_thread_that_has_not_slept() -> None:
-    """Virtual time is exact at every sample, also during a wait. For a thread that sleeps it is a lower bound.
+    """If the thread has not slept, virtual time is exact at every sample, also during a wait. If the thread sleeps,
+    virtual time is a lower bound.
 
-    In the first half of each second the thread computes or sleeps, in the second half it waits for a core. The kernel
-    has not yet counted the last 0.2 s of the wait.
+    In the first half of each second the thread computes or sleeps. In the second half it waits for a core. At a sample,
+    the kernel has not yet counted the last 0.2 s of the wait.
     """
     for sleeps in (False, True):
         clock = VirtualClock(cores=2)
@@ -203,8 +208,8 @@ def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
 
 
 def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
-    """The sampled threads only wait; processes that are not sampled use two seconds of CPU time per second. At least
-    this CPU time, divided by the cores, counts."""
+    """The sampled threads only wait. Processes that are not sampled use two seconds of CPU time per second. The virtual
+    time is at least this CPU time divided by the number of cores."""
     clock = VirtualClock(cores=4)
     for n in range(1, 100):
         threads = {tid: ThreadSample(0.0, 0.9 * n, n, n, is_runnable=True) for tid in range(7, 50)}

@@ -1,4 +1,7 @@
-"""Tests of the call table: every call gets exactly one result, and no limit is exceeded."""
+"""Tests of the call table, the gateway's state of all unfinished calls.
+
+Every call gets exactly one result, and no limit on calls and bytes is exceeded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from sandbox.settings.tenants import Tenant
 from sandbox.types import Call, UnavailableReason
 
 LIMITS = AdmissionLimits(max_calls=12, max_bytes=6000, max_attempts=3, tenant_share=0.75)
-MAX_TENANT_CALLS, MAX_TENANT_BYTES = 9, 4500  # 0.75 of the limits
+MAX_TENANT_CALLS, MAX_TENANT_BYTES = 9, 4500  # `tenant_share`, 0.75, of `max_calls` and of `max_bytes`
 UNLIMITED_BYTES = 1 << 20
 """A frame size that never limits the number of calls."""
 EXECUTORS = (0, 1)
@@ -42,7 +45,8 @@ def batch_of(
     deadline_s: float = math.inf,
     deadlines: Sequence[float | None] = (None,),
 ) -> Batch:
-    """Return a batch whose calls have the tenants and the deadlines in turn, and "call INDEX" as id."""
+    """Return a batch of `count` calls. The id of a call is "call INDEX". The calls get the items of `tenants` in turn,
+    and so those of `deadlines`."""
     batch = Batch(count, queue_timeout_s, deadline_s)
     for index in range(count):
         tenant, own_deadline_s = str(tenants[index % len(tenants)]), deadlines[index % len(deadlines)]
@@ -211,7 +215,7 @@ class CallTableMachine(RuleBasedStateMachine):
         self.call_table.fail_all(UnavailableReason.STOPPED, "the end")
         outstanding = self.call_table.outstanding
         assert (outstanding.calls, outstanding.bytes, self.call_table.waiting) == (0, 0, 0)
-        assert not self.call_table._tenants  # an entry that stays there has no other symptom
+        assert not self.call_table._tenants  # private, because a leaked entry has no visible effect
         assert all(None not in batch.results for batch in self.batches)
         finished = [batch for batch in [*self.batches, *self.cancelled] if not batch.unfinished]
         assert sorted(map(id, self.done)) == sorted(map(id, finished))
@@ -239,7 +243,7 @@ def test_a_call_whose_executors_all_die_is_unavailable() -> None:
     assert (result["status"], result["error"]["type"], result["attempts"]) == ("unavailable", "Poison", 3)
 
 
-def test_attempts_that_end_with_the_zygote_and_with_the_executor_are_one_budget() -> None:
+def test_attempts_lost_with_a_zygote_and_attempts_lost_with_an_executor_are_counted_together() -> None:
     call_table, batch = CallTable(LIMITS), batch_of(1)
     call_table.admit(batch, 0.0)
     starts = 0
@@ -277,8 +281,9 @@ def test_the_loss_of_a_cancelled_call_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("dies", ["executor", "zygote"])
-def test_a_call_that_kills_what_runs_it_does_not_use_up_the_last_attempts_of_other_calls(dies: str) -> None:
-    """The zygote runs all calls of its executor, so all of them die with it."""
+def test_a_call_that_kills_its_zygote_or_executor_does_not_use_up_the_last_attempts_of_other_calls(dies: str) -> None:
+    """The executor has one zygote (the process that forks all its calls), so all calls of the executor are lost with
+    the zygote."""
     call_table, deadly, others = CallTable(LIMITS), batch_of(1), batch_of(6)
     call_table.admit(deadly, 0.0)
     call_table.admit(others, 0.0)
@@ -382,7 +387,9 @@ def test_a_tenant_holds_at_most_its_own_share_of_the_queue() -> None:
     call_table.admit(batch, 0.0)
     with pytest.raises(Overloaded, match="tenant 'a' holds 6 of at most 6 calls"):
         call_table.admit(more, 0.0)
-    call_table.admit(batch_of(6, tenants="b"), 0.0)  # the share of the server, 9, is that of other tenants
+    call_table.admit(
+        batch_of(6, tenants="b"), 0.0
+    )  # tenant b has no share of its own, so its limit is `MAX_TENANT_CALLS`
 
 
 def test_max_running_bounds_the_calls_of_a_tenant_at_all_executors() -> None:
@@ -426,12 +433,17 @@ def test_executors_are_shared_if_a_tenant_follows_another_one_soon() -> None:
 
 
 def _step_costs(others: int, tenants: int, max_running: int | None) -> dict[str, int]:
-    """Return the number of instructions of each step for a batch of three calls. The table also holds `others` calls of
-    `tenants` tenants, of which 640 run on ten other executors, or fewer if the tenants have a bound `max_running`."""
+    """Return the number of instructions of each step for a batch of three calls.
+
+    The table also holds `others` calls of `tenants` tenants. Of these calls, 640 run on ten other executors. If the
+    tenants have a bound `max_running`, fewer calls run.
+    """
     call_table = CallTable(limits_on_calls(100_000))
     other_batch = batch_of(others, tenants=range(tenants), deadlines=[None, 3600.0])
     batch, last_batch = batch_of(3, deadline_s=19.0), batch_of(2)
-    other_batch.tenant = Tenant("", max_running=max_running)  # the table reads only its bounds
+    other_batch.tenant = Tenant(
+        "", max_running=max_running
+    )  # all calls may share this tenant, because the table reads only its bounds
     call_table.admit(other_batch, 0.0)
     for executor in range(1, 11):
         call_table.assign(executor, 64, UNLIMITED_BYTES, 0.0)
@@ -480,7 +492,7 @@ def test_repeated_expiry_visits_each_call_once() -> None:
                 call_table.expire(batch, expiry)
 
         costs.append(_count_instructions(expire_all))
-    assert costs[1] < 11 * costs[0]  # proportional to the calls, which are ten times as many
+    assert costs[1] < 11 * costs[0]  # ten times as many calls may cost about ten times as many instructions
 
 
 def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
@@ -493,7 +505,7 @@ def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
     assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
 
 
-def test_of_the_deadlines_of_a_call_and_of_its_batch_the_earlier_one_counts() -> None:
+def test_a_call_ends_at_the_earlier_of_its_own_and_its_batchs_deadline() -> None:
     call_table = CallTable(LIMITS)
     batch = batch_of(3, queue_timeout_s=100.0, deadline_s=5.0, deadlines=[3.0, 8.0, None])
     call_table.admit(batch, 10.0)

@@ -1,4 +1,8 @@
-"""Tests of the dispatcher with fake executors: frames, windows, lost executors, cancellation and the drain."""
+"""Tests of the dispatcher, which sends the waiting calls of the gateway to its executors.
+
+An executor accepts as many calls at once as its window says. The executors of the tests are fakes (tests/fakes.py),
+where the code "hang" gets no result until the test calls `finish`.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,8 @@ async def test_calls_are_spread_evenly_over_executors() -> None:
 
 @pytest.mark.parametrize("code", ["die", "garbage", "nonsense"])
 async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_not(code: str) -> None:
-    """A fake executor exits, sends a malformed frame or sends a malformed result for the code of the call."""
+    """The fake executor exits for "die", sends a malformed frame for "garbage", and a malformed result for
+    "nonsense"."""
     async with serving() as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", code)))
         await until(lambda: len(served.fleet.executors) == 3 and bool(served.fleet.last_executor.calls))
@@ -72,11 +77,9 @@ async def test_a_call_that_breaks_executors_is_unavailable_and_other_calls_are_n
 
 
 @pytest.mark.parametrize(("code", "error_type"), [("lose", "Poison"), ("refuse", "NodeError")])
-async def test_a_call_that_an_executor_loses_each_time_is_started_as_often_as_it_has_attempts(
-    code: str, error_type: str
-) -> None:
-    """The executor reports each attempt as lost and keeps running. The code has started ("lose"), or it could not be
-    started ("refuse")."""
+async def test_a_call_that_is_lost_each_time_is_started_once_per_attempt(code: str, error_type: str) -> None:
+    """The executor reports each attempt as lost and keeps running. For "lose" the code of the call has started, for
+    "refuse" it could not be started."""
     async with serving(attempts=2) as served:
         _, body = await served.post("/v1/batch", make_batch(code, "1"))
         lost, other = body["results"]
@@ -107,7 +110,7 @@ async def test_calls_of_a_killed_executor_go_to_the_next_one() -> None:
         assert "rstar_sandbox_calls_retried_total 2" in metrics_text
 
 
-async def test_an_executor_runs_one_last_attempt_at_a_time() -> None:
+async def test_an_executor_runs_at_most_one_call_on_its_last_attempt() -> None:
     async with serving(executors=2, attempts=2) as served:
         response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: any(len(executor.calls) == 2 for executor in served.fleet.executors))
@@ -346,14 +349,16 @@ async def test_an_executor_that_sends_a_malformed_window_is_replaced(window: obj
 
 
 async def test_a_small_request_is_sent_at_once_although_a_large_one_fills_the_window() -> None:
-    async with serving(FakeFleet(slots=8)) as served:  # of which an eighth, one, is reserved in addition
+    async with serving(FakeFleet(slots=8)) as served:  # one reserved place for 8 slots, beyond the window of 16
         executor = served.fleet.last_executor
         large = asyncio.create_task(served.post("/v1/batch", make_batch(*["hang"] * 40)))
         await until(lambda: len(executor.calls) == 16)
         assert (await served.post("/v1/execute", {"code": "1"}))[1]["status"] == "ok"
         small = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
         await until(lambda: len(executor.calls) == 18)
-        assert served.dispatcher.call_table.waiting == 25  # 24 of the large request and one of the small one
+        assert (
+            served.dispatcher.call_table.waiting == 25
+        )  # 24 calls of the large request, and one call of the small request
         executor.finish(18)
         await until(lambda: len(executor.calls) == 19)
         executor.finish(19)
@@ -381,6 +386,8 @@ async def test_calls_in_reserved_places_do_not_take_the_places_of_the_window() -
         assert served.dispatcher.call_table.running_reserved(0) == 0
         replacement = served.fleet.last_executor
         replacement.finish(*replacement.calls)
-        await until(lambda: len(replacement.calls) == 20)  # 19 of the large request, and the small one
+        await until(
+            lambda: len(replacement.calls) == 20
+        )  # 19 calls of the large request, and the call of the small request
         replacement.finish(*list(replacement.calls)[16:])
         assert ((await small)[0], (await large)[0]) == (200, 200)

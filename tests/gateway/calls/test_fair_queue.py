@@ -1,4 +1,7 @@
-"""Tests of the order of waiting calls, by comparison with a slow implementation that is easy to check."""
+"""Tests of `FairQueue`, which decides which tenant's waiting call is next.
+
+They compare it with a slow implementation (`SlowQueue`) whose rules are easy to check.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ class Item:
 
 
 class SlowQueue:
-    """A queue with the order of `FairQueue` that searches lists. The requests of each tenant take turns as in
-    `RequestQueue`, whose own tests compare it with a slow implementation.
+    """A queue with the same order as `FairQueue`, which it finds by a search of lists.
 
     Among the tenants with the fewest running calls, the tenant with the oldest position is next. A tenant gets a new
-    position when it starts to wait, and when the number of its running calls changes. Tenants whose calls run as often
-    as `BOUNDS` allows, or as the caller of `pop` allows, are not next.
+    position when it starts to wait, and when the number of its running calls changes. `BOUNDS` and the caller of `pop`
+    bound the number of running calls of a tenant. A tenant at its bound is not next.
+
+    Within a tenant, `RequestQueue` decides which request is next. It has its own tests.
     """
 
     def __init__(self) -> None:
@@ -38,7 +42,7 @@ class SlowQueue:
         self.requeued: list[Item] = []
         self.running: list[Item] = []
         self.positions: dict[tuple[int, str], int] = {}
-        """Positions by priority and tenant."""
+        """The position of each tenant with waiting calls, by priority and tenant. The lowest one is the oldest."""
         self.requests: defaultdict[tuple[int, str], RequestQueue[Item]] = defaultdict(RequestQueue)
         self.next_position = itertools.count()
 
@@ -91,8 +95,8 @@ class SlowQueue:
         return sum(other.tenant == item.tenant for other in self.running)
 
     def has_waiting(self, item: Item) -> bool:
-        """Return whether the item's tenant has waiting items of its priority. Requeued items have no position: they are
-        next in any case."""
+        """Return whether the tenant of the item has waiting items of the same priority. Requeued items do not count:
+        they are next in any case, so they need no position."""
         return any((other.priority, other.tenant) == (item.priority, item.tenant) for other in self.items)
 
     def renew_positions(self, item: Item) -> None:
@@ -114,7 +118,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]) -> None:
+def test_the_fair_queue_has_the_same_order_as_the_slow_queue(steps: list[tuple[object, ...]]) -> None:
     fast: FairQueue[Item] = FairQueue()
     slow = SlowQueue()
     waiting: list[Item] = []
@@ -148,7 +152,7 @@ def test_the_order_equals_that_of_the_slow_queue(steps: list[tuple[object, ...]]
         assert len(fast) == len(waiting)
 
 
-def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
+def test_a_tenant_with_one_call_does_not_wait_for_all_calls_of_another_tenant() -> None:
     queue: FairQueue[Item] = FairQueue()
     for _ in range(1000):
         queue.push(Item("many"))
@@ -156,7 +160,7 @@ def test_a_tenant_with_few_calls_does_not_wait_for_one_with_many() -> None:
     assert [item.tenant for item in (queue.pop(), queue.pop()) if item] == ["many", "few"]
 
 
-def test_a_small_request_passes_a_large_one_of_its_tenant() -> None:
+def test_a_small_request_is_next_before_a_large_request_of_the_same_tenant() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(*(Item(request_number=1) for _ in range(1000)))
     running = [queue.pop(), queue.pop()]
@@ -244,4 +248,4 @@ def test_finished_calls_leave_no_entries_behind() -> None:
     queue.remove(items[3])
     while (popped := queue.pop()) is not None:
         queue.finished(popped)
-    assert not queue._levels and not queue._tenants  # entries that stay there have no other symptom
+    assert not queue._levels and not queue._tenants  # private, because leaked entries have no visible effect

@@ -1,4 +1,8 @@
-"""Tests of the turns of requests, by comparison with a slow implementation that is easy to check."""
+"""Tests of `RequestQueue`, which decides which request of a tenant is next.
+
+They compare it with a slow implementation (`SlowQueue`) whose rules are easy to check. A first call is a call whose
+request has at most 16 calls, none of which runs.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,21 @@ class Item:
 
 
 class SlowQueue:
-    """A queue with the order of `RequestQueue` that searches lists.
+    """A queue with the same order as `RequestQueue`, which it finds by a search of lists.
 
-    The next request is the one with the oldest position in its group: those whose next call is a first call, or the
-    others. The groups take turns. A request gets a new position when it starts to wait, when its group changes, and
-    after a start.
+    The waiting requests form two groups: the requests whose next call is a first call, and the other requests. The two
+    groups take turns. Within a group, the request with the oldest position is next. A request gets a new position when
+    it starts to wait, when its group changes, and when one of its calls starts.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Item] = []
         self.running: list[Item] = []
         self.calls: Counter[int] = Counter()
-        """Number of calls of each request since it last had none."""
+        """By request: the number of its calls, ended ones included. The entry ends with the last unfinished call."""
         self.positions: dict[int, int] = {}
         self.groups: dict[int, bool] = {}
-        """By request that waits: whether it is one of the others."""
+        """By waiting request: False if its next call is a first call, True for the other group."""
         self.next_position = itertools.count()
         self.is_other_next = False
 
@@ -84,7 +88,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_order_equals_that_of_the_slow_queue_and_no_call_is_lost(steps: list[tuple[str, int]]) -> None:
+def test_the_request_queue_has_the_same_order_as_the_slow_queue_and_loses_no_call(steps: list[tuple[str, int]]) -> None:
     fast: RequestQueue[Item] = RequestQueue()
     slow = SlowQueue()
     for kind, number in steps:
@@ -107,8 +111,9 @@ def test_the_order_equals_that_of_the_slow_queue_and_no_call_is_lost(steps: list
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 20), min_size=60, max_size=60))
-def test_no_request_starves_beside_new_small_ones(large: int, ended: list[int]) -> None:
-    """One new request with a single call arrives before each start, so there is always one without running calls."""
+def test_a_large_request_does_not_starve_beside_new_small_requests(large: int, ended: list[int]) -> None:
+    """Before each start a new request with a single call arrives. So at each start there is a request without running
+    calls, whose call is a first call."""
     queue: RequestQueue[Item] = RequestQueue()
     for number in range(large):
         queue.push(*(Item(number) for _ in range(100)))

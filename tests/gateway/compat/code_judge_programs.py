@@ -208,13 +208,17 @@ DIFFERENT: dict[str, tuple[Json, Json]] = {
         {},
     ),
 }
-"""Submissions that this server answers differently, and parts of its answers. docs/compatibility.md gives the reasons.
-Without parts the answer depends on the level of isolation."""
+"""Submissions that this server answers differently, each with the parts of its answer that are checked.
+docs/compatibility.md gives the reasons. A submission without such parts has an answer that depends on the level of
+isolation."""
 
 
 def comparable(answer: Json) -> Json:
-    """Return what both servers must answer alike: all but the cost, the generated id, and the tracebacks in stderr,
-    which name another file and other lines. Of stderr the last line remains, if it was not cut."""
+    """Return the parts of an answer that must be equal at both servers.
+
+    The cost and the generated id are removed. Tracebacks in stderr name other files and lines, so only the last line of
+    stderr remains, if stderr was not cut.
+    """
     kept = {name: answer[name] for name in ("success", "run_success", "reason", "stdout")}
     stderr = answer["stderr"]
     if stderr is not None:

@@ -152,7 +152,7 @@ REQUESTS: dict[str, tuple[str, Json]] = {
     "cells_timeout": _cells("print('first')", "import time\ntime.sleep(60)", total_timeout=0.5),
     "cells_none": _cells(),
 }
-"""Route and body by name."""
+"""Route and body of each request, by name."""
 
 _TEMPORARY_SCRIPT = re.compile(r"/tmp/tmp\w+/tmp\w+\.py")
 _PACKAGES = re.compile(r"/[\w/.-]+/site-packages/")
@@ -163,9 +163,13 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def comparable(answer: Json) -> Json:
-    """Return an answer without what differs from run to run (times, names of temporary files) or between versions of
-    Python (marks below the lines of a traceback, frames of comprehensions), and without the texts that SandboxFusion's
-    own driver of a notebook writes. Of a traceback in a notebook only its last line remains."""
+    """Return the parts of an answer that must be equal. Removed are:
+
+    - what differs from run to run: times, names of temporary files;
+    - what differs between versions of Python: marks below the lines of a traceback, frames of comprehensions;
+    - texts that SandboxFusion's own driver of a notebook writes;
+    - all lines but the last of a traceback in a notebook.
+    """
     answer = {name: value for name, value in answer.items() if name != "executor_pod_name"}
     if (run := answer.get("run_result")) is not None:
         answer["run_result"] = {

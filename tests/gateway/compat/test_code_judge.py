@@ -1,4 +1,8 @@
-"""Tests of the routes of code-judge: answers equal to recorded ones, its clients, malformed bodies, failures."""
+"""Tests of the routes with which this server replaces code-judge, another sandbox service.
+
+The answers to the same submissions equal those that code-judge gave (a committed file has them), except for documented
+differences. The tests also run the clients of code-judge, send malformed bodies, and cause failures.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ async def answers(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SUBMISSIONS)
-def test_the_answer_is_that_of_code_judge(name: str, answers: dict[str, Any]) -> None:
+def test_the_response_equals_the_recorded_response_of_code_judge(name: str, answers: dict[str, Any]) -> None:
     assert_fits(answers[name], SCHEMAS["CodeJudgeResult"])
     assert comparable(answers[name]) == RECORD["same"][name]
 
@@ -72,7 +76,7 @@ def test_the_answer_differs_as_documented(name: str, answers: dict[str, Any]) ->
     assert f"`{name}`" in document
 
 
-def test_the_other_routes_agree_with_the_long_batch(url: str, answers: dict[str, Any]) -> None:
+def test_the_other_routes_give_the_same_results_as_the_route_of_long_batches(url: str, answers: dict[str, Any]) -> None:
     fast = [name for name in SUBMISSIONS if not RECORD["same"][name]["reason"]]
     body = {"submissions": [SUBMISSIONS[name] for name in fast]}
     judged = post(f"{url}/judge/long-batch", body)["results"]
@@ -95,7 +99,7 @@ def test_the_cost_of_a_time_out_is_at_least_the_limit(answers: dict[str, Any]) -
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a module of a checkout, without its package."""
+    """Import one file of a checkout as a module, without an import of its package."""
     spec = importlib.util.spec_from_file_location(f"checkout_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -184,7 +188,7 @@ def test_the_quick_test_of_code_judge_passes_for_python(url: str, monkeypatch: p
 
 
 OWN_URL = "http://localhost:8000"
-"""The address in code-judge's quick test."""
+"""The address to which the quick test of code-judge sends its requests."""
 
 
 @pytest.mark.asyncio
@@ -237,7 +241,8 @@ async def test_answers_are_in_the_order_of_the_submissions() -> None:
 
 
 USAGE = Usage(run_ms=12.3456789)
-ENDS: dict[str, tuple[Result, dict[str, Any]]] = {  # how a call ended, and what differs in its answer from a failure
+# The result of a call, and the fields in which the answer for this result differs from the answer for a failure.
+ENDS: dict[str, tuple[Result, dict[str, Any]]] = {
     "ok": (Result("", Status.OK, "out", exit_code=0), {"success": True, "run_success": True}),
     "error": (Result("", Status.ERROR, "out", "err", exit_code=1), {"stderr": "err"}),
     "timeout": (

@@ -51,7 +51,7 @@ FASTAPI: list[tuple[str, Any, list[Any]]] = [  # FastAPI 0.165 with the models o
 
 
 @pytest.mark.asyncio
-async def test_the_errors_are_those_of_fastapi() -> None:
+async def test_the_errors_of_a_malformed_body_equal_the_recorded_errors_of_fastapi() -> None:
     async with serving() as served:
         for path, body, errors in FASTAPI:
             assert await served.post(path, body) == (422, {"detail": errors})
@@ -94,7 +94,7 @@ async def test_a_body_that_is_no_json_has_an_error_of_fastapi() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_large_body_has_the_same_errors_as_a_small_one() -> None:
+async def test_a_large_malformed_body_gets_the_same_errors_as_a_small_body() -> None:
     texts: dict[str, Any] = {"sub_id": "\ud800", "solution": 2**63, "expected_output": -(2**70)}
     small = {"submissions": [{**texts, "input": math.inf}, PROGRAM]}
     large = {"submissions": [small["submissions"][0], {**PROGRAM, "solution": "x" * LARGE_BODY_BYTES}]}

@@ -1,4 +1,8 @@
-"""Tests of the routes of SandboxFusion: answers equal to recorded ones, verl's reward function, its SDK, failures."""
+"""Tests of the routes with which this server replaces SandboxFusion, another sandbox service.
+
+The answers to the same requests equal those that SandboxFusion gave (a committed file has them), except for documented
+differences. The tests also run the reward function of verl and the SDK of SandboxFusion, and cause failures.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,10 @@ DIFFERENT = {
     "keyboard_interrupt", "two_megabytes", "not_utf_8", "numpy_with_limit", "cells_incomplete", "cells_exit",
     "cells_system_exit", "cells_timeout",
 }  # fmt: skip
-"""Names of the answers that differ. docs/compatibility.md lists them."""
+"""Names of the requests that the two services answer differently. docs/compatibility.md lists them."""
 DIFFERENT_AS_INIT = {"abort", "kills_itself", "alarm"}
-"""Answers that differ where a call is the first process of its PID namespace."""
+"""Names of the requests whose answers differ if a call is the first process of its PID namespace. At other isolation
+levels their answers are equal."""
 VERL = os.environ.get("RSTAR_VERL")
 
 
@@ -47,7 +52,7 @@ async def url() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("name", [*REQUESTS])
-def test_the_answer_is_that_of_sandbox_fusion(name: str, url: str) -> None:
+def test_the_response_equals_the_recorded_response_of_sandbox_fusion(name: str, url: str) -> None:
     route, body = REQUESTS[name]
     answer, recorded = comparable(post(url + route, body)), RECORD["answers"][name]
     if name not in DIFFERENT_AS_INIT:
@@ -110,7 +115,7 @@ def test_cells_may_contain_any_characters(url: str) -> None:
     answer = post(f"{url}/run_jupyter", {"cells": cells})
     shown = [cell["display"][0]["text/plain"] if cell["display"] else None for cell in answer["cells"]]
     assert shown == ["'a'", '"\\\\d\'\\\\"', "1", "'?'", "'é\\x0c'", None, '"\'"', None]
-    assert answer["cells"][5]["error"][0]["ename"] in ("SyntaxError", "ValueError")  # the latter before Python 3.11.4
+    assert answer["cells"][5]["error"][0]["ename"] in ("SyntaxError", "ValueError")  # ValueError before Python 3.11.4
 
 
 @pytest.mark.asyncio
@@ -149,7 +154,7 @@ def test_verls_tool_gets_the_output(url: str, code: str, status: str, run_status
 class TestSdk:
     """The package `sandbox-fusion` from PyPI."""
 
-    def test_run_code(self, url: str) -> None:
+    def test_the_sdk_gets_the_status_and_the_output_of_its_code(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
         request = sdk.RunCodeRequest(code="print(input())", language="python", stdin="hi", files={"a": None})
         response = sdk.run_code(request, endpoint=url)
@@ -161,14 +166,14 @@ class TestSdk:
         responses = [sdk.run_code(request, endpoint=url) for request in requests]
         assert [sdk.summary_run_code_result(response, mapping) for response in responses] == ["good", "bad", "slow"]
 
-    def test_run_concurrent(self, url: str) -> None:
+    def test_the_sdk_runs_one_hundred_requests_concurrently(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
         sdk.set_endpoint(url)
         arguments = [[sdk.RunCodeRequest(code=f"print({n} ** 2)", language="python")] for n in range(100)]
         responses = sdk.run_concurrent(sdk.run_code, args=arguments)
         assert [response.run_result.stdout for response in responses] == [f"{n * n}\n" for n in range(100)]
 
-    def test_run_jupyter(self, url: str) -> None:
+    def test_the_sdk_gets_the_values_and_the_errors_of_notebook_cells(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
         response = sdk.run_jupyter(sdk.RunJupyterRequest(cells=["a = 2", "a + 1", "1/0"]), endpoint=url)
         assert response.cells[1].display == [{"text/plain": "3"}]
@@ -180,7 +185,7 @@ class TestSdk:
         with pytest.raises(Exception, match="language 'cpp' is not supported"):
             sdk.run_code(request, endpoint=url, max_attempts=1)
 
-    def test_the_asynchronous_client(self, url: str) -> None:
+    def test_the_asynchronous_sdk_runs_twenty_requests_concurrently(self, url: str) -> None:
         sdk = pytest.importorskip("sandbox_fusion", reason="sandbox-fusion is not installed")
 
         async def run() -> Any:
@@ -334,7 +339,7 @@ async def test_the_limits_reach_the_call(memory_limit_mb: int, memory_mb: int) -
     ],
     ids=lambda value: value.status.value if isinstance(value, Result) else None,
 )
-async def test_each_end_of_a_call_has_its_answer(
+async def test_each_end_of_a_call_has_a_status_and_a_return_code_of_sandbox_fusion(
     result: Result, status: str, run_status: str, return_code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes, "ok_result", lambda call: result.encode(binary=True))
@@ -426,7 +431,7 @@ def test_the_bound_of_values_is_for_all_cells_together() -> None:
     assert len(cells) == sandbox_fusion.MAX_CELL_VALUES // values
 
 
-def test_output_of_many_values_is_no_such_result(url: str) -> None:
+def test_text_that_looks_like_json_with_many_values_is_returned_unchanged(url: str) -> None:
     code = "text = '[1, {2}]' * 60_000\nprint(text, end='')\ntext"
     answer = post(f"{url}/run_jupyter", {"cells": [code]})
     assert answer["status"] == "Success"

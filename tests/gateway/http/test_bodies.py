@@ -1,7 +1,10 @@
-"""Tests of large and hostile bodies: they keep no other request waiting, and no tenant's bodies refuse another's.
+"""Tests of large and hostile bodies of requests.
 
-The tests measure CPU time of this process and not time on a clock, because other processes of the machine do not
-change it. The body worker is another process.
+Such a body keeps no other request waiting. The bodies of one tenant never cause the refusal of another tenant's bodies.
+Bodies from 256 KiB are decoded in the body worker, a separate process.
+
+The tests measure the CPU time of this process and not the time on a clock, because other processes of the machine do
+not change the CPU time.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.exchange import BODIES, PARSER
 from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.types import Call, Result, Status
-from tests.gateway.http.test_tenants import A, B, serving_tenants
+from tests.gateway.http.test_tenants import BEARER_A, BEARER_B, serving_tenants
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
@@ -36,7 +39,7 @@ MEBIBYTE = 1 << 20
 
 
 def _list_of(item: bytes, size: int) -> bytes:
-    """Return a JSON body of about `size` bytes whose only field, which no route knows, is a list."""
+    """Return a JSON body of about `size` bytes with one field, "x", which is a list. No route knows this field."""
     return b'{"x": [' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
 
 
@@ -51,8 +54,7 @@ def _function_test(field: bytes, items: bytes) -> bytes:
 CALLS = json.dumps({"calls": [{"code": "", "env": {f"A{n}": "x" for n in range(100)}}] * 5000}).encode()
 """More valid calls than the queue can take, so that none runs."""
 TESTS = json.dumps({"code": "", "tests": [{"stdin": "1", "expected": "1"}] * 60_000 + [{}]}).encode()
-"""The last test is malformed, so that none runs."""
-# Path, content type and body. Each takes a decoder about 0.1 s.
+"""A program whose last test is malformed, so that no test runs."""
 HOSTILE_BODIES: dict[str, tuple[str, str, bytes]] = {
     "floats": ("/v1/batch", JSON, _list_of(b"1.5", 5 * MEBIBYTE)),
     "whole numbers": ("/v1/execute", JSON, _list_of(b"1", 3 * MEBIBYTE)),
@@ -70,11 +72,14 @@ HOSTILE_BODIES: dict[str, tuple[str, str, bytes]] = {
     "calls": ("/v1/batch", JSON, CALLS),
     "tests": ("/v1/judge", JSON, TESTS),
 }  # fmt: skip
+"""Path, content type and body, by name. A decoder takes about 0.1 s for each body."""
 
 
 class StepWatch:
-    """Measures the longest step of the event loop, in CPU time of all threads of this process, since a thread that
-    keeps the interpreter's lock makes a step long."""
+    """Measures the longest step of the event loop, in CPU time of all threads of this process.
+
+    All threads count, since a thread that keeps the interpreter's lock makes a step long.
+    """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -82,7 +87,7 @@ class StepWatch:
     async def run(self) -> None:
         last = time.process_time()
         while True:
-            await asyncio.sleep(0.002)  # it leaves the CPU to the worker
+            await asyncio.sleep(0.002)  # during the sleep, the worker has the CPU
             now = time.process_time()
             self.longest_s = max(self.longest_s, now - last)
             last = now
@@ -103,7 +108,7 @@ async def watched_steps() -> AsyncIterator[StepWatch]:
 
 
 def _decoder_s(body: bytes, content_type: str) -> float:
-    """Return the CPU seconds that a plain decoder takes for a body, and to free it."""
+    """Return the CPU seconds that a plain decoder takes to decode a body and to free the decoded value."""
     started_at = time.process_time()
     value = json.loads(body) if content_type == JSON else msgpack.unpackb(body)
     del value
@@ -143,7 +148,7 @@ async def test_an_object_with_too_many_keys_is_refused_while_the_body_is_decoded
         assert (await served.post("/v1/judge", {"code": "1", "tests": [test]}))[0] == 200
 
 
-# A body that is checked in the worker is answered like one that is checked in the gateway.
+# The response to a body does not depend on the process that checks the body: the worker or the gateway.
 
 SUBMISSION = {"type": "python", "solution": "1", "sub_id": "s"}
 PROGRAM = {"code": "1", "stop_at_first_failure": True, "prelude": "leetcode"}
@@ -232,7 +237,7 @@ def _is_running(pid: int) -> bool:
 
 
 LARGE = json.dumps({"code": "x" * MEBIBYTE}).encode()
-"""A valid call."""
+"""A valid call, large enough for the worker."""
 
 
 async def test_a_worker_that_dies_is_replaced() -> None:
@@ -247,7 +252,7 @@ async def test_a_worker_that_dies_is_replaced() -> None:
         assert status == 503 and "the process that decodes large bodies ended" in reply["error"]["message"]
         assert (await served.post("/v1/execute", LARGE, Content_Type=JSON))[0] == 200
         second = _worker_pid(served)
-        os.kill(second, signal.SIGKILL)  # while it waits for a body
+        os.kill(second, signal.SIGKILL)  # this worker waits for a body
         await until(lambda: served.app[PARSER]._worker.has_exited)  # type: ignore[union-attr]
         assert (await served.post("/v1/execute", LARGE, Content_Type=JSON))[0] == 200
         third = _worker_pid(served)
@@ -269,7 +274,8 @@ async def test_a_client_that_disconnects_ends_the_worker_of_its_body() -> None:
 
 
 async def test_tenants_take_turns_with_large_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tenant a sends three bodies before tenant b sends one. Only the first of tenant a goes before it."""
+    """Tenant a sends three bodies, and then tenant b sends one body. Only the first body of tenant a is decoded before
+    that of tenant b."""
     order: list[str] = []
     may_go_on = asyncio.Event()
     parse = BodyParser._parse_in_worker
@@ -285,9 +291,9 @@ async def test_tenants_take_turns_with_large_bodies(tmp_path: Path, monkeypatch:
         def send(token: str) -> asyncio.Task[Any]:
             return asyncio.create_task(served.post("/v1/execute", LARGE, Content_Type=JSON, Authorization=token))
 
-        requests = [send(A) for _ in range(3)]
+        requests = [send(BEARER_A) for _ in range(3)]
         await until(lambda: served.dispatcher.counters.bytes_in == 3 * len(LARGE))
-        requests.append(send(B))
+        requests.append(send(BEARER_B))
         await until(lambda: served.dispatcher.counters.bytes_in == 4 * len(LARGE))
         assert order == ["a"]
         may_go_on.set()
@@ -300,7 +306,8 @@ async def test_tenants_take_turns_with_large_bodies(tmp_path: Path, monkeypatch:
 
 @asynccontextmanager
 async def _unfinished_body(served: Served, length: int, **headers: str) -> AsyncIterator[None]:
-    """Send the head of a request with this length, and a part of its body, until the end of the block."""
+    """Send the head of a request with this length, and only a part of its body. The connection stays open until the end
+    of the block."""
     host, port = served.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     fields = {"Host": f"{host}:{port}", "Content-Type": JSON, "Content-Length": str(length), **headers}
@@ -342,15 +349,15 @@ async def test_a_body_without_a_length_is_reserved_as_it_grows() -> None:
 
 
 async def test_the_bodies_of_one_tenant_never_refuse_those_of_another(tmp_path: Path) -> None:
-    """Three shares, those of the tenants and of the server's token, divide 8 MiB. A body of the largest size fits
-    besides."""
+    """The two tenants and the server's token have equal shares of 8 MiB. In addition to these shares, one body of the
+    largest size (`body_mb`) fits."""
     largest = json.dumps({"code": "#" * 3 * MEBIBYTE}).encode().ljust(4 * MEBIBYTE)
     async with (
         serving_tenants(tmp_path, queue_mb=8, body_mb=4, token="server") as served,
-        _unfinished_body(served, len(largest), Authorization=A),
+        _unfinished_body(served, len(largest), Authorization=BEARER_A),
     ):
-        assert (await served.post("/v1/execute", LARGE, Content_Type=JSON, Authorization=A))[0] == 429
-        for token in (B, "Bearer server"):
+        assert (await served.post("/v1/execute", LARGE, Content_Type=JSON, Authorization=BEARER_A))[0] == 429
+        for token in (BEARER_B, "Bearer server"):
             assert (await served.post("/v1/execute", largest, Content_Type=JSON, Authorization=token))[0] == 200
 
 
@@ -360,7 +367,7 @@ async def test_the_shares_of_all_tenants_divide_the_budget(tmp_path: Path) -> No
         budget = served.app[BODIES].budget
         a, b = (served.dispatcher.tenants.find(token) for token in ("token-a", "token-b"))  # type: ignore[union-attr]
         mebibytes = [budget.maximum(tenant) / MEBIBYTE for tenant in (a, b, None)]
-    assert mebibytes == pytest.approx([200, 400, 400])  # of 1000, by the shares 0.5, 1 and 1
+    assert mebibytes == pytest.approx([200, 400, 400])  # 1000 MiB are divided in proportion to 0.5, 1 and 1
 
 
 async def test_programs_that_are_being_judged_hold_no_part_of_the_budget_of_bodies() -> None:
@@ -418,7 +425,7 @@ ENCODERS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("content_type", [JSON, MSGPACK])
 @pytest.mark.parametrize("name", ENCODERS)
 async def test_encoding_yields_to_the_event_loop_by_bytes(name: str, content_type: str) -> None:
-    """The bytes of a file in msgpack are not encoded but referred to, so they may be one part."""
+    """In msgpack, the bytes of a file are not copied but referred to, so they may be one part of any size."""
     turns = 0
 
     async def count_turns() -> None:
@@ -431,7 +438,8 @@ async def test_encoding_yields_to_the_event_loop_by_bytes(name: str, content_typ
     parts = await ENCODERS[name](content_type)
     counting.cancel()
     encoded = [part for part in parts if part.strip(b"\xff")]
-    # A character that JSON escapes has two bytes, and so has one that is not ASCII; the header of a group comes first.
+    # A character may have two bytes: an escaped one ("\n") and one outside of ASCII ("é"). The header of a group adds
+    # up to 4096 bytes.
     assert max(map(len, encoded)) <= 2 * codec.CHUNK_BYTES + 4096
     assert turns >= sum(map(len, encoded)) // (2 * codec.CHUNK_BYTES + 4096)
 

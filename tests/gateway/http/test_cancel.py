@@ -1,4 +1,8 @@
-"""Tests of `DELETE /v1/calls/ID` with fake executors: calls end with `Cancelled`, and no other call is affected."""
+"""Tests of `DELETE /v1/calls/ID`: the unfinished calls and judged programs with this id end with `Cancelled`.
+
+No other call is affected. The calls go to fake executors (tests/fakes.py), where the code "hang" gets no result until
+the test calls `finish`, with the numbers of the received calls, counted from 1.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def path_of(call_id: str) -> str:
+    # `quote` does not escape ".", and the path segments "." and ".." mean this and the parent directory.
     return "/v1/calls/" + quote(call_id, safe="").replace(".", "%2E")
 
 
@@ -34,11 +39,11 @@ def endings(body: Any) -> list[str]:
     return [result["error"]["type"] if result["error"] else result["status"] for result in body["results"]]
 
 
-@pytest.mark.parametrize("max_at_once", [1, 512])
+@pytest.mark.parametrize("max_stopped_at_once", [1, 512])
 async def test_waiting_and_running_calls_of_an_id_are_cancelled(
-    max_at_once: int, monkeypatch: pytest.MonkeyPatch
+    max_stopped_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "MAX_STOPPED_AT_ONCE", max_at_once)
+    monkeypatch.setattr(dispatcher, "MAX_STOPPED_AT_ONCE", max_stopped_at_once)
     async with serving(FakeFleet(slots=1)) as served, asyncio.timeout(10):
         calls = [{"code": "hang", "id": name} for name in ("a", "b", "a", "b")]
         response = asyncio.create_task(served.post("/v1/batch", {"calls": calls}))
@@ -58,7 +63,7 @@ async def test_an_id_without_an_unfinished_call_is_a_404() -> None:
         await served.post("/v1/execute", {"code": "1", "id": "done"})
         response = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}]}))
         await until(lambda: bool(served.fleet.last_executor.calls))
-        for name in ("done", "0"):  # "0" is the index of the running call, which has no id
+        for name in ("done", "0"):  # the running call has the index 0 in its batch, but no id
             status, body = await cancel(served, f"/v1/calls/{name}")
             assert (status, body["error"]["type"]) == (404, "NotFound")
             assert body["error"]["message"].startswith(
@@ -118,12 +123,19 @@ def reasons(judged: dict[str, Any]) -> list[str]:
     return [test.get("reason") or test["outcome"] for test in judged["tests"]]
 
 
-async def test_unfinished_programs_of_an_id_are_cancelled_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first program has a test that has passed and runs two others, the second waits for room in the queue, the
-    third, which has another id, waits behind it, and the last has not begun."""
-    monkeypatch.setattr(judging.Judge, "check_room", AsyncMock())  # there is no room for all programs at once
+async def test_running_waiting_and_unstarted_programs_of_an_id_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request has four programs. At the time of the cancellation:
+
+    1. id "a": one test has passed, and two tests run;
+    2. id "a": it waits for room in the queue;
+    3. no id, so its id is its index, "2": it waits for room behind the second program;
+    4. id "a": it has not begun, because at most three programs run at the same time.
+    """
+    # The check would refuse the request, because the queue has no room for all programs at once.
+    monkeypatch.setattr(judging.Judge, "check_room", AsyncMock())
     monkeypatch.setattr(judging, "MAX_PROGRAMS_AT_ONCE", 3)
-    monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 99)
+    monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 99)  # no call that only compiles
+    # The queue has room for the three calls of the first program.
     async with serving(FakeFleet(slots=8), queue_calls=3, tenant_share=1) as served, asyncio.timeout(10):
         executor, call_table = served.fleet.last_executor, served.dispatcher.call_table
         programs = [program("hang", 3, id="a"), program("1", 2, id="a"), program("hang", 1), program("1", 1, id="a")]
@@ -131,7 +143,7 @@ async def test_unfinished_programs_of_an_id_are_cancelled_wherever_they_are(monk
         await until(lambda: len(executor.calls) == 3)
         executor.finish(1)
         await until(lambda: call_table.outstanding.calls == 2 and not call_table.unread_result_bytes)
-        assert await cancel(served, "/v1/calls/2") == (404, ANY), "that is the index of the third"
+        assert await cancel(served, "/v1/calls/2") == (404, ANY), "an index cancelled a program without an id"
         assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 2 + 2 + 1})
         assert (await cancel(served, "/v1/calls/a"))[0] == 404
         await until(lambda: sorted(executor.cancelled) == [2, 3] and len(executor.calls) == 4)
@@ -146,12 +158,12 @@ async def test_unfinished_programs_of_an_id_are_cancelled_wherever_they_are(monk
             ["Cancelled"],
         ]
         assert [program["is_scorable"] for program in judged] == [False, False, True, False]
-        assert len(executor.calls) == 4, "no further wave was submitted"
+        assert len(executor.calls) == 4, "a cancelled program has submitted a further wave of tests"
 
 
-async def test_a_program_that_is_cancelled_in_its_first_wave_runs_no_other() -> None:
+async def test_a_program_that_is_cancelled_in_its_first_wave_of_tests_runs_no_further_wave() -> None:
     async with serving(FakeFleet(slots=8)) as served, asyncio.timeout(10):
-        body = program("hang", 4, id="a", stop_at_first_failure=True)  # its waves have 1, 2 and 1 tests
+        body = program("hang", 4, id="a", stop_at_first_failure=True)  # waves of 1, 2 and 1 tests
         response = asyncio.create_task(served.post("/v1/judge", body))
         await until(lambda: bool(served.fleet.last_executor.calls))
         assert await cancel(served, "/v1/calls/a") == (200, {"cancelled": 4})

@@ -49,7 +49,8 @@ async def test_the_page_shows_the_numbers_of_the_server(browser: Browser) -> Non
         tiles = await page.text("#tiles")
         # The columns after "per second" are "total" and "share".
         assert statuses["ok"][1:] == ["1,234", "99.9 %"] and statuses["unavailable"][1:] == ["0", "0.0 %"]
-        assert executors == {"● 0 up": ["4", "3", "4", "0", "3"]}  # running, long, slots, restarts, zygotes
+        # The columns are running, long, slots, restarts and zygotes.
+        assert executors == {"● 0 up": ["4", "3", "4", "0", "3"]}
         assert await _table(page, "zygotes") == {"bare": ["2"], "symbolic": ["1"]}
         assert statuses["invalid"][1] == "1" and events["requests rejected with 400"][1] == "1"
         assert re.search(r"Waiting\s+12\s+max 5,000", tiles) and re.search(r"Running\s+4\s+3 long", tiles)
@@ -81,7 +82,7 @@ async def test_a_tenant_sees_its_own_calls_and_the_operator_those_of_all_tenants
             await page.until("!document.getElementById('ask').hidden")
             await _enter(page, "server")
             await page.until(PAGE_IS_SHOWN)
-            # calls, ok, waiting, running, CPU time
+            # The columns are calls, ok, waiting, running and CPU time.
             assert await _table(page, "tenants") == {
                 "<b>a": ["2", "1", "0", "0", "0 s"],
                 "b": ["3", "2", "0", "0", "0 s"],
@@ -97,7 +98,9 @@ async def test_a_tenant_sees_its_own_calls_and_the_operator_those_of_all_tenants
             assert await page.lowest_contrast() >= 4.5
             await served.post("/v1/execute", {"code": "1"}, Authorization="Bearer token-a")
             await page.until(f"{_rows_of('own-statuses')}.ok[0] === '2'")
-            assert [fault for fault in page.faults if "401" not in fault] == []  # of the request without a token
+            assert [
+                fault for fault in page.faults if "401" not in fault
+            ] == []  # the 401 of the request without a token is expected
 
 
 class _TwoNodes:
@@ -270,7 +273,8 @@ async def test_every_text_has_enough_contrast(browser: Browser, dark: bool) -> N
 
 
 def _rows_of(table: str) -> str:
-    """Return a JavaScript expression for the rows of a table: the other cells by the text of the first cell."""
+    """Return a JavaScript expression for an object that describes a table. For each row, the key is the text of the
+    first cell, and the value is the list of the texts of the other cells."""
     return (
         f"Object.fromEntries([...document.getElementById('{table}').tBodies[0]?.rows ?? []]"
         ".map(row => [...row.cells].map(cell => cell.textContent.trim())).map(([name, ...rest]) => [name, rest]))"
@@ -278,14 +282,14 @@ def _rows_of(table: str) -> str:
 
 
 async def _table(page: Page, name: str) -> dict[str, list[str]]:
-    """Return the rows of a table by their first column, with plain spaces for no-break spaces."""
+    """Return the rows of a table as `_rows_of` describes them, with plain spaces in place of no-break spaces."""
     text = await page.run(f"JSON.stringify(Object.entries({_rows_of(name)}))")
     return dict(json.loads(text.replace("\u00a0", " ")))
 
 
 async def _send_traffic(served: Served) -> asyncio.Task[Any]:
-    """Finish 1,234 calls, send a malformed call and a malformed batch, and leave 8 calls dispatched (twice the 4 slots)
-    and 12 waiting until the returned task is cancelled."""
+    """Finish 1,234 calls, and send a malformed call and a malformed batch. Then send 20 calls without an end: 8 calls
+    are dispatched (twice the 4 slots), and 12 wait. They end when the returned task is cancelled."""
     await served.post("/v1/batch", {"calls": [{"code": "1"}] * 1234 + [{"code": 1}]})
     await served.post("/v1/batch", {})
     hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))

@@ -1,4 +1,4 @@
-"""Tests of the API page in a real browser: it works with and without a token, and a token stays in its tab."""
+"""Tests of the API page in a real browser. It works with and without a token, and stores the token only for its tab."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ async def _enter(page: Page, token: str) -> None:
 
 
 async def _try_execute(page: Page, status: int) -> None:
-    """Send the example of /v1/execute until it has a response with `status`. A click is lost while the page renders, so
-    each poll clicks again."""
+    """Send the example of /v1/execute until the response has `status`. The page loses clicks while it renders, so each
+    poll clicks again."""
     await page.until(f"""(() => {{
         const operation = document.querySelector('.opblock-post');
         const shown = operation.querySelector('.live-responses-table .response .response-col_status');

@@ -1,6 +1,9 @@
 """Tests of `/v1/judge` over real HTTP with fake executors: waves, order, streams, limits, failures of the service.
 
-In place of running code, a fake executor answers with the standard input as the output (`_answer`).
+A wave is a part of a program's tests that is submitted at once. With `stop_at_first_failure` the waves have 1, 2, 4,
+... tests. Without it all tests are one wave, unless they are very many or very large.
+
+A fake executor runs no code. It answers each call with the call's standard input as the output (`_answer`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from sandbox.types import CallError, Limits, Result, Status, UnavailableReason, 
 from tests import fakes
 from tests.fakes import FakeFleet
 from tests.gateway.http.test_openapi import SCHEMAS, assert_fits
-from tests.gateway.http.test_tenants import A, serving_tenants
+from tests.gateway.http.test_tenants import BEARER_A, serving_tenants
 from tests.gateway.serving import Served, serving, until
 
 pytestmark = pytest.mark.asyncio
@@ -38,7 +41,11 @@ def _fake_executors_echo_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answer(call: dict[str, Any]) -> dict[str, Any]:
-    """Answer as if the code printed its input. The code "check" is a checker: the exit code is in `actual`."""
+    """Answer as if the code printed its input.
+
+    The code "check" is that of a checker, a program which decides whether the output of another program is right. The
+    fake checker ends with the exit code that this output (its file `actual`) names: 0 accepts the output, 1 rejects it.
+    """
     if "compile_only" in call:
         return Result("", Status.OK, exit_code=0, files={"compiled": COMPILED}).encode(binary=True)
     if call["code"] == "check":
@@ -60,7 +67,8 @@ def make_tests(*outcomes: str) -> list[dict[str, str]]:
     return [{"stdin": stdin[outcome], "expected": "x"} for outcome in outcomes]
 
 
-def initials(judged: dict[str, Any]) -> str:
+def outcome_initials(judged: dict[str, Any]) -> str:
+    """Return the first letter of each test's outcome: passed, wrong_answer, failed, skipped, unjudged, unavailable."""
     return "".join(test["outcome"][0] for test in judged["tests"])
 
 
@@ -79,7 +87,7 @@ def calls_of(served: Served) -> list[dict[str, Any]]:
 async def test_each_test_has_its_own_outcome() -> None:
     async with serving() as served:
         judged = await judge(served, {"code": "code", "tests": make_tests(*"pwfp"), "id": "mine"})
-    assert initials(judged) == "pwfp"
+    assert outcome_initials(judged) == "pwfp"
     assert [judged[name] for name in ("id", "outcome", "passed", "total", "is_scorable")] == [
         "mine", "wrong_answer", 2, 4, True
     ]  # fmt: skip
@@ -99,7 +107,7 @@ async def test_the_program_is_compiled_once_and_each_test_is_a_call() -> None:
         assert "expected" not in json.dumps(call, default=str)
 
 
-async def test_one_or_two_tests_are_not_compiled_before() -> None:
+async def test_a_program_with_two_tests_gets_no_call_that_only_compiles() -> None:
     async with serving() as served:
         await judge(served, {"code": "code", "tests": make_tests(*"pp")})
         assert not any("compiled" in call or "compile_only" in call for call in calls_of(served))
@@ -114,18 +122,19 @@ async def test_code_that_cannot_be_compiled_runs_without_compiled_code(monkeypat
 
     monkeypatch.setattr(fakes, "ok_result", answer)
     async with serving() as served:
-        assert initials(await judge(served, {"code": "code", "tests": make_tests(*"pppp")})) == "pppp"
+        assert outcome_initials(await judge(served, {"code": "code", "tests": make_tests(*"pppp")})) == "pppp"
         assert not any("compiled" in call for call in calls_of(served))
 
 
 @pytest.mark.parametrize(
     ("outcomes", "expected", "max_calls"),
+    # The waves have 1, 2, 4 and 1 tests. From the wave of 4 on, one more call only compiles.
     [
         ("wppppppp", "wsssssss", 1),
-        ("pfpppppp", "pfssssss", 3),
-        ("pppwpwpp", "pppwssss", 8),
-        ("pppppppp", "pppppppp", 9),
-        ("pppppppw", "pppppppw", 9),
+        ("pfpppppp", "pfssssss", 1 + 2),
+        ("pppwpwpp", "pppwssss", 1 + 2 + 4 + 1),
+        ("pppppppp", "pppppppp", 1 + 2 + 4 + 1 + 1),
+        ("pppppppw", "pppppppw", 1 + 2 + 4 + 1 + 1),
     ],
 )
 async def test_tests_after_the_first_failure_are_skipped(outcomes: str, expected: str, max_calls: int) -> None:
@@ -133,7 +142,7 @@ async def test_tests_after_the_first_failure_are_skipped(outcomes: str, expected
     async with serving() as served:
         judged = await judge(served, body)
         assert len(calls_of(served)) <= max_calls
-    assert initials(judged) == expected
+    assert outcome_initials(judged) == expected
     assert judged["is_scorable"]
 
 
@@ -142,7 +151,7 @@ async def test_a_checker_decides_about_programs_that_ended_ok() -> None:
     async with serving() as served:
         judged = await judge(served, {"code": "code", "tests": tests, "checker": "check"})
         checks = [call for call in calls_of(served) if call["code"] == "check" and "compile_only" not in call]
-    assert initials(judged) == "pwuf"
+    assert outcome_initials(judged) == "pwuf"
     assert (judged["outcome"], judged["is_scorable"]) == ("unjudged", False)
     assert judged["tests"][0]["message"] == "said"
     assert len(checks) == 3
@@ -152,7 +161,7 @@ async def test_a_checker_decides_about_programs_that_ended_ok() -> None:
 async def test_function_tests_compare_json() -> None:
     tests = [{"call": "f", "args": [{"a": [1, 10**60]}], "expected": {"a": [1, 10**60 + wrong]}} for wrong in (0, 1)]
     async with serving() as served:
-        assert initials(await judge(served, {"code": "code", "tests": tests})) == "pw"
+        assert outcome_initials(await judge(served, {"code": "code", "tests": tests})) == "pw"
 
 
 async def test_a_forged_value_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +174,14 @@ async def test_a_forged_value_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(judging, "MIN_CALLS_TO_COMPILE", 100)
     tests = [{"call": "f", "expected": 1}] * 4
     async with serving() as served:
-        assert initials(await judge(served, {"code": "code", "tests": tests})) == "wwww"
+        assert outcome_initials(await judge(served, {"code": "code", "tests": tests})) == "wwww"
 
 
-async def test_a_value_with_far_more_values_than_expected_is_wrong_without_decoding(
+async def test_returned_json_with_far_more_values_than_expected_is_wrong_and_is_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     test = ProgramTest(function_call="f", expected="[]")
+    # Each text has more than MAX_UNEXPECTED_VALUES, 50,000, of the characters "[", "{" and ",".
     for text in ("[" + "[]," * 50_000 + "0]", "[" + "{}," * 50_000 + "0]", "[" + "0," * 50_001 + "0]"):
         result = Result("", Status.OK, value=text).encode(binary=True)
         with monkeypatch.context() as patch:
@@ -194,6 +204,8 @@ async def test_a_value_with_far_more_values_than_expected_is_wrong_without_decod
 async def test_a_right_value_is_right_in_any_spelling(
     expected: Any, spell: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The gateway counts the values of a JSON text by the characters "[", "{" and ",". The expected values have these
+    characters in strings and keys as well, where they are no values. A spelling may escape them or add white space."""
     monkeypatch.setattr(judging, "MAX_UNEXPECTED_VALUES", 0)
     result = Result("", Status.OK, value=spell(expected)).encode(binary=True)
     assert await judging._is_right(ProgramTest(function_call="f", expected=json.dumps(expected)), result, Tolerance())
@@ -331,16 +343,16 @@ async def test_a_wave_waits_for_room_in_the_queue() -> None:
         executor = served.fleet.last_executor
         await until(lambda: len(executor.calls) == 10)
         executor.finish(1)
-        await asyncio.sleep(2 * judging.ADMISSION_RETRY_S)  # it must not be unavailable
+        await asyncio.sleep(2 * judging.ADMISSION_RETRY_S)  # the wave has no room, and must not become unavailable
         assert not judging_first.done()
         executor.finish(*range(2, 11))
         await second
         await until(lambda: len(executor.calls) == 19)
         executor.finish(*range(11, 20))
-        assert initials(await judging_first) == "p" * 9
+        assert outcome_initials(await judging_first) == "p" * 9
 
 
-async def test_results_that_wait_for_their_checker_do_not_keep_it_from_running() -> None:
+async def test_a_full_buffer_of_unread_results_does_not_keep_the_checkers_of_these_results_from_running() -> None:
     """The outputs of all tests together exceed the limit of unread results, and only their checkers can read them."""
     tests = [{"stdin": "0" + " " * (64 << 10)}] * 5
     body = {"programs": [{"code": "code", "tests": tests, "checker": "check"}] * 20, "queue_timeout_s": 5}
@@ -349,7 +361,7 @@ async def test_results_that_wait_for_their_checker_do_not_keep_it_from_running()
         results = judged["results"]
         assert served.dispatcher.call_table.unread_result_bytes == 0
     outcomes = {(test["outcome"], test["message"].partition(":")[0]) for judged in results for test in judged["tests"]}
-    # A batch with more than its part of the limit loses further results, but no test waits for the end of its time.
+    # A batch that has used its part of the limit loses its further results. But no test waits for `queue_timeout_s`.
     assert outcomes <= {("passed", "said"), ("passed", ""), ("unavailable", "ResultsUnread")}
     assert any(test["outcome"] == "passed" for judged in results for test in judged["tests"])
 
@@ -380,7 +392,7 @@ async def test_a_wave_without_room_becomes_unavailable() -> None:
         await until(lambda: len(executor.calls) == 10)
         executor.finish(1)
         judged = await judging_first
-        assert initials(judged) == "u" * 9
+        assert outcome_initials(judged) == "u" * 9
         assert (judged["outcome"], judged["is_scorable"]) == ("unavailable", False)
         assert judged["tests"][0]["message"].startswith("QueueTimeout: ")
         assert judged["tests"][0]["reason"] == "QueueTimeout"
@@ -391,9 +403,9 @@ async def test_the_calls_of_a_program_have_the_bounds_of_its_tenant(tmp_path: Pa
     tests = [{"stdin": "0"}] * 3
     body = {"code": "code", "tests": tests, "checker": "check", "limits": {"timeout_s": 9}, "priority": -1}
     async with serving_tenants(tmp_path) as served:
-        status, judged = await served.post("/v1/judge", body, Authorization=A)
+        status, judged = await served.post("/v1/judge", body, Authorization=BEARER_A)
         calls = calls_of(served)
-        refused, refusal = await served.post("/v1/judge", {**body, "tenant": "b"}, Authorization=A)
+        refused, refusal = await served.post("/v1/judge", {**body, "tenant": "b"}, Authorization=BEARER_A)
     assert (status, judged["passed"], judged["clamped"]) == (200, 3, {"timeout_s": 3})
     assert (refused, "the token is that of tenant 'a'" in refusal["error"]["message"]) == (400, True)
     assert len(calls) == 8  # the program and the checker: each is compiled, and runs three times
@@ -417,7 +429,8 @@ async def test_a_disconnect_cancels_the_calls() -> None:
 async def test_a_poisonous_test_or_check_ends_its_program_and_no_other(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four tests in waves of 1, 2 and 1, the second or its check is poisonous."""
+    """A program has four tests, in waves of 1, 2 and 1. The call of the second test, or of the second check, is
+    poisonous: all its attempts were lost, and its code may have started."""
     poison = unavailable_result("", UnavailableReason.POISON, "the reason").encode(binary=True)
 
     def answer(call: dict[str, Any]) -> dict[str, Any]:
@@ -435,13 +448,13 @@ async def test_a_poisonous_test_or_check_ends_its_program_and_no_other(
     messages = [test["message"] for test in poisonous["tests"]]
     assert messages[1] == messages[3] == "Poison: the reason", "the last wave does not run"
     assert poisonous["tests"][1]["reason"] == poisonous["tests"][3]["reason"] == "Poison"
-    assert (initials(other), poisonous["outcome"], poisonous["total"]) == ("p", "unavailable", 4)
+    assert (outcome_initials(other), poisonous["outcome"], poisonous["total"]) == ("p", "unavailable", 4)
 
 
 async def test_a_lost_executor_makes_tests_unavailable_not_failed() -> None:
     async with serving(attempts=1) as served:
         judged = await judge(served, {"code": "die", "tests": make_tests("p")})
-    assert initials(judged) == "u"
+    assert outcome_initials(judged) == "u"
     assert judged["tests"][0]["message"].startswith("Poison: ")
     assert judged["tests"][0]["reason"] == "Poison"
     assert not judged["is_scorable"]
@@ -454,7 +467,7 @@ async def test_a_stopping_server_answers_all_tests() -> None:
         await until(lambda: len(served.fleet.last_executor.calls) == 2)
         await served.dispatcher.drain(0.01)
         results = (await request)["results"]
-    assert [initials(judged) for judged in results] == ["uuuu"] * 3
+    assert [outcome_initials(judged) for judged in results] == ["uuuu"] * 3
     assert {test["reason"] for judged in results for test in judged["tests"]} == {"Stopped"}
 
 
@@ -470,7 +483,7 @@ async def test_bodies_and_results_are_released() -> None:
 async def test_large_programs_are_split_into_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "MAX_WAVE_BYTES", 3000)
     async with serving() as served:
-        assert initials(await judge(served, {"code": "#" * 1000, "tests": make_tests(*"pppppppp")})) == "p" * 8
+        assert outcome_initials(await judge(served, {"code": "#" * 1000, "tests": make_tests(*"pppppppp")})) == "p" * 8
 
 
 async def test_very_many_tests_are_split_into_waves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +491,7 @@ async def test_very_many_tests_are_split_into_waves(monkeypatch: pytest.MonkeyPa
     assert list(judging._waves([1] * 25, doubling=False)) == [(0, 10), (10, 20), (20, 25)]
     assert list(judging._waves([1] * 30, doubling=True)) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 25), (25, 30)]
     async with serving() as served:
-        assert initials(await judge(served, {"code": "code", "tests": make_tests(*"pw" * 15)})) == "pw" * 15
+        assert outcome_initials(await judge(served, {"code": "code", "tests": make_tests(*"pw" * 15)})) == "pw" * 15
 
 
 async def test_other_tasks_run_between_the_steps_of_a_comparison() -> None:
@@ -509,7 +522,7 @@ async def test_an_expected_number_that_is_too_long_is_refused() -> None:
     assert answer["error"]["message"].startswith("a whole number has more than 4300 digits")
 
 
-async def test_the_programs_of_a_request_are_one_request_so_a_single_call_passes_them() -> None:
+async def test_a_single_call_does_not_wait_for_all_programs_of_an_earlier_request() -> None:
     async with serving(FakeFleet(slots=1)) as served:
         executor = served.fleet.last_executor
         body = {"programs": [{"code": "hang", "tests": make_tests("p")}] * 20}

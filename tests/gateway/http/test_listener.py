@@ -28,15 +28,18 @@ from tests.http_server import stop_accepting
 
 pytestmark = pytest.mark.asyncio
 MEBIBYTE_OF_CODE = "x" * (1 << 20)
-"""Code whose result is as long, because a fake executor returns the code as stdout."""
+"""Code of 1 MiB. Its result is equally long, because a fake executor returns the code as stdout."""
 
 
 @asynccontextmanager
 async def serving_through_listener(
     served: Served, *, send_timeout_s: float = 60.0
 ) -> AsyncIterator[tuple[listener.Listener, str, int]]:
-    """Serve the same dispatcher through a `Listener`, as `serve` does. The setting `stall_s` applies only to clients
-    that read; `send_timeout_s` replaces it for the heads and bodies that clients send."""
+    """Serve the dispatcher of `served` on a second address, through a `Listener`, as `serve` does.
+
+    There the setting `stall_s` limits only how slowly clients read. `send_timeout_s` limits how slowly they send heads
+    and bodies.
+    """
     app = build_app(served.dispatcher)
     app[routes.BODIES].stall_s = send_timeout_s
     runner = web.AppRunner(app, shutdown_timeout=1)
@@ -54,7 +57,8 @@ async def serving_through_listener(
 
 
 async def exchange(host: str, port: int, request: bytes, end: bytes = b"") -> bytes:
-    """Send a request, and return the bytes received until the connection is closed, or up to `end` if it is given."""
+    """Send a request, and return the received bytes: up to `end` if it is given, else until the connection is
+    closed."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
     try:
@@ -145,7 +149,8 @@ async def test_the_end_of_a_head_is_recognized_however_the_bytes_are_split(
 
 
 async def test_bytes_that_arrived_while_the_loop_was_blocked_are_read_before_the_abort() -> None:
-    """An event loop that was blocked runs its expired timers first, and reads from sockets after that."""
+    """After a time in which an event loop was blocked, it first runs its expired timers, and then reads from
+    sockets."""
     connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
     transport = FakeTransport()
     connection.connection_made(transport)
@@ -162,7 +167,7 @@ async def test_a_body_that_stops_is_a_408() -> None:
         serving(port=0) as served,
         serving_through_listener(served, send_timeout_s=0.2) as (listening, host, port),
     ):
-        listening.stall_s = 60.0  # only the limit for bodies shall apply
+        listening.stall_s = 60.0  # so that only the limit for bodies applies
         response = await exchange(host, port, request_head("/v1/execute", 100) + b'{"code": ', end=b"}}")
     assert response.startswith(b"HTTP/1.1 408 ")
     assert b"the body stopped after 9 bytes" in response and b"--stall-s" in response
@@ -217,7 +222,9 @@ async def test_the_time_limit_of_a_large_body_is_renewed_for_each_chunk(monkeypa
         with Reservation(reader.budget, None, "bodies") as reservation:
             body = await reader.read(cast(web.Request, FakeRequest()), reservation)
         assert body == b"abcdefghijklm"
-        assert len(deadlines) == 3  # at the start, after 6 bytes (one chunk of 4) and after 13 (three chunks)
+        assert (
+            len(deadlines) == 3
+        )  # deadlines at 0 bytes, 6 bytes (more than one chunk of 4) and 13 bytes (more than 3)
 
 
 async def _connect_without_reading(host: str, port: int, request: bytes) -> socket.socket:
@@ -244,8 +251,8 @@ async def test_a_client_that_does_not_read_is_disconnected(accept: str) -> None:
 
 
 async def test_unread_results_are_bounded() -> None:
-    """For a slow reader, the kernel buffers some MiB and the gateway 1 MiB (`results_mb`). The 100 results have 25 MiB,
-    so the last ones become `unavailable`."""
+    """The client reads nothing at first. The kernel buffers some MiB of its results, and the gateway 1 MiB
+    (`results_mb`). The 100 results have 25 MiB, so the last results become `unavailable`."""
     num_calls = 100
     body = json.dumps({"calls": [{"code": "x" * (1 << 18)}] * num_calls}).encode()
     async with (
@@ -257,7 +264,7 @@ async def test_unread_results_are_bounded() -> None:
             host, port, request_head("/v1/batch", len(body), "application/x-ndjson") + body
         )
         await until(lambda: served.dispatcher.counters.by_status.total() == num_calls)
-        # 1 MiB, the last result before the limit was reached, and the `unavailable` results.
+        # Unread are 1 MiB, the result that exceeded this limit, and the small `unavailable` results.
         assert served.dispatcher.counters.by_status["unavailable"] > 0 and call_table.unread_result_bytes < 3 << 20
         reader, writer = await asyncio.open_connection(sock=slow_client, limit=1 << 20)
         lines: list[bytes] = []
@@ -290,7 +297,7 @@ async def test_results_that_a_stream_has_sent_are_no_longer_counted() -> None:
 
 
 async def test_the_connection_limit_is_lowered_to_the_available_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [(100, 1000)]  # soft limit, hard limit
+    limits = [(100, 1000)]  # pairs of a soft limit and a hard limit
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     assert listener.raise_connection_limit(10_000) == 1000 - listener.RESERVED_FDS

@@ -20,8 +20,8 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 
 
 def assert_fits(value: Any, schema: dict[str, Any], where: str = "$") -> None:
-    """Assert that `value` fits `schema`. Supports the part of JSON Schema that the document uses. `where` is the path
-    to the value."""
+    """Assert that `value` fits `schema`. Only the part of JSON Schema that the document uses is supported. `where` is
+    the path to the value, for the message."""
     if "$ref" in schema:
         schema = SCHEMAS[schema["$ref"].removeprefix("#/components/schemas/")]
     if "anyOf" in schema:

@@ -1,4 +1,8 @@
-"""A single call that is unavailable is a 503, and a JSON response that takes long begins with heartbeats."""
+"""Tests of responses to calls that are unavailable or take long.
+
+If a single call is unavailable, its response is an HTTP 503 with the result. A JSON response that takes long begins
+with heartbeats: empty lines, so that the connection does not look dead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of `/v1/verify` over real HTTP with fake executors: each pair is one call and gets one verdict."""
+"""Tests of `/v1/verify` over real HTTP with fake executors.
+
+The route checks pairs of a right answer (gold) and an answer. Each pair is checked by one call and gets one verdict.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def snapshot(at_s: float, ok: int = 0, waiting: int = 0, latencies: tuple[int, .
 
 
 def counts_of(*seconds: float) -> tuple[int, ...]:
-    """Return the counts of a histogram of these durations."""
+    """Return the counts of the histogram that contains these durations."""
     return tuple(_histogram_of(*seconds).counts)
 
 

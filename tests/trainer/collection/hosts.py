@@ -1,4 +1,5 @@
-"""Hosts of episodes with a scripted model and a counting environment, importable on the nodes of a Ray cluster."""
+"""Hosts of episodes with a scripted model and an environment that counts. The nodes of a Ray cluster can import this
+module."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LIMITS = SamplingConfig(max_response_tokens=2000, max_turns=10)
 
 
 def count_to_answer(context: str, sampling: SamplingParams) -> str:
-    """A model that calls the tool in each turn with the count so far, and then answers with the last response."""
+    """Act as a model that calls the tool in each turn with the count so far, and then answers with the last
+    response."""
     turn = context.count("<tool_response>")
     if turn < NUM_TURNS - 1:
         return call_text(str(turn)) + END

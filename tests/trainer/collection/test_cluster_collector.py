@@ -1,4 +1,5 @@
-"""Training steps that collect through an executor: groups in order, weight versions, a step that is continued."""
+"""Tests of training steps that collect their episodes through an executor: the order of groups, weight versions, and a
+step that is continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The driver: each episode is stored once, failures are retried within their budgets, groups are refilled."""
+"""Tests of the driver of a collection. Each episode is stored once, failures are retried within their budgets, and
+groups with lost episodes are refilled."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def stored(path: Path) -> list[Key]:
 
 
 class FailingRuns:
-    """Runs episodes; `failures` has for some keys the kinds of their failures, one per try."""
+    """Runs episodes. For some keys, `failures` has the kinds of the failures of their first tries, one per try."""
 
     def __init__(self, failures: dict[tuple[str, int], list[FailureKind]]) -> None:
         self.failures = {key: list(kinds) for key, kinds in failures.items()}
@@ -171,7 +172,7 @@ async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_drop
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "TRY_GRACE_S", 0.5)
-    tries, host = 0, make_host()  # its tokenizer may take longer to make than a try may take
+    tries, host = 0, make_host()  # made here, because to make its tokenizer may take longer than a try may take
     late: list[Callable[[Growth], None]] = []
 
     async def run(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
@@ -181,7 +182,9 @@ async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_drop
             late.append(on_growth)
             await asyncio.Event().wait()
         reward = await host.run(episode, on_growth)
-        late[0](Growth(0, Episode(episode.problem, episode.sample)))  # would drop all turns of the episode
+        late[0](
+            Growth(0, Episode(episode.problem, episode.sample))
+        )  # if this late event counted, it would drop all turns of the episode
         return reward
 
     status = await collect(tmp_path, run, 1, samples=1, deadline_s=0.5)
@@ -190,7 +193,7 @@ async def test_a_try_that_does_not_end_is_cancelled_and_its_late_events_are_drop
         assert [len(episode.turns) for episode in reader.episodes()] == [NUM_TURNS]
 
 
-async def test_a_bug_of_the_host_is_raised(tmp_path: Path) -> None:
+async def test_an_unexpected_exception_of_the_host_ends_the_collection(tmp_path: Path) -> None:
     async def bug(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
         raise ZeroDivisionError("a bug")
 

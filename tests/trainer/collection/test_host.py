@@ -1,4 +1,5 @@
-"""One episode in this process: it continues after its last turn, and each failure has the right kind."""
+"""Tests of the host of episodes, here in the process of the tests. An interrupted episode continues after its last
+finished turn, and each failure has the right kind."""
 
 from __future__ import annotations
 
@@ -105,7 +106,9 @@ async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment() -> N
 
 async def test_calls_of_one_turn_reach_a_stateful_environment_one_after_the_other() -> None:
     async def later(count: int) -> None:
-        await asyncio.sleep(0.01 * (3 - count))  # if they ran at once, the first would be answered last
+        await asyncio.sleep(
+            0.01 * (3 - count)
+        )  # if the calls ran at the same time, the first call would be answered last
 
     def script(context: str, sampling: object) -> str:
         return END if "<tool_response>" in context else "".join(call_text(str(number)) for number in range(3)) + END
@@ -177,7 +180,9 @@ async def test_an_environment_that_ends_the_episode_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize("is_stateful", [True, False])
-async def test_an_environment_is_reset_before_it_scores_an_episode_that_lacks_its_score_only(is_stateful: bool) -> None:
+async def test_the_environment_of_a_finished_episode_without_a_score_is_reset_and_scores_the_episode(
+    is_stateful: bool,
+) -> None:
     class Answered(CountingEnvironment):
         async def reset(self, problem: Problem) -> InitialState:
             self.expected = problem.answer

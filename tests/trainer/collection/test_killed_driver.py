@@ -1,4 +1,5 @@
-"""A driver that is killed at any moment loses nothing: the same command continues, inside its episodes."""
+"""Tests of a driver that is killed at any moment. No episode is lost: the same command continues the collection, and
+also the unfinished episodes."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_a_killed_driver_repeats_no_stored_episode_and_no_finished_turn(tmp_path
     for _ in range(NUM_KILLS):
         with start(tmp_path) as process:
             goal = len(stored_keys(tmp_path)) + rng.randint(0, 20)
-            # An episode with one turn on disk: the kill comes before its last turn, 60 ms later.
+            # The kill comes when an episode has one turn on disk. The last turn of this episode would follow 60 ms
+            # later.
             while len(stored_keys(tmp_path)) < goal or 1 not in turns_on_disk(tmp_path).values():
                 assert process.poll() is None, "the collection ended before it was killed"
             process.send_signal(signal.SIGKILL)

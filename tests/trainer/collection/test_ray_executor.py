@@ -1,4 +1,5 @@
-"""The `ray` executor on a Ray cluster of several nodes on this machine: nothing is lost, whatever is killed."""
+"""Tests of the `ray` executor of a collection, on a Ray cluster whose nodes are all on this machine. No episode is
+lost, whatever process is killed."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ async def test_a_killed_worker_and_a_killed_node_lose_no_episode(
         status = await collection
     assert_each_stored_once(tmp_path, 20)
     assert status.failed_tries["infrastructure"] >= 2
-    assert any(turns > 0 for _, turns, _ in tries(started))  # they went on after their last turn
+    assert any(turns > 0 for _, turns, _ in tries(started))  # some episodes went on after their last turn
 
 
 async def test_a_worker_that_does_not_answer_is_lost_and_its_late_events_are_ignored(
@@ -134,7 +135,7 @@ async def test_a_worker_that_does_not_answer_is_lost_and_its_late_events_are_ign
 
 
 async def test_a_node_that_joins_gets_episodes(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
-    """No episode ends until the new node has some, however long Ray takes to start its worker."""
+    """No episode ends until the new node has episodes. So the time that Ray takes to start a worker does not matter."""
     started, gate = tmp_path / "started", tmp_path / "gate"
     async with open_executor(cluster, started, gate=gate) as executor:
         collection = asyncio.create_task(collect(executor, tmp_path, 30))

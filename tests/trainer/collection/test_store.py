@@ -1,4 +1,8 @@
-"""The store of episodes: each key is stored once, and nothing that was written is lost, whatever is killed or torn."""
+"""Tests of the store of episodes.
+
+Each key (problem and sample) is stored once. Nothing that was written is lost, whatever process is killed and whatever
+file is incomplete (torn).
+"""
 
 from __future__ import annotations
 
@@ -83,7 +87,7 @@ def test_an_episode_is_read_back_as_it_was_written(path: Path) -> None:
         assert_equal(left, right)
 
 
-def test_a_key_is_stored_once(path: Path) -> None:
+def test_an_episode_is_stored_only_once_under_its_key(path: Path) -> None:
     first, second = sample_episode(seed=1), sample_episode(seed=2)
     with open_store(path) as store:
         store.write([first, second])
@@ -232,7 +236,7 @@ def test_a_query_selects_by_the_columns_of_the_index(path: Path) -> None:
             list(reader.query("problem", "rewards = 1"))
 
 
-def test_a_second_writer_is_refused(path: Path) -> None:
+def test_a_store_that_is_open_for_writing_cannot_be_opened_a_second_time(path: Path) -> None:
     with open_store(path), pytest.raises(RecordError, match="another process writes this store"):
         open_store(path)
     open_store(path).close()

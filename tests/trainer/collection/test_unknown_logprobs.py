@@ -1,4 +1,5 @@
-"""Episodes whose engine returned no log-probabilities: stored and exported as they are, refused by GRPO."""
+"""Tests of episodes whose engine returned no log-probabilities. They are stored and exported as they are. GRPO refuses
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.metrics import METRICS
 
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
-"""As a checkpoint has the groups that the next step continues."""
+"""The type of the groups in a checkpoint that the next step continues."""
 
 
 def make_episode(sample: int, logprobs: list[float] | None) -> Episode:

@@ -1,4 +1,4 @@
-"""Data sets in GAIA's file format: reading, malformed rows, generated problems, and submissions."""
+"""Tests of data sets in GAIA's file format: how they are read, malformed rows, generated problems, and submissions."""
 
 from __future__ import annotations
 

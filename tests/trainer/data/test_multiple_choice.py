@@ -67,7 +67,8 @@ def test_a_list_of_choices_has_an_index_or_a_letter_as_its_answer(tmp_path: Path
 
 
 def test_the_order_of_the_choices_follows_from_the_id_alone(tmp_path: Path) -> None:
-    """The expected letters are those of this implementation: a change would make old evaluations incomparable."""
+    """The expected letters come from this implementation. Another order of the choices would make old evaluations
+    incomparable."""
     ids = [f"rec{number}" for number in range(400)]
     problems = read_problems(write_gpqa(tmp_path / "a.csv", *ids))
     letters = {problem.id: problem.answer for problem in problems}

@@ -1,4 +1,8 @@
-"""Problems: the formats of rows, the reasons to drop a row, and decontamination compared with a simple version."""
+"""Tests of the reading of problems: the formats of rows, the reasons to drop a row, and decontamination.
+
+Decontamination drops training problems that overlap with problems of the evaluation. It is compared with a simple
+version.
+"""
 
 from __future__ import annotations
 

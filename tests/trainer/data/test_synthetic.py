@@ -1,4 +1,4 @@
-"""Generated problems and conversations: correct answers, and faults at the documented rates."""
+"""Tests of generated problems and conversations: their answers are correct, and faults have the documented rates."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_tool_responses_of_conversations_are_the_output_of_their_code(
                 with contextlib.redirect_stdout(stdout):
                     exec(compile(json.loads(request)["arguments"]["code"], "main.py", "exec"))
             except (SyntaxError, ValueError) as error:
-                # A JSON error is the first line of its response, a syntax error the last line of a traceback.
+                # A JSON error is the first line of its response. A syntax error is the last line of a traceback.
                 line = tool_response.splitlines()[0 if isinstance(error, json.JSONDecodeError) else -1]
                 assert line.startswith(f"{type(error).__name__}: {error.msg}")
             else:

@@ -1,4 +1,5 @@
-"""The tiny model: its folder loads like any other and depends on the seed only; its tokenizer takes any text."""
+"""Tests of the tiny model. Its folder loads like that of any model, and depends only on the seed. Its tokenizer takes
+any text."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_decoding_returns_any_encoded_text(tokenizer: Any, text: str) -> None:
 def test_conversations_have_few_tokens_and_each_digit_is_a_token(tokenizer: Any) -> None:
     for messages in synthetic.conversations(n=50, seed=1, fault_seed=1):
         ids, _ = rstar2_format(tokenizer, tools=[], system_prompt=synthetic.SYSTEM_PROMPT).encode_conversation(messages)
-        num_broken_calls = (len(messages) - 4) // 2  # four messages without a broken call, two more for each
+        num_broken_calls = (len(messages) - 4) // 2  # four messages, and two more for each broken call
         assert len(ids) < 100 + 60 * num_broken_calls
     token_texts = [tokenizer.decode([token_id]) for token_id in range(len(tokenizer))]
     assert [text for text in token_texts if len(text) > 1 and any(map(str.isdigit, text))] == []

@@ -43,8 +43,8 @@ def wait_loop_steps(count):
 
 
 def progress_at_each_scrape(engine):
-    """Return a coroutine function for `before_scrape` that raises the engine's token counter, so that the pool does not
-    mark an engine with a long turn down as stalled."""
+    """Return a coroutine function for `before_scrape` that raises the token counter of the engine. So the pool does not
+    take an engine with a long turn for stalled."""
 
     async def compute():
         engine.computed_tokens += 1
@@ -67,7 +67,7 @@ class MarkovProbe:
 
 
 class InsensitiveProbe(MarkovProbe):
-    """Accepts any weights, as the real probe does in bfloat16 after a small step. The engine must answer, though."""
+    """Accepts any weights from an engine that answers. So does the real probe in bfloat16 after a small step."""
 
     async def check(self, engine, expected):
         await engine.logprobs(self.ids)

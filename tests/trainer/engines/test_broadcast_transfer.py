@@ -1,4 +1,5 @@
-"""The broadcast of weights, by gloo between processes: every bit arrives, and a receiver that fails causes no hang."""
+"""Tests of the broadcast of weights, here by gloo between processes. Every bit arrives, and a receiver that fails does
+not block the other receivers."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_a_bucket_has_at_most_its_size_or_one_tensor(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 @pytest.mark.asyncio
-async def test_a_receiver_that_dies_or_never_joins_costs_a_bounded_time_and_only_itself(tmp_path, small_buckets, fault):
+async def test_a_receiver_that_dies_or_never_joins_fails_alone_and_in_bounded_time(tmp_path, small_buckets, fault):
     """The request of an engine that does not join ends after 3 timeouts."""
     async with receivers(tmp_path, "", fault) as (engines, files):
         model, started_at = make_model(1), time.monotonic()

@@ -1,4 +1,5 @@
-"""`LocalEngine`: its samples depend on weights, ids and seed alone, and its log-probabilities are the trainer's."""
+"""Tests of `LocalEngine`. Its samples depend only on weights, ids and seed. Its log-probabilities equal those of the
+trainer."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ def set_num_threads():
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("slots", [5, 9, 64])
 async def test_every_slot_computes_the_same_bits(slots, num_threads, set_num_threads):
-    """The same ids give the same bits in every slot, alone or in a batch with longer contexts. The positions are those
-    at the beginning and at the border of two blocks of attention."""
+    """The same ids give the same bits in every slot of the batch, alone or beside longer contexts. The tested positions
+    are at the beginning, and at the border of two blocks of attention."""
     set_num_threads(num_threads)
     same_ids_engine, mixed_engine = await make_engine(max_num_seqs=slots), await make_engine(max_num_seqs=slots)
     generator = torch.Generator().manual_seed(0)
@@ -238,7 +239,7 @@ async def test_nan_weights_fail_every_request_and_have_no_effect_after_valid_wei
 
 
 async def test_a_request_with_nan_logits_fails_alone_and_does_not_affect_later_requests_in_its_slot():
-    """One id has an embedding of NaN. Only the request with this id fails, not the other one in the batch."""
+    """One id has an embedding of NaN. Only the request with this id fails. The other request of the batch does not."""
     valid_engine, broken_model = await make_engine(max_num_seqs=2), make_model(tie_word_embeddings=False)
     broken_model.load_state_dict(make_model().state_dict())
     prompts = [prompt[:10] for prompt in random_prompts(3)]

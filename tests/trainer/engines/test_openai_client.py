@@ -1,4 +1,4 @@
-"""`OpenAIEngine`: what it sends, how it reads answers, and its errors for invalid ones."""
+"""Tests of `OpenAIEngine`: what it sends, how it reads answers, and its errors for invalid answers."""
 
 from __future__ import annotations
 

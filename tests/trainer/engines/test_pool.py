@@ -1,4 +1,5 @@
-"""The engine pool: it starts only the turns that the scheduler places, and no episode is lost in any failure."""
+"""Tests of the engine pool, all engines of a run. It starts only the turns that the scheduler places on an engine. No
+episode is lost in any failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Aborts: turns return the ids sampled so far, and an engine that ignores the abort blocks nothing."""
+"""Tests of aborts. An aborted turn returns the ids that were sampled so far. An engine that ignores the abort does not
+block the pool."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from trainer.engines.pool import SCRAPE_TIMEOUT_S
 
 SAMPLING = SamplingParams(9, seed=0)
 LATER_CONTEXT = [1] * 20
-"""A context that is longer than the first turn's in every case, as the pool requires of a next turn."""
+"""The context of a second turn. The pool requires that it is longer than the context after the first turn."""
 
 
 @virtual_time
 async def test_aborted_turns_return_their_sampled_ids_and_leave_the_scheduler_consistent():
-    """Of four turns, two run on the engine and two wait for a placement."""
+    """There are four turns: two run on the engine, and two wait for a placement."""
     (engine,) = engines = make_engines(1, reported_capacity=EngineCapacity(300, max_running=2))
     engine.before_generate = engine.wait_for_abort
     async with make_pool(engines) as pool, AsyncExitStack() as stack:

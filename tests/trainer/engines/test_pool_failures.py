@@ -100,7 +100,7 @@ async def test_an_engine_is_marked_down_only_after_several_missed_scrapes(num_fa
 
 @virtual_time
 async def test_the_turn_timeout_grows_with_the_engines_slowness():
-    """The first turn takes 50 s, so the timeout of the second is 500 s, although `turn_timeout_s` is only 60 s."""
+    """The first turn takes 50 s. So the timeout of the second turn is 500 s, although `turn_timeout_s` is only 60 s."""
     (engine,) = engines = make_engines(1, before_generate=lambda: asyncio.sleep(50))
     async with make_pool(engines, turn_timeout_s=60) as pool, open_episode(pool) as handle:
         first = await handle.generate([1], SAMPLING)
@@ -265,7 +265,7 @@ async def test_a_turn_that_always_fails_fails_its_episode_alone():
 async def test_an_engine_whose_turns_all_fail_is_marked_down_and_no_episode_is_lost():
     engines = make_engines(2)
     engines[0].before_generate = fail_turns(1 << 30)
-    num_episodes = 8 * MAX_FAILED_PROBLEMS  # four are of one problem
+    num_episodes = 8 * MAX_FAILED_PROBLEMS  # four of the episodes belong to one problem
     async with make_pool(engines) as pool:
         ids = await asyncio.gather(*start_episodes(pool, num_episodes))
         assert ids == await ids_without_failures(range(num_episodes))

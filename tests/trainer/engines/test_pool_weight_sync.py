@@ -48,7 +48,7 @@ def restart(engine):
 @pytest.mark.parametrize("reported_version", [0, 1])
 @virtual_time
 async def test_episodes_continue_with_the_last_weights_after_the_only_engine_restarts(reported_version):
-    """The engine's client may not notice the restart. Then it still reports version 1, the one of the sync."""
+    """The engine's client may not notice the restart. In this case it still reports version 1, that of the sync."""
     (engine,) = engines = make_engines(1, before_generate=lambda: asyncio.sleep(1))
     store = MemoryStore()
     async with make_pool(engines, store=store, all_down_timeout_s=1000) as pool:
@@ -191,7 +191,8 @@ async def test_an_engine_that_misses_a_sync_is_logged_and_named(caplog):
 
 @virtual_time
 async def test_an_engine_that_missed_a_sync_stays_down_even_if_version_and_probe_agree():
-    """Two stages may use the same version, and in bfloat16 the probe does not detect small steps."""
+    """The version may be right by chance, because two stages may use the same numbers. The probe may agree by chance,
+    because in bfloat16 it does not detect small steps."""
     engines = make_engines(2)
     async with make_pool(engines, probe=InsensitiveProbe()) as pool:
         engines[0].before_generate = fail_with()

@@ -112,7 +112,7 @@ async def test_an_engine_that_does_not_wake_up_is_down_and_the_others_sample(tmp
 
 @pytest.mark.parametrize("route", [WAKE_WEIGHTS, WAKE_KV_CACHE])
 @pytest.mark.asyncio
-async def test_a_sync_fails_with_the_reason_if_no_engine_wakes_up(tmp_path, route):
+async def test_a_sync_without_any_engine_that_wakes_up_fails_with_the_reason(tmp_path, route):
     server = FakeVllm(MarkovEngine(), fail_at(route))
     async with pool_of(server, store=tmp_path) as pool:
         with pytest.raises(EngineError, match=r"all 1 engines are down: e0: .*CUDA out of memory"):
@@ -249,7 +249,7 @@ async def test_an_engine_that_hangs_delays_a_sleep_and_is_asked_again():
 
 
 @virtual_time
-async def test_a_sync_that_interrupts_the_check_of_a_sleeping_engine_does_not_take_it_for_dead():
+async def test_a_sleeping_engine_whose_check_is_interrupted_by_a_sync_is_not_marked_down():
     (engine, _), pool = sleeping_pool()
     async with pool:
         await pool.sync_weights({"salt": 1})

@@ -1,4 +1,4 @@
-"""The contract of every engine, and the errors of `VllmEngine` for invalid answers.
+"""Tests of the contract that every engine keeps, and of the errors of `VllmEngine` for invalid answers.
 
 The tests of the contract run on a fake vLLM, on `LocalEngine`, and on a real vLLM if RSTAR_VLLM_PYTHON names an
 interpreter that has it.
@@ -113,7 +113,8 @@ async def test_an_engine_works_after_a_cancelled_request(engine):
 
 @shares_engine
 async def test_an_aborted_generation_is_marked_and_can_be_continued(engine):
-    """Abort the first four of five requests, each of which continues the one before."""
+    """Send five requests, one after the other. Each continues the ids of the request before, and the first four are
+    aborted."""
     ids, logprobs, request_ids = list(PROMPT), [], iter("abcde")
     while tokens_left := len(PROMPT) + 200 - len(ids):
         request_id = next(request_ids)

@@ -1,4 +1,4 @@
-"""The pool on real vLLM servers that hang, come back and are killed.
+"""A test of the engine pool on real vLLM servers that hang, come back and are killed.
 
 The test needs RSTAR_VLLM_PYTHON, the path of an interpreter that has vLLM.
 """

@@ -1,4 +1,4 @@
-"""The launcher of vLLM servers: their commands and environments, restarts, and the end of all their processes.
+"""Tests of the launcher of vLLM servers: their commands and environments, restarts, and the end of all their processes.
 
 A small HTTP server replaces vLLM. It answers the health route and starts a child process.
 """
@@ -42,9 +42,9 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
-"""Writes its environment to `environment.PORT`, and four fields to `MODEL.PORT`: its process id, the process id of its
-child, the cores that it should use, and the cores on which its child may run. Exits at once if the name of the model
-ends with `broken`."""
+"""Code of the fake server. It writes its environment to `environment.PORT`, and four fields to `MODEL.PORT`: its
+process id, the process id of its child, the cores that it should use, and the cores on which its child may run. It
+exits at once if the name of the model ends with `broken`."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ outside = json.load(open(sys.argv[1]))
 if os.environ["RANK"] == "0":
     json.dump({name: value for name, value in os.environ.items() if outside.get(name) != value}, open(sys.argv[2], "w"))
 """
-"""Writes the environment variables that torchrun has set or changed for rank 0."""
+"""Code that writes the environment variables which torchrun has set or changed for rank 0."""
 
 
 @pytest.mark.asyncio

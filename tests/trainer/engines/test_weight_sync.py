@@ -1,4 +1,8 @@
-"""Each transfer brings weights to the engines, and the probe detects wrong weights but not rounding."""
+"""Tests of weight syncs, the transfer of new weights to the engines.
+
+Each kind of transfer brings the weights to the engines. The sync probe, a fixed set of token sequences that trainer and
+engine score, detects wrong weights and tolerates rounding.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +127,7 @@ async def test_servers_load_weights_from_a_directory_that_lasts_until_newer_ones
 
 @pytest.mark.asyncio
 async def test_stored_weights_have_the_engines_dtype(tmp_path):
-    """The weights are rounded as the engines would round them, which halves the file."""
+    """The weights are rounded to the dtype of the engines, so the file has half the size."""
     model = make_model(1)
     directory = await FileWeightStore(tmp_path, "bfloat16").save(model.state_dict(), 1)
     stored = load_file(directory / "model.safetensors")
@@ -279,7 +283,7 @@ async def test_a_server_that_cannot_load_weights_is_down_and_the_others_generate
 
 
 RESTART_OPTIONS = {"scrape_interval_s": 0.05, "retry_after_s": 0.1, "all_down_timeout_s": 300}
-"""Options of a pool whose only server is stopped and started again: short intervals, and enough patience."""
+"""Options of a pool whose only server is stopped and started again: short intervals, and a long time-out."""
 
 
 def port_of(url):

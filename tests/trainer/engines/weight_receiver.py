@@ -1,8 +1,8 @@
-"""A process that takes part in broadcasts as a vLLM server with one worker does, and saves what it receives.
+"""A process that takes part in broadcasts as a vLLM server with one worker does, and saves the received weights.
 
     weight_receiver.py FILE [dies|hangs]
 
-Prints its port. With "dies" the process ends after its first tensor; with "hangs" it never joins the group.
+It prints its port. With "dies" the process ends after its first tensor. With "hangs" it never joins the group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from trainer.engines import weight_group
 
-weight_group.BUCKET_BYTES = 2**14  # several buckets
+weight_group.BUCKET_BYTES = 2**14  # so small that the weights take several buckets
 
 
 async def main(file: str, fault: str = "") -> None:

@@ -17,16 +17,20 @@ def problem(environment: str, options: Mapping[str, Any] | None = None, *, text:
     return Problem("p0", text, answer, "test", environment, options or {})
 
 
-def finished(problem: Problem, answer: str | None = None, stop_reason: StopReason = StopReason.FINISHED) -> Episode:
+def ended_episode(
+    problem: Problem, answer: str | None = None, stop_reason: StopReason = StopReason.FINISHED
+) -> Episode:
     return Episode(problem, 0, stop_reason=stop_reason, answer=answer)
 
 
-def action(name: str, /, **arguments: Any) -> ToolCallRequest:
+def tool_call_request(name: str, /, **arguments: Any) -> ToolCallRequest:
     return ToolCallRequest(name, arguments)
 
 
 @asynccontextmanager
-async def opened(problem: Problem, services: Services | None = None) -> AsyncIterator[tuple[Environment, InitialState]]:
+async def opened_environment(
+    problem: Problem, services: Services | None = None
+) -> AsyncIterator[tuple[Environment, InitialState]]:
     """Open and reset the environment of a problem, and close it at the end."""
     async with open_services() as own_services:
         environment = open_environment(problem, services or own_services)

@@ -1,6 +1,6 @@
-"""An MCP server, written with the official SDK, that misbehaves on request.
+"""An MCP server, written with the official SDK. It misbehaves if it is asked to.
 
-`python mcp_server.py [FAULT]` serves on stdio, `python mcp_server.py http PORT` on streamable HTTP.
+`python mcp_server.py [FAULT]` serves on stdio. `python mcp_server.py http PORT` serves on streamable HTTP.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def flood_stderr() -> str:
 
 @server.tool()
 def leak(pid_file: str) -> str:
-    """Start a process in a session of its own, whose parent ends, and which ignores SIGTERM and keeps all pipes."""
+    """Start a process in a session of its own. Its parent ends. The process ignores SIGTERM and keeps all pipes."""
     code = (
         "import os, signal, sys, time; os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.fork(): os._exit(0)\n"
@@ -102,7 +102,7 @@ def leak(pid_file: str) -> str:
 
 @server.tool()
 def count(ctx: Context) -> str:
-    """Count the calls of this session, or those without a session."""
+    """Count the calls of this session. Calls without a session have one count together."""
     return add((ctx.headers or {}).get("mcp-session-id", "none"), 1).rpartition(" ")[2]
 
 

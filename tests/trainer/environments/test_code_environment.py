@@ -1,4 +1,4 @@
-"""The environment `code`: the program of an episode is judged by its tests in the sandbox.
+"""Tests of the environment `code`. The program of an episode is judged in the sandbox, by the tests of the problem.
 
 The executors of the fake server print the code of a call.
 """
@@ -15,7 +15,7 @@ from aiohttp.test_utils import unused_port
 from sandbox.client import AsyncClient
 from sandbox.types import Limits
 from tests.gateway.serving import serving
-from tests.trainer.environments.episodes import finished, opened, problem
+from tests.trainer.environments.episodes import ended_episode, opened_environment, problem
 from tests.trainer.fakes import FakePythonTool
 from trainer.config import ConfigError
 from trainer.environments.connection import SandboxConnection
@@ -34,7 +34,7 @@ def _services(client: AsyncClient) -> Services:
 
 
 def _episode(*texts: str, **options: Any) -> Episode:
-    episode = finished(problem("code", {"tests": TESTS[:1], **options}))
+    episode = ended_episode(problem("code", {"tests": TESTS[:1], **options}))
     episode.turns = [Turn(0, 0, text) for text in texts]
     return episode
 
@@ -46,7 +46,7 @@ async def services() -> AsyncIterator[Services]:
 
 
 async def _score(episode: Episode, services: Services) -> float | None:
-    async with opened(episode.problem, services) as (environment, _):
+    async with opened_environment(episode.problem, services) as (environment, _):
         return await environment.score(episode)
 
 
@@ -74,10 +74,10 @@ async def test_a_failure_of_the_service_is_no_reward(services: Services) -> None
 @pytest.mark.asyncio
 async def test_the_prompt_says_what_the_program_must_be_and_shows_no_test(services: Services) -> None:
     function = problem("code", {"tests": [{"call": "Solution.half", "args": [7], "expected": 3.5}]}, text="Halve it.")
-    async with opened(function, services) as (_, initial):
+    async with opened_environment(function, services) as (_, initial):
         assert initial.text.startswith("Halve it.\n\nWrite a Python program that defines Solution.half. Put the whole")
         assert "3.5" not in initial.text
-    async with opened(problem("code", {"tests": TESTS}), services) as (_, initial):
+    async with opened_environment(problem("code", {"tests": TESTS}), services) as (_, initial):
         assert "a Python program that reads standard input and prints the answer" in initial.text
 
 

@@ -1,4 +1,5 @@
-"""Episodes in real environments, each interrupted after every turn and continued by another host."""
+"""Tests of episodes in real environments. Each episode is interrupted after every turn, and another host continues
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The environment `mcp` with real servers: stateful tools, and faults that end one episode and leave no process."""
+"""Tests of the environment `mcp` with real servers: tools with a state, and faults, which end only their episode and
+leave no process."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.environments.episodes import action, finished, opened, problem
+from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
 from trainer.config import ConfigError
 from trainer.environments.environment import EnvironmentFailure
 from trainer.environments.registry import check_problem, environment_class
@@ -67,7 +68,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 20) -> No
 async def test_the_tools_of_a_server_are_called_and_each_episode_has_its_own_server() -> None:
     before = children()
     for _ in range(2):
-        async with opened(stdio()) as (environment, initial):
+        async with opened_environment(stdio()) as (environment, initial):
             assert environment.is_stateful
             assert initial.text == "Count."
             schemas = {tool["function"]["name"]: tool["function"] for tool in initial.tools}
@@ -75,15 +76,15 @@ async def test_the_tools_of_a_server_are_called_and_each_episode_has_its_own_ser
             assert schemas["add"]["parameters"]["required"] == ["name", "amount"]
             calls = [
                 await environment.step(ToolCallRequest("add", '{"name": "a", "amount": 2}')),
-                await environment.step(action("add", name="a", amount=3)),
-                await environment.step(action("fail")),
-                await environment.step(action("picture")),
-                await environment.step(action("record")),
-                await environment.step(action("add", name="a", amount="many")),
+                await environment.step(tool_call_request("add", name="a", amount=3)),
+                await environment.step(tool_call_request("fail")),
+                await environment.step(tool_call_request("picture")),
+                await environment.step(tool_call_request("record")),
+                await environment.step(tool_call_request("add", name="a", amount="many")),
             ]
-            assert await environment.score(finished(stdio(), "5")) == 1
-            assert await environment.score(finished(stdio())) == 0
-            assert await environment.score(finished(stdio(), "5", StopReason.UNAVAILABLE)) is None
+            assert await environment.score(ended_episode(stdio(), "5")) == 1
+            assert await environment.score(ended_episode(stdio())) == 0
+            assert await environment.score(ended_episode(stdio(), "5", StopReason.UNAVAILABLE)) is None
         assert [call.status.value for call in calls] == ["ok", "ok", "error", "ok", "ok", "error"]
         assert [call.response for call in calls[:2]] == ["a is 2", "a is 5"]
         assert "it failed" in calls[2].response
@@ -102,7 +103,7 @@ async def test_the_tools_of_a_server_are_called_and_each_episode_has_its_own_ser
 )
 @pytest.mark.asyncio
 async def test_a_malformed_call_is_answered_without_the_server(request_: ToolCallRequest, expected_text: str) -> None:
-    async with opened(stdio()) as (environment, _):
+    async with opened_environment(stdio()) as (environment, _):
         call = await environment.step(request_)
     assert call.status is ToolCallStatus.MALFORMED
     assert call.response.startswith(expected_text)
@@ -112,8 +113,8 @@ async def test_a_malformed_call_is_answered_without_the_server(request_: ToolCal
 async def test_a_server_gets_only_listed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RSTAR_SANDBOX_TOKEN", "RAY_ADDRESS", "HF_TOKEN"):
         monkeypatch.setenv(name, "secret")
-    async with opened(stdio(env={"COLOUR": "red"})) as (environment, _):
-        lines = (await environment.step(action("environment"))).response.split("\n")
+    async with opened_environment(stdio(env={"COLOUR": "red"})) as (environment, _):
+        lines = (await environment.step(tool_call_request("environment"))).response.split("\n")
     assert "COLOUR=red" in lines
     names = {line.partition("=")[0] for line in lines}
     assert names <= {"COLOUR", "HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LC_CTYPE"}
@@ -139,7 +140,7 @@ async def test_a_server_that_does_not_start_fails_its_episode(
     before = children()
     start = time.monotonic()
     with pytest.raises(EnvironmentFailure) as raised:
-        async with opened(target):
+        async with opened_environment(target):
             pass
     assert expected_text in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -162,13 +163,13 @@ async def test_a_server_that_does_not_start_fails_its_episode(
 @pytest.mark.asyncio
 async def test_a_server_that_fails_in_a_call_fails_its_episode_only(tool: str, expected_text: str) -> None:
     before = children()
-    async with opened(stdio()) as (other, _):
+    async with opened_environment(stdio()) as (other, _):
         timeout_s = 1 if tool == "hang" else 60
         with pytest.raises(EnvironmentFailure) as raised:
-            async with opened(stdio(call_timeout_s=timeout_s)) as (environment, _):
-                await environment.step(action(tool))
+            async with opened_environment(stdio(call_timeout_s=timeout_s)) as (environment, _):
+                await environment.step(tool_call_request(tool))
         assert expected_text in str(raised.value)
-        assert (await other.step(action("add", name="a", amount=1))).response == "a is 1"
+        assert (await other.step(tool_call_request("add", name="a", amount=1))).response == "a is 1"
     assert children() == before
 
 
@@ -177,8 +178,8 @@ async def test_a_server_that_fails_in_a_call_fails_its_episode_only(tool: str, e
 async def test_output_that_is_no_message_is_dropped(
     tool: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(stdio()) as (environment, _):
-        assert (await environment.step(action(tool))).response == "flooded"
+    async with opened_environment(stdio()) as (environment, _):
+        assert (await environment.step(tool_call_request(tool))).response == "flooded"
     captured = capfd.readouterr()
     assert (captured.out, captured.err, caplog.records) == ("", "", [])
 
@@ -189,11 +190,11 @@ async def test_a_process_that_outlives_its_server_is_killed(fault: str, tmp_path
     pid_file = tmp_path / "pid"
     if fault == "at the start":
         with pytest.raises(EnvironmentFailure, match="and away"):
-            async with opened(stdio("leak", str(pid_file))):
+            async with opened_environment(stdio("leak", str(pid_file))):
                 pass
     else:
-        async with opened(stdio()) as (environment, _):
-            await environment.step(action("leak", pid_file=str(pid_file)))
+        async with opened_environment(stdio()) as (environment, _):
+            await environment.step(tool_call_request("leak", pid_file=str(pid_file)))
             assert is_running(int(pid_file.read_text()))
     assert not is_running(int(pid_file.read_text()))
 
@@ -203,8 +204,8 @@ async def test_a_cancelled_episode_leaves_no_server() -> None:
     before = children()
 
     async def episode(target: Problem, tool: str) -> None:
-        async with opened(target) as (environment, _):
-            await environment.step(action(tool))
+        async with opened_environment(target) as (environment, _):
+            await environment.step(tool_call_request(tool))
 
     for target in (stdio("hang"), stdio()):
         task = asyncio.create_task(episode(target, "hang"))
@@ -227,10 +228,10 @@ async def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None
     pid_file = tmp_path / "pid"
     code = (
         "import asyncio, sys\n"
-        "from tests.trainer.environments.test_mcp_environment import action, opened, stdio\n"
+        "from tests.trainer.environments.test_mcp_environment import tool_call_request, opened_environment, stdio\n"
         "async def main():\n"
-        "    async with opened(stdio()) as (environment, _):\n"
-        "        await environment.step(action('leak', pid_file=sys.argv[1]))\n"
+        "    async with opened_environment(stdio()) as (environment, _):\n"
+        "        await environment.step(tool_call_request('leak', pid_file=sys.argv[1]))\n"
         "        print('ready', flush=True)\n"
         "        await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
@@ -271,15 +272,21 @@ async def test_episodes_share_a_server_over_http_and_its_restart_fails_only_thos
     async with open_services() as services:
         async with http_server() as (url, port):
             shared = problem("mcp", {"url": url, "call_timeout_s": 10, "per_episode": False, "is_stateful": False})
-            async with opened(shared, services) as (first, _), opened(shared, services) as (second, _):
+            async with (
+                opened_environment(shared, services) as (first, _),
+                opened_environment(shared, services) as (second, _),
+            ):
                 assert first._session is second._session  # type: ignore[attr-defined]
-                calls = [first.step(action("add", name="a", amount=1)), second.step(action("add", name="b", amount=1))]
+                calls = [
+                    first.step(tool_call_request("add", name="a", amount=1)),
+                    second.step(tool_call_request("add", name="b", amount=1)),
+                ]
                 assert {call.response for call in await asyncio.gather(*calls)} == {"a is 1", "b is 1"}
-        async with opened(shared, services) as (environment, _):
+        async with opened_environment(shared, services) as (environment, _):
             with pytest.raises(EnvironmentFailure, match=url):
-                await environment.step(action("add", name="a", amount=1))
-        async with http_server(port), opened(shared, services) as (environment, _):
-            assert (await environment.step(action("add", name="a", amount=1))).response == "a is 1"
+                await environment.step(tool_call_request("add", name="a", amount=1))
+        async with http_server(port), opened_environment(shared, services) as (environment, _):
+            assert (await environment.step(tool_call_request("add", name="a", amount=1))).response == "a is 1"
 
 
 @pytest.mark.asyncio
@@ -287,19 +294,22 @@ async def test_each_episode_has_its_own_session_over_http_unless_it_asks_for_a_s
     async with http_server() as (url, _), open_services() as services:
         own = problem("mcp", {"url": url})
         check_problem(own)
-        async with opened(own, services) as (first, _), opened(own, services) as (second, _):
+        async with opened_environment(own, services) as (first, _), opened_environment(own, services) as (second, _):
             assert first.is_stateful
             counts = [await episode.step(ToolCallRequest("count", {})) for episode in (first, second, first)]
             assert [count.response for count in counts] == ["1", "1", "2"]
         shared = problem("mcp", {"url": url, "per_episode": False, "is_stateful": False})
-        async with opened(shared, services) as (first, _), opened(shared, services) as (second, _):
+        async with (
+            opened_environment(shared, services) as (first, _),
+            opened_environment(shared, services) as (second, _),
+        ):
             counts = [await episode.step(ToolCallRequest("count", {})) for episode in (first, second)]
             assert [count.response for count in counts] == ["1", "2"]
 
 
 @pytest.mark.asyncio
 async def test_a_call_without_arguments_runs_a_tool_that_requires_none() -> None:
-    async with opened(stdio()) as (environment, _):
+    async with opened_environment(stdio()) as (environment, _):
         for text, status in (('{"name": "record"}', "ok"), ('{"name": "add", "arguments": null}', "error")):
             (call,) = parse_turn(f"<tool_call>{text}</tool_call>").tool_calls
             assert isinstance(call, ToolCallRequest)
@@ -310,10 +320,13 @@ async def test_a_call_without_arguments_runs_a_tool_that_requires_none() -> None
 async def test_a_call_that_hangs_over_http_does_not_hold_up_other_episodes() -> None:
     async with http_server() as (url, _), open_services() as services:
         shared = problem("mcp", {"url": url, "call_timeout_s": 2, "per_episode": False, "is_stateful": False})
-        async with opened(shared, services) as (first, _), opened(shared, services) as (second, _):
+        async with (
+            opened_environment(shared, services) as (first, _),
+            opened_environment(shared, services) as (second, _),
+        ):
             with pytest.raises(EnvironmentFailure, match="did not answer a call of hang within 2 s"):
-                await first.step(action("hang"))
-            assert (await second.step(action("record"))).status is ToolCallStatus.OK
+                await first.step(tool_call_request("hang"))
+            assert (await second.step(tool_call_request("record"))).status is ToolCallStatus.OK
 
 
 @pytest.mark.parametrize(

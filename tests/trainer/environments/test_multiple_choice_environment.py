@@ -1,4 +1,4 @@
-"""The environment `multiple_choice`: its prompt, and answers that are letters."""
+"""Tests of the environment `multiple_choice`: its prompt, and the scores of answers, which are letters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sandbox.tool import TOOL_NAMES
-from tests.trainer.environments.episodes import action, finished, opened, problem
+from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.environments.connection import SandboxConnection
 from trainer.environments.registry import check_problem, needs_sandbox
@@ -28,10 +28,10 @@ PARTICLES = problem(
 async def test_the_model_reads_the_choices_and_how_to_answer_and_has_the_python_tool() -> None:
     check_problem(QUESTION)
     assert needs_sandbox(QUESTION)
-    async with opened(QUESTION, SERVICES) as (environment, initial):
+    async with opened_environment(QUESTION, SERVICES) as (environment, initial):
         assert initial.text.startswith("Which?\n\n(A) this\n(B) that\n\nThe answer is the letter")
         assert [tool["function"]["name"] for tool in initial.tools] == [TOOL_NAMES[0]]
-        assert (await environment.step(action(TOOL_NAMES[0], code="7"))).response == "7"
+        assert (await environment.step(tool_call_request(TOOL_NAMES[0], code="7"))).response == "7"
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ async def test_the_model_reads_the_choices_and_how_to_answer_and_has_the_python_
 )
 @pytest.mark.asyncio
 async def test_a_letter_with_or_without_parentheses_is_right(answer: str) -> None:
-    async with opened(QUESTION, SERVICES) as (environment, _):
-        assert await environment.score(finished(QUESTION, answer)) == 1
+    async with opened_environment(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(QUESTION, answer)) == 1
     assert not VERIFIER.requests, "math-verify would accept other texts"
 
 
@@ -50,15 +50,15 @@ async def test_a_letter_with_or_without_parentheses_is_right(answer: str) -> Non
 )
 @pytest.mark.asyncio
 async def test_a_letter_with_its_text_is_right(answer: str) -> None:
-    async with opened(QUESTION, SERVICES) as (environment, _):
-        assert await environment.score(finished(QUESTION, answer)) == 1
+    async with opened_environment(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(QUESTION, answer)) == 1
 
 
 @pytest.mark.parametrize("answer", ["A", "(C)", "E", "", "BB", "AB", "(B", "that", "2", "1", "В", "ᴮ", "to B", "not B"])
 @pytest.mark.asyncio
 async def test_any_other_answer_is_wrong(answer: str) -> None:
-    async with opened(QUESTION, SERVICES) as (environment, _):
-        assert await environment.score(finished(QUESTION, answer)) == 0
+    async with opened_environment(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(QUESTION, answer)) == 0
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ async def test_any_other_answer_is_wrong(answer: str) -> None:
         ("C: 5 coulomb", "C"),
         ("(A) $p$, a proton", "A"),
         ("b) a neutron", "B"),
-        ("A neutron", None),  # an article
+        ("A neutron", None),  # "A" is an article here
         ("B neutron", None),
-        ("B: 5 C", None),  # the text of another choice
+        ("B: 5 C", None),  # "5 C" is the text of another choice
         ("C: -5 C", None),
         ("B or C", None),
         ("B: or C", None),
@@ -89,12 +89,12 @@ async def test_any_other_answer_is_wrong(answer: str) -> None:
 async def test_one_letter_with_its_text_is_that_letter_and_two_letters_are_wrong(answer: str, letter: str) -> None:
     for right in "ABCD":
         question = replace(PARTICLES, answer=right)
-        async with opened(question, SERVICES) as (environment, _):
-            assert await environment.score(finished(question, answer)) == float(right == letter)
+        async with opened_environment(question, SERVICES) as (environment, _):
+            assert await environment.score(ended_episode(question, answer)) == float(right == letter)
 
 
 @pytest.mark.asyncio
 async def test_without_an_answer_the_episode_is_wrong_and_after_an_outage_it_has_no_reward() -> None:
-    async with opened(QUESTION, SERVICES) as (environment, _):
-        assert await environment.score(finished(QUESTION)) == 0
-        assert await environment.score(finished(QUESTION, "B", StopReason.UNAVAILABLE)) is None
+    async with opened_environment(QUESTION, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(QUESTION)) == 0
+        assert await environment.score(ended_episode(QUESTION, "B", StopReason.UNAVAILABLE)) is None

@@ -1,4 +1,4 @@
-"""The Python tool and the answer checker, with a real service and with unusable ones."""
+"""Tests of the Python tool and the answer checker, with a real service and with services that cannot be used."""
 
 from __future__ import annotations
 

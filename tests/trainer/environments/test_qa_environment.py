@@ -1,4 +1,5 @@
-"""The environment `qa`: its files reach the model's code, and its answers are compared by the public rule."""
+"""Tests of the environment `qa`: the files of a problem reach the code of the model, and answers are compared by the
+public rule of GAIA."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sandbox.errors import ConfigError as SandboxConfigError
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
 from sandbox.tool import TOOL_NAMES
-from tests.trainer.environments.episodes import action, finished, opened, problem
+from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
 from tests.trainer.environments.test_python_tool import SMALL_SERVICE
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.config import ConfigError
@@ -47,19 +48,19 @@ async def test_the_prompt_names_the_files_and_each_call_gets_them(tmp_path: Path
         "qa", {"level": 1, "files": [str(tmp_path / "a.bin")], "texts": {"b.txt": "é"}}, text="How many?"
     )
     check_problem(question)
-    async with opened(question, SERVICES) as (environment, initial):
+    async with opened_environment(question, SERVICES) as (environment, initial):
         assert not environment.is_stateful
         assert initial.text.startswith(
             "How many?\n\nAttached files, in the working directory of your Python code: b.txt, a.bin\n\n"
         )
-        assert initial.text == environment_class("qa").prompt(question)  # whose length `prepare` limits
-        await environment.step(action(TOOL_NAMES[0], code="1"))
+        assert initial.text == environment_class("qa").prompt(question)  # `prepare` limits the length of this prompt
+        await environment.step(tool_call_request(TOOL_NAMES[0], code="1"))
     assert TOOL.files == {"a.bin": b"\x00\xff", "b.txt": "é".encode()}
 
 
 @pytest.mark.asyncio
 async def test_a_question_without_files_names_none() -> None:
-    async with opened(problem("qa", text="How many?"), SERVICES) as (_, initial):
+    async with opened_environment(problem("qa", text="How many?"), SERVICES) as (_, initial):
         assert "Attached" not in initial.text
 
 
@@ -81,7 +82,7 @@ def test_attached_files_of_the_same_name_are_refused() -> None:
 @pytest.mark.asyncio
 async def test_unusable_files_fail_the_episode(options: dict[str, Any], expected_text: str) -> None:
     with pytest.raises(EnvironmentFailure) as raised:
-        async with opened(problem("qa", options), SERVICES):
+        async with opened_environment(problem("qa", options), SERVICES):
             pass
     assert expected_text in str(raised.value)
 
@@ -89,17 +90,17 @@ async def test_unusable_files_fail_the_episode(options: dict[str, Any], expected
 @pytest.mark.asyncio
 async def test_a_score_is_exact_match_and_a_missing_answer_is_wrong() -> None:
     question = problem("qa", answer="New York, 5")
-    async with opened(question, SERVICES) as (environment, _):
-        assert await environment.score(finished(question, r"\text{new york}, \$5")) == 1
-        assert await environment.score(finished(question, "New York")) == 0
-        assert await environment.score(finished(question)) == 0
-        assert await environment.score(finished(question, "New York, 5", StopReason.UNAVAILABLE)) is None
+    async with opened_environment(question, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(question, r"\text{new york}, \$5")) == 1
+        assert await environment.score(ended_episode(question, "New York")) == 0
+        assert await environment.score(ended_episode(question)) == 0
+        assert await environment.score(ended_episode(question, "New York, 5", StopReason.UNAVAILABLE)) is None
     none = problem("qa", answer="None")
-    async with opened(none, SERVICES) as (environment, _):
-        assert await environment.score(finished(none)) == 0
+    async with opened_environment(none, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(none)) == 0
     hidden = problem("qa", {"answer_is_hidden": True}, answer="?")
-    async with opened(hidden, SERVICES) as (environment, _):
-        assert await environment.score(finished(hidden, "?")) == 0
+    async with opened_environment(hidden, SERVICES) as (environment, _):
+        assert await environment.score(ended_episode(hidden, "?")) == 0
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +122,13 @@ def test_code_in_the_sandbox_reads_the_attached_files(sandbox: tuple[asyncio.Run
     async def main() -> list[ToolCall]:
         calls = []
         for question in questions:
-            async with opened(question, Services(connection)) as (environment, _):
+            async with opened_environment(question, Services(connection)) as (environment, _):
                 code = "import os; [name] = os.listdir(); print(open(name).read(), end='')"
-                calls.append(await environment.step(action(TOOL_NAMES[0], code=code)))
+                calls.append(await environment.step(tool_call_request(TOOL_NAMES[0], code=code)))
         large = problem("qa", {"texts": {"a": "x" * (8 << 20)}})
-        async with opened(large, Services(connection)) as (environment, _):
+        async with opened_environment(large, Services(connection)) as (environment, _):
             code = "open('b', 'w').write('y' * (60 << 20)); print(len(open('a').read()))"
-            calls.append(await environment.step(action(TOOL_NAMES[0], code=code)))
+            calls.append(await environment.step(tool_call_request(TOOL_NAMES[0], code=code)))
         return calls
 
     *calls, large = runner.run(main())

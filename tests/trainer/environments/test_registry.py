@@ -1,4 +1,8 @@
-"""An environment is found by its name, and a wrong name or option is an error before anything starts."""
+"""Tests of the registry of environments.
+
+An environment is the tools of an episode and the checker of its answer. A problem names its environment, and may have
+options for it. A wrong name or option is an error before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.environments.episodes import action, finished, opened, problem
+from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
 from trainer.config import ConfigError
 from trainer.data.sources import read_problems
 from trainer.environments.environment import Environment
@@ -39,7 +43,7 @@ def test_every_name_has_a_class(name: str) -> None:
         ("", "expected one of python, "),
     ],
 )
-def test_an_unknown_environment_is_an_error_that_lists_the_names(name: str, expected_text: str) -> None:
+def test_an_environment_that_cannot_be_found_is_an_error_with_the_reason(name: str, expected_text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check_problem(problem(name))
     assert expected_text in str(raised.value)
@@ -62,7 +66,7 @@ def test_a_wrong_option_is_an_error_that_names_it(name: str, options: dict[str, 
     assert "\n" not in str(raised.value)
 
 
-OWN_ENVIRONMENT = """
+OWN_ENVIRONMENTS = """
 import dataclasses
 from trainer.environments.environment import Environment
 
@@ -75,10 +79,10 @@ class Options:
     tests: list[str]
     style: Style = dataclasses.field(default_factory=Style)
 
-class Own(Environment):
+class WithOptionsClass(Environment):
     options_type = Options
 
-class Free(Environment):
+class WithAnyOptions(Environment):
     options_type = dict
 """
 
@@ -94,12 +98,12 @@ class Free(Environment):
 def test_an_unknown_option_of_an_own_environment_is_refused(
     options: dict[str, object], expected_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_options.py").write_text(OWN_ENVIRONMENT)
+    (tmp_path / "own_options.py").write_text(OWN_ENVIRONMENTS)
     monkeypatch.syspath_prepend(tmp_path)
-    check_problem(problem("own_options:Own", {"tests": ["x"], "style": {"colour": "red"}}))
-    check_problem(problem("own_options:Free", {"anything": 1}))
+    check_problem(problem("own_options:WithOptionsClass", {"tests": ["x"], "style": {"colour": "red"}}))
+    check_problem(problem("own_options:WithAnyOptions", {"anything": 1}))
     with pytest.raises(ConfigError) as raised:
-        check_problem(problem("own_options:Own", options))
+        check_problem(problem("own_options:WithOptionsClass", options))
     assert expected_text in str(raised.value)
 
 
@@ -123,20 +127,21 @@ async def test_the_documented_environment_works_as_written(tmp_path: Path, monke
     (code,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     (tmp_path / "my_environments.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    lock = problem("my_environments:Lock", text="Open it.", answer="12")
-    check_problem(lock)
-    async with opened(lock) as (environment, initial):
+    # The document's example is a lock that opens when the model has dialled the digits of the answer.
+    lock_problem = problem("my_environments:Lock", text="Open it.", answer="12")
+    check_problem(lock_problem)
+    async with opened_environment(lock_problem) as (environment, initial):
         assert (initial.text, initial.tools[0]["function"]["name"]) == ("Open it.", "turn")
-        calls = [await environment.step(action("turn", digit=digit)) for digit in (1, 1, "x", 2)]
-        assert await environment.score(finished(lock)) == 1
-        assert await environment.score(finished(lock, stop_reason=StopReason.UNAVAILABLE)) is None
+        calls = [await environment.step(tool_call_request("turn", digit=digit)) for digit in (1, 1, "x", 2)]
+        assert await environment.score(ended_episode(lock_problem)) == 1
+        assert await environment.score(ended_episode(lock_problem, stop_reason=StopReason.UNAVAILABLE)) is None
     assert [call.status.value for call in calls] == ["ok", "ok", "malformed", "ok"]
     assert [call.ends_episode for call in calls] == [False, False, False, True]
-    async with opened(lock) as (environment, _):
-        assert await environment.score(finished(lock)) == 0
+    async with opened_environment(lock_problem) as (environment, _):
+        assert await environment.score(ended_episode(lock_problem)) == 0
 
 
-def test_the_problems_in_the_documents_are_valid(tmp_path: Path) -> None:
+def test_the_problems_in_docs_environments_md_are_valid(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     document = Path(__file__).parents[3] / "docs/environments.md"
     rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)

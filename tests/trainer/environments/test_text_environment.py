@@ -1,4 +1,5 @@
-"""The environment `text`: games are won, refuse illegal moves, and end after the last move."""
+"""Tests of the environment `text`, whose problems are games. A game can be won, refuses illegal moves, and ends after
+its last move."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.environments.episodes import action, finished, opened, problem
+from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
 from trainer.episodes.episode import Problem, StopReason, ToolCallStatus
 from trainer.episodes.turn_parser import ToolCallRequest
 
@@ -17,16 +18,16 @@ GUESSING = problem("text", {"game": "number_guessing", "low": 1, "high": 8, "max
 
 @pytest.mark.asyncio
 async def test_the_tower_of_hanoi_is_won_by_moving_all_disks() -> None:
-    async with opened(HANOI) as (environment, initial):
+    async with opened_environment(HANOI) as (environment, initial):
         assert environment.is_stateful
         assert initial.text.startswith("Play.\n\nPeg 1 holds 2 disks")
         assert initial.tools[0]["function"]["parameters"]["required"] == ["source", "target"]
         responses = [
-            await environment.step(action("move", source=source, target=target))
+            await environment.step(tool_call_request("move", source=source, target=target))
             for source, target in [(1, 2), (1, 3), (2, 3)]
         ]
-        assert await environment.score(finished(HANOI)) == 1
-        late = await environment.step(action("move", source=3, target=1))
+        assert await environment.score(ended_episode(HANOI)) == 1
+        late = await environment.step(tool_call_request("move", source=3, target=1))
     assert [call.ends_episode for call in responses] == [False, False, True]
     assert responses[1].response == "From bottom to top: peg 1: empty; peg 2: 1; peg 3: 2."
     assert (late.status, late.ends_episode) == (ToolCallStatus.ERROR, True)
@@ -34,12 +35,12 @@ async def test_the_tower_of_hanoi_is_won_by_moving_all_disks() -> None:
 
 @pytest.mark.asyncio
 async def test_an_illegal_move_is_an_error_that_costs_a_move() -> None:
-    async with opened(HANOI) as (environment, _):
+    async with opened_environment(HANOI) as (environment, _):
         responses = [
-            await environment.step(action("move", source=source, target=target))
+            await environment.step(tool_call_request("move", source=source, target=target))
             for source, target in [(2, 1), (1, 4), (1, 2), (1, 2)]
         ]
-        assert await environment.score(finished(HANOI)) == 0
+        assert await environment.score(ended_episode(HANOI)) == 0
     assert [call.status.value for call in responses] == ["error", "error", "ok", "error"]
     assert responses[0].response == "IllegalMove: peg 2 is empty"
     assert responses[1].response == "IllegalMove: target=4: there are the pegs 1, 2 and 3"
@@ -51,15 +52,15 @@ async def test_an_illegal_move_is_an_error_that_costs_a_move() -> None:
 async def test_a_secret_number_is_found_by_bisection_and_is_the_same_in_each_episode() -> None:
     secrets = []
     for _ in range(2):
-        async with opened(GUESSING) as (environment, _):
+        async with opened_environment(GUESSING) as (environment, _):
             low, high = 1, 8
             while True:
                 guess = (low + high) // 2
-                call = await environment.step(action("guess", number=guess))
+                call = await environment.step(tool_call_request("guess", number=guess))
                 low, high = (guess + 1, high) if "higher" in call.response else (low, guess - 1)
                 if call.ends_episode:
                     break
-            assert await environment.score(finished(GUESSING)) == 1
+            assert await environment.score(ended_episode(GUESSING)) == 1
             secrets.append(guess)
     assert secrets[0] == secrets[1]
     others = {Problem(f"p{number}", "", "", "", "text", GUESSING.options) for number in range(20)}
@@ -67,17 +68,17 @@ async def test_a_secret_number_is_found_by_bisection_and_is_the_same_in_each_epi
 
 
 async def secret(problem: Problem) -> int:
-    async with opened(problem) as (environment, _):
+    async with opened_environment(problem) as (environment, _):
         for number in range(1, 9):
-            if "right" in (await environment.step(action("guess", number=number))).response:
+            if "right" in (await environment.step(tool_call_request("guess", number=number))).response:
                 return number
     return 0
 
 
 @pytest.mark.asyncio
 async def test_an_episode_that_infrastructure_ended_has_no_score() -> None:
-    async with opened(HANOI) as (environment, _):
-        assert await environment.score(finished(HANOI, stop_reason=StopReason.UNAVAILABLE)) is None
+    async with opened_environment(HANOI) as (environment, _):
+        assert await environment.score(ended_episode(HANOI, stop_reason=StopReason.UNAVAILABLE)) is None
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ async def test_an_episode_that_infrastructure_ended_has_no_score() -> None:
 )
 @pytest.mark.asyncio
 async def test_a_malformed_move_is_answered_and_costs_no_move(request_: Any) -> None:
-    async with opened(GUESSING) as (environment, _):
+    async with opened_environment(GUESSING) as (environment, _):
         for _ in range(9):
             call = await environment.step(request_)
             assert (call.status, call.ends_episode) == (ToolCallStatus.MALFORMED, False)

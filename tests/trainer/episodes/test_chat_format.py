@@ -1,4 +1,4 @@
-"""The tokens of prompts, tool responses and whole conversations, in each chat format."""
+"""Tests of chat formats: the tokens of prompts, tool responses and whole conversations in each format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.episodes.turn_parser import parse_turn
 SYSTEM_PROMPT = "Be brief."
 GENERATION_PROMPT = "'<|im_start|>assistant\\n'"
 THINKING_TEMPLATE = "qwen3_5_think_training"
-"""A template whose turns open with `<think>` and that renders empty thoughts before a finished turn without any."""
+"""A template whose turns open with `<think>`. It renders empty thoughts before a finished turn that has no thoughts."""
 ACCEPTED = ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "qwen3_training"]
 
 
@@ -122,7 +122,8 @@ def test_encoded_turns_equal_the_text_that_the_tokenizers_template_renders(name)
 
 
 def test_the_end_of_turn_and_the_eos_token_are_the_stop_ids():
-    """An instruct model's tokenizer ends turns and texts with the same token, a base model's with different ones."""
+    """The tokenizer of an instruct model ends turns and texts with the same token. That of a base model ends them with
+    different tokens."""
     instruct = qwen_tokenizer()
     assert rstar2().stop_ids == (instruct.convert_tokens_to_ids("<|im_end|>"),)
     base = type(instruct)(tokenizer_object=instruct.backend_tokenizer, eos_token="<|endoftext|>")

@@ -24,7 +24,7 @@ def grow(episode: Episode, num_tokens: int, newer: int, has_observation: bool) -
 
 
 @given(st.lists(growth, max_size=6), st.lists(growth, max_size=6))
-def test_a_head_and_the_tail_after_it_are_the_whole_episode(
+def test_the_first_part_of_an_episode_with_the_rest_appended_equals_the_whole_episode(
     before: list[tuple[int, int, bool]], after: list[tuple[int, int, bool]]
 ) -> None:
     """The tail keeps the indices of the whole episode, so none is shifted when it is appended."""

@@ -1,4 +1,5 @@
-"""GAIA's scoring rule: edge cases, and equal results to the published code."""
+"""Tests of the scoring rule of GAIA (exact match after normalization): edge cases, and equality with the published
+code."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ from trainer.episodes.exact_match import has_answers, is_exact_match, plain_answ
         (None, "None"),
     ],
 )
-def test_right_answers(answer: str | None, truth: str) -> None:
+def test_exact_match_accepts_an_answer_that_is_equal_after_normalization(answer: str | None, truth: str) -> None:
     assert is_exact_match(answer, truth)
 
 
@@ -79,7 +80,7 @@ def test_right_answers(answer: str | None, truth: str) -> None:
         (None, ""),
     ],
 )
-def test_wrong_answers(answer: str | None, truth: str) -> None:
+def test_exact_match_rejects_an_answer_that_differs_after_normalization(answer: str | None, truth: str) -> None:
     assert not is_exact_match(answer, truth)
 
 

@@ -1,4 +1,5 @@
-"""The table of metrics: its numbers equal those of a plain implementation over the scored episodes."""
+"""Tests of the table of metrics: its numbers equal those of a plain implementation, computed from the scored
+episodes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def expected_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 
 seeds_and_stop_reasons = st.tuples(st.integers(), st.sampled_from(["", "cancelled", "unavailable"]))
-"""An empty stop reason stands for the one of the random episode, which then has a reward."""
+"""Seeds and stop reasons. With an empty text, the random episode keeps its own stop reason, and has a reward."""
 
 
 @given(st.lists(st.lists(seeds_and_stop_reasons, max_size=4), max_size=4))

@@ -1,4 +1,5 @@
-"""The reward is 1 or 0 by the check of the answer, and None if the infrastructure failed."""
+"""Tests of rewards. The check of the answer decides between 1 and 0. If the infrastructure failed, the reward is
+None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""RoC: the penalties of the paper, invariants of every selection, and the probabilities with which it selects."""
+"""Tests of RoC (Resample on Correct), the rule that selects the episodes of a group for training.
+
+They test the penalties of the paper, invariants of every selection, and the probabilities of selections.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,8 @@ def test_a_group_is_decided_if_no_outcome_of_its_unfinished_episodes_changes_the
 
 
 def test_a_group_with_both_rewards_is_decided_earlier_than_a_group_with_one():
-    """RoC keeps 16 of 32. With both rewards, 21 finished episodes decide the group; with one reward, 31 or 32 do."""
+    """RoC keeps 16 of 32 episodes. If both rewards occur, 21 finished episodes decide the group. If only one reward
+    occurs, 31 or 32 finished episodes decide it."""
 
     def is_decided(num_wrong, num_correct):
         rewards = [0.0] * num_wrong + [1.0] * num_correct
@@ -225,7 +229,7 @@ def test_in_a_group_without_scored_episodes_the_first_ones_are_selected():
     assert not has_signal([UNSCORED] * 4, [0, 1])
 
 
-def test_a_group_that_lost_episodes_is_selected_from_as_if_it_had_never_had_them():
+def test_episodes_that_a_group_has_lost_do_not_change_the_selection():
     scored, lost = [WRONG] * 8 + [CORRECT] * 4, [UNSCORED] * 4
     selected = resample_on_correct(scored + lost, 8, mode="paper", rng=random.Random(0))
     assert selected == resample_on_correct(scored, 8, mode="paper", rng=random.Random(0))
@@ -296,7 +300,8 @@ def test_correct_episodes_are_selected_with_the_probabilities_of_successive_draw
     counts = Counter(tuple(resample_on_correct(group, 3, mode="paper", rng=rng)) for _ in range(8_000))
     assert sum(probabilities.values()) == pytest.approx(1)
     assert len(probabilities) == comb(6, 3)
-    # With 19 degrees of freedom, chance exceeds 43.8 once in a thousand seeds. This seed is fixed and does not.
+    # With 19 degrees of freedom, a right rule exceeds 43.8 for one in a thousand seeds. The seed here is fixed, and it
+    # is none of these.
     assert chi_square(counts, probabilities) < 43.8
     # The test would detect another rule: selection in proportion to the sum of a set's weights gives over 400.
     set_weights = {key: sum(1 / p_total(group[i]) for i in key) for key in probabilities}

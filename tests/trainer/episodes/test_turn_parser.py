@@ -1,4 +1,5 @@
-"""Every text of a turn can be parsed: into tool calls, malformed calls, answer blocks and an answer."""
+"""Tests of the parser of turns. Every text of a turn can be parsed: into tool calls, malformed calls, answer blocks and
+an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of two evaluations: the paired interval, its counts, and what is refused."""
+"""Tests of the comparison of two evaluations: the paired interval, its counts, and which comparisons are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_published_interval_of_matched_pairs_is_reproduced() -> None:
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 1), (30, 8), (30, 32), (200, 2)])
 def test_about_95_percent_of_the_intervals_contain_the_difference_of_all_problems(problems: int, samples: int) -> None:
-    """Each problem is solved with a random probability before, and with one that is 0.1 higher after."""
+    """In the first evaluation each problem is solved with a random probability. In the second evaluation this
+    probability is higher by 0.1."""
     rng = random.Random(problems + samples)
 
     def accuracy(probability: float) -> float:
@@ -90,7 +91,7 @@ def test_an_interval_contains_its_value_and_is_never_empty(differences: list[flo
     assert estimate.high > estimate.low
 
 
-def test_the_numbers_equal_a_computation_by_hand(tmp_path: Path) -> None:
+def test_the_counts_and_the_interval_of_a_comparison_equal_a_computation_by_hand(tmp_path: Path) -> None:
     before, after = write_evaluation(tmp_path / "a", BEFORE), write_evaluation(tmp_path / "b", AFTER, model="b", seed=2)
     comparisons = compare_evaluations(before, after)
     assert list(comparisons) == ["even", "odd", ALL]

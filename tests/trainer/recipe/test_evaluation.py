@@ -1,4 +1,4 @@
-"""Evaluation: measures and intervals, unavailable episodes, and resumption."""
+"""Tests of evaluations: their measures and intervals, unavailable episodes, and the resumption of an evaluation."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def episode(problem: Problem, sample: int, reward: float | None) -> Episode:
 
 
 class FakeCollector:
-    """Of problem number n, the first n samples are correct. The problem `failing` raises an error, and the episodes
-    (problem, sample) in `unavailable` have no reward."""
+    """A collector in which the first n samples of problem number n are correct. The problem `failing` raises an error.
+    The episodes (problem, sample) in `unavailable` have no reward."""
 
     def __init__(self, *, failing: str = "", unavailable: Sequence[tuple[str, int]] = ()) -> None:
         self.requested: list[str] = []
@@ -190,7 +190,7 @@ def test_the_interval_of_problems_with_equal_outcomes_is_not_empty(num_correct: 
         estimate = report.measures[name]
         assert estimate.low == pytest.approx(low, abs=0.001)
         assert estimate.high == pytest.approx(high, abs=0.001)
-    # All problems have the same share, 1 of 2. Each counts as one trial.
+    # All problems have the same share of correct samples, 1 of 2. Each problem counts as one trial.
     one_answer = summarize([[outcome(), outcome(answer_blocks=2)]] * 30, 2).measures["one_answer"]
     assert one_answer.high - one_answer.low > 0.3
     assert report.measures["response_length"] == Estimate(10, 10, 10), "a mean without variance has no interval"

@@ -1,4 +1,5 @@
-"""Evaluation sets by file, as documented: rows are read, answers are scored, and each set has avg@k and pass@k."""
+"""Tests of the evaluation sets that the documents describe. Their rows are read, their answers are scored, and each set
+has values of avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from sandbox.errors import ConfigError as SandboxConfigError
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
-from tests.trainer.environments.episodes import opened
+from tests.trainer.environments.episodes import opened_environment
 from tests.trainer.environments.test_python_tool import SMALL_SERVICE
 from trainer.data.sources import read_problems
 from trainer.environments.connection import open_sandbox
@@ -72,7 +73,7 @@ def evaluate(problems: Sequence[Problem], eval_dir: Path) -> tuple[dict[str, Eva
                     for sample, answer in enumerate(answers(problem))
                 ]
                 for episode in group:
-                    async with opened(problem, Services(sandbox)) as (environment, _):
+                    async with opened_environment(problem, Services(sandbox)) as (environment, _):
                         episode.reward = await environment.score(episode)
                 episodes.extend(group)
                 return [group]

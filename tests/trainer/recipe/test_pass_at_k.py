@@ -1,4 +1,5 @@
-"""Reports of pass@k and pass^k: the values, the intervals, and the counts."""
+"""Tests of the reports of pass@k (one of k samples is correct) and pass^k (all k samples are correct): their values,
+intervals and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The phases of a recipe at work: prepared problems, engines, resumption after a kill, the filter, and evaluation."""
+"""Tests of the work of the phases, the commands of a recipe (prepare, sft, filter, grpo, eval).
+
+They test prepared problems, engines, resumption after a kill, the filter of problems, and evaluation.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,8 @@ def _config(folder: Path, *sets: str) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecipeRun]:
-    """A run after SFT, with a sandbox. Torch has one thread, as in child processes, since sums depend on the number."""
+    """A run whose SFT has ended, with a sandbox. Torch has one thread, as in child processes, since floating-point sums
+    depend on the number of threads."""
     try:
         default_python()
     except NodeError as error:
@@ -178,7 +182,7 @@ def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_re
 def test_a_malformed_row_of_the_evaluation_is_named_and_ends_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training problems are compared with every problem of the evaluation, so a recipe must read all of them."""
+    """A recipe must read all rows of the evaluation, because it compares the training problems with each of them."""
     file, message = tmp_path / "some.jsonl", "choices: expected a list of 4 texts, got ['a', 'b']"
     _write_rows(file, [{"problem": "What is 1 + 2?", "answer": "3"}, {"question": "Which?", "choices": ["a", "b"]}])
     run = RecipeRun(_config(tmp_path, "data.train=generated:3", f"eval.data={file}"))
@@ -241,7 +245,7 @@ def test_a_rollout_has_the_prompt_with_which_data_are_prepared_and_sft_trains(tm
     ],
 )
 def test_every_end_token_of_the_model_ends_a_turn(tmp_path: Path, file: str, eos: Any, more: tuple[int, ...]) -> None:
-    """The end tokens of a model need not be those of its tokenizer."""
+    """The end tokens of a model may be others than those of its tokenizer."""
     config, model = _config(tmp_path), model_folder(tmp_path / "model")
     end = AutoTokenizer.from_pretrained(model).eos_token_id
     assert rollout_session.load_chat_format(config, model).stop_ids == (end,)
@@ -582,8 +586,8 @@ def _copy(tuned_run: RecipeRun, folder: Path, *sets: str) -> RecipeRun:
 
 
 def _kill_after(run: RecipeRun, *, step: int) -> bool:
-    """Continue a run in child processes and kill all of them once `step` is written. Return whether rl1 was still
-    unfinished then."""
+    """Continue a run in child processes. Kill all of them once `step` is written. Return whether rl1 was unfinished at
+    this time."""
     command = [sys.executable, "-m", "trainer", "recipe", str(run.dir), "--run-dir", str(run.dir)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:

@@ -1,4 +1,5 @@
-"""The preflight: all that is missing is reported at once, before a run or a phase starts."""
+"""Tests of the preflight, which checks what a run needs before the run or one of its phases starts. It reports all that
+is missing at once."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ def _without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vllm() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The URL of a fake vLLM server, and its state: the `max_model_len` that it reports, `has_rpc`, whether it has the
-    route that reloads weights, and two of the options that it was started with."""
+    """The URL of a fake vLLM server, and its state. The state has the `max_model_len` that the server reports,
+    `has_rpc` (whether it has the route that reloads weights), and two of the options with which it was started."""
     server_state: dict[str, Any] = {
         "max_model_len": 1 << 20,
         "has_rpc": True,

@@ -1,4 +1,4 @@
-"""The resource plan, compared with published numbers and with computations by hand."""
+"""Tests of the resource plan (memory, disk and time of a run) by published numbers and by computations by hand."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ QWEN3_14B = ModelShape(**sizes(40, 5120, 17408, 40, 8, 151936, 128))
 QWEN3_32B = ModelShape(**sizes(64, 5120, 25600, 64, 8, 151936, 128))
 QWEN25_1B = ModelShape(**sizes(28, 1536, 8960, 12, 2, 151936, 128), tie_word_embeddings=True)
 SMALL = ModelShape(**sizes(2, 10, 30, 4, 2, 7, 3))
-# Queries, keys and values, output, and two norms of the head size; then the MLP and two norms of the hidden size.
+# The terms are: queries; keys and values; the output; two norms of the head size.
 SMALL_ATTENTION = 10 * 12 + 2 * 10 * 6 + 12 * 10 + 3 + 3
+# The terms are: the attention; the MLP; two norms of the hidden size.
 SMALL_LAYER = SMALL_ATTENTION + 3 * 10 * 30 + 10 + 10
 """Parameters of a layer of `SMALL`, by hand."""
 

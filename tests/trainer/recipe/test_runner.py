@@ -1,4 +1,8 @@
-"""The order of a recipe's phases, resumption, and the guarantee that a kill leaves no stray child and no second run."""
+"""Tests of `rstar-train recipe`: the order of its phases, and how it resumes and ends.
+
+A phase is one command of a recipe, which runs as a child process: prepare, sft, filter, grpo or eval. If the recipe is
+killed, its child ends too. Only one recipe works on a run folder at a time.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,9 @@ difficulty_filter_samples = 8
 data = ["generated:4"]
 """
 NO_PREFLIGHT = "--no-preflight"
-ORDER = ["prepare", "sft", "eval sft", "grpo rl1", "eval rl1", "filter rl2", "grpo rl2", "eval rl2"]
+PHASES_IN_ORDER = ["prepare", "sft", "eval sft", "grpo rl1", "eval rl1", "filter rl2", "grpo rl2", "eval rl2"]
 SCORES = {"accuracy": 0.5, "tool_error_ratio": 0.25, "one_answer": 0.75}
+"""Three metrics of an evaluation. `one_answer` is the share of the episodes that give exactly one answer."""
 
 
 def _config(directory: Path, *overrides: str) -> RunConfig:
@@ -47,15 +52,21 @@ def fake_result(phase: Phase) -> PhaseResult:
         return EvalResult(SCORES)
     if phase.command == "filter":
         return FilterResult(problems=4, kept=3)
-    return TrainResult(f"{phase.stage}/model", 5, phase.stage)
+    return TrainResult(model=f"{phase.stage}/model", step=5, checkpoint=phase.stage)
 
 
 class FakeChildren:
-    """Runs no process: every phase is done at once and reports 2 seconds, except that the phase `failing` fails."""
+    """Runs no process. Each phase ends at once: the phase `failing` with exit code 1, and every other phase with a
+    result that reports 2 seconds."""
 
     def __init__(self, config: RunConfig, failing: str = "", preflight_code: int = 0) -> None:
-        self.run, self.failing, self.started = RecipeRun(config), failing, list[str]()
-        self.preflight_code, self.preflights = preflight_code, list[RunConfig]()
+        self.run = RecipeRun(config)
+        self.failing = failing
+        self.started: list[str] = []
+        self.preflight_code = preflight_code
+        """Exit code of the preflight, which checks what the run needs before its first phase."""
+        self.preflights: list[RunConfig] = []
+        """The configuration of each preflight that has run."""
 
     def __call__(self, phase: Phase, command: Sequence[str], lock_fd: int) -> int:
         if phase.command == "preflight":
@@ -74,7 +85,7 @@ def test_phases_run_in_order_and_the_summary_adds_their_seconds(tmp_path: Path) 
     config = _config(tmp_path)
     children = FakeChildren(config)
     run = run_recipe(config, run_phase=children)
-    assert children.started == ORDER
+    assert children.started == PHASES_IN_ORDER
     expected = [{"name": name, **SCORES, "seconds": s} for name, s in (("sft", 4.0), ("rl1", 4.0), ("rl2", 6.0))]
     assert run.summary() == {"stages": expected}
     written = run.run_folder.read_summary()
@@ -94,7 +105,7 @@ def test_nothing_starts_if_the_preflight_fails_and_the_settings_may_still_change
     other = _config(tmp_path, 'data.train=["else"]')
     working = FakeChildren(other)
     run_recipe(other, run_phase=working)
-    assert working.started == ORDER
+    assert working.started == PHASES_IN_ORDER
     finished = FakeChildren(other, preflight_code=2)
     run_recipe(other, run_phase=finished)
     assert finished.preflights == [], "a finished run needs no preflight"
@@ -104,21 +115,27 @@ def test_the_preflight_can_be_skipped(tmp_path: Path) -> None:
     config = _config(tmp_path)
     children = FakeChildren(config, preflight_code=2)
     run_recipe(config, run_phase=children, has_preflight=False)
-    assert (children.started, children.preflights) == (ORDER, [])
+    assert (children.started, children.preflights) == (PHASES_IN_ORDER, [])
 
 
-def test_the_log_names_the_folder_each_phase_and_the_time_left(tmp_path: Path) -> None:
-    config, lines, run_dir = _config(tmp_path), list[str](), tmp_path / "run"
+def test_the_log_has_the_run_folder_each_phase_and_an_estimate_of_the_time_left(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    run_dir = tmp_path / "run"
+    lines: list[str] = []
     run_recipe(config, run_phase=FakeChildren(config), log=lines.append)
     assert lines[1] == f"recipe: writes to {run_dir}; `rstar-train show {run_dir}` shows the run at any time"
-    assert [line.partition(" (")[0] for line in lines[2:]] == [f"[{i}/8] {phase}" for i, phase in enumerate(ORDER, 1)]
-    # An estimate needs one finished phase of each kind, and counts each phase that is left like the last of its kind.
+    assert [line.partition(" (")[0] for line in lines[2:]] == [
+        f"[{i}/8] {phase}" for i, phase in enumerate(PHASES_IN_ORDER, 1)
+    ]
+    # The estimate assumes that each remaining phase takes as long as the last finished phase with the same command.
+    # Without a finished phase for each of the remaining commands, the line has no estimate.
     estimates = [line.partition(" (")[2] for line in lines[2:]]
     assert estimates == ["", "", "", "", "", "", "about 4 s left)", "about 2 s left)"]
 
 
 def test_an_interrupt_logs_how_to_continue(tmp_path: Path) -> None:
-    config, lines = _config(tmp_path), list[str]()
+    config = _config(tmp_path)
+    lines: list[str] = []
 
     def interrupt(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
         if phase.command == "preflight":
@@ -136,7 +153,7 @@ def test_without_conversations_there_is_no_sft(tmp_path: Path) -> None:
     assert phases[:2] == ["prepare", "grpo rl1"]
 
 
-@pytest.mark.parametrize("failing", ORDER)
+@pytest.mark.parametrize("failing", PHASES_IN_ORDER)
 def test_a_finished_phase_never_runs_again(tmp_path: Path, failing: str) -> None:
     config = _config(tmp_path)
     children = FakeChildren(config, failing)
@@ -145,10 +162,10 @@ def test_a_finished_phase_never_runs_again(tmp_path: Path, failing: str) -> None
     second_children = FakeChildren(config)
     run_recipe(config, run_phase=second_children)
     assert second_children.started[0] == failing
-    assert children.started + second_children.started[1:] == ORDER
+    assert children.started + second_children.started[1:] == PHASES_IN_ORDER
 
 
-def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
+def test_each_training_phase_starts_from_the_model_of_the_training_phase_before(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path))
     for phase in run.phases():
         result = fake_result(phase)
@@ -159,7 +176,7 @@ def test_each_training_starts_from_the_model_before_it(tmp_path: Path) -> None:
         run.trained_model("rl3")
 
 
-def test_a_phase_out_of_order_names_the_phase_to_run_first(tmp_path: Path) -> None:
+def test_the_error_of_a_phase_that_runs_too_early_names_the_phase_to_run_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run `rstar-train sft` first, or `rstar-train recipe` for all phases"):
         RecipeRun(_config(tmp_path)).trained_model("rl1", of_previous_stage=True)
 
@@ -211,7 +228,7 @@ def test_a_run_folder_keeps_its_settings(tmp_path: Path) -> None:
     assert load_config(tmp_path / "moved", {}) == moved
 
 
-def test_a_run_folder_without_a_newer_setting_continues_with_its_default(tmp_path: Path) -> None:
+def test_a_run_folder_that_lacks_a_newer_setting_continues_with_the_default_of_the_setting(tmp_path: Path) -> None:
     config = _config(tmp_path)
     run_recipe(config, run_phase=FakeChildren(config))
     written = RecipeRun(config).run_folder.read_config()
@@ -240,11 +257,12 @@ def test_only_the_checkpoint_of_the_last_training_stays(tmp_path: Path) -> None:
         for step in (3, 6):
             (run.stage_dir(stage) / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
         checkpoint = "" if stage == "sft" else f"stages/{stage}/checkpoints/checkpoint-6"
-        run.write_result(Phase("sft" if stage == "sft" else "grpo", stage), TrainResult("model", 6, checkpoint))
+        result = TrainResult("model", step=6, checkpoint=checkpoint)
+        run.write_result(Phase("sft" if stage == "sft" else "grpo", stage), result)
         run.write_result(Phase("eval", stage), EvalResult())
         return sorted(str(path.relative_to(run.dir / "stages")) for path in run.dir.glob("stages/*/checkpoints/*"))
 
-    assert checkpoints_after("sft") == [], "no stage continues the optimizer of SFT"
+    assert checkpoints_after("sft") == [], "the checkpoint of SFT stays, and no RL stage uses its optimizer"
     assert checkpoints_after("rl1") == ["rl1/checkpoints/checkpoint-6"]
     assert checkpoints_after("rl2") == ["rl2/checkpoints/checkpoint-6"]
 
@@ -252,7 +270,8 @@ def test_only_the_checkpoint_of_the_last_training_stays(tmp_path: Path) -> None:
 def test_a_second_recipe_in_the_same_folder_waits_for_the_first(tmp_path: Path) -> None:
     config = _config(tmp_path)
     lines: list[str] = []
-    has_started, second_is_waiting = threading.Event(), threading.Event()
+    has_started = threading.Event()
+    second_is_waiting = threading.Event()
     children = FakeChildren(config)
 
     def run_slowly(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
@@ -271,7 +290,7 @@ def test_a_second_recipe_in_the_same_folder_waits_for_the_first(tmp_path: Path) 
     run_recipe(config, run_phase=second, log=log)
     thread.join()
     assert "another recipe works here" in lines[0]
-    assert (children.started, second.started) == (ORDER, [])
+    assert (children.started, second.started) == (PHASES_IN_ORDER, [])
 
 
 PARENT = """

@@ -1,4 +1,8 @@
-"""`recipe --smoke`: the phases of the run with the smallest sizes, in a folder of their own."""
+"""Tests of `rstar-train recipe --smoke`: it runs all phases of a run with the smallest sizes, in a separate folder.
+
+A phase is one command of a recipe (prepare, sft, filter, grpo, eval). The phases of a smoke run are forks of one server
+process, which has imported the libraries once.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,22 @@ from trainer.recipe.phases import Phase, RecipeRun
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-def _rows(file: Path, rows: list[dict[str, Any]]) -> str:
+def _write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
+    """Write a file of JSON lines. Returns its path."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return str(file)
 
 
-def _load(name: str, folder: Path, *sets: str) -> RunConfig:
-    return load_config(CONFIGS / name, {}, [f"run_dir={folder / 'run'}", *sets])
+def _load(name: str, folder: Path, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / name, {}, [f"run_dir={folder / 'run'}", *overrides])
 
 
 @pytest.mark.parametrize("name", ["tiny.toml", "qwen2.5-1.5b-single-gpu.toml"])
-def test_a_smoke_run_has_all_phases_and_settings_of_the_run_with_small_sizes(name: str, tmp_path: Path) -> None:
+def test_a_smoke_run_has_the_phases_and_the_model_of_the_run_with_small_sizes(name: str, tmp_path: Path) -> None:
     problems = [{"id": f"p{n}", "text": f"problem {n}", "answer": "1", "source": "s"} for n in range(100)]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    train, held_out = (_rows(tmp_path / f"{name}.jsonl", problems) for name in ("train", "eval"))
-    chats = _rows(tmp_path / "chats.jsonl", [{"messages": messages}] * 100)
+    train, held_out = (_write_rows(tmp_path / f"{name}.jsonl", problems) for name in ("train", "eval"))
+    chats = _write_rows(tmp_path / "chats.jsonl", [{"messages": messages}] * 100)
     data = (f"data.train={train}", f"eval.data={held_out}", f"sft.data={chats}", "data.decontaminate_against=[]")
     config = _load(name, tmp_path, *data)
     small = smoke.smoke_config(config)
@@ -54,71 +59,73 @@ def test_a_smoke_run_has_all_phases_and_settings_of_the_run_with_small_sizes(nam
     assert (small.model, small.engines, small.hardware) == (config.model, config.engines, config.hardware)
 
 
-def test_a_smoke_run_begins_anew_each_time_and_leaves_the_run_alone(tmp_path: Path) -> None:
+def test_a_smoke_run_replaces_the_folder_of_an_earlier_one_and_not_that_of_the_run(tmp_path: Path) -> None:
     config = _load("tiny.toml", tmp_path)
     smoke.smoke_config(config)
     (tmp_path / "run").mkdir()
     for folder in (tmp_path / "run", tmp_path / "run-smoke"):
-        (folder / "mine").touch()
+        (folder / "user_file").touch()
     small = smoke.smoke_config(config)
     assert small.data.train == small.eval.data == (f"generated:{smoke.NUM_PROBLEMS}",)
-    assert (tmp_path / "run" / "mine").exists() and not (tmp_path / "run-smoke" / "mine").exists()
+    assert (tmp_path / "run" / "user_file").exists() and not (tmp_path / "run-smoke" / "user_file").exists()
 
 
 def test_a_folder_that_is_no_smoke_run_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "run-smoke").mkdir()
-    (tmp_path / "run-smoke" / "mine").touch()
+    (tmp_path / "run-smoke" / "user_file").touch()
     with pytest.raises(ConfigError, match="expected the folder of an earlier smoke run"):
         smoke.smoke_config(_load("tiny.toml", tmp_path))
-    assert (tmp_path / "run-smoke" / "mine").exists()
+    assert (tmp_path / "run-smoke" / "user_file").exists()
 
 
 def test_all_phases_of_a_smoke_run_share_one_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    commands: list[str] = []
+    events: list[str] = []
+    phases: list[str] = []
 
     @asynccontextmanager
     async def connect(config: object) -> AsyncIterator[SimpleNamespace]:
-        opened.append("open")
+        events.append("open")
         yield SimpleNamespace(endpoints=("http://127.0.0.1:1",))
-        opened.append("closed")
+        events.append("closed")
 
     def run_child(phase: object, command: list[str], lock_fd: int) -> int:
-        commands.append(command[3])
+        phases.append(command[3])  # python -m trainer PHASE ...
         config = load_config(tmp_path / "run-smoke", {})
-        assert config.sandbox.endpoints == ("http://127.0.0.1:1",) and opened == ["open"]
-        return 3
+        assert config.sandbox.endpoints == ("http://127.0.0.1:1",) and events == ["open"]
+        return 3  # the phase fails, so that no other one follows; the command must end with the same exit code
 
     monkeypatch.setattr(smoke, "connect_sandbox", connect)
     monkeypatch.setattr(smoke, "phase_server", lambda: nullcontext(run_child))
     arguments = ["recipe", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--smoke", "--no-preflight"]
     assert cli.main(arguments) == 3
-    assert (commands, opened) == (["prepare"], ["open", "closed"])
+    assert (phases, events) == (["prepare"], ["open", "closed"])
 
 
 @pytest.mark.slow
 def test_the_phases_of_a_smoke_run_are_forks_of_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
     trainer = [sys.executable, "-m", "trainer"]
+    unused_lock_fd = 0  # the forks of the server do not use the lock of the run folder
     with phase_server() as run_phase:
-        assert run_phase(Phase("show"), [*trainer, "--version"], 0) == 0
-        assert run_phase(Phase("sft"), [*trainer, "sft", str(tmp_path / "no.toml")], 0) == 2
-        with (tmp_path / "lock").open("w") as lock:  # a command of a launcher is no fork
+        assert run_phase(Phase("show"), [*trainer, "--version"], unused_lock_fd) == 0
+        assert run_phase(Phase("sft"), [*trainer, "sft", str(tmp_path / "no.toml")], unused_lock_fd) == 2
+        # The command of a launcher (such as torchrun) runs as a new process, which inherits the lock.
+        with (tmp_path / "lock").open("w") as lock:
             assert run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()) == 3
     printed = capfd.readouterr()
     assert printed.out.startswith("rstar-train ") and "no.toml: cannot be read" in printed.err
 
 
 @pytest.mark.slow
-def test_the_server_stops_its_phase_before_it_ends(tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_first_stops_its_running_phase(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     config = tmp_path / "config.toml"
     os.mkfifo(config)  # the phase waits for its configuration
     command = [sys.executable, "-m", "trainer", "sft", str(config)]
     with ThreadPoolExecutor(1) as pool:
         with phase_server() as run_phase:
-            pool.submit(run_phase, Phase("sft"), command, 0)
+            pool.submit(run_phase, Phase("sft"), command, 0)  # 0 for the lock's descriptor, which no fork uses
             writing = os.open(config, os.O_WRONLY)  # waits until the phase reads
-        with pytest.raises(BrokenPipeError):
+        with pytest.raises(BrokenPipeError):  # no process reads the pipe any more: the phase has ended
             os.write(writing, b"x")
     os.close(writing)

@@ -1,4 +1,4 @@
-"""What can be done with stored episodes: replay to the token, other scores, exports."""
+"""Tests of what can be done with stored episodes: an exact replay of each token, new scores, and exports."""
 
 from __future__ import annotations
 

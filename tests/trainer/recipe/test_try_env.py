@@ -1,4 +1,4 @@
-"""`rstar-train try-env`: scripted turns in an environment, without a model."""
+"""Tests of `rstar-train try-env`, which runs turns from a file in an environment, without a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_script_that_ends_too_early_has_no_reward(tmp_path: Path, capsys: pyte
         ({"problem": "p0", "turns": "x"}, 'row 0: expected {"problem": ID, "turns": [TEXT, ...]}, got'),
     ],
 )
-def test_a_wrong_row_is_misuse(
+def test_a_malformed_row_of_answers_exits_with_2(
     answer: object, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _try(tmp_path, GAME, answer) == 2

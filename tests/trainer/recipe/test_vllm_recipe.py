@@ -1,4 +1,5 @@
-"""The whole recipe on real vLLM servers, in minutes. Runs where RSTAR_VLLM_PYTHON names a Python that has vLLM."""
+"""A test of the whole recipe on real vLLM servers, which takes minutes. It runs only if RSTAR_VLLM_PYTHON names a
+Python that has vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Aborted episodes: stragglers of a decided group are cancelled, and a later call continues all others."""
+"""Tests of aborts. A group is decided if its unfinished episodes (stragglers) cannot change the selection.
+
+The stragglers of a decided group are cancelled. All other aborted episodes continue in a later call.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ def decided_by(num_rewards):
 
 @pytest.mark.asyncio
 async def test_stragglers_are_cancelled_once_their_group_is_decided(chat_format):
-    """Of four episodes two finish; the third generates and the fourth runs a tool call until both are aborted."""
+    """There are four episodes. Two finish. The third generates a turn and the fourth runs a tool call, until both are
+    aborted."""
     is_calling = asyncio.Event()
 
     async def pause_turn():

@@ -1,4 +1,7 @@
-"""Groups of episodes: the order of completion has no effect, and an infrastructure failure is never a reward of 0."""
+"""Tests of the collection of groups. A group is the episodes of one problem in one training step.
+
+The order in which episodes end has no effect. A failure of the infrastructure is never a reward of 0.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,7 @@ async def test_an_infrastructure_failure_is_never_a_reward_of_zero(chat_format):
 
 @pytest.mark.asyncio
 async def test_unavailable_episodes_do_not_shorten_the_expected_length(chat_format):
-    """Only episodes that ended by themselves determine the expected length of later ones."""
+    """Only episodes that ended by themselves determine the expected length of later episodes."""
     call_ids, answer_ids = map(token_ids, CALL_THEN_ANSWER)
     recorded_lengths = []
 
@@ -215,7 +218,7 @@ CHOICE = Problem("c0", "Which?\n\n(A) one\n(B) two", "B", "test", "multiple_choi
 
 
 class Failing(Environment):
-    """An environment whose methods fail if the problem's options name them."""
+    """An environment whose methods fail: those that the options of the problem name."""
 
     options_type = dict[str, str]
 
@@ -253,7 +256,7 @@ def problem_of(kind, *failing):
 
 
 @pytest.mark.asyncio
-async def test_a_multiple_choice_problem_asks_for_a_letter_and_is_scored_by_it(chat_format):
+async def test_a_multiple_choice_problem_asks_for_a_letter_and_scores_the_letter(chat_format):
     tools, answers = ScriptedTools(), ("B)", "two", "(b)", "A")
     pool = ScriptedPool(turns(*(answer_text(answer) + END for answer in answers)))
     ((*episodes,),) = await collect(pool, chat_format, tools, [CHOICE], 4)

@@ -1,4 +1,4 @@
-"""An episode ends for the right reason, and the model reads the right tokens."""
+"""Tests of the run of one episode: it ends for the right reason, and the model reads the right tokens."""
 
 from __future__ import annotations
 

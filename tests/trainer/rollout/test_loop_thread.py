@@ -1,4 +1,5 @@
-"""Synchronous code runs jobs in the loop's thread, gets their results and errors, and leaves no job running."""
+"""Tests of `LoopThread`, a thread that runs an event loop. Synchronous code runs jobs in this thread, gets their
+results and errors, and leaves no job running."""
 
 from __future__ import annotations
 

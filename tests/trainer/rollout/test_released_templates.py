@@ -1,4 +1,4 @@
-"""Episodes in the chat templates of released models, with tool calls as each template writes them."""
+"""Tests of episodes in the chat templates of released models. Tool calls are written as each template writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tokens with high entropy in `rstar-train entropy` and `rstar-train show`, for a run folder that is written here."""
+"""Tests of tokens with high entropy in `rstar-train entropy` and `rstar-train show`.
+
+A reflection token is one of the first ten sampled tokens after a tool response. A forking token is any other sampled
+token with high entropy.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def test_the_tables_separate_own_text_and_reactions_to_tools(
     assert "2 tokens, mean entropy 1.1 nats, 0.0% with high entropy" in reactions
 
 
-def test_a_pipe_gets_the_marked_tokens_in_brackets_with_control_characters_escaped(
+def test_tokens_with_high_entropy_are_in_brackets_and_control_characters_escaped_in_a_pipe(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = shown(capsys, "show", str(run), "--episode", "4/p/3")
@@ -62,7 +66,7 @@ def test_a_pipe_gets_the_marked_tokens_in_brackets_with_control_characters_escap
     assert "'but' 1 3.000" in text
 
 
-def test_a_terminal_gets_the_marked_tokens_reversed(
+def test_tokens_with_high_entropy_have_reversed_colours_in_a_terminal(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -82,7 +86,7 @@ def test_an_episode_without_entropies_is_an_error_that_names_one(
         assert "set storage.save_entropies" in capsys.readouterr().err
 
 
-def test_the_fifth_of_an_episodes_tokens_is_marked_apart_after_a_tool_response() -> None:
+def test_one_fifth_of_the_tokens_of_an_episode_are_marked_as_forking_or_reflection_tokens() -> None:
     ids = [0, 1, 3, 2, 4, 1, 1, 1, 1, 1, 1]
     row = {"response_ids": ids, "entropies": [3.0, 0.1, None, 2.0, *[0.0] * 7]}
     assert list(marked_text(row, decode)) == [

@@ -1,4 +1,8 @@
-"""The run folder returns what was written to it, skips rows that a kill has torn, and can be resumed."""
+"""Tests of the run folder, the directory that a training run writes.
+
+It returns what was written to it, and a run can be resumed from it. If a kill interrupts the writing of a row, the last
+line of the file is incomplete (torn). A reader ignores a torn line, and the next row replaces this line.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +85,8 @@ def assert_row_equals(row: dict[str, Any], written: Episode) -> None:
 
 
 def expanded_mask(row: dict[str, Any]) -> list[int]:
-    """Return the loss mask of each token. The row has runs of equal value as (start, end, value)."""
+    """Return the loss mask with one value for each token. In the row, (start, end, value) stands for consecutive tokens
+    with the same value."""
     return [value for start, end, value in row["loss_mask"] for _ in range(start, end)]
 
 
@@ -97,7 +102,7 @@ def test_token_ids_are_always_written_and_log_probabilities_only_on_request(fold
 
 
 @given(st.lists(st.integers(0, 1), min_size=1))
-def test_the_loss_mask_is_written_as_its_longest_runs_of_equal_value(mask: list[int]) -> None:
+def test_the_loss_mask_is_written_with_one_entry_per_run_of_equal_values(mask: list[int]) -> None:
     masked = replace(episode(random.Random(1), "p", 0, skill=1.0), response_ids=[7] * len(mask), loss_mask=mask)
     with TemporaryDirectory() as path:
         RunFolder(Path(path)).write_episodes(1, "rl1", [[masked]], [[0]])
@@ -122,6 +127,7 @@ def test_nan_and_infinity_are_written_as_null(folder: RunFolder) -> None:
     assert (row["loss"], row["grad_norm"], row["sampled_tokens"]) == (None, None, 3)
 
 
+# 200,000 bytes are far longer than the other rows.
 @pytest.mark.parametrize("torn", [b'{"step":4,"st', b"x" * 200_000, b"{"])
 def test_a_torn_last_line_is_ignored_and_then_overwritten(folder: RunFolder, torn: bytes) -> None:
     append_steps(folder, 1, 2)
@@ -171,7 +177,7 @@ def test_a_killed_writer_leaves_all_rows_that_it_has_reported(folder: RunFolder)
 
 def test_truncation_deletes_the_rows_after_a_checkpoint(folder: RunFolder) -> None:
     write_run(folder.path, problems_per_step=1)
-    # Steps 1 to 6 are SFT, which has no episodes.
+    # Steps 1 to 6 are supervised fine-tuning (SFT), which has no episodes.
     assert folder.episode_steps() == list(range(7, 19)) and metric_steps(folder) == list(range(1, 19))
     before = list(folder.read_episodes(11))
     with (folder.path / "metrics.jsonl").open("ab") as file:
@@ -184,7 +190,7 @@ def test_truncation_deletes_the_rows_after_a_checkpoint(folder: RunFolder) -> No
 
 
 def test_truncation_deletes_repeated_steps_as_well(folder: RunFolder) -> None:
-    append_steps(folder, 1, 2, 3, 4, 3, 4, 5)  # a resumed run that was not truncated before it repeated steps 3 and 4
+    append_steps(folder, 1, 2, 3, 4, 3, 4, 5)  # a resumed run repeated steps 3 and 4, and its folder was not truncated
     folder.truncate_after(3)
     assert metric_steps(folder) == [1, 2, 3]
 
@@ -201,7 +207,7 @@ def test_another_layout_version_is_refused(folder: RunFolder) -> None:
     write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
         folder.read_config()
-    # Layout 1 named the key "version".
+    # In a folder of layout version 1, the key of the layout version is "version".
     write_json(folder.path / "config.json", {"version": 1, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 1; read this folder with the version"):
         folder.read_config()
@@ -215,7 +221,7 @@ def test_config_and_summary_are_read_back(folder: RunFolder) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "summary.json"]
 
 
-def test_a_run_folder_accepts_other_values_of_changeable_settings_only(folder: RunFolder) -> None:
+def test_a_changed_setting_is_refused_if_it_is_not_changeable(folder: RunFolder) -> None:
     config = {"model": {"path": "tiny", "dtype": "float32"}, "data": ("a",), "run_dir": "x"}
     folder.bind_config(config)
     folder.bind_config(config | {"data": ["a"]})

@@ -1,4 +1,5 @@
-"""`rstar-train show` in the terminal, the choice of a page's episodes, and the safety of the page's text."""
+"""Tests of `rstar-train show`: its output in the terminal, its choice of episodes for the page, and the safety of the
+text in the page."""
 
 from __future__ import annotations
 

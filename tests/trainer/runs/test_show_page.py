@@ -1,4 +1,4 @@
-"""The page of `rstar-train show` in a browser: its numbers, charts, filters, episodes, safety and layout."""
+"""Tests of the page of `rstar-train show` in a browser: its numbers, charts, filters, episodes, safety and layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ MASK_SPANS = (
     "JSON.stringify([...document.querySelectorAll('.mask rect')]"
     ".map(r => [r.x.baseVal.value, r.width.baseVal.value, +(r.height.baseVal.value > 5)]))"
 )
-"""JavaScript: (start, length, loss mask) of each part of an episode's bar. Sampled tokens have a higher rectangle."""
+"""JavaScript that returns (start, length, loss mask) of each part of an episode's bar. The rectangles of sampled tokens
+are higher than those of other tokens."""
 NBSP = "\u00a0"
 SHOWN_DIGITS = 6e-3
 """Relative error of a number that is shown with three digits."""
@@ -96,7 +97,9 @@ async def listed_episodes(page: Page) -> list[str]:
     return list(json.loads(await page.run(script)))
 
 
-async def test_the_numbers_are_those_of_the_run_folder(browser: Browser, tiny_run: RunFolder, tmp_path: Path) -> None:
+async def test_the_page_shows_the_numbers_of_the_run_folder(
+    browser: Browser, tiny_run: RunFolder, tmp_path: Path
+) -> None:
     metrics = [row for row in tiny_run.read_metrics() if row["stage"] != "sft"]
     async with browser.page(write_page(tiny_run, tmp_path)) as page:
         assert await page.text("h1") == "tiny"
@@ -146,7 +149,7 @@ async def test_a_curve_has_a_point_per_step_and_a_chart_has_a_line_between_stage
         buttons = "[...document.querySelectorAll('#stages button')]"
         await page.run(f"{buttons}.find(b => b.textContent === 'sft').click()")
         assert await page.run(f"{chart}.querySelectorAll('.boundary').length") == 2
-        await page.run(f"{buttons}.slice(1).forEach(b => b.click())")  # leaves sft alone
+        await page.run(f"{buttons}.slice(1).forEach(b => b.click())")  # only the stage sft stays selected
         steps = STAGE_STEPS["sft"]
         assert await page.text("#at") == f"sft, step {steps} of {steps} ({steps} of the run)"
         assert "Reward" not in await page.text("#charts") and "Loss" in await page.text("#charts")

@@ -1,4 +1,5 @@
-"""Trackers: metrics are read back from each package, a resumed run keeps its name, and missing packages are named."""
+"""Tests of trackers, the packages to which a run logs its metrics. The metrics can be read back, a resumed run keeps
+its name, and missing packages are named."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ for part in rows[:2], rows[2:]:
     with open_trackers([name], run_dir, {"seed": 1}, project="rstar") as log:
         for row in part: log(row)
 """
-"""Logs two rows, and the third after the run is resumed. It runs in a child process, since the packages read the
-environment when they are imported."""
+"""Code that logs two rows, resumes the run, and logs the third row. It runs in a child process, since the packages read
+the environment when they are imported."""
 
 PRINT_TRACKIO_ROWS = """
 from trackio.sqlite_storage import SQLiteStorage
 print(json.dumps(SQLiteStorage.get_logs("rstar", (run_dir / "tracker_run_name").read_text().strip())))
 """
-"""Continues `LOG_ROWS`."""
+"""Code that follows `LOG_ROWS` in the same process."""
 
 
 def needs(name: str) -> pytest.MarkDecorator:

@@ -1,4 +1,5 @@
-"""Groups with long episodes are admitted first: finished, running and overdue episodes all count."""
+"""Tests of the order in which groups are admitted. Groups with long episodes come first. The lengths of finished,
+running and overdue episodes all count."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from trainer.scheduling.scheduler import EngineStats, Scheduler
 
 
 def scheduler_with_two_started_groups() -> Scheduler:
-    """Return a scheduler with two groups of two episodes (0 and 1, 2 and 3). The first of each group runs."""
+    """Return a scheduler with two groups of two episodes: 0 and 1, 2 and 3. The first episode of each group runs."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", 10 * MAX_CONTEXT, max_running=2)
     for key, group in enumerate(["short", "short", "long", "long"]):
@@ -24,14 +25,14 @@ def test_a_group_with_long_finished_episodes_is_admitted_first() -> None:
 
 
 def test_a_group_with_long_running_episodes_is_admitted_first() -> None:
-    """No episode has finished; the length of a finished turn is enough."""
+    """No episode has finished. The length of a finished turn is enough for the order."""
     scheduler = scheduler_with_two_started_groups()
     scheduler.park(2, 300, 1.0)
     assert [placement.episode for placement in scheduler.place(1.0)] == [3]
 
 
 def test_a_group_with_an_overdue_turn_is_admitted_first() -> None:
-    """Before a turn ends, only the engine's speed shows how long the turn has become."""
+    """Before a turn ends, its length is only known from the speed of the engine."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", 10 * MAX_CONTEXT, max_running=2)
     for key in ("quick", "long"):
@@ -48,7 +49,7 @@ def test_a_group_with_an_overdue_turn_is_admitted_first() -> None:
 
 
 def test_a_long_prompt_does_not_raise_its_groups_priority() -> None:
-    """While no length is known, equally many episodes of each group are admitted."""
+    """While no length is known, the same number of episodes of each group is admitted."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", 10 * MAX_CONTEXT, max_running=8)
     for key in range(16):  # two groups of 8

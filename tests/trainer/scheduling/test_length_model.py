@@ -1,4 +1,5 @@
-"""The length model: unbiased while episodes run, and valid over many training steps."""
+"""Tests of the length model, which predicts the lengths of episodes. It has no bias while episodes still run, and stays
+valid over many training steps."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from trainer.scheduling.scheduler import Scheduler
 
 
 def test_the_length_model_is_not_biased_to_episodes_that_finish_first() -> None:
-    """Of 100 episodes half end at 50 and half at 350. When only the short ones have ended, the mean must not be 50."""
+    """Of 100 episodes, half end at 50 tokens and half at 350 tokens. At a time when only the short episodes have ended,
+    the predicted mean must not be 50."""
     lengths = LengthModel(MAX_CONTEXT)
     for _ in range(100):
         lengths.on_start(0)
@@ -27,7 +29,8 @@ def test_the_length_model_is_not_biased_to_episodes_that_finish_first() -> None:
 
 
 def test_a_cancelled_episode_counts_as_longer_than_it_is() -> None:
-    """Otherwise the lengths of a training step that cancels its stragglers would be biased to short episodes."""
+    """If a cancelled episode counted with its own length, a training step that cancels its stragglers would bias the
+    lengths to short episodes."""
 
     def mean_length(cancelled_at: float) -> float:
         scheduler = Scheduler(MAX_CONTEXT)
@@ -59,7 +62,8 @@ def test_a_groups_own_episodes_weigh_more_than_the_stage() -> None:
 
 
 def test_the_length_model_stays_valid_over_thousands_of_training_steps() -> None:
-    """Decay leaves the prior, and an extrapolated length may be corrected one training step later."""
+    """The decay reduces the counts of episodes, but not those of the prior. The length of an unfinished episode is
+    extrapolated, and may be corrected one training step later."""
     lengths = LengthModel(MAX_CONTEXT)
     for _ in range(2000):
         lengths.on_start(10)

@@ -1,4 +1,8 @@
-"""Reservations fit the target utilization, preemptions lower the target, and the forecast's peak is exact."""
+"""Tests of reservations: the expected peak of the KV tokens that the admitted episodes of an engine will hold.
+
+They stay below the target utilization (a share of the cache). Preemptions lower the target. The forecast of the peak is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +100,8 @@ def test_the_peak_equals_the_largest_sum_over_all_later_steps(
     reservations = [forecast.reserve(context, 0.0, [float(growth)]) for context, growth in contexts_and_growths]
 
     def tokens_at(step: float) -> float:
-        """Sum the contexts at a step. An episode ends in the middle of its bucket, or now if that bucket is past."""
+        """Sum the contexts at a step. An episode ends in the middle of its bucket of steps, or at once if this
+        bucket is past."""
         end_buckets = [int(growth / width) for _, growth in contexts_and_growths]
         running = [
             context

@@ -1,5 +1,5 @@
-"""The scheduler under random turns and engine failures: no episode is lost or placed twice, and all reservations
-end."""
+"""Tests of the scheduler, which decides on which engine a turn runs. Turns and failures of engines are random. No
+episode is lost or placed twice, and all reservations end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_an_episode_migrates_from_a_full_engine_to_an_empty_one() -> None:
     turn_lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
 def test_an_episode_alone_on_its_engine_never_migrates(earlier_lengths: list[int], turn_lengths: list[int]) -> None:
-    """With the episode, the other engine would reserve as many tokens as this one does, so it is not emptier.
+    """With the episode, the other engine would reserve as many tokens as the present engine does. So a migration has no
+    advantage.
 
     The length model has learned `earlier_lengths`, on which the headroom depends.
     """
@@ -128,8 +129,8 @@ def test_an_empty_engine_admits_an_episode_that_is_larger_than_its_cache() -> No
 
 
 def test_an_empty_engine_admits_the_head_of_the_queue_even_if_another_has_more_free_tokens() -> None:
-    """The large engine has no room for the next episode, but still more free tokens than the small engine has at
-    all."""
+    """The large engine has no room for the next episode. Still it has more free tokens than the whole cache of the
+    small engine."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("large", 10 * MAX_CONTEXT)
     for key in range(9):

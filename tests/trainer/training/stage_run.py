@@ -35,7 +35,7 @@ class StageRun:
     """A stage in a run folder. Each `run` continues from the newest checkpoint."""
 
     def __init__(self, path: Path, model: Path, loop_thread: LoopThread, **changes: Any) -> None:
-        """`changes` are settings that differ from those of `STAGE`."""
+        """`changes` are the settings of the stage that differ from those of `STAGE`."""
         self.model, self.loop_thread = model, loop_thread
         self.stage = replace(STAGE, **changes)
         self.run_folder = RunFolder(path)

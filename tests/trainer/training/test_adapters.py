@@ -1,4 +1,5 @@
-"""Training with an adapter of peft: what engines, checkpoints and the next stage get, and what is refused."""
+"""Tests of training with an adapter of peft (few weights beside the frozen ones of a model): what engines, checkpoints
+and the next stage get, and which adapters are refused."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 def test_engines_and_the_next_stage_get_plain_weights_in_which_only_adapted_layers_differ(
     tmp_path: Path, model: Path, loop_thread: LoopThread, options: dict[str, Any]
 ) -> None:
-    """Sampler loads the synced weights into a plain model, as the local engine does, and reports its log-probabilities.
-    They agree with those of the adapted model in training."""
+    """`Sampler` loads the synced weights into a plain model, as the local engine does. The log-probabilities of this
+    model agree with those of the adapted model in training."""
     sampler, stage_run = Sampler(model), StageRun(tmp_path, model, loop_thread, learning_rate=1e-2, steps=3)
     trained = stage_run.run(sampler, peft=options)
     initial = load_weights(model)

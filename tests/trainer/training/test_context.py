@@ -1,4 +1,5 @@
-"""What the trainings pass to TRL: arguments for the configured GPUs, and few private names."""
+"""Tests of what the trainings pass to TRL: the arguments for the configured GPUs, and the few private names of TRL that
+they use."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_a_single_process_trains_on_one_of_its_visible_gpus(
     arguments: type[TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    trl_arguments = arguments.__mro__[2]  # after our class and SingleGpuArguments
+    trl_arguments = arguments.__mro__[2]  # the class of TRL follows our class and SingleGpuArguments
     theirs, ours = (kind(str(tmp_path), bf16=False) for kind in (trl_arguments, arguments))
     assert theirs.n_gpu == 8, "TRL refuses this, and transformers would split each batch over the GPUs"
     assert ours.n_gpu == 1
@@ -65,7 +66,8 @@ class Killed(BaseException):
 def test_a_kill_while_the_best_model_is_replaced_loses_neither(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
-    """The kill comes after `num_steps` of the changes of folders. Some of the numbers are beyond the last one."""
+    """The process is killed after `num_steps` changes of folders. Some of the numbers are larger than the number of
+    changes, so nothing is killed."""
 
     def save(trainer: Any, weights: Any, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -98,7 +100,7 @@ def test_a_kill_while_the_best_model_is_replaced_loses_neither(
 
 
 def test_a_process_that_leaves_its_ranks_has_no_process_group(tmp_path: Path) -> None:
-    """The threads of a group that is left open may abort the process while it exits."""
+    """If the process group stayed open, its threads could abort the process while it exits."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     context.waiting_group.cache_clear()

@@ -1,4 +1,5 @@
-"""Dynamic sampling: further problems in place of groups without a signal, and what a step then trains on."""
+"""Tests of dynamic sampling, which replaces groups without a signal (all their rewards are equal) by groups of further
+problems. They also test what a step then trains on."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ NUM_PROBLEMS = 6
 FIRST_STEP = [problem.id for problem in problem_schedule(problems(NUM_PROBLEMS), 2, 1, SEED)]
 """The ids of the two problems with which a stage of `NUM_PROBLEMS` begins."""
 OTHERS = [problem.id for problem in problems(NUM_PROBLEMS) if problem.id not in FIRST_STEP]
-"""The ids of the others."""
+"""The ids of the other problems."""
 
 
 def solved(*ids: str) -> Score:
-    """Return a score with which all samples of these problems are correct, and every other sample of each other."""
+    """Return a score. All samples of these problems are correct. Of each other problem, every second sample is
+    correct."""
 
     def score(problem: Problem, sample: int, ids_T: Sequence[int]) -> float:
         return 1.0 if problem.id in ids else float(sample % 2)
@@ -60,7 +62,7 @@ def sampled(sampler: Sampler) -> list[list[str]]:
 def test_groups_without_a_signal_are_replaced_until_enough_groups_have_one(
     tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of the first two problems is always solved, and so are all but one of the others."""
+    """One of the first two problems is always solved. Of the other problems, all but one are always solved."""
     loss_inputs = record_loss_inputs(monkeypatch)
     sampler = Sampler(model, score=solved(FIRST_STEP[0], *OTHERS[:-1]))
     stage_run = run_stage(tmp_path, sampler, loop_thread, dynamic_sampling_rounds=9)
@@ -83,7 +85,7 @@ def test_groups_without_a_signal_are_replaced_until_enough_groups_have_one(
 def test_a_step_with_replaced_groups_has_the_gradient_of_one_that_begins_with_the_other_problems(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
-    """Replaced groups are neither in the loss nor in its denominator."""
+    """A replaced group is not in the loss, and does not count in the denominator of the loss."""
     sampler = Sampler(model, score=solved(*FIRST_STEP))
     (row,) = run_stage(tmp_path / "replaced", sampler, loop_thread).run_folder.read_metrics()
     first, replacements = sampled(sampler)
@@ -170,7 +172,7 @@ def test_replacements_and_partial_rollouts_work_together(tmp_path: Path, model: 
     for collection in sampler.collections:
         by_step.setdefault(collection.options["seed"], []).extend(collection.problem_ids)
     assert [len({*ids}) == len(ids) for ids in by_step.values()] == [True] * 5, "no problem twice, pending included"
-    # Replacements leave the schedule as it is: each of its problems is trained on or was replaced, in one step.
+    # Replacements do not change the schedule of problems. Each of its problems is trained on or replaced, in one step.
     schedule = [problem.id for problem in problem_schedule(problems(12), 2, 5, SEED)]
     groups = [
         {(row["group"], row["problem"]["id"]) for row in stage_run.run_folder.read_episodes(step)}

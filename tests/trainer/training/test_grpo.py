@@ -267,7 +267,7 @@ def test_a_step_whose_episodes_are_truncated_is_warned_of_in_the_log(
 def test_a_step_with_equal_rewards_leaves_weights_and_optimizer_states_as_they_are(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
-    """The second of three steps has no signal. Momentum and weight decay must not move the weights either."""
+    """The second of three steps has no signal. In this step, momentum and weight decay must not move the weights."""
     sampler = Sampler(model)
     sampler.score = lambda *episode: parity_reward(*episode) if len(sampler.collections) != 2 else 1.0
     stage_run = StageRun(
@@ -297,7 +297,7 @@ def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, l
 def test_a_step_may_lose_at_most_the_set_share_of_its_episodes(
     tmp_path: Path, model: Path, loop_thread: LoopThread, num_lost: int
 ) -> None:
-    """Of 16 episodes, 3 are less than a fifth and 4 are more."""
+    """A fifth of 16 episodes is 3.2 episodes: a loss of 3 is allowed, and a loss of 4 is not."""
     numbers = itertools.count()
 
     def score(problem: Problem, sample: int, ids: Sequence[int]) -> float | None:

@@ -1,4 +1,5 @@
-"""Sampling beside training: the next step's episodes are sampled with the weights before this step's update."""
+"""Tests of sampling beside training: while a step trains, the episodes of the next step are sampled. So they are
+sampled with the weights before the update of this step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ STEPS = 4
 
 
 class SlowSampler(Sampler):
-    """Engines that take `delay_s` for a step, as engines with GPUs of their own would: no core is used."""
+    """Engines that take `delay_s` for a step and use no core, as engines with GPUs of their own do."""
 
     delay_s = 0.0
 

@@ -1,4 +1,5 @@
-"""Partial rollouts and the cancellation of stragglers: which episodes a step trains on, and how they are counted."""
+"""Tests of partial rollouts, in which unfinished groups continue in the next step, and of the cancellation of
+stragglers: which episodes a step trains on, and how they are counted."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def sampled_versions(row: dict[str, Any]) -> list[int]:
 def test_partial_rollouts_train_on_each_problem_once_and_correct_each_token_by_its_weights(
     tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three groups are in flight, and the last two are complete in each step. So the first group waits in steps 1 and
-    2, and must be complete in step 3 (`max_staleness_steps`)."""
+    """Three groups are in flight. In each step the last two become complete. So the first group waits in steps 1 and 2,
+    and must become complete in step 3 (`max_staleness_steps`)."""
     loss_inputs = record_loss_inputs(monkeypatch)
     sampler = Sampler(model)
     stage_run = StageRun(
@@ -92,8 +93,8 @@ def test_partial_rollouts_train_on_each_problem_once_and_correct_each_token_by_i
 def test_cancelled_stragglers_are_counted_and_do_not_change_the_shares_that_roc_keeps(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
-    """Of each group's eight episodes two are cancelled, three are correct and three are wrong; RoC keeps two of each
-    kind, as it would of a group of six."""
+    """Each group has eight episodes: two are cancelled, three are correct, and three are wrong. RoC keeps two correct
+    and two wrong ones, as in a group of six."""
 
     class CancellingSampler(Sampler):
         def episode(self, problem: Problem, sample: int, *rest: Any) -> Episode:

@@ -1,4 +1,5 @@
-"""Resumption of an RL stage, the optimizer states of the previous stage, and the order of problems."""
+"""Tests of the resumption of an RL stage, of the optimizer states of the previous stage, and of the order of
+problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: which tokens are in the loss, which conversations share a batch, and resumption."""
+"""Tests of supervised fine-tuning (SFT): which tokens are in the loss, which conversations share a batch, and how an
+interrupted training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluation inside a stage: which weights it gets, which steps have one, the best model, and a resumed stage."""
+"""Tests of evaluations inside a stage: which weights they get, after which steps there is one, which model is the best,
+and how a stage with evaluations is resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Evaluation:
 
     sampler: Sampler
     accuracies: dict[int, float]
-    """By the number of the stage's steps. A missing one ends the run, as an engine that is down would."""
+    """The accuracy by the number of steps of the stage. If a number is missing, its evaluation ends the run, as an
+    engine that is down would."""
     weights: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, steps: int) -> float:
@@ -96,7 +98,7 @@ def test_the_times_of_a_step_leave_its_evaluation_out(
 
 
 def test_a_resumed_stage_evaluates_no_step_again(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
-    """The stage saves no checkpoint of its own before it fails in step 5, but an evaluation is followed by one."""
+    """The stage fails in step 5, before its own first checkpoint. But each evaluation is followed by a checkpoint."""
 
     def fail_in_fifth_step(index: int) -> None:
         if index == 4:

@@ -1,4 +1,4 @@
-"""An RL stage that trains on the episodes of a store instead of sampling them."""
+"""Tests of an RL stage that trains on the episodes of a store instead of sampling episodes."""
 
 from __future__ import annotations
 

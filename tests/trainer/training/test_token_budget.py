@@ -1,4 +1,7 @@
-"""The passes of `TokenBudgetTrainer`: their loss and gradients are TRL's, and they compute few positions in vain."""
+"""Tests of the passes of `TokenBudgetTrainer`. A pass is one forward and backward computation of some rows of a step.
+
+The loss and the gradients equal those of TRL, and only few of the computed positions are padding.
+"""
 
 from __future__ import annotations
 

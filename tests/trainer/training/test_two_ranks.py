@@ -1,4 +1,5 @@
-"""A stage that two processes train together, with and without sharding (`tests/trainer/two_ranks.py`)."""
+"""Tests of a stage that two processes (ranks) train together, with and without sharding of the model.
+`tests/trainer/two_ranks.py` is the program of these processes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class TwoRanks:
     """The run folder."""
     sharding: str
     ranks: list[dict[str, Any]]
-    """What each rank has recorded: see the end of `two_ranks.main`."""
+    """The records of each rank. The end of `two_ranks.main` describes them."""
 
 
 @pytest.fixture(scope="module", params=["none", "full"])
@@ -60,11 +61,13 @@ def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group
         # The barriers are after the evaluation, and at the end.
         assert calls == [*["scatter_object_list: own, gloo"] * 2, *["barrier: own, gloo"] * 2]
     second = two_ranks.ranks[1]
-    _, wait_s = second["waits"][1]  # for the slow rollouts of the second step
+    _, wait_s = second["waits"][1]  # this wait is for the slow rollouts of the second step
     assert wait_s > second["default_timeout_s"]
 
 
-def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_as_many(two_ranks: TwoRanks) -> None:
+def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_equally_many_passes(
+    two_ranks: TwoRanks,
+) -> None:
     first, second = (rank["reduced"] for rank in two_ranks.ranks)
     # A pass has one row. Three modules are sharded: each of the two layers, and the embeddings together with the output
     # layer.
