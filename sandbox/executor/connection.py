@@ -1,6 +1,7 @@
-"""The executor's end of the connection to its gateway: frames in, results and losses out (`sandbox.wire`).
+"""The executor's end of the connection to its gateway. It receives frames with calls, and sends results and losses
+(`sandbox.wire`).
 
-At the end of the stream the gateway has gone; the executor then stops and kills all its calls.
+If the stream ends, the gateway has ended. The executor then stops and kills all its calls.
 """
 
 from __future__ import annotations
