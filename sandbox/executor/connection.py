@@ -30,8 +30,8 @@ Frames = AsyncGenerator[list[Any], None]
 
 
 async def serve(sock: socket.socket, set_log_format: Callable[[str], None] = lambda _log_format: None) -> int:
-    """Serve a gateway until it closes its end, or until all calls are answered after "drain". Return an exit code.
-    `set_log_format` is called with the gateway's format of log lines."""
+    """Serve a gateway until it closes its end. If it has sent "drain", stop as soon as all calls have ended. Return an
+    exit code. `set_log_format` is called with the gateway's format of log lines."""
     stream = UnixStream(sock)
     failure = ""
     async with trio.open_nursery() as nursery, aclosing(_read_frames(stream, wire.Unpacker())) as frames:
