@@ -1,15 +1,16 @@
-"""The executor: calls in, results out; each call ends with a result or as lost, exactly once unless it is cancelled.
+"""The executor receives calls, runs them, and delivers results. Each call that is not cancelled ends exactly once: with
+a result or as lost.
 
-    submit -> queue -> pool.start_call -+-> on_call_ended ------------> on_result(seq, result)
+    submit -> queue -> pool.start_call -+-> on_call_ended -------------> on_result(seq, result)
                 ^                       |
-                |                       +-> the zygote ends -> delay -> on_lost(seq, reason, has_started)
+                |                       +-> the call is lost -> delay -> on_lost(seq, reason, has_started)
                 |                       |
                 +------- delay <--------+-- the call failed to start
 
 Terms:
 - A zygote is a preloaded interpreter that forks once per call. A pool is one jail with its zygotes and slots.
 - A slot is a numbered set of resources (uid, cgroup, scratch directory) for one call at a time. A call that has run for
-  long becomes a long call, and its slot then becomes a long slot. All other slots are short slots.
+  long becomes a long call, and its slot then becomes a long slot. Before, it is a short slot or a reserved slot.
 - The window is the number of calls that the executor accepts at once. The gateway sends some small requests beyond the
   window: their calls have reserved places. Only such a call may start in a reserved slot, which is an unused long slot.
 
