@@ -1,13 +1,17 @@
-"""The state of a call between queue and result. It has four parts, each with one owner.
+"""The state of a call from the queue to its result. The state has four parts, each with one owner.
 
     part           contents                                              owner        lifetime
     CallRequest    the decoded call; immutable                           -            until the result
-    CallState      the request, failed starts                            Executor     until the result or loss
+    CallState      the request, number of failed starts                  Executor     until the result or loss
     Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
     CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the `still_running` frame
                                                                                       to the end of the attempt
 
-`CallMonitor` is defined in `monitor`, the other three here.
+This module defines the first three parts; `monitor` defines `CallMonitor`.
+
+A zygote is a preloaded interpreter that forks once per call, in a slot: a numbered set of resources. Virtual time is
+wall time minus run delay, which is the time that runnable threads wait for a core. To demote a call is to lower its CPU
+priority because it has run for long; to promote it is to restore the priority.
 """
 
 from __future__ import annotations
@@ -34,36 +38,42 @@ from sandbox.types import (
 MAX_RETURNED_BYTES = 16 << 20
 """Bytes that the returned files of one call may have together, since a result is sent in one frame."""
 REPORT_OVERHEAD_BYTES = 16 << 10
-"""Upper bound of the report's fixed part and error texts (`guest/runner.py`) plus `RETURNED_HEADER_BYTES`."""
+"""Upper bound of these bytes together: the report's fixed part and error texts (`guest/runner.py`), and
+`RETURNED_HEADER_BYTES`."""
 RETURNED_HEADER_BYTES = 4096
-"""Upper bound of the headers of all returned files and figures: 12 bytes each. The names of a pattern's matches take
-space from the contents."""
+"""Upper bound of the headers of all returned files and figures; each header has 12 bytes. The paths of files that match
+a pattern are not headers: they count against `MAX_RETURNED_BYTES`, as the contents do."""
 MAX_TIMEOUT_S = 1e6
 """Largest time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
 MAX_OPEN_FILES = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-"""RLIMIT_NOFILE of a call: 256, or this process's hard limit if that is lower. A tool call needs fewer; a call that
-uses them all still costs little."""
+"""RLIMIT_NOFILE of a call: 256, or the hard limit of this process if the hard limit is lower. A tool call needs fewer
+than 256 descriptors, and a call that uses all 256 costs little."""
 MAX_TASKS = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-"""Hard limit of this process on processes and threads; -1 if there is no limit. A call cannot have a higher one."""
+"""Hard limit of this process on processes and threads; -1 if there is no limit. The limit of a call cannot be
+higher."""
 HANG_GRACE_S = 10.0
 """Seconds beyond the wall cap after which a zygote that has not reported the call's end counts as hung."""
-WALL_CAP_FACTOR, MIN_WALL_CAP_S = 10, 60.0
-"""The wall cap of a call is its time limit times this factor, and at least this many seconds."""
+WALL_CAP_FACTOR = 10
+"""The wall cap of a call is its time limit multiplied by this factor, but at least `MIN_WALL_CAP_S`. The wall cap is
+the wall time after which the call is killed."""
+MIN_WALL_CAP_S = 60.0
+"""Smallest wall cap in seconds."""
 UNCROWDED_CALLS_PER_CORE = 2
-"""With at most this many calls per core, each second of wall time uses up one second of the wall cap."""
+"""With at most this many calls per core, each second of wall time uses up one second of the wall cap. With more calls,
+it uses up less, since the calls wait for each other."""
 _OPTIONS = ("env", "argv", "return_files", "figures")
 """Fields of a call that its process reads from the frame's JSON, if the call has them."""
 
 
 def wall_cap_s(timeout_s: float) -> float:
-    """Return the wall time after which a call is killed whatever its virtual clock shows. A call that has not reached
-    its time limit by then ran on an overloaded machine."""
+    """Return the wall time after which a call is killed even if its virtual time is below its time limit. In this case
+    the call ran on an overloaded machine."""
     return max(WALL_CAP_FACTOR * timeout_s, MIN_WALL_CAP_S)
 
 
 def wall_cap_used_per_s(calls_per_core: float) -> float:
-    """Return the seconds of the wall cap that one second of wall time uses up: 1, or less if so many calls share a core
-    that they wait for each other."""
+    """Return the seconds of the wall cap that one second of wall time uses up. It is 1 up to
+    `UNCROWDED_CALLS_PER_CORE`, and less if more calls share a core, since they wait for each other."""
     return min(1.0, UNCROWDED_CALLS_PER_CORE / max(calls_per_core, 1e-9))
 
 
@@ -78,8 +88,8 @@ class CallRequest:
     """Modules that the code appears to import."""
     profile: str
     has_reserved_place: bool
-    """Whether the gateway sent it in addition to the window. It starts before other calls, in a reserved slot if no
-    short one is free."""
+    """Whether the gateway sent the call beyond the window (the number of calls that an executor accepts at once). Such
+    a call starts before other calls. If no short slot is free, it may start in a reserved slot."""
 
     @classmethod
     def decode(cls, seq: int, encoded: EncodedCall, profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
@@ -123,22 +133,25 @@ class CallRequest:
 
     @property
     def max_result_bytes(self) -> int:
-        """Upper bound of what a zygote may send as the end of the call: stdout, stderr, and in the report value and
-        traceback, each limited by `output_bytes`; then the rest of the report and the returned files."""
+        """Upper bound of the bytes that a zygote may send as the end of the call. stdout, stderr, and the report's
+        value and traceback have at most `output_bytes` each. The rest of the report and the returned files are
+        added."""
         return 4 * self.output_bytes + REPORT_OVERHEAD_BYTES + MAX_RETURNED_BYTES
 
     def cgroup_memory_bytes(self, zygote_bytes: int) -> int:
         """Return the memory limit of the call's cgroup, in a zygote with `zygote_bytes` of private memory.
 
-        In this cgroup the kernel also counts files, output, and pages that the call copies from the zygote. The maximum
-        of each is added, so that a call which exceeds none of its limits is never killed for their sum.
+        In this cgroup the kernel also counts files, output, and pages that the call copies from the zygote. So the
+        maximum of each of these is added to `memory_mb`. A call that exceeds none of its limits is then never killed
+        because of their sum.
         """
         return zygote_bytes + (int(self.limits["memory_mb"]) << 20) + self.disk_bytes + self.max_result_bytes
 
     @property
     def max_file_bytes(self) -> int:
-        """RLIMIT_FSIZE of the call: `disk_mb`, or more if a memory file is larger. The limit also applies to the memory
-        files for output, report (value and traceback) and returned files, whose sizes seals bound as well."""
+        """RLIMIT_FSIZE of the call, in bytes: `disk_mb`, or the size of the largest memory file if that is more.
+        Output, report and returned files are written to memory files, to which the limit applies too. The sizes of
+        memory files are also bounded by seals."""
         returned_bytes = self.disk_bytes + RETURNED_HEADER_BYTES if self.returns_files else 0
         return max(self.disk_bytes, returned_bytes, 2 * self.output_bytes + REPORT_OVERHEAD_BYTES)
 
@@ -184,7 +197,8 @@ class CallRequest:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try to run a call on one zygote. `CallState.attempt` refers to it until the zygote has reported its end."""
+    """One try to run a call on one zygote. `CallState.attempt` refers to it until the zygote has reported the end of
+    the call."""
 
     call: CallState
     run_id: int
@@ -206,20 +220,20 @@ class Attempt:
 
 @dataclass(eq=False, slots=True)
 class CallState:
-    """An unanswered call. It is queued, or waits for the `verify` zygote or after a loss or a failed start, or has an
-    `attempt`."""
+    """A call without a result. It is queued, or it has an `attempt`, or it waits until the `verify` zygote is ready, or
+    it waits for the delay after a loss or a failed start."""
 
     request: CallRequest
     start_failures: int = 0
     attempt: Attempt | None = None
     is_cancelled: bool = False
     keeps_priority: bool = False
-    """Whether the call got too little of a core when it was demoted and could not be promoted. It runs a second time,
-    at normal priority."""
+    """Whether the call was demoted, then got too little of a core, and could not be promoted. Such a call runs a second
+    time, at normal priority."""
 
     def mark_cancelled(self) -> None:
-        """Mark that no result is to be sent, and free the code and the input. The limits are kept, since they are used
-        until the attempt has ended."""
+        """Mark that no result is to be sent, and free the code and the input. Keep the limits, since the executor uses
+        them until the attempt has ended."""
         self.is_cancelled = True
         self.request = replace(self.request, encoded={}, modules=frozenset())
 

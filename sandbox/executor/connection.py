@@ -1,6 +1,7 @@
-"""The executor's end of the connection to its gateway: frames in, results and losses out (`sandbox.wire`).
+"""The executor's end of the connection to its gateway. It receives frames with calls, and sends results and losses
+(`sandbox.wire`).
 
-At the end of the stream the gateway has gone; the executor then stops and kills all its calls.
+If the stream ends, the gateway has ended. The executor then stops and kills all its calls.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Frames = AsyncGenerator[list[Any], None]
 
 
 async def serve(sock: socket.socket, set_log_format: Callable[[str], None] = lambda _log_format: None) -> int:
-    """Serve a gateway until it closes its end, or until all calls are answered after "drain". Return an exit code.
-    `set_log_format` is called with the gateway's format of log lines."""
+    """Serve a gateway until it closes its end. If it has sent "drain", stop as soon as all calls have ended. Return an
+    exit code. `set_log_format` is called with the gateway's format of log lines."""
     stream = UnixStream(sock)
     failure = ""
     async with trio.open_nursery() as nursery, aclosing(_read_frames(stream, wire.Unpacker())) as frames:

@@ -1,18 +1,27 @@
-"""The executor: calls in, results out; each call ends with a result or as lost, exactly once unless it is cancelled.
+"""The executor receives calls, runs them, and delivers results. Each call that is not cancelled ends exactly once: with
+a result or as lost.
 
-    submit -> queue -> zygote (pool.start_call) -> on_call_ended -> on_result(seq, result)
-                ^          |           |
-                +-- delay -+           +-- zygote lost --> delay --> on_lost(seq, reason, has_started)
-               failed to start
+    submit -> queue -> pool.start_call -+-> on_call_ended -------------> on_result(seq, result)
+                ^                       |
+                |                       +-> the call is lost -> delay -> on_lost(seq, reason, has_started)
+                |                       |
+                +------- delay <--------+-- the call failed to start
+
+Terms:
+- A zygote is a preloaded interpreter that forks once per call. A pool is one jail with its zygotes and slots.
+- A slot is a numbered set of resources (uid, cgroup, scratch directory) for one call at a time. A call that has run for
+  long becomes a long call, and its slot then becomes a long slot. Before, it is a short slot or a reserved slot.
+- The window is the number of calls that the executor accepts at once. The gateway sends some small requests beyond the
+  window: their calls have reserved places. Only such a call may start in a reserved slot, which is an unused long slot.
 
 Invariants:
-- The code of a call is started once, and once more if the call starved at a lower CPU priority. The sender of the
-  call decides about further attempts.
-- An unanswered call is in the queue, or has an attempt on one zygote, or waits for the `verify` zygote or after a loss
-  or a failed start.
+- The executor starts the code of a call once. There is one exception: a call that got too little of a core while it was
+  demoted (at low CPU priority) is started a second time. The sender of the call decides about further attempts.
+- A call without a result is in one of these states: it is in the queue; it has an attempt on one zygote; it waits until
+  the `verify` zygote is ready; or it waits for the delay after a loss or after a failed start.
 - There is no task per call. One task steps all monitored calls (`monitor`).
-- Calls start in the order of their arrival, those in reserved places first. A call starts on the pool with most free
-  slots, in the smallest zygote that has the modules which it imports.
+- Calls in reserved places start before all other calls. Otherwise calls start in the order of their arrival. A call
+  starts on the pool with the most free slots, in the smallest zygote that has all modules which the call imports.
 - The work for one call does not grow with the number of calls.
 """
 
@@ -49,14 +58,16 @@ log = logging.getLogger(__name__)
 
 STALL_S = 0.08
 """If calls are queued and no call has ended for this many seconds, running calls are demoted earlier
-(`Executor.demote_after_s`). Less than the default of `demote_after_ms`, so that it has an effect on the first
-sample."""
-MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.1, 5.0
-"""Seconds until a call that failed to start is started again. The delay doubles with each failed start. A lost call is
-reported after the shortest delay."""
+(`Executor.demote_after_s`). A call is sampled first when it has run for `demote_after_ms`. `STALL_S` is less than the
+default of `demote_after_ms`, so a stall is already known at this first sample of the call."""
+MIN_RETRY_DELAY_S = 0.1
+"""Seconds until a call is started again after its first failed start. Each further failure doubles the delay. A lost
+call is also reported after this delay."""
+MAX_RETRY_DELAY_S = 5.0
+"""Largest delay, in seconds, until a call that failed to start is started again."""
 MAX_START_FAILURES = 8
-"""Failed starts (no process, no descriptor) of a call after which one more makes it lost. With back-off they take about
-20 s."""
+"""Number of failed starts (no process, no descriptor) after which a call is still started again. The next failure makes
+the call lost. With the delays, this takes about 20 s."""
 MAX_MISSED_IMPORTS = 1000
 """Maximum number of module names in `missed_imports`. The names come from the code of calls."""
 
@@ -68,8 +79,8 @@ class Executor:
     """Runs calls on its zygote pools. The thread that runs Trio must make all calls of its methods.
 
     `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call that is not cancelled,
-    and at most once for a cancelled one. `is_replacement`: the executor replaces one that has died, so it is ready with
-    its first zygote.
+    and at most once for a cancelled call. `is_replacement`: this executor replaces an executor that has died. A
+    replacement is ready as soon as its first zygote is ready.
     """
 
     def __init__(self, plan: PoolPlan, on_result: OnResult, on_lost: OnLost, *, is_replacement: bool = False) -> None:
@@ -79,10 +90,11 @@ class Executor:
         self.cgroups = ""
         """Version and directories of the cgroups of the calls; empty if there are none."""
         self.warnings = list(plan.warnings)
-        """What this machine lacks, one sentence each. A server logs them once; `run` leaves them to `doctor`."""
+        """What this machine lacks, one sentence each. A server logs them once. The command `run` does not print them;
+        the command `doctor` does."""
         self.cpu_priority = CpuPriority(plan.cores)
         self.on_window_changed: Callable[[int], None] = lambda _window: None
-        """Called with `window` whenever that has changed."""
+        """Called with the new `window` whenever the window has changed."""
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
         """By module: how often calls have imported it in a zygote that had not loaded it."""
@@ -91,12 +103,13 @@ class Executor:
         self._is_replacement = is_replacement
         self._demote_after_s = plan.config.demote_after_ms / 1e3
         self._progress_at = -math.inf
-        """Monotonic time at which a call last ended, or at which a call was added to the empty queue."""
+        """Monotonic time at which a call last ended or, if that is later, was added to the empty queue."""
         self._machine_memory = MachineMemory()
         self._calls: dict[int, CallState] = {}
         """All calls without a result, by seq."""
         self._queues = (OrderedDict[int, CallState](), OrderedDict[int, CallState]())
-        """Calls that wait for a slot, by seq: those in places of the window, and those in reserved places."""
+        """Calls that wait for a slot, by seq. The first queue has the calls in places of the window, the second queue
+        the calls in reserved places, so `has_reserved_place` is the index of a call's queue."""
         self._waiting_for_verifier: list[CallState] = []
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
@@ -115,7 +128,7 @@ class Executor:
             self.plan.profiles,
             slots,
             self,
-            report_after_s=self._demote_after_s,
+            report_after_s=self._demote_after_s,  # from the report on, a call is monitored and may become long
             is_replacement=self._is_replacement,
         )
 
@@ -146,8 +159,8 @@ class Executor:
             pool.slots.cgroups = tree
 
     async def wait_ready(self) -> None:
-        """Wait until all zygotes of every pool have been ready; if this executor replaces another, until one zygote
-        has been."""
+        """Wait until all zygotes of every pool have been ready. If this executor replaces another, wait only until one
+        zygote has been ready."""
         await self._ready.wait()
 
     def submit(self, seq: int, encoded: EncodedCall) -> None:
@@ -163,6 +176,7 @@ class Executor:
 
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
+        # The first pool answers for all pools, because all jails of an executor have one level and the same mounts.
         if self.plan.level is jail.Level.NONE or self.pools[0].slots.have_networks:
             return ""
         reason = "this server has mounts, and the code could connect to sockets in them"
@@ -184,7 +198,7 @@ class Executor:
 
     def start_queued_calls(self) -> None:
         """Start calls while there are free slots and zygotes for the next one."""
-        for queue in reversed(self._queues):
+        for queue in reversed(self._queues):  # calls in reserved places first
             while queue:
                 seq, call = next(iter(queue.items()))
                 profile, reserved = call.request.profile, False
@@ -195,6 +209,8 @@ class Executor:
                         del queue[seq]
                         self._waiting_for_verifier.append(call)
                         continue
+                # A call in a reserved place also tries a short slot first, so that a reserved slot stays free for the
+                # next such call.
                 picked = self._pick_zygote(profile, reserved)
                 if picked is None and call.request.has_reserved_place:
                     reserved = True
@@ -233,7 +249,8 @@ class Executor:
 
     @property
     def running(self) -> int:
-        """Used slots, short and long; those parked after a call are included."""
+        """Number of slots in use, short and long. A parked slot counts: its call has ended, but its cgroup is not empty
+        yet."""
         return sum(pool.slots.used for pool in self.pools)
 
     @property
@@ -242,18 +259,19 @@ class Executor:
 
     @property
     def window(self) -> int:
-        """Number of calls, those in reserved slots not counted, that the gateway may have sent and not yet got a result
-        for: as many as there are calls in long slots, and two for each short slot."""
+        """Number of calls without a result that the gateway may send to this executor. Calls in reserved places do not
+        count against it. It is two calls for each short slot, plus one call for each call in a long slot."""
         return 2 * self.plan.slots + self.running_long
 
     @property
     def demote_after_s(self) -> float:
-        """Virtual time after which a running call becomes a long call: `demote_after_ms`, divided by the calls in short
-        slots per core. With n such calls on a core, each of them gets 1/n of the core, and so would a new call.
+        """Virtual time after which a running call becomes a long call: `demote_after_ms`, divided by the number of
+        calls in short slots per core. With n such calls on a core, each of them gets 1/n of the core, and a new call
+        would get the same share.
 
-        The time is not divided while calls are queued and other calls end. Calls that became long would let more calls
-        start, which takes memory, and no queued call would end sooner. If the calls in the short slots do not end, the
-        time is divided after `STALL_S`.
+        While calls are queued and other calls end, the time is not divided. A shorter time would make calls long sooner
+        and so let more calls start. That takes memory, and no queued call would end sooner. If no call has ended for
+        `STALL_S`, the time is divided.
         """
         if self._queued and time.monotonic() - self._progress_at < STALL_S:
             return self._demote_after_s
@@ -267,8 +285,8 @@ class Executor:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
     def _pick_zygote(self, profile: str, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
-        """Return a zygote for a call and its pool, which has a free short or reserved slot; None if there is no such
-        pool."""
+        """Return a pool and a zygote in it for a call. The pool has a free reserved slot if `reserved`, else a free
+        short slot. Return None if there is no such pool."""
         free = {pool: pool.slots.free_reserved if reserved else pool.slots.free_short for pool in self.pools}
         for pool in sorted(self.pools, key=free.__getitem__, reverse=True):
             if free[pool] <= 0 or not pool.slots.free:
@@ -351,7 +369,7 @@ class Executor:
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
-        """Queue the calls that wait for the `verify` zygote before others, and start queued calls."""
+        """Put the calls that wait for the `verify` zygote at the head of their queues, and start queued calls."""
         for call in reversed(self._waiting_for_verifier):
             self._queue_first(call)
         self._waiting_for_verifier.clear()
@@ -382,20 +400,21 @@ class Executor:
         self.counts[event] += 1
 
     def _report_lost(self, call: CallState, reason: str) -> None:
-        """Report a call whose code has started and ended without a result: its zygote exited or sent an invalid end of
-        the call, or the kernel killed the call because of an outer memory limit."""
+        """Report a call as lost; its code counts as started. Either its zygote exited, or the zygote sent an invalid
+        end of the call, or the kernel killed the call because memory outside of the call's own limit ran out."""
         assert self._nursery is not None
         self._nursery.start_soon(self._report_lost_later, call, reason)
 
     async def _report_lost_later(self, call: CallState, reason: str) -> None:
-        """Report a loss after a delay, in which the executor notices which other zygotes of a dying jail have exited.
-        Otherwise the call could come back at once and be lost with one of these."""
+        """Report a loss after a delay. During the delay, the executor notices which other zygotes of a dying jail have
+        exited. Without the delay, the gateway could send the call again at once, and the call could be lost with one of
+        these zygotes."""
         await trio.sleep(MIN_RETRY_DELAY_S)
         self._forget_lost(call, reason, has_started=True)
 
     def _start_later(self, call: CallState, reason: str) -> None:
-        """Requeue a call that could not be started: there was no process, descriptor or cgroup. After
-        `MAX_START_FAILURES` it is lost."""
+        """Requeue a call that could not be started because there was no process, descriptor or cgroup. After more than
+        `MAX_START_FAILURES` failures, the call is lost."""
         call.start_failures += 1
         assert self._nursery is not None
         self._nursery.start_soon(self._requeue_later, call, reason)
@@ -440,6 +459,7 @@ class Executor:
 
 
 def _is_cpu_exceeded(ended: Header, usage: jail.CgroupUsage | None, timeout_s: float, max_cpu_s: float) -> bool:
-    """Return whether a call that ended by itself had used up its time limit. Its virtual time is at most its wall time
-    and at least its CPU time per core, so both have to reach their limits. Raises `ProtocolError`."""
+    """Return whether a call that ended by itself had used up its time limit: its wall time reached `timeout_s`, and its
+    CPU time reached `max_cpu_s`. Both are needed, because virtual time is at most the wall time and at least the CPU
+    time per core. Raises `ProtocolError`."""
     return get_number(ended, "wall_ms") >= 1e3 * timeout_s and total_cpu_ms(ended, usage) >= 1e3 * max_cpu_s

@@ -1,4 +1,4 @@
-"""The memory of the machine: whether enough is available, and whether the kernel killed a call because it ran out.
+"""The memory of the machine: whether enough is available, and whether the kernel killed a call because memory ran out.
 
 All times are seconds of the monotonic clock.
 """
@@ -12,8 +12,8 @@ from sandbox.executor.call_state import Attempt
 from sandbox.executor.time.monitor import KillReason
 
 MIN_AVAILABLE_MEMORY_SHARE = 1 / 8
-"""While less than this share of the machine's memory is available, no call moves to a long slot, since that would let
-a further call start in the short slot."""
+"""While less than this share of the machine's memory is available, no call moves from a short slot to a long slot. The
+move would free a short slot, in which another call would start."""
 MEMORY_SAMPLE_INTERVAL_S = 0.25
 """Seconds for which a sample of the available memory is used."""
 
@@ -23,10 +23,11 @@ class MachineMemory:
         self._min_available_bytes = int(MIN_AVAILABLE_MEMORY_SHARE * machine.memory_limit())
         self._sampled_at, self._is_available = -math.inf, True
         self._oom_kills, self._oom_kill_seen_at = machine.oom_kills(), -math.inf
-        """The kernel's count when it was last read, and the time at which it was seen to have grown."""
+        """The kernel's count of processes killed for lack of memory when it was last read, and the time of the last
+        reading that found a higher count than the reading before."""
 
     def is_available(self, now: float) -> bool:
-        """Return whether enough memory is available, by a sample that is at most `MEMORY_SAMPLE_INTERVAL_S` old."""
+        """Return whether enough memory is available. The answer may be `MEMORY_SAMPLE_INTERVAL_S` old."""
         if not 0 <= now - self._sampled_at < MEMORY_SAMPLE_INTERVAL_S:
             self._sampled_at = now
             self._is_available = machine.memory_available() >= self._min_available_bytes
@@ -36,8 +37,9 @@ class MachineMemory:
         """Return whether the SIGKILL that ended a call may come from the kernel, because memory outside of the call's
         own limit ran out.
 
-        Without a cgroup that could say so, the kernel's count for the whole machine decides. An earlier kill counts too
-        if the count was not read since, and so does that of another process: both cost the call a second run.
+        If the call has a cgroup, the cgroup shows this. Otherwise the kernel's count of such kills on the whole machine
+        decides. Then the answer may be True although the kernel killed another process, or killed a process before this
+        call started. After a wrong True the call is run a second time.
         """
         if attempt.usage is not None:
             return attempt.usage.hit_outer_limit and kill_reason is not KillReason.TIMED_OUT

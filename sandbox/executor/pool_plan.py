@@ -1,4 +1,8 @@
-"""What an executor can run on this machine: probes it, and plans the slots and the jails of the zygote pools."""
+"""Probes this machine, and plans the zygote pools of an executor: their number, slots and jails.
+
+A zygote pool is one jail, its zygotes (interpreters that fork once per call) and its slots, each for one call at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +52,10 @@ class PoolPlan:
     slots: int
     long_slots: int
     wanted_fds: int
-    """Descriptors that the configured slots need. If fewer are allowed, there are fewer slots."""
+    """Number of descriptors that the configured slots need. If this process may open fewer, there are fewer slots."""
     profile_tree: ProfileTree
     specs: tuple[jail.JailSpec, ...]
-    """The jails of each pool."""
+    """The jail of each pool."""
     warnings: tuple[str, ...]
     """What this machine lacks, one sentence each."""
 
@@ -61,13 +65,13 @@ class PoolPlan:
 
     @property
     def slots_per_pool(self) -> tuple[int, int]:
-        """The short and the long slots of each pool."""
+        """Number of short slots and number of long slots of each pool."""
         return math.ceil(self.slots / len(self.specs)), math.ceil(self.long_slots / len(self.specs))
 
 
 def plan_pools(config: ExecutorConfig) -> PoolPlan:
-    """Probe the machine, and plan the pools for it. Raises `IsolationError` if it lacks the isolation level, and
-    `ConfigError` if the Python or a mount cannot be used."""
+    """Probe the machine, and plan the pools for it. Raises `IsolationError` if the machine lacks the isolation level.
+    Raises `ConfigError` if the Python or a mount cannot be used."""
     granted_cores = machine.granted_cores()
     capacity = resolve_capacity(config, granted_cores)
     level = jail.choose_level(config.isolation).level
@@ -115,8 +119,8 @@ def plan_pools(config: ExecutorConfig) -> PoolPlan:
 
 
 def _find_scratch_parent_dir(has_uids: bool) -> str:
-    """Return the host directory for scratch directories. Only level `landlock` uses one; other levels mount tmpfs in
-    the jail."""
+    """Return the host directory in which the scratch directories are created. Only level `landlock` uses one; at other
+    levels a scratch directory is a tmpfs in the jail."""
     parent = jail.scratch_parent_dir(has_uids=has_uids)
     default = tempfile.gettempdir()
     reason = "" if parent == default else f" (the uids of calls cannot enter {default})"

@@ -1,7 +1,8 @@
-"""The profiles of an executor, and the choice of the one for a call by the import statements in its code.
+"""The profiles of an executor, and the choice of the profile for a call.
 
-The code is scanned with a regular expression, not parsed. A wrong guess costs an import inside the call and never
-changes its result.
+A profile is a set of modules that a zygote (a preloaded interpreter that forks once per call) has imported. The profile
+of a call is chosen by the import statements in the call's code. The code is scanned with a regular expression, not
+parsed. After a wrong choice the call imports the module itself, which takes time and does not change the result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from sandbox.settings.profiles import OwnProfile
 from sandbox.types import Profile
 
 PROFILE_CHAIN = tuple(Profile(name) for name in PARENT_PROFILE if name != Profile.VERIFY)
-"""Built-in profiles from the smallest to the largest. Each contains the modules of those before it."""
+"""Built-in profiles from the smallest to the largest, except `verify`. Each profile contains the modules of all
+profiles before it."""
 MAX_SCANNED_CHARS = 1 << 16
 """Number of characters of the code that are scanned. To scan millions would delay all other calls."""
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^\n#;]+))", re.MULTILINE)
@@ -42,15 +44,16 @@ def imported_modules(code: str) -> frozenset[str]:
 
 
 class ProfileTree:
-    """The built-in profiles, which form a chain, and the operator's own, each a child of another profile.
+    """The built-in profiles, and the profiles that the operator has defined (own profiles). Each profile but `bare`
+    extends another profile, which is its parent.
 
-    `own_profiles` lists each profile after the one that it extends.
+    `own_profiles` lists each profile after its parent.
     """
 
     def __init__(self, own_profiles: Sequence[OwnProfile] = ()) -> None:
         self.own = {profile.name: profile for profile in own_profiles}
         self.names: tuple[str, ...] = (*PROFILE_CHAIN, *self.own)
-        """All profiles but `verify`, each after the one that it extends."""
+        """All profiles but `verify`, each after its parent."""
         self._parents = PARENT_PROFILE | {name: profile.extends for name, profile in self.own.items()}
         self._modules: dict[str, frozenset[str]] = {}
         """Top-level modules of a profile and its ancestors."""
@@ -60,8 +63,9 @@ class ProfileTree:
             self._modules[name] = frozenset(modules) | self._modules.get(self._parents[name] or "", frozenset())
 
     def choose(self, requested: str, modules: Set[str]) -> str:
-        """Return the profile for a call that requests a profile and imports `modules`: the requested one; for `auto`
-        and unknown names the first that contains most of `modules`."""
+        """Return the profile for a call. If the call requests a known profile, return this profile. For `auto` and for
+        unknown names, return the profile that contains the most of `modules`, the modules that the call imports. If
+        several profiles contain this many, return the first of them."""
         if requested in self._parents:
             return requested
         if not modules:
@@ -76,8 +80,9 @@ class ProfileTree:
             parent = self._parents[parent]
 
     def substitutes(self, profile: str) -> Iterator[str]:
-        """Yield the profiles that may run a call while the zygote of its profile is down, the best first: the larger
-        ones of the chain, then the smaller ones; for an own profile its ancestors."""
+        """Yield the profiles that may run a call while the zygote of its profile is down, the best profile first. For a
+        profile of the chain, these are the larger profiles, then the smaller profiles. For an own profile, these are
+        its ancestors."""
         if profile in PROFILE_CHAIN:
             yield from PROFILE_CHAIN[PROFILE_CHAIN.index(Profile(profile)) + 1 :]
         elif profile == Profile.VERIFY:

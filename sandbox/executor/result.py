@@ -2,13 +2,13 @@
 
     source                                         trusted   decides
     exit status, signal, length of the output      yes       status
-    usage that the call's cgroup has counted       yes       status (memory), usage
+    usage that the call's cgroup has counted       yes       status `memory_limit`, usage
     time-out noticed by the executor               yes       status
-    report, written by the call's own process      no        value, error; `memory_limit` instead of `error`
+    report, written by the call's own process      no        value, error; changes status `error` to `memory_limit`
     returned files, written by the same process    no        files
 
-The report may contain anything, so it is parsed like any untrusted input. It can change the status only from `error` to
-`memory_limit`.
+The report may contain any bytes, so it is parsed like any untrusted input. The only change of the status that it can
+cause is from `error` to `memory_limit`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sandbox.jail import CgroupUsage
 from sandbox.types import EncodedError, EncodedResult, Status, signal_name
 
 MAX_INVALID = 10_000
-"""Invalid bytes of a text from which on they are no longer replaced one by one."""
+"""Number of invalid bytes in a text, about, that are replaced by U+FFFD one by one (`decode_output`)."""
 _CHUNK_BYTES = 1 << 14
 _Decoder = codecs.getincrementaldecoder("utf-8")
 _ASCII = bytes(range(128)) + b"?" * 128
@@ -33,7 +33,7 @@ _ASCII = bytes(range(128)) + b"?" * 128
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of the runner (`guest/protocol.py`); empty if the process ended before it wrote one."""
+    """The report of the runner (`guest/protocol.py`). It is empty if the process ended before it wrote a report."""
 
     value: str | None = None
     error: EncodedError | None = None
@@ -59,9 +59,9 @@ class Report:
 
 
 def decode_output(data: bytes) -> str:
-    """Return UTF-8 as text, with U+FFFD for invalid bytes. Behind about `MAX_INVALID` of them, all bytes that are not
-    ASCII become "?", since the event loop would wait 50 ns for each U+FFFD, and the text would have three times the
-    size."""
+    """Decode UTF-8, and replace each invalid byte by U+FFFD. After about `MAX_INVALID` invalid bytes, each byte that is
+    not ASCII becomes "?" instead. A U+FFFD blocks the event loop for 50 ns and takes three bytes, so a text of invalid
+    bytes would take long and become three times as large."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -135,17 +135,19 @@ def build_result(
 
 
 def total_cpu_ms(ended: Header, usage: CgroupUsage | None) -> float:
-    """Return the CPU milliseconds of all processes of a call. Without a cgroup, count only its first process and the
-    children that the first process has waited for. Raises `ProtocolError`."""
+    """Return the CPU milliseconds of all processes of a call. Without a cgroup, only two kinds of processes count: the
+    first process, and the children that the first process has waited for. Raises `ProtocolError`."""
     reported_ms = get_number(ended, "cpu_ms")
     return reported_ms if usage is None or usage.cpu_ms is None else round(usage.cpu_ms, 3)
 
 
 def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
-    """Return the largest amount of memory that the processes and files of a call have held beyond the memory inherited
-    from the zygote. Without a cgroup, count only the largest process, without files and copies of inherited pages.
+    """Return the peak memory of a call in bytes: that of its processes and files together, without the memory that is
+    inherited from the zygote. Without a cgroup, it is the peak of the largest process, without files and without copies
+    of inherited pages.
 
-    The cgroup's peak is relative to its usage before the call, and negative if the kernel has freed cached files since.
+    The cgroup's peak is relative to the cgroup's usage before the call. It is negative if the kernel has freed cached
+    files since then.
     """
     reported_bytes = get_number(ended, "peak_kb") * 1024
     return reported_bytes if usage is None or usage.peak_bytes is None else max(0, usage.peak_bytes)
@@ -155,8 +157,8 @@ def _status(
     exit_code: int | None, report: Report, *, timed_out: bool, output_exceeded: bool, oom_killed: bool
 ) -> Status:
     if output_exceeded:
-        # Checked first, so that the same code has the same status each time: whether code that prints for ever also
-        # times out depends on the load.
+        # Checked first, so that the same code has the same status each time. Code that prints for ever exceeds this
+        # limit always, but whether it also times out depends on the load.
         return Status.OUTPUT_LIMIT
     if timed_out:
         return Status.TIMEOUT

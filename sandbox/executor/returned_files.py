@@ -1,7 +1,8 @@
-"""Reads the files that the process of a call returned. It can return anything, so each name is checked.
+"""Reads the files that the process of a call returned. The process can return any bytes, so each name is checked.
 
-`guest/protocol.py` has the layout. If earlier entries have all matches of a pattern, its entry has the path of one
-match and no content.
+`guest/protocol.py` has the layout: a list of entries, each for a path or a pattern of `return_files`, or for a figure.
+A file is returned once only. So if each file that matches a pattern is already in an earlier entry, the pattern gets
+one entry without content, with the path of one of these files. This entry shows that the pattern has a match.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from sandbox.guest.protocol import ENTRY, FIGURE_INDEX, MAX_FIGURES, MAX_FILES, 
 from sandbox.path_patterns import is_pattern, matches
 
 _MAX_ENTRIES = 2 * MAX_FILES + MAX_FIGURES
-"""A guest that the code has not changed sends an entry for each file and figure, and one without content for each
-pattern. A call has at most `MAX_FILES` patterns."""
+"""Maximum number of entries that are read. If the code has not changed the guest, the guest sends at most `MAX_FILES`
+entries with a file, at most `MAX_FIGURES` with a figure, and one without content for each of at most `MAX_FILES`
+patterns."""
 
 
 class ReturnedFiles(NamedTuple):
-    """Contents by path, and the paths and patterns of `return_files` of which no file was returned."""
-
     files: dict[str, bytes]
+    """Contents by path."""
     missing: list[str]
+    """The paths and patterns of `return_files` for which no file was returned."""
 
 
 def parse(data: bytes, return_files: Sequence[str], *, figures: bool) -> ReturnedFiles:
-    """Return the files in `data`, up to the first entry that is malformed. An entry with a name that its pattern does
-    not allow is ignored. Never raises."""
+    """Return the files in `data`, up to the first malformed entry. The entry of a pattern is ignored if its path does
+    not match the pattern. Never raises."""
     if not return_files and not figures:
         return ReturnedFiles({}, [])
     files: dict[str, bytes] = {}
     images: list[bytes] = []
     found = set[str]()
     start = 0
-    for _ in range(_MAX_ENTRIES):
+    for _ in range(_MAX_ENTRIES):  # bounds the work, because `data` may consist of empty entries
         if len(data) - start < ENTRY.size:
             break
         index, size = ENTRY.unpack_from(data, start)
@@ -50,15 +52,17 @@ def parse(data: bytes, return_files: Sequence[str], *, figures: bool) -> Returne
         else:
             break
         start = end
-    missing = [path for path in dict.fromkeys(return_files) if path not in found]
+    missing = [path for path in dict.fromkeys(return_files) if path not in found]  # each path once, in order
     return ReturnedFiles(files | _named(images[:MAX_FIGURES], {*files, *return_files}), missing)
 
 
 def _add(files: dict[str, bytes], found: set[str], requested: str, data: bytes, start: int, end: int) -> None:
-    """Add the entry `data[start:end]` of a path or pattern of `return_files`, if its name is allowed."""
+    """Add the entry `data[start:end]` for `requested`, a path or pattern of `return_files`. Ignore the entry if its
+    path does not match."""
     path = requested
     if is_pattern(requested):
         name_end = data.find(b"\0", start, min(end, start + MAX_PATH_BYTES + 1))
+        # Without a NUL `name_end` is -1, so the path is empty, which is not allowed.
         path = data[start : max(name_end, start)].decode("utf-8", "surrogateescape")
         if not _is_clean(path) or not matches(path, requested):
             return
@@ -79,5 +83,6 @@ def _is_clean(path: str) -> bool:
 
 def _named(images: list[bytes], used_names: set[str]) -> dict[str, bytes]:
     """Return the images as figure-1.png, figure-2.png and so on. Names in `used_names` are skipped."""
+    # At most `len(used_names)` names are skipped, so this many names are enough.
     names = (f"figure-{number}.png" for number in range(1, len(images) + len(used_names) + 1))
     return dict(zip((name for name in names if name not in used_names), images, strict=False))

@@ -1,6 +1,8 @@
-"""Runs one call without a gateway, in the same executor, jail and zygotes. They end when the call has ended.
+"""Runs one call without a gateway. The executor, the jail and the zygotes are those of a server; they end with the
+call.
 
-The call has the same number of attempts as one of a server. They are counted here, since there is no call table.
+The call has the same number of attempts as a call of a server. The attempts are counted here, since there is no call
+table (the gateway's list of calls).
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from sandbox.types import Call, EncodedCall, EncodedResult, Profile, Result, cla
 
 
 def run_once(call: Call, config: ExecutorConfig) -> Result:
-    """Run one call and wait for its result. Raises `SandboxError` if the machine cannot run calls, and `InvalidCall`
-    if there is no profile of the name."""
+    """Run one call and wait for its result. Raises `SandboxError` if the machine cannot run calls. Raises `InvalidCall`
+    if no profile has the name that the call requests."""
     check_profile(call.profile, config.own_profiles, "call")
     tree = ProfileTree(config.own_profiles)
     profile = tree.choose(call.profile, imported_modules(call.code))

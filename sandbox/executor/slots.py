@@ -1,21 +1,26 @@
-"""The slots of one zygote pool: which are free, which are long, and the cgroup of each.
+"""The slots of one zygote pool: which of them are free, which are long, and the cgroup of each.
+
+A slot is a numbered set of resources for one call at a time: the number, a uid in the jail and, where available, a
+cgroup. When a call has run for long, it becomes a long call, and its slot becomes a long slot.
 
     free --acquire--> short or reserved --try_mark_long--> long
       ^                 |                                    |
       |                 +------------- release --------------+
       |                             |
-      +---- cgroup is empty --------+---- otherwise: parked, until `release_when_empty` has waited for it
+      +--- if its cgroup is empty --+--- otherwise the slot is parked until `release_when_empty` has waited for it
 
 Invariants:
-- A slot (a number, a uid in the jail and, where available, a cgroup) is used by at most one call at a time.
-- There are as many slots as the short and the long quota allow together. A call that becomes long keeps its slot; the
-  slot then counts against the long quota.
-- A reserved slot counts neither against the short quota nor against the long one: it is one of the slots that the long
-  quota leaves unused. So there is none while all long slots are in use.
-- A slot is free only once the kernel counts no process in its cgroup. Processes that stay in it are killed.
-- The executor keeps a descriptor of a long call's mount namespace and closes it after the call, so that the executor
-  frees the namespace and not the call. The kernel runs synchronize_rcu_expedited, which this needs, for one caller at
-  a time. If a process at SCHED_IDLE were that caller, it would block every other call that exits.
+- A slot is used by at most one call at a time.
+- The number of slots is the short quota plus the long quota. A call that becomes long keeps its slot; the slot then
+  counts against the long quota.
+- A reserved slot is one of the slots that the long quota leaves unused. It is for calls in reserved places, which the
+  gateway sends beyond the executor's window. It counts neither against the short quota nor against the long quota.
+  While all long slots are in use, there is no reserved slot.
+- A slot is free only once the kernel counts no process in its cgroup. Processes that stay in the cgroup are killed.
+- The executor keeps a descriptor of a long call's mount namespace, and closes it after the call. So the executor frees
+  the namespace, and the call does not. To free it, the kernel runs synchronize_rcu_expedited, for one caller at a time.
+  A long call may run at SCHED_IDLE. If a process at SCHED_IDLE were the caller, it would block every other call that
+  exits.
 """
 
 from __future__ import annotations
@@ -30,15 +35,17 @@ from sandbox.settings.server import reserved_slots
 
 log = logging.getLogger(__name__)
 
-MIN_POLL_INTERVAL_S, MAX_POLL_INTERVAL_S = 0.001, 1.0
-"""Seconds between two checks whether the cgroup of a parked slot is empty. The interval doubles with each check."""
+MIN_POLL_INTERVAL_S = 0.001
+"""Seconds until the first check whether the cgroup of a parked slot is empty. The interval doubles with each check."""
+MAX_POLL_INTERVAL_S = 1.0
+"""Largest number of seconds between two such checks."""
 KILL_AFTER_S = 0.25
 """Seconds that a slot is parked before the processes left in it are killed."""
 
 
 class Slots:
-    """A call may `acquire` a slot while `free_short` or `free_reserved`, and `free`, allow it; `release` gives the slot
-    back."""
+    """Slots from 0 to `count` - 1. A call may `acquire` a short slot while `free_short` > 0, and a reserved slot while
+    `free_reserved` > 0; in both cases `free` must not be empty. `release` gives the slot back."""
 
     def __init__(self, short: int, long: int = 0) -> None:
         self.count = short + long
@@ -47,7 +54,7 @@ class Slots:
         self.long: set[int] = set()
         """Slots that count against the long quota."""
         self.reserved: set[int] = set()
-        """Slots in use that are reserved ones."""
+        """Slots that are in use as reserved slots."""
         self._max_long = long
         self._max_reserved = reserved_slots(short)
         self.cgroups: CgroupTree | None = None
@@ -63,22 +70,22 @@ class Slots:
 
     @property
     def free_short(self) -> int:
-        """Unused slots of the short quota."""
+        """Number of short slots that are free: all free slots, without the unused slots of the long quota."""
         return len(self.free) - (self._max_long - len(self.long) - len(self.reserved))
 
     @property
     def free_reserved(self) -> int:
-        """Unused reserved slots."""
+        """Number of reserved slots that are free."""
         unused_long = self._max_long - len(self.long) - len(self.reserved)
         return min(unused_long, self._max_reserved - len(self.reserved))
 
     @property
     def used(self) -> int:
-        """Slots in use, parked ones included."""
+        """Number of slots in use. Parked slots count as used."""
         return self.count - len(self.free)
 
     def acquire(self, *, reserved: bool = False) -> int:
-        """Take a free slot, as a reserved or as a short one."""
+        """Take a free slot, as a reserved slot if `reserved`, else as a short slot."""
         slot = self.free.pop()
         if reserved:
             self.reserved.add(slot)
@@ -93,7 +100,8 @@ class Slots:
         return True
 
     def hold_mount_namespace(self, slot: int, pid: int) -> None:
-        """Keep the mount namespace of a process until its slot is released, unless it is the executor's own."""
+        """Keep the mount namespace of a process until its slot is released. Do nothing if the process has the mount
+        namespace of the executor."""
         try:
             own = os.stat("/proc/self/ns/mnt")
             fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
@@ -106,20 +114,22 @@ class Slots:
             self._mount_namespace_fds[slot] = fd
 
     def cgroup(self, slot: int) -> SlotCgroup | None:
-        """Return the slot's cgroup; None if the machine grants none. Raises `OSError` if it cannot be created."""
+        """Return the slot's cgroup, or None if the machine grants no cgroups. Raises `OSError` if the cgroup cannot be
+        created."""
         return self.cgroups.cgroup(slot) if self.cgroups else None
 
     def set_limits(self, slot: int, memory_bytes: int, tasks: int) -> None:
-        """Limit the next call in the slot. Raises `OSError`; then the slot has to be parked."""
+        """Set the limits of the next call in the slot. If it raises `OSError`, the caller has to park the slot."""
         if self.cgroups:
             self.cgroups.cgroup(slot).set_limits(memory_bytes, tasks)
 
     def read_usage(self, slot: int) -> CgroupUsage | None:
-        """Return what the call in the slot has used, before `release`. None without a cgroup."""
+        """Return what the call in the slot has used, or None without a cgroup. Call this before `release`."""
         return self.cgroups.cgroup(slot).read_usage() if self.cgroups else None
 
     def release(self, slot: int) -> bool:
-        """Free a slot and return True; return False if it is not empty and `release_when_empty` has to be called."""
+        """Free a slot and return True. If the slot still has processes or a mount namespace, return False; the caller
+        then has to call `release_when_empty`."""
         if slot in self._mount_namespace_fds or (self.cgroups and not self.cgroups.cgroup(slot).is_empty):
             return False
         self._mark_free(slot)

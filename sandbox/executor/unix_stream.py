@@ -1,7 +1,8 @@
-"""A non-blocking Unix stream socket under Trio that also carries file descriptors. Without them, TCP works too.
+"""A non-blocking Unix stream socket under Trio that also carries file descriptors. If no descriptors are sent, the
+socket may also be a TCP socket.
 
-`write` never waits: it sends what the socket accepts at once and keeps the rest, in order, for the task that runs
-`flush_forever`. So a frame is never cut in half by a cancelled writer.
+`write` never waits. It sends the bytes that the socket accepts at once, and keeps the rest in order. The task that runs
+`flush_forever` sends the rest. So a cancelled writer never leaves half a frame.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import trio
 from sandbox.errors import ProtocolError
 
 MAX_FDS = 16
-"""Largest number of received descriptors that may wait in `received_fds`. More are a protocol error."""
+"""Maximum number of received descriptors that may wait in `received_fds`. If there are more, that is a protocol
+error."""
 _CHUNK_BYTES = 1 << 18
 """Largest number of bytes that one `read` returns."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4) + socket.CMSG_SPACE(3 * 4)
@@ -24,7 +26,8 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4) + socket.CMSG_SPACE(3 * 4)
 
 
 class UnixStream:
-    """One end of a socket pair. Any socket error closes it; `read` then returns b"" and `write` does nothing."""
+    """One end of a socket pair. Any socket error closes the stream. `read` then returns b"", and `write` does
+    nothing."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -39,8 +42,8 @@ class UnixStream:
         self._flushed = trio.Event()
 
     def enable_credentials(self) -> None:
-        """Make the kernel attach the sender's pid and uid, as this process sees them, to everything that is read from
-        now on. `read` stores them in `peer_pid` and `peer_uid`."""
+        """Make the kernel attach the sender's pid and uid to all data that is read from now on. The ids are those by
+        which this process knows the sender. `read` stores them in `peer_pid` and `peer_uid`."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     async def read(self) -> bytes:

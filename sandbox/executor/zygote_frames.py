@@ -1,10 +1,11 @@
 """Frames between executor and zygote, as the executor encodes and decodes them.
 
-`guest/protocol.py` has their layout, and `guest/frames.py` is the other end. The header's "blobs" lists the lengths of
-the byte strings that make up the body. Version 2 of `marshal` is the fastest format that every supported Python shares.
+`guest/protocol.py` has the layout of frames, and `guest/frames.py` is the zygote's side. The body of a frame consists
+of blobs (byte strings). The field "blobs" of the header contains the lengths of the blobs. The executor's headers are
+`marshal` data of version 2, which is the fastest format that every supported Python can read.
 
-A zygote is untrusted: lengths are checked before anything is buffered, a header must be an object with the fields that
-its kind needs, and anything else raises `ProtocolError`, upon which the executor kills the zygote's jail.
+A zygote is untrusted. The lengths are checked before a frame is buffered. A header must be an object with the fields
+that its kind needs. Any other data raises `ProtocolError`, and the executor then kills the zygote's jail.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sandbox.guest.protocol import ENDED, ENDED_KIND, LENGTHS, STDERR_TRUNCATED,
 MAX_HEADER_BYTES = 1 << 20
 _MAX_TEXT_CHARS = 300
 _MAX_NUMBER = 1e15
-"""Numbers have to be smaller, so that they are finite and sums and products of them stay so."""
+"""Numbers have to be smaller than this. So they are finite, and their sums and products are finite too."""
 Header = dict[str, Any]
 _MAX_ENDED_BLOBS = 4
 
@@ -34,11 +35,12 @@ def pack(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
 
 
 class Unpacker:
-    """Splits an untrusted byte stream into frames: `feed` bytes, then iterate over the complete (header, blobs)."""
+    """Splits an untrusted byte stream into frames. `feed` it bytes, then iterate over the complete frames. Each frame
+    is a pair (header, blobs)."""
 
     def __init__(self) -> None:
         self.max_body_bytes = 0
-        """Largest accepted body. Raise it before the zygote may send a larger one."""
+        """Largest body in bytes that is accepted. Raise this number before the zygote may send a larger body."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:

@@ -1,15 +1,19 @@
-"""A zygote pool: one jail and its zygotes. There is one zygote per profile, forked from the zygote of the profile that
-it extends (`profile_choice.ProfileTree`). The `verify` zygote is forked from `symbolic` on the first request for it.
+"""A zygote pool: one jail, its zygotes, and the slots that they share.
+
+A zygote is a preloaded interpreter that forks once per call. A profile is the set of modules that a zygote has
+imported. Each profile but `bare` extends another profile (`profile_choice.ProfileTree`). There is one zygote per
+profile. The zygote of `bare` is started with the jail; every other zygote is forked from the zygote of the nearest
+profile that its profile extends. The `verify` zygote is forked only on the first request for it.
 
     task per profile:  _supervise -> _run_zygote -> _spawn, _serve_zygote (_handshake, then _handle_frame per frame)
                            ^                                   |
                            +------- back-off <----- _reap -----+    its calls are lost, its slots released
 
 Invariants:
-- The exit of a zygote ends only its own calls, with two exceptions that end the whole jail. One is the exit of the
-  zygote of `bare`, which the launcher waits for. The other is any exit if there are no cgroups, since then
-  only the exit of the jail's init shows that the processes of the calls are gone.
-- A zygote that sends an invalid frame counts as compromised, and so does its whole jail, which is killed.
+- The exit of a zygote ends only its own calls. There are two exceptions, in which the whole jail ends. The first is the
+  exit of the zygote of `bare`, because the launcher waits for this zygote. The second is the exit of any zygote if
+  there are no cgroups: then only the exit of the jail's init shows that the processes of the calls are gone.
+- A zygote that sends an invalid frame counts as compromised. Its whole jail is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
 
@@ -41,8 +45,10 @@ START_TIMEOUT_S = 60.0
 """Seconds in which a zygote has to become ready. On an idle core the largest profile needs two seconds."""
 START_TRIES = 3
 """Number of failed starts in a row after which the executor gives up if its zygotes have never been ready."""
-MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.05, 5.0
-"""Seconds until a zygote is spawned again after a failed start. The delay doubles with each failure."""
+MIN_RESTART_DELAY_S = 0.05
+"""Seconds until a zygote is spawned again after its first failed start. Each further failure doubles the delay."""
+MAX_RESTART_DELAY_S = 5.0
+"""Largest delay, in seconds, until a zygote is spawned again."""
 KILL_TIMEOUT_S = 2.0
 """Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
 
@@ -75,8 +81,8 @@ class Zygote:
         """Modules of its profile that its Python lacks."""
         self.was_ready = False
         self.jail_exited: trio.Event | None = None
-        """Set when the last process in the jail has exited. None at level `none` and if cgroups show when the processes
-        of a call have exited."""
+        """Set when the last process in the jail has exited. It is None at level `none`. It is also None if there are
+        cgroups, because they show when the processes of a call have exited."""
         self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
@@ -133,10 +139,11 @@ class ZygotePool:
         """The zygotes that are ready."""
         self.restarts = 0
         self.has_been_ready = False
-        """Whether all zygotes have been ready at once or, if this executor replaces another, any zygote has been."""
+        """Whether all zygotes have been ready at the same time. If this executor replaces another, one zygote is
+        enough."""
         self.max_zygote_bytes = 0
-        """Private memory in bytes of the largest zygote so far. A call that writes to inherited memory copies up to
-        this many bytes, so they are added to the call's memory limit."""
+        """Private memory in bytes of the largest zygote so far. A call that writes to inherited memory may copy this
+        many bytes, so they are added to the memory limit of each call."""
         self._spec = spec
         self._plan = jail.confinement_plan(spec)
         self._tree = owner.profile_tree
@@ -161,8 +168,8 @@ class ZygotePool:
         self._verifier_requested.set()
 
     def best_zygote(self, profile: str) -> Zygote | None:
-        """Return the zygote of a profile, or while this is down the best substitute. The `verify` zygote is replaced by
-        another only if it has failed to start."""
+        """Return the zygote of a profile. While this zygote is down, return the best substitute, or None if there is
+        none. The `verify` zygote has a substitute only if it has failed to start."""
         if profile in self.zygotes:
             return self.zygotes[profile]
         if profile == Profile.VERIFY and not self._verifier_failed:
@@ -171,7 +178,8 @@ class ZygotePool:
 
     async def run(self) -> None:
         """Supervise all zygotes until cancelled, then kill the jail. Raises `NodeError` if the zygotes fail to start
-        and have never been ready, and `ConfigError` if one of them cannot load an own profile."""
+        and have never been ready. Raises `ConfigError` if a zygote cannot load a profile that the operator has
+        defined."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -183,13 +191,13 @@ class ZygotePool:
             self._kill_jail(self._jail_process)
 
     def kill_jail(self) -> None:
-        """Kill the jail at once. The supervising tasks start another."""
+        """Kill the jail at once. The supervising tasks start a new jail."""
         if self._jail_process is not None:
             self._jail_process.kill()
 
     def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False) -> None:
-        """Start a call in a free short or reserved slot. Raises `OSError` if the slot's cgroup cannot be used; then the
-        call has not started and the slot is parked."""
+        """Start a call in a free slot, a reserved slot if `reserved`, else a short slot. Raises `OSError` if the slot's
+        cgroup cannot be used. In this case the call has not started, and the slot is parked."""
         request, slot = call.request, self.slots.acquire(reserved=reserved)
         zygote_bytes = self.max_zygote_bytes
         memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
@@ -206,7 +214,7 @@ class ZygotePool:
         zygote.start_call(call.attempt)
 
     async def _supervise(self, profile: str) -> None:
-        """Run one zygote after the other."""
+        """Run the zygote of a profile, and restart it whenever it has ended."""
         failures = 0
         while True:
             await trio.sleep(backoff_s(failures, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S))
@@ -223,8 +231,8 @@ class ZygotePool:
                 raise NodeError(f"the {profile} zygote failed to start {failures} times, last: {reason}")
 
     async def _run_zygote(self, profile: str) -> tuple[Zygote | None, str]:
-        """Spawn a zygote and serve it until its end. Return the zygote, or None if it was not spawned, and the reason
-        of its end."""
+        """Spawn a zygote and serve it until its end. Return the zygote and the reason of its end. If the zygote was not
+        spawned, return None and the reason."""
         try:
             our_sock, zygote_sock = socket.socketpair()
         except OSError as error:
@@ -240,7 +248,8 @@ class ZygotePool:
             stream.close()
 
     async def _spawn(self, profile: str, stream: UnixStream, zygote_sock: socket.socket) -> Zygote:
-        """Start the jail if the profile is `bare`; else make the zygote of its nearest ancestor fork this one."""
+        """Spawn the zygote of a profile. For `bare`, start the jail. For any other profile, make the zygote of the
+        nearest ancestor profile fork the new zygote."""
         stream.enable_credentials()
         ancestors = [name for name in self._tree.ancestors(profile) if name in self._profiles]
         if ancestors:
@@ -293,7 +302,8 @@ class ZygotePool:
         zygote.modules = frozenset(zygote_frames.get_texts(header, "modules"))
         zygote.python = zygote_frames.get_text(header, "python")
         zygote.missing_modules = zygote_frames.get_texts(header, "missing")
-        # The server logs the missing modules of the other zygotes when the executor is ready. This zygote starts later.
+        # When the executor is ready, the server logs the missing modules of all zygotes. The `verify` zygote starts
+        # later, so its missing modules are logged here.
         if zygote.missing_modules and zygote.profile == Profile.VERIFY:
             missing = ", ".join(zygote.missing_modules)
             log.warning("the Python that runs the calls lacks %s, so answers cannot be checked; install them", missing)
@@ -360,7 +370,7 @@ class ZygotePool:
         self._owner.start_queued_calls()
 
     def _reap(self, zygote: Zygote, reason: str) -> None:
-        """Release the slots of a zygote that has ended and return its calls to the owner."""
+        """Release the slots of a zygote that has ended, and report its calls to the owner as lost."""
         self.restarts += 1
         lost = list(zygote.running.values())
         log.warning("%s zygote exited: %s; %d calls are lost; restarting it", zygote.profile, reason, len(lost))
@@ -369,7 +379,7 @@ class ZygotePool:
         zygote.running.clear()
         for attempt in lost:
             attempt.call.attempt = None
-            self.slots.read_usage(attempt.slot)  # so that the next call in the slot does not count it
+            self.slots.read_usage(attempt.slot)  # so that this usage is not charged to the next call in the slot
             if zygote.jail_exited is None:
                 self._release_slot(attempt.slot)
             else:
@@ -396,19 +406,20 @@ class ZygotePool:
             raise NodeError(f"cannot start the jail: {error}") from None
 
     def _kill_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
-        """Kill a jail and forget its zygotes. Idempotent. The launcher dies of SIGKILL and all processes in the jail
-        die with it, so waiting for it usually takes milliseconds. All calls wait meanwhile, so the wait is bounded."""
+        """Kill a jail and forget its zygotes. Idempotent. SIGKILL ends the launcher, and all processes in the jail die
+        with the launcher. To wait for the launcher usually takes milliseconds. The whole executor is blocked meanwhile,
+        so the wait is bounded."""
         if jail_process is not None:
             jail_process.kill()
             try:
                 jail_process.wait(KILL_TIMEOUT_S)
-            except subprocess.TimeoutExpired:  # the kernel holds it, for example in a read of a broken disk
+            except subprocess.TimeoutExpired:  # the kernel blocks the process, for example in a read of a broken disk
                 log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
             self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
 
     def _watch_jail_init(self, zygote_pid: int) -> trio.Event:
-        """Return an event that is set when the parent of a zygote exits. That is the jail's init, which exits after all
-        other processes in the jail. Raises `ProtocolError`."""
+        """Return an event that is set when the parent of a zygote exits. The parent is the jail's init, which exits
+        after all other processes in the jail. Raises `ProtocolError`."""
         assert self._nursery is not None
         try:
             pidfd = os.pidfd_open(_parent_pid(zygote_pid))

@@ -2,8 +2,8 @@ r"""Decides whether two answers are equal, by rules of our own (docs/verify.md).
 
 Invariants:
 - Numbers are equal only if they are exactly equal. A numeric evaluation, relative to the size of the numbers, can only
-  decide that they differ; that they are equal needs a symbolic proof.
-- A doubt is "not equal": a false reward is worse than a missing one.
+  show that they differ. Only a symbolic proof can show that they are equal.
+- In case of doubt two answers are "not equal", because a false reward is worse than a missing reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from answer_tokens import normalise, plain
 _MAX_PRECISION_BITS = 2000
 """Precision up to which a difference that may be zero is evaluated."""
 _MAX_ITEMS = 100
-"""Maximum number of values in two lists or sets with roots, letters or functions; each is compared with each."""
+"""Maximum number of values in two lists or sets together, if a value has roots, letters or functions. Each value of one
+list is compared with each value of the other, which takes time."""
 _POINTS = (Fraction(7, 5), Fraction(-13, 9), Fraction(5, 17), Fraction(31, 11))
 """Two expressions are compared numerically with each of these values p: the n-th letter, from 0, is p * (n + 1)."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])[izw](?![A-Za-z])|\\bar|\\overline|mathbb\s*\{?C")
@@ -76,7 +77,8 @@ _RATIO = re.compile(r"[1-9][0-9]{0,8}(?::[1-9][0-9]{0,8})+")
 
 
 def _clock_or_date(text: str) -> tuple[Any, ...] | None:
-    """Return a time of day or a date, or None. `3:30` may be morning or afternoon, so that it equals only itself."""
+    """Return a time of day or a date, or None. `3:30` may be in the morning or in the afternoon, so it equals only
+    `3:30`."""
     match = _CLOCK.fullmatch(text)
     if match and (match.group(3) or match.group(2)):
         hour, minute, half = int(match.group(1)), int(match.group(2) or 0), (match.group(3) or "").lower()
@@ -122,7 +124,7 @@ class _Comparison:
         return self._same(_without_single(_as_named_list(gold)), _without_single(_as_named_list(answer)))
 
     def _same(self, gold: Value, answer: Value) -> bool:
-        """Return whether two values are equal, where a set of one element is not that element."""
+        """Return whether two values are equal. A set with one element is not equal to this element."""
         if isinstance(gold, Relation) or isinstance(answer, Relation):
             return self._relations_equal(gold, answer)
         if isinstance(gold, Items) or isinstance(answer, Items):
@@ -263,7 +265,8 @@ def _exact_side(value: Value) -> Value:
 
 
 def _as_named_list(value: Value) -> Value:
-    """Return a list of solutions of one letter, such as `x = 1, x = 2` and `x = 1, 2`, as a relation of that letter."""
+    """Return a list of solutions for one letter as a relation of this letter. Examples of such lists are `x = 1, x = 2`
+    and `x = 1, 2`. Return other values as they are."""
     if not isinstance(value, Items) or value.kind not in ("list", "or"):
         return value
     first = value.items[0]
@@ -288,9 +291,11 @@ def _Region(name: str, items: Items) -> Relation:
 
 
 def _named(value: Value) -> tuple[str, Value]:
-    r"""Return the name and the value of `x = 3`, `x \in A` and `\text{area} = 12`; an empty name for other values.
+    r"""Return the name and the value of a relation such as `x = 3`, `x \in A` or `\text{area} = 12`. For other values,
+    return an empty name and the value itself.
 
-    Of a chain of equations such as `x = 2 + 1 = 3` all parts must be equal; then it is the value of the last.
+    In a chain of equations such as `x = 2 + 1 = 3`, all parts behind the name must be equal. The value is the last
+    part.
     """
     if not isinstance(value, Relation) or not set(value.operators) <= {"=", "~", "in"}:
         return "", value
@@ -317,8 +322,8 @@ def _letters(value: Value) -> set:
 
 
 def _region(value: Value) -> tuple[str, Items] | None:
-    r"""Return the letter and the set of `x < 3`, `1 < x \le 2`, `x \ne 3` and `x \in [1, 2]`; without a letter that of
-    an interval."""
+    r"""Return the letter and the set of numbers of a relation, such as `x < 3`, `1 < x \le 2`, `x \ne 3` and
+    `x \in [1, 2]`. For an interval or a union, return an empty letter and the set. Return None for other values."""
     if isinstance(value, Items):
         return ("", _as_union(value)) if _is_region(value) else None
     if not isinstance(value, Relation) or len(value.parts) > 3:
@@ -422,8 +427,8 @@ def scalars_equal(gold: Any, answer: Any) -> bool:
 
 
 def _differ_numerically(gold: Any, answer: Any, difference: Any) -> bool:
-    """Return whether the expressions are shown to differ. Numbers are evaluated until the difference has a digit that
-    is certain; expressions are evaluated at points, to 50 digits."""
+    """Return whether a numeric evaluation shows that two expressions differ. If they have no letters, their difference
+    is evaluated until one of its digits is certain. Otherwise both are evaluated at `_POINTS`, to 50 digits."""
     evalf = importlib.import_module("sympy.core.evalf").evalf
     letters = sorted(difference.free_symbols, key=str)
     if not letters:

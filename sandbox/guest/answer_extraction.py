@@ -2,10 +2,11 @@ r"""Finds the answer in a text, which may be a whole completion of a model.
 
 The rule, in this order:
 
-1. the content of the last closed `\boxed{}` or `\fbox{}`; of boxes inside each other it is the outer one;
-2. what stands behind the last `####`, to the end of the line, or in the last `<answer>`, to its closing tag or to the
-   end of the text, whichever begins later;
-3. the text itself.
+1. If there is a closed `\boxed{}` or `\fbox{}`: the content of the last one. If boxes are inside each other, the outer
+   box counts.
+2. If there is `####` or `<answer>`: the text behind the mark that comes last. Behind `####` the answer goes to the end
+   of the line. Behind `<answer>` it goes to the closing tag, or to the end of the text if there is no closing tag.
+3. Otherwise the text itself.
 
 Each step takes linear time, because a text may be hostile.
 """
@@ -19,7 +20,7 @@ from protocol import MAX_ANSWER_TEXT_CHARS
 MAX_ANSWER_CHARS = 4096
 """Maximum characters of the answer that is found."""
 MAX_NESTED_BOXES = 4
-"""Boxes around an answer that is itself no more than a box."""
+"""Maximum number of boxes that are removed from an answer that consists of a box only."""
 
 _FIRST_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{")
 _BOX_OR_BRACE = re.compile(r"\\{1,2}(?:boxed|fbox)\s{0,9}\{|\\.|[{}]", re.DOTALL)

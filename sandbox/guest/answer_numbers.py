@@ -38,7 +38,8 @@ def sympy_module() -> Any:
 
 
 def infinity() -> Any:
-    """Return the symbol of infinity. It is no sympy infinity, with which sympy calculates."""
+    """Return the symbol that stands for infinity. It is not sympy's own infinity, because sympy would calculate with
+    that."""
     return sympy_module().Symbol("oo", positive=True)
 
 
@@ -50,7 +51,8 @@ def to_sympy(value: Scalar) -> Any:
 
 
 def simplest(value: Any) -> Scalar:
-    """Return a sympy number as a `Fraction` if it is rational. Raises `Unreadable` for what is no number."""
+    """Return a sympy value, as a `Fraction` if it is a rational number. Raises `Unreadable` for infinity and for
+    undefined values."""
     if value.is_Rational:
         return checked(Fraction(int(value.p), int(value.q)))
     sympy = sympy_module()
@@ -110,7 +112,8 @@ def power(base: Any, exponent: Any) -> Scalar:
 
 
 def _check_exponent(exponent: Any) -> None:
-    """Refuse a large exponent, and towers of four exponents with letters, since their values cannot be evaluated."""
+    """Raise `Unreadable` for a large exponent, and for towers of four exponents with letters, since such powers cannot
+    be evaluated."""
     if exponent.is_number and not abs(exponent.evalf(15)) <= MAX_MIXED_EXPONENT:
         raise Unreadable
     if _tower(exponent) > 2:

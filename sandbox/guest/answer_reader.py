@@ -39,7 +39,8 @@ from answer_units import CURRENCIES, unit_of
 MAX_DEPTH = 40
 """Maximum depth of brackets."""
 MAX_NESTED_FUNCTIONS = 8
-"""Maximum depth of functions, roots and exponents in each other, since the time to evaluate them doubles with each."""
+"""Maximum depth of functions, roots and exponents inside each other. The time to evaluate them doubles with each
+level."""
 
 
 Value = Any
@@ -90,11 +91,12 @@ _SYMPY_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": 
 _INVERSES = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot"}
 _NUMBER_SETS = {r"\mathbbR": "reals", r"\mathbbZ": "integers", r"\mathbbN": "naturals", r"\mathbbQ": "rationals"}
 DEGREE, LOG_BASE = "deg", "log_base"
-"""Names of symbols: a degree, so that no sum confuses it, and the base of a logarithm that is written without one."""
+"""Names of two symbols. The first is a degree; as a symbol, it stays distinct in a sum. The second is the base of a
+logarithm that is written without a base."""
 
 
 def read(source: str, is_real: bool = True) -> Value:
-    """Return the value of normalised text. Raises `Unreadable`. With `is_real` letters are real numbers."""
+    """Return the value of normalised text. With `is_real`, letters stand for real numbers. Raises `Unreadable`."""
     try:
         return _Reader(source, is_real).read()
     except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError):
@@ -122,7 +124,7 @@ class _Reader:
         self._tokens, self._index = tokens_of(source), 0
         self._depth, self._bars, self._functions = 0, 0, 0
         self._sign = 1
-        """The sign for which `\\pm` is read; an element that has one is read twice."""
+        """The sign as which `\\pm` is read now. An element with `\\pm` is read twice, once for each sign."""
         self._has_signs = False
 
     def read(self) -> Value:
@@ -214,7 +216,7 @@ class _Reader:
                 value = Items(kind, (value, right))
 
     def _side(self) -> Value:
-        """Read an expression with its unit, or words, or a name that is no expression, such as that of an angle."""
+        """Read an expression with its unit, or words, or a name that is no expression, such as the name of an angle."""
         token = self._token
         if token.kind == "word" and len(token.text) > 1:
             words = []

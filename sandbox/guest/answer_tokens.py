@@ -94,7 +94,8 @@ def _stripped(text: str) -> str:
 
 
 def plain(text: str, keeps_case: bool = False) -> str:
-    """Return normalised text in the form in which unreadable answers are compared: words are in lower case."""
+    """Return normalised text in the form in which two answers are compared as text. Words are in lower case, unless
+    `keeps_case`."""
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = " ".join(text.split())
     text = re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)

@@ -1,11 +1,12 @@
 """Compares two answers, inside a call. Code imports this module as `rstar_checker`.
 
-`strict` is our own policy (`answer_comparison`); `math-verify` is the library of that name as it is.
+There are two policies: `strict` is our own (`answer_comparison`), and `math-verify` is the unchanged library
+math-verify.
 
 Invariants:
-- Both answers are hostile text, and none of it is executed. Our own reader evaluates nothing. In math-verify sympy
-  turns text into an expression in one place only, by `eval` in `parse_expr`; even a plain number passes through that
-  `eval`. `refuse_code` lets only numbers and their arithmetic reach it.
+- Both answers may be hostile text, and no text is executed as code. Our own reader evaluates nothing. math-verify uses
+  sympy, which turns text into an expression in one place only: by `eval` in `parse_expr`. Even a plain number passes
+  through this `eval`. `refuse_code` lets only numbers and their arithmetic reach it.
 - The same pair always has the same outcome, because sympy's random number generator, which it uses to compare
   expressions, is seeded.
 - Only the limits of the call end a comparison. The alarms of math-verify are off, because they measure wall time, which
@@ -103,8 +104,8 @@ def _found_by_math_verify(text: str) -> str:
 
 
 def _parse(text: str) -> list[Any]:
-    """Parse a text by math-verify, which looks for an answer in a box first: a short text without one is put into it.
-    The library caches what it has parsed."""
+    """Parse a text by math-verify. The library first looks for an answer in a box, so a short text without a box is put
+    into a box. The library caches what it has parsed."""
     is_boxed = "\\boxed{" in text or len(text) > MAX_ANSWER_CHARS
     parsed: list[Any] = _math_verify().parse(text if is_boxed else "\\boxed{" + text + "}", parsing_timeout=None)
     return parsed

@@ -1,8 +1,9 @@
 """Confinement: the steps between the fork and the first line of a call's code.
 
-`Confinement` turns the plan, which the executor's side has made, into one ordered list of system calls per call. The
-zygote's `ForkBatch` executes that list, in machine code at the levels with namespaces and in Python otherwise. At the
-levels `landlock` and `none`, `finish` takes the last steps, which need more than system calls.
+A zygote forks one process per call. The executor sends the zygote a confinement plan. `Confinement` turns the plan into
+one ordered list of system calls for each call. The zygote's `ForkBatch` executes this list: in machine code at the
+levels with namespaces (`nsjail` and `namespaces`), in Python at the levels `landlock` and `none`. At the latter levels,
+`finish` takes the last steps, because they need more than system calls.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report
@@ -50,29 +51,33 @@ _CLOCK_MONOTONIC, _SIG_SETMASK = 1, 2
 _SIOCGSKNS, _SIOCSIFFLAGS = 0x894C, 0x8914
 _LOOPBACK_UP = struct.pack("16sH22x", b"lo", 0x1 | 0x8)  # struct ifreq with IFF_UP and IFF_LOOPBACK (netdevice(7))
 _LOOPBACK_FD = 9
-"""The highest of the descriptors that are open in the zygote and free in a call. It becomes that of a socket."""
+"""The highest descriptor that is open in the zygote and that a call does not use. A call with a loopback network closes
+it, and the socket that brings the network up gets this number."""
 _SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 _TIME_WORD, _RLIMIT_WORD, _CLONE_WORD, _OPTIONS_WORD = 0, 2, 10, 21
-"""Offsets in a job's data, in words of 8 bytes: a struct timespec (2 words), four struct rlimit (2 words each), a
-struct clone_args (11 words), and the options of the mount."""
+"""Offsets of the four parts of a job's data, in words of 8 bytes: a struct timespec (2 words), four struct rlimit (2
+words each), a struct clone_args (11 words), and the options of the mount."""
 _KEPT_NETWORKS = 64
-"""Number of slots that keep their network namespace: it takes a descriptor and 200 KiB of kernel memory."""
+"""Number of slots that keep their network namespace after a call. Others do not, because a namespace takes a descriptor
+and 200 KiB of kernel memory."""
 RLIMITS = {
     "file_bytes": resource.RLIMIT_FSIZE,
     "open_files": resource.RLIMIT_NOFILE,
     "memory_bytes": resource.RLIMIT_AS,
     "processes": resource.RLIMIT_NPROC,
 }
-"""Limits of a call by their key in its frame; `processes` is set only where the plan bounds it."""
+"""Limits of a call, by their key in the frame of the call. `processes` is set only if the plan has
+`limits_processes`."""
 
 
 class Confinement:
-    """The plan, prepared so that each call costs system calls only. Child zygotes inherit this object."""
+    """The plan, prepared so that to confine a call takes only system calls. Child zygotes inherit this object."""
 
     def __init__(self, plan: dict) -> None:
         self.scratch_mount: str | None = plan["scratch_mount"]
-        """Directory on which each call mounts its own tmpfs, to work in. None at the levels `landlock` and `none`."""
+        """Directory on which each call mounts its own tmpfs, its working directory. None at the levels `landlock` and
+        `none`."""
         self.landlock = landlock_slots.LandlockSlots(plan["landlock"]) if plan["landlock"] else None
         self.address_space_bytes = 0
         """Address space of the zygote, to which a call's own limit is added. The executor sends it."""
@@ -83,8 +88,9 @@ class Confinement:
         self.has_namespaces: bool = plan["pid_namespace"]
         self.has_slot_networks: bool = plan["slot_networks"]
         self.network_fds: dict[int, int] = {}
-        """Descriptors of the slots' network namespaces. Calls of a slot use one after another: they share only names of
-        AF_UNIX sockets, which end with their processes. A new namespace takes 0.9 ms, to enter one takes 1.3 us."""
+        """Descriptors of the slots' network namespaces. The calls of a slot use its namespace one after another. They
+        share only the names of AF_UNIX sockets, and these names end with the processes of a call. To create a namespace
+        takes 0.9 ms, and to enter a namespace takes 1.3 us."""
         self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
         self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
@@ -124,17 +130,18 @@ class Confinement:
                 self.network_fds[slot] = fcntl.ioctl(sock, _SIOCGSKNS)
 
     def release_slot(self, slot: int) -> None:
-        """Close the network namespace of a slot after its call, unless the slot keeps it. The executor prefers slots
-        that it has used before, so other slots have calls only while many calls run."""
+        """Close the network namespace of a slot after its call. The first `_KEPT_NETWORKS` slots keep it. The executor
+        prefers slots that it has used before, so the other slots have calls only while many calls run."""
         if slot >= _KEPT_NETWORKS and slot in self.network_fds:
             os.close(self.network_fds.pop(slot))
 
     def fork_step(self, data: int, slot: int = -1) -> tuple[int, ...]:
         """Return the step that forks, into a PID namespace if the plan has namespaces.
 
-        A slot with a cgroup directory is forked into its cgroup by clone3(2). Slots without one use clone(2), because
-        the seccomp profile of common container runtimes refuses clone3. Both bypass Python's after-fork handlers, which
-        write to 170 pages to repair the state of other threads; a zygote has only one thread.
+        If the slot has a cgroup directory, clone3(2) forks the call into its cgroup. Otherwise clone(2) is used,
+        because the seccomp profile of common container runtimes refuses clone3. Neither of them runs Python's
+        after-fork handlers. The handlers repair the state of other threads, for which they write to 170 pages, but a
+        zygote has only one thread.
         """
         if slot in self.cgroup_dir_fds:
             return _step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
@@ -143,10 +150,12 @@ class Confinement:
     def syscall_steps(
         self, slot: int, call: dict, fds: list[tuple[int, int]], data: int
     ) -> tuple[list[int], list[int]]:
-        """Return a job's steps and its data, both in words; the data will lie at the address `data`.
+        """Return the steps of a job and its data, both in words of 8 bytes. `data` is the address at which the data
+        will lie.
 
-        The first step reads the clock and the second forks. All others confine the child, in the order that the module
-        states. `fds` are pairs of a descriptor in the zygote and its number in the call.
+        The first step reads the clock, and the second step forks. All other steps confine the child, in the order of
+        the table at the top. Each pair in `fds` is a descriptor in the zygote and the descriptor that it becomes in the
+        call.
         """
         uid = self._uid_base + slot if self._uid_base is not None else None
         steps = [
@@ -255,7 +264,8 @@ class Confinement:
 
 
 def restrict_zygote(plan: dict) -> None:
-    """Set the limits that are the same for each call, and the zygote's part of the filter. Calls inherit both."""
+    """In the zygote: set the limits that are the same for each call, and load the zygote's part of the filter. Calls
+    inherit both."""
     for number in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK):
         resource.setrlimit(number, (0, 0))
     if plan["zygote_filter"]:
@@ -266,8 +276,8 @@ def restrict_zygote(plan: dict) -> None:
 def _pid_namespace_flags() -> tuple[int, int]:
     """Return the flags of a fork into a PID namespace, and the address where the C library keeps the thread's id.
 
-    With CLONE_CHILD_SETTID the kernel writes the child's id to that address. The flag is missing and the address is 0
-    if the kernel cannot return the address (CONFIG_CHECKPOINT_RESTORE).
+    With CLONE_CHILD_SETTID the kernel writes the child's id to this address. If the kernel cannot return the address
+    (CONFIG_CHECKPOINT_RESTORE is off), the flag is left out and the address is 0.
     """
     tid = ctypes.c_void_p()
     if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:
@@ -287,7 +297,8 @@ def _mount_options(size_bytes: int, inodes: int, uid: int | None) -> memoryview:
 
 
 def _drop_bounding_set() -> None:
-    """Prevent every program that a call executes from gaining a capability, whoever owns its file."""
+    """Empty the bounding set. So no program that a call executes gains a capability, whoever owns the program's
+    file."""
     capability = 0
     while system_calls.prctl(system_calls.PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1

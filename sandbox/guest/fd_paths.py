@@ -1,8 +1,9 @@
 """The paths of a process's own descriptors: `/dev/stdin`, `/dev/stdout`, `/dev/stderr`, `/dev/fd/N`, `/proc/self/fd/N`.
 
-On Linux these are links into /proc, which a jail does not have. `install` makes `open` and `os.open` duplicate the
-descriptor instead, so the new file shares its position, as it does for a pipe or a terminal. `install` is for programs
-that name such a path, because all others would pay for it; no other path is treated in another way.
+On Linux these paths are links into /proc, which a jail does not have. `install` makes `open` and `os.open` duplicate
+the descriptor instead. So the new file shares the position of the descriptor, as it does for a pipe or a terminal.
+`install` is called only for programs that name such a path, because it makes `open` slower. Other paths are opened as
+usual.
 """
 
 from __future__ import annotations

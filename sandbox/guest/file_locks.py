@@ -1,9 +1,9 @@
 """`fcntl.flock`, `fcntl.lockf` and record locks by `fcntl.fcntl`, under a filter that refuses the kernel's locks.
 
-The filter refuses flock(2), and record locks only seem to be set (`sandbox/jail/seccomp.py` has the reason). No process
-outside the call can open the call's files. So while a process is the only one of its call, it needs protection only
-from its own other open files, which `flock` gives. If the call has another process, a lock raises `OSError` (ENOLCK): a
-lock that excludes nobody would be worse than none.
+The seccomp filter of a call refuses flock(2), and record locks only seem to be set (`sandbox/jail/seccomp.py` has the
+reason). No process outside the call can open the call's files. So if a call has only one process, a lock only has to
+exclude other open files of this process, and `flock` does this. If the call has another process, a lock raises
+`OSError` (ENOLCK), because a lock that excludes nobody would be worse than no lock.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _is_filtered() -> bool:
 
 
 def _require_alone() -> None:
-    """Raise `OSError` (ENOLCK) if this call may have another process, which is so while this process has a child that
-    it has not waited for."""
+    """Raise `OSError` (ENOLCK) if this call may have another process. It may have one if this process is not the first
+    process of the call, or has a child for which it has not waited."""
     if os.getpid() == _first_process:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -125,7 +125,8 @@ def _inode(fd: int) -> tuple[int, int]:
 
 
 def _is_same_file(fd: int, other: int) -> bool:
-    """Return whether two descriptors share one open file, and so one lock: then they share its flags too."""
+    """Return whether two descriptors share one open file, and so one lock. If a change of a flag by one descriptor is
+    visible by the other descriptor, they share the file."""
     try:
         flags, other_flags = _fcntl(fd, fcntl.F_GETFL), _fcntl(other, fcntl.F_GETFL)
         _fcntl(fd, fcntl.F_SETFL, flags ^ os.O_NONBLOCK)  # has no effect on a regular file

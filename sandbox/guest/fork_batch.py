@@ -1,9 +1,10 @@
-"""Forks several calls in a row and executes the first steps of each, in machine code where that is possible.
+"""Forks several calls in a row and executes the first steps of each call, in machine code where this is possible.
 
-This is an optimisation. After a fork, both processes share all memory, and the first write to a page copies it. An
-interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
+This is an optimisation. After a fork, both processes share all memory, and the first write to a page copies the page.
+An interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
 pages for every call. The machine code writes only to a stack, a page of results and the buffer of the child's input.
-Without it zygote and call of a `print` take 12 % more CPU time, and those of a numpy call 7 %.
+Without the machine code, the CPU time of zygote and call together is 12 % higher for a `print`, and 7 % higher for a
+numpy call.
 
 A job is a copy of the call's input and a list of system calls (steps), which `Confinement.syscall_steps` in
 `confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the layout of a job.
@@ -28,11 +29,11 @@ MAX_JOBS = 32
 STEP_WORDS = 7
 """Words of a step: the number of the system call and six arguments."""
 DATA_OFFSET = 260
-"""Words of a job in front of its data. The steps may point to the data."""
+"""Number of words of a job before its data. The steps may point to the data."""
 _JOB_WORDS = 320
 _HEADER_WORDS = 5
-"""Words of a job in front of its steps: the result, and the four words of the copy plan. If a step fails in a child,
-the first word of the copy plan, which is not needed any more, becomes the address of that step."""
+"""Number of words of a job before its steps: the result, and the four words of the copy plan. If a step fails in a
+child, the address of this step replaces the first word of the copy plan, which is not needed any more."""
 _END = -1
 _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
     "5355415441554989fc4c8d2cf74d39ec744e498b1c24488b7308488b7b10488b"
@@ -62,8 +63,8 @@ class ForkBatch:
         """Function that makes a system call for `execute_in_python`."""
         self.execute: Callable[[int, int], int] = self.execute_in_python
         """Function that executes jobs. Its arguments are the address of the list of jobs and the number of jobs. It
-        returns an address in that list: in a child the address of its own job's entry, in the parent the address behind
-        the last entry."""
+        returns an address in this list: in a child the address of the entry of the child's job, in the parent the
+        address behind the last entry."""
         self.has_machine_code = False
         if use_machine_code:
             self._code = mmap.mmap(-1, mmap.PAGESIZE, flags, rights)
@@ -77,8 +78,8 @@ class ForkBatch:
     def add(self, number: int, copy_plan: tuple[int, int, int, int], steps: list[int], data: list[int]) -> None:
         """Write a job.
 
-        The first two of `steps` must read the clock into the data and fork. The copy plan is source, target, bytes to
-        copy, and zero bytes to write behind them.
+        The first step must read the clock into the data, and the second step must fork. The copy plan has four words:
+        source address, target address, number of bytes to copy, and number of zero bytes to write behind them.
         """
         start = _job_word(number)
         job = array.array("q", (0, *copy_plan, *steps, _END))

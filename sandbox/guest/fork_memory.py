@@ -2,13 +2,14 @@
 
 This is an optimisation: where the kernel or the C library lacks a feature, forks are slower.
 
-A fork copies each mapping of its parent (about 1 us, and as much again when the child exits) and a page table entry for
-each 4 KiB page that the parent has written. With a heap of 50 MB these entries cost more than the rest of a small call.
+A fork copies each mapping of its parent. This takes about 1 us per mapping, and the exit of the child takes another 1
+us per mapping. A fork also copies a page table entry for each 4 KiB page that the parent has written. With a heap of 50
+MB these entries take more time than the rest of a small call.
 
     function       effect                                          when it is called
     use_one_heap   all memory comes from malloc's heap             when a zygote starts
-    remap_code     code in huge pages, two mappings per library    after it has loaded its profile
-    compact_heap   the heap is in huge pages                       after that; Linux 6.1
+    remap_code     code in huge pages, two mappings per library    after the zygote has loaded its profile
+    compact_heap   the heap is in huge pages (from Linux 6.1 on)   after `remap_code`
     inherited_kb   measures the memory that a fork shares          last
 """
 
@@ -85,7 +86,8 @@ _PYMEM_DOMAIN_RAW = 0
 _HEAP_THRESHOLD_BYTES = 32 << 20
 """Maximum of M_MMAP_THRESHOLD: malloc takes smaller blocks from its heap, and maps larger ones."""
 _CALL_THRESHOLD_BYTES = 4 << 20
-"""The same threshold for calls. By default malloc starts at 128 KiB and adapts, but a call is too short for that."""
+"""M_MMAP_THRESHOLD for calls. By default malloc starts with 128 KiB and adapts the threshold, but a call is too short
+for this."""
 _CHUNK_BYTES = 1 << 16
 _kept_alive: list = []  # objects in arenas that malloc must not free
 _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
@@ -94,8 +96,9 @@ _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code`
 def use_one_heap() -> None:
     """Allocate memory of every kind from malloc's heap, until `compact_heap`.
 
-    Otherwise arenas and large blocks would get mappings of their own between those of libraries. malloc must not free
-    the arenas that exist already. So every object in them is kept alive, among them those of the interpreter's start.
+    Otherwise arenas and large blocks would get mappings of their own, between the mappings of libraries. malloc must
+    not free the arenas that exist already. So all objects in these arenas are kept alive, also the objects that the
+    interpreter created at its start.
     """
     _kept_alive.append(gc.get_objects())
     raw = _Allocator()  # malloc with a context argument
@@ -118,7 +121,8 @@ def _map_blocks_from(size: int) -> None:
 
 
 def compact_heap() -> int:
-    """Free unused objects, exclude the others from collection, and move the heap to huge pages. Return their number."""
+    """Free unused objects, exclude all other objects from collection, and move the heap to huge pages. Return the
+    number of huge pages."""
     gc.collect()
     fork_refcounts.immortalize()
     blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}  # addresses in units of 2 MiB
@@ -162,15 +166,16 @@ def _collapse(block: int) -> bool:
 
 
 _MAX_HUGE_CODE_BYTES = 16 << 20
-"""Size of a library's code above which it is left alone: such a library has kernels for every processor, as OpenBLAS
-does, and little of it is executed."""
+"""Largest code of a library, in bytes, that is copied into huge pages. A library with more code has variants for every
+processor, as OpenBLAS does, and little of its code is executed."""
 
 
 def remap_code() -> int:
     """Reduce each library to two mappings instead of five. Copy its code into huge pages, and return their number.
 
-    A fork copies mappings, but not the page table entries of files, so each call would fault the pages in again, 16 at
-    a time. Huge pages need no fault in a call. Those of the parent zygote are inherited, and not made again.
+    A fork copies mappings, but not the page table entries of files. So each call would have page faults for the code of
+    libraries, one for 16 pages. Huge pages need no page fault in a call. A child zygote inherits the huge pages of its
+    parent, so they are not created again.
     """
     spans: list = []
 

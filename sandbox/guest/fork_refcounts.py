@@ -1,4 +1,4 @@
-"""Makes the objects of a zygote immortal, so that a call which uses them does not write to them.
+"""Makes the objects of a zygote immortal, so that a call does not write to an object when it uses the object.
 
 This is an optimisation. Each use of a Python object changes its reference count, so in a fork the first use of an
 object copies its page. Since Python 3.12 an object can be immortal, and its count then never changes (PEP 683). No

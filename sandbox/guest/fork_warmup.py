@@ -1,10 +1,14 @@
-"""Runs scripts as calls inside the zygote before it serves, so that real calls inherit a warm interpreter.
+"""Runs some scripts inside the zygote before it serves, so that real calls inherit a warm interpreter.
 
-This is an optimisation. The interpreter specialises its bytecode and fills its caches while it runs (PEP 659). A zygote
-never runs the functions that run a call's code, so without a warm-up each call would specialise them anew, and copy
-the memory that this changes. The warm-up runs the zygote's own path from the received frame to the result. A function
-whose effect cannot be undone is replaced by a stub of the same kind (built-in, ctypes or Python function), because
-the interpreter specialises calls by the kind of function.
+A zygote is a preloaded interpreter that forks itself for each call. This module is an optimisation. While an
+interpreter runs a function, it specialises the function's bytecode and fills its caches (PEP 659). The functions that
+run a call's code only run in the fork. Without a warm-up, each fork would specialise these functions again. This writes
+to memory that the fork shares with the zygote, so the kernel would copy each page that is written to.
+
+The warm-up runs each script in the zygote itself, through all functions from the received frame to the result, without
+a fork. Some of these functions have an effect that cannot be undone, such as `os._exit`. Stubs replace these functions
+during the warm-up. A stub is of the same kind as the function that it replaces (built-in, ctypes or Python function),
+because the interpreter specialises a call by the kind of the called function.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ _SCRIPTS = (
     b"1 / 0",
     b"x = (",
 )
-_SLOT = -1  # no call has it
+_SLOT = -1
+"""Slot of the scripts. Slots of calls count from 0, so no call has this number."""
 _FIRST_OUTPUT_SIZES = struct.pack("<3Q", 2, 0, 0)  # bytes of stdout, stderr and report of the first script
 _STUBS = (
     (system_calls, "syscall", system_calls.do_nothing),
@@ -48,12 +53,14 @@ _STUBS = (
     (originals.own(gc), "enable", gc.isenabled),
     (originals.own(atexit), "_run_exitfuncs", gc.isenabled),
 )
-"""Functions that must not run in the zygote, and for each a function without effect that replaces it."""
+"""Functions that must not run in the zygote: the object that has the function, the function's name, and its stub. The
+stub takes the same number of arguments and has no effect. `originals.own` is the guest's own copy of a module, in which
+the guest looks its functions up."""
 
 
 def run_scripts(zygote: Zygote, times: int) -> None:
-    """Run all scripts, `times` times. Raises `RuntimeError` if the first one does not run as in a call."""
-    call = {
+    """Run all scripts, `times` times. Raises `RuntimeError` if the first script does not run as it would in a call."""
+    call = {  # the header of a frame `call`; the limits are 0, because no system call sets them here
         **{"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "returns_files": False},
         **{"output_bytes": 1024, "disk_bytes": 0, "return_bytes": 0},
         **dict.fromkeys(confine.RLIMITS, 0),
@@ -68,12 +75,13 @@ def run_scripts(zygote: Zygote, times: int) -> None:
 
 
 def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
-    """Run a script. Return the header of the frame that answers it."""
+    """Run a script. Return the header of the `ended` frame that reports its end."""
     main_names, first_path = dict(runner.main_module.__dict__), sys.path[0]
     zygote.confined_flags, zygote.writer = mmap.mmap(-1, mmap.PAGESIZE), frames.FrameWriter(zygote.reader.sock)
     zygote.on_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
     zygote.fork_pending()
-    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)  # the script has set its flag and closed the flags
+    # As a call does, the script has set its byte in the flags and then unmapped them. `send_ended` reads this byte.
+    zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)
     zygote.confined_flags[_SLOT] = 1
     for running in zygote.running.values():
         zygote.send_ended(running, 0, resource.getrusage(resource.RUSAGE_CHILDREN))
@@ -97,7 +105,8 @@ def _stubbed(zygote: Zygote) -> Iterator[None]:
     confinement.cgroup_procs_fds[_SLOT], confinement.network_fds[_SLOT] = [-1], -1
     batch.invoke = _fake_invoke
     if batch.has_machine_code:
-        batch.execute = functools.partial(batch.execute_in_python)  # callable from C, as the machine code is
+        # The machine code is a callable implemented in C. `functools.partial` makes the Python function one, too.
+        batch.execute = functools.partial(batch.execute_in_python)
     with _process_state_restored():
         try:
             for owner, name, stub in _STUBS:
@@ -127,14 +136,15 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _fake_invoke(number: int, *arguments: int) -> int:
-    """Execute dup2 only, and skip all other steps. The fork also returns 0, so this process goes on as the child."""
+    """Execute dup2 only, and skip all other system calls. The skipped fork returns 0, as a fork does in the child, so
+    this process continues as the child would."""
     if number == system_calls.DUP2:
         os.dup2(arguments[0], arguments[1])
     return 0
 
 
 class _StubLandlock:
-    """Replaces `LandlockSlots`."""
+    """Replaces `LandlockSlots` (`landlock_slots.py`). The methods have no effect."""
 
     def make_dir(self, slot: int) -> None: ...
 

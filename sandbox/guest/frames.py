@@ -1,8 +1,8 @@
 """Frames between executor and zygote, on the guest's side. `protocol` has their layout.
 
-Headers hold numbers and names of this project only. What belongs to a call (code, input, file names, output) is the
-body, whose parts have the lengths listed under `blobs`. A body is only ever in memory that a fork does not inherit. The
-executor has its own decoder and trusts nothing that a zygote sends.
+Headers contain only numbers, and names that this project defines. Data of a call (code, input, file names, output) is
+in the body. The body consists of blobs, whose lengths the header contains as `blobs`. A body is only in memory that a
+fork does not inherit. The executor has its own decoder and trusts nothing that a zygote sends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FrameWriter:
         self._end = 0
 
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
-        """Queue a frame. Its blobs are the first bytes of `files`, given as (descriptor, length)."""
+        """Queue a frame. For each (descriptor, length) in `files`, it gets a blob with the first bytes of this file."""
         header["blobs"] = [size for _, size in files]
         head = _encode_ended(header) if header["op"] == "ended" else json.dumps(header).encode()
         body_size = sum(header["blobs"])

@@ -18,7 +18,8 @@ originals.use_builtins(globals())
 _loads, _dumps, _modules = json.loads, json.dumps, sys.modules
 
 MODULE = "solution"
-"""`__name__` of such a program, so that what it has behind `if __name__ == "__main__":` does not run."""
+"""`__name__` of a program with a function test. So the code of the program behind `if __name__ == "__main__":` does not
+run."""
 
 
 class _JsonText(str):

@@ -2,8 +2,8 @@
 
     init.py PIPE_FD PROGRAM [ARGUMENT ...]
 
-Only the program that built the jail holds the other end of the pipe. If that program dies, this process receives its
-parent-death signal; if it died before the signal was set, the pipe is at its end.
+Only the program that built the jail holds the write end of the pipe. If that program dies, this process receives its
+parent-death signal. If that program died before the signal was set, a read from the pipe returns end of file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Environment variables of the Python interpreter that a call may set: what a fork of a running interpreter can honour.
+"""Environment variables of the Python interpreter that a call may set, as far as a running interpreter can honour them.
 
-The interpreter reads these variables when it starts, which a call does not do. `HONOURED` does the same afterwards.
+An interpreter reads these variables when it starts. A call is a fork of an interpreter that has started before, so the
+functions in `HONOURED` do the same later.
 docs/python.md names the variables that have no effect in a call, with the reason.
 """
 

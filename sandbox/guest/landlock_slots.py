@@ -1,11 +1,14 @@
 """Level `landlock`: a scratch directory per call, the rules that confine it there, and its clean-up.
 
-- Each slot has a directory `SCRATCH/SLOT`, which stays and which the slot's ruleset allows. Each call gets a new
-  directory `tmp` in it, which is removed after the call. So a slot needs one ruleset, not one per call.
-- With permission to change uids, a slot has three uids: for the call, for the zygote while it cleans up after the call,
-  and for a child process that removes many files. kill(2) of all processes of the call's uid is atomic, so neither a
-  daemon nor a fork bomb escapes.
-- Without that permission the seccomp filter limits a call to one process, with which the call ends.
+A slot is a numbered set of resources that one call uses at a time.
+
+- Each slot has a directory `SCRATCH/SLOT`, which stays. The slot's ruleset allows to use this directory. Each call gets
+  a new directory `tmp` in it, which is removed after the call. So a slot needs one ruleset, and not one ruleset per
+  call.
+- If the zygote may change uids, a slot has three uids. The first is for the call, the second for the zygote while it
+  cleans up after the call, and the third for a child process that removes many files. One kill(2) kills all processes
+  with the call's uid atomically, so neither a daemon nor a fork bomb escapes.
+- If the zygote may not change uids, the seccomp filter limits a call to one process. The call ends with this process.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class LandlockSlots:
     def clean_up(self, slot: int) -> bool:
         """Kill what is left of a call whose first process has died, and remove its directory.
 
-        Return False while one of its processes is still dying; call again when a child has died.
+        Return False while a process of the call is still dying. The caller then calls again when a child has died.
         """
         if not self._kill_remaining(slot):
             return False
@@ -103,7 +106,8 @@ class LandlockSlots:
     def _remove(self, slot: int) -> bool:
         """Empty and remove a call's directory. Return False if that would take long.
 
-        Calls that share one uid can also write beside it, so then the whole directory of the slot is emptied.
+        If calls share one uid, a call can also write beside its directory. So in this case the whole directory of the
+        slot is emptied.
         """
         directory = self.home(slot) if self._uid_base is not None else os.path.dirname(self.home(slot))
         with self._as_owner(slot):
@@ -155,7 +159,7 @@ class LandlockSlots:
 
     @contextlib.contextmanager
     def _as_owner(self, slot: int) -> Iterator[None]:
-        """Set the effective uid, which decides about kill(2) and files, to that of the call.
+        """Set the effective uid to the uid of the call. The effective uid decides about kill(2) and files.
 
         The real uid becomes the slot's second uid, because a process of the call may signal every process that has the
         call's uid as its real or saved uid. The saved uid stays 0, which permits to return to uid 0.
@@ -175,7 +179,8 @@ class LandlockSlots:
         check(system_calls.prctl(system_calls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PDEATHSIG)")
 
     def _move_aside(self, slot: int) -> None:
-        """Rename a slot directory that takes long to empty, for a child to empty it; the slot gets a new directory."""
+        """Rename a slot directory that takes long to empty. A child process empties it, and the slot gets a new
+        directory."""
         self._moved_aside += 1
         aside = f"{self._scratch}/{slot}.{os.getpid()}.{self._moved_aside}"
         with contextlib.suppress(OSError):  # for example a full disk: the slot's next call tries again

@@ -1,11 +1,14 @@
-"""Original builtins and modules for the guest's own code. The code of a call may replace any of them, and its end is
-reported in the same way. Guards such as `builtins.open = os._exit = None` are common at the head of judged programs.
+"""Original builtins and modules for the guest's own code.
 
-- A module of the guest that runs after the code begins with `use_builtins`. It uses `own` copies of modules for single
-  functions, which costs a call nothing.
-- The standard library looks its names up in the modules that the code may have changed. `call` calls a function, and
-  if that raises an exception, it calls it again while the modules that reports need have their original attributes. It
-  does not look for changes before: to compare them would copy 2 ms of memory in every call.
+The code of a call may replace any builtin and any attribute of a module. The end of the call must still be reported in
+the same way. Guards such as `builtins.open = os._exit = None` are common at the head of judged programs.
+
+- A module of the guest that runs after the code begins with `use_builtins`, so its functions find the original
+  builtins. If it needs single functions of a module, it takes them from a copy of the module (`own`). Both cost a call
+  nothing.
+- The standard library looks its names up in the modules that the code may have changed. `call` calls a function. If the
+  function raises an exception, `call` calls it again while the modules that reports need have their original
+  attributes. `call` does not compare the attributes before: this would take 2 ms in every call, to copy memory.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ _originals: list = []
 
 
 def use_builtins(scope: dict) -> None:
-    """Make the functions that a module defines from now on find the original builtins. A function takes them from its
-    module when it is defined."""
+    """Make the functions that a module defines from now on find the original builtins. `scope` is the namespace of the
+    module. A function takes its builtins from this namespace when it is defined."""
     scope["__builtins__"] = _builtins
 
 
@@ -40,7 +43,7 @@ use_builtins(globals())
 
 
 def own(module: types.ModuleType) -> Any:
-    """Return the copy of a module, whose attributes the code cannot replace."""
+    """Return the guest's own copy of a module. The code of a call cannot replace attributes of the copy."""
     name = module.__name__
     if name not in _copies:
         _copies[name] = types.ModuleType(name)
@@ -49,7 +52,7 @@ def own(module: types.ModuleType) -> Any:
 
 
 def keep() -> None:
-    """Keep the modules that have been imported, and their attributes, once in a zygote after all imports."""
+    """Keep the imported modules and the attributes of `_MODULES`. Called once in a zygote, after all imports."""
     _originals[:] = [(_modules, dict(_modules))]
     for name in _MODULES.split():
         if name in _modules:

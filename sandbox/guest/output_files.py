@@ -1,8 +1,8 @@
 """Memory files for a call's output and input, sealed so that the kernel enforces their limits (memfd_create(2)).
 
-- Output goes to a file of fixed size. The call writes through an ordinary descriptor, and the zygote reads the file
-  after the call has ended, however it ended. So no pipe is polled, and a killed call loses no output. A write beyond
-  the end of the file fails (EPERM), so output cannot use more memory.
+- Output goes to a file of fixed size. The call writes through an ordinary descriptor. When the call has ended, in any
+  way, the zygote reads the file. So no pipe is polled, and a killed call loses no output. A write beyond the end of the
+  file fails (EPERM), so output cannot use more memory.
 - Input comes from a file that can be neither written nor executed.
 """
 
@@ -45,9 +45,9 @@ def bounded_size(limit_bytes: int) -> int:
 def written_bytes(fd: int, limit_bytes: int) -> tuple[int, bool]:
     """Return the length of the output in a bounded file, at most the limit, and whether more was written.
 
-    The length is the file offset, which the zygote shares with the call. A call that moves the offset back discards its
-    own output behind it. An offset beyond the limit alone is no output, since a call can move it there without a write;
-    then the length is that of the written data.
+    The length is the file offset, which the zygote shares with the call. If a call moves the offset back, it discards
+    its own output behind the offset. A call can also move the offset beyond the limit without a write. So if the offset
+    is beyond the limit, the length is the end of the written data.
     """
     end = os.lseek(fd, 0, os.SEEK_CUR)
     if end > limit_bytes:

@@ -1,8 +1,8 @@
 """The names that LeetCode gives to a solution without imports, for programs with `prelude` (`judging/programs.py`).
 
 Such a program ends with the comment `PRELUDE_LINE` of `protocol`. The prelude runs before the program and is not part
-of its text, so the line numbers of the program stay what they are. A name that the program defines replaces that of the
-prelude.
+of its text, so the line numbers of the program do not change. If the program defines a name of the prelude, the
+program's name counts.
 """
 
 from __future__ import annotations

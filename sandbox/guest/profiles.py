@@ -1,12 +1,14 @@
 """The modules that a zygote of each profile imports, and the code that warms them up.
 
-The executor sends the profiles that an operator has defined (`_run_own`).
+A zygote is an interpreter that forks once per call. Its profile is the set of modules that it imports before. This
+module has the built-in profiles. The executor sends the profiles that an operator has defined, called own profiles
+(`_run_own`).
 
 An import is not enough: the first `sympy.solve` takes ten times as long as later ones, because of lazy imports and
 caches. So each zygote runs typical code of its profile once, before any call.
 
 Every fork copies the zygote's mappings and page tables. So modules that few calls use (numpy.random with its 18
-libraries, Fourier transforms, sympy.stats) are imported by those calls, or by the largest profile.
+libraries, Fourier transforms, sympy.stats) are imported only by the calls that use them, or by the largest profile.
 
 matplotlib is in the largest profile: with it a `print` of that profile takes 5 to 9 % more CPU time (5.7 instead of
 5.4 ms), while a plot takes 115 instead of 490 ms.
@@ -118,7 +120,8 @@ _loaded: dict[str, tuple[list[str], list[str]]] = {}
 def load(profile: str) -> tuple[list[str], list[str]]:
     """Import and warm up a built-in profile and its parents, each once.
 
-    Return the missing modules, and other problems, which only make calls slower. A second load returns the same.
+    Return the missing modules, and other problems, which only make calls slower. A second load of the profile returns
+    the same lists.
     """
     if profile not in _loaded:
         parent = PARENT_PROFILE[profile]

@@ -1,6 +1,7 @@
-"""Functions of `os` that stand for system calls which a jail refuses, or answers in another way than a usual machine.
+"""Replacements for functions of `os` whose system calls a jail refuses, or answers in another way than a usual machine.
 
-`Replacement` makes such a function behave like a built-in one: assigned to a class, it does not become a method.
+`Replacement` makes such a function behave like a built-in function: if it is assigned to a class, it does not become a
+method.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Returns files of a call's working directory, and its open figures, through descriptor 4.
 
-`protocol` has the layout. Regular files are returned whole or not at all, and each only once. If earlier entries have
-all matches of a pattern, the pattern gets an entry with the path of one match and no content. The rules for patterns
-are those of `sandbox/path_patterns.py`. This module runs after the code and in its process, where the code can change
-it. So the executor trusts no entry, and the bounds here only save the call from useless work.
+`protocol` has the layout. A regular file is returned whole or not at all, and only once. If each file that matches a
+pattern is already in an earlier entry, the pattern gets one entry without content, with the path of one of these files.
+This entry shows that the pattern has a match. The rules for patterns are those of `sandbox/path_patterns.py`.
+
+This module runs after the code of the call, in the same process, so the code can change it. So the executor trusts no
+entry. The bounds in this module only save the call from useless work.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ class FileWriter:
         self._scans_left = MAX_SCANNED_ENTRIES
         self._is_truncated = False
         self.script = b""
-        """Content with which the file of the code was written; empty if it was not. A pattern returns this file only if
-        the code has changed it."""
+        """Content with which the runner wrote the file of the code; empty if it did not write this file. A pattern
+        returns the file only if the code has changed it."""
 
     def render_figures(self) -> str:
-        """Render the open figures of pyplot, and return the text of what failed. Do nothing if the code has not
-        imported pyplot."""
+        """Render the open figures of pyplot, and return the messages of those that failed. Do nothing if the code has
+        not imported pyplot."""
         pyplot: Any = _modules.get("matplotlib.pyplot")
         numbers, failures = [], ""
         if pyplot is not None:
@@ -72,8 +74,8 @@ class FileWriter:
         return failures
 
     def send(self, return_files: list) -> bool:
-        """Write the files of all paths, then of all patterns, then the figures. Return whether something was left out
-        because there was too much of it."""
+        """Write the files of all paths, then the files of all patterns, then the figures. Return whether a file or a
+        figure was left out, for example because it is too large."""
         try:
             originals.call(self._send_all, return_files)
         except Exception:  # no memory is left, for example; the call's report is still sent
@@ -81,7 +83,7 @@ class FileWriter:
         return self._is_truncated
 
     def _send_all(self, return_files: list) -> None:
-        """Write all entries, from the start of the file on."""
+        """Write all entries, from the start of the file on. `originals.call` may run this twice."""
         os.lseek(FILES_FD, 0, os.SEEK_SET)
         self._returned, self._scans_left = set(), MAX_SCANNED_ENTRIES
         for index, path in enumerate(return_files):
@@ -143,7 +145,7 @@ class FileWriter:
         return has_space
 
     def _find(self, parts: list) -> Iterator[str]:
-        """Yield the paths that match, without following links, sorted within each directory."""
+        """Yield the paths that match, sorted within each directory. Links are not followed."""
         stack = [("", parts)]  # directories, each with the parts that a path in it has to match
         while stack:
             directory, (part, *rest) = stack.pop()
@@ -172,7 +174,8 @@ class FileWriter:
         return returnable
 
     def _scan(self, directory: str) -> list:
-        """Return the entries of a directory, sorted by name; not all of them once too many have been visited."""
+        """Return the entries of a directory, sorted by name. Once `MAX_SCANNED_ENTRIES` have been visited, further
+        entries are left out."""
         try:
             with os.scandir(os.path.join(self._working_dir, directory)) as scan:
                 entries = list(itertools.islice(scan, self._scans_left + 1))

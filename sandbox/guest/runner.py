@@ -2,19 +2,20 @@
 
 Invariants:
 - The code finds what a script finds: a new `__main__`, `sys.argv == ["main.py", *argv]`, its working directory first on
-  the path, and tracebacks of its own lines. The zygote leaves nothing that changes the code's behaviour.
-- Output goes to descriptors 1 and 2 unbuffered, so a killed call loses none of it.
-- Nothing that the code replaces, such as `os._exit` or `builtins.len`, changes how its end is reported
-  (`originals.py`).
-- The report (descriptor 3) holds value and error only. The code can forge it, because it is written by the code's own
-  process. The status of the call is decided outside, from how the process ended.
+  the path, and tracebacks of its own lines. The zygote, from which this process is forked, leaves nothing that changes
+  the code's behaviour.
+- Output goes to descriptors 1 and 2 unbuffered, so a killed call loses no output.
+- The code may replace functions such as `os._exit` or `builtins.len`. The end of the code is still reported in the same
+  way (`originals.py`).
+- The report (descriptor 3) holds value and error only. The process of the code writes the report, so the code can forge
+  it. The executor decides about the status of the call, by the way in which the process has ended.
 
 `protocol` has the layout of the report. Returned files go to descriptor 4 (`returned_files.py`).
 
-Compiled code: the magic number of the interpreter (4 bytes), then the two results of `_compile` in `marshal` form. A
-call with `compile_only` writes it to the file `COMPILED_FILE` and runs nothing. Another call may bring it. It only
-saves time: it is used if the magic number is this interpreter's, and it decides nothing that the code could not do
-itself.
+Compiled code consists of the magic number of the interpreter (4 bytes) and the two results of `_compile` in `marshal`
+form. A call with `compile_only` writes the compiled code to the file `COMPILED_FILE` and runs nothing. Another call may
+bring the compiled code, to save the time of the compilation. It is used only if its magic number is that of this
+interpreter. Forged compiled code is no danger: the code of the call can do the same.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ from protocol import (
 originals.use_builtins(globals())
 atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
 _NEEDS_SCRIPT = (b"__file__", b"main.py", b"argv", b"multiprocessing", b"concurrent", b"subprocess")
-"""Code with one of these may read its own file, or start a process that runs it, so the file is written. A write takes
-20 us, which other calls are spared."""
+"""Code that contains one of these may read its own file, or start a process that runs this file. So the file is written
+for such code. Other code needs no file, which saves the 20 us of a write."""
 _OWN_PROGRAM = b"__import__('rstar_"
-"""Start of the server's own programs, such as the cells of a notebook, which has no file."""
+"""Start of the server's own programs, such as the program that runs the cells of a notebook. They need no file."""
 REPORT_FD = 3
 MAX_TYPE_BYTES, MAX_MESSAGE_BYTES = 256, 8192
 _FUTURE_FLAGS = 0
@@ -81,8 +82,8 @@ _STATEMENT = re.compile(
     r"(?:for|while|if|elif|else|def|class|with|try|except|finally|import|from|return|assert|del|pass|raise|global|async)\b"
     r"|@|\w+[ \t]*=[^=]"
 )
-"""Matches the start of a line that cannot be an expression. A statement without a match costs `_compile` a second
-compilation and changes nothing else."""
+"""Matches the start of a line that cannot be an expression. If it does not match the start of a statement, `_compile`
+compiles a second time. There is no other effect."""
 _EMPTY_CODE = compile("", SCRIPT, "exec")
 _GUEST_DIR = os.path.dirname(__file__)
 _LIBRARY_PREFIXES = tuple(
@@ -92,7 +93,7 @@ _MAX_TRACEBACK_FRAMES = 200
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 _excepthook = sys.__excepthook__
 _memory_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-"""Address space that is released to report a MemoryError. It is never written to, so it uses no memory."""
+"""Address space that is released when a MemoryError has to be reported. Nothing writes to it, so it uses no memory."""
 
 
 _write_file: Any = io.FileIO.write
@@ -107,12 +108,12 @@ class _OutputFile(io.FileIO):
         try:
             return _write_file(self, data)
         except PermissionError:
-            os._exit(1)  # the file is full: its seal refuses the write. The zygote sees that by the length
+            os._exit(1)  # the file is full: its seal refuses the write. The zygote notices this by the file's length
 
 
 class _OutputBuffer(io.BufferedWriter):
-    """The `buffer` of an output stream. It has the attributes of Python's own and writes at once, so that a killed call
-    loses no output. It does not call the file's method, which would cost a print 0.5 us."""
+    """The `buffer` of an output stream. It has the attributes of a `BufferedWriter` and writes at once, so that a
+    killed call loses no output. It writes without a call of `_OutputFile.write`, which would cost each print 0.5 us."""
 
     __slots__ = ()
 
@@ -131,10 +132,10 @@ main_module = types.ModuleType("__main__")
 
 
 def prepare(directory: str) -> None:
-    """Set up what is the same for each call, once in the zygote: standard streams, an empty `__main__`, paths.
+    """Set up once, in the zygote, what each call needs in the same form: standard streams, an empty `__main__`, paths.
 
-    `directory` is the working directory of calls, or "" if each has its own. A call that did this itself would have to
-    copy more memory, page by page.
+    `directory` is the working directory of calls, or "" if each call has its own. If each call did this set-up itself,
+    the kernel would have to copy more pages of memory for each call.
     """
     for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         raw = _OutputFile(fd, "wb", closefd=False)
@@ -160,10 +161,11 @@ _handlers: list = []
 
 
 def keep_originals() -> None:
-    """Keep what reports need (`originals.keep`), and unregister the exit function of `logging`. Called once in a zygote
-    after all imports.
+    """Keep the originals that reports need (`originals.keep`), and unregister the exit function of `logging`. Called
+    once in a zygote after all imports.
 
-    The exit function is slow, and only a call that has added handlers needs it; `_finalize` runs it for such a call.
+    The exit function is slow. Only a call that has added handlers to `logging` needs it, and for such a call
+    `_finalize` runs it.
     """
     originals.keep()
     global _logging, _handlers
@@ -176,13 +178,13 @@ def keep_originals() -> None:
 def run(call: dict, blobs: list) -> None:
     """Run a call and exit by `os._exit`.
 
-    `blobs` are its code, input, options and files, and then its compiled code if the call `has_compiled`. The options
-    are empty or JSON, an object that may have `files` (the names of the files), `return_files`, `figures`, `env` and
-    `argv`.
+    `blobs` are the code, the input, the options and the files of the call. If the call `has_compiled`, the compiled
+    code follows. The options are empty or a JSON object. The object may have `files` (the names of the files),
+    `return_files`, `figures`, `env` and `argv`.
     """
     exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
-        gc.freeze()  # no collection visits the zygote's objects; this also resets the counters of allocations
+        gc.freeze()  # no later collection visits the zygote's objects. This also resets the counters of allocations
         gc.enable()
         source, stdin, options_json, *contents = blobs
         compiled = contents.pop() if "has_compiled" in call else b""
@@ -226,14 +228,15 @@ def _prepare_call(has_stdin: bool) -> None:
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     file_locks.set_first_process()
     _reseed()
-    getattr(warnings, "_filters_mutated", int)()  # forget which warnings were shown; `int` if the function is missing
+    # Forget which warnings were shown. If this Python lacks the function, `int` is called, which has no effect.
+    getattr(warnings, "_filters_mutated", int)()
 
 
 def _set_environment(options: dict) -> None:
     env = options.get("env", {})
     os.environ.update(env)
     if "TZ" in env:
-        time.tzset()  # the C library has read it at the zygote's start
+        time.tzset()  # the C library has read the old TZ when the zygote started
     sys.argv += options.get("argv", ())
 
 
@@ -251,7 +254,9 @@ def _reseed() -> None:
         _Random.seed(sympy_random.rng)
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:
-        tempfile._name_sequence = None  # tempfile itself reseeds it for a new process id, but every call has the id 1
+        # tempfile reseeds its names when the process id changes. But every call has the process id 1, so reset them
+        # here.
+        tempfile._name_sequence = None
         tempfile.tempdir = None
 
 
@@ -265,8 +270,9 @@ def _write_files(files: list) -> None:
 
 
 def _write_script(source: bytes) -> bytes:
-    """Write the file of the code before those of the call, which may have one with the same name. Return its content.
-    If the scratch directory has no room for it, the code runs without the file."""
+    """Write the file of the code, and return its content. It is written before the files of the call, because one of
+    these may have the same name and then replaces it. If the scratch directory is too full, the code runs without the
+    file."""
     script = source.removesuffix(FUNCTION_CALL_LINE.encode())  # a process that runs the file calls no function
     try:
         _write_files([(SCRIPT, script)])
@@ -299,7 +305,8 @@ def _run_script(
             prelude.run(scope)
         exec(body, scope)
         if is_function_test:
-            scope["__import__"] = _import_function_call  # the code may have replaced the one that the last line needs
+            # The last line calls `__import__`, which the code may have replaced.
+            scope["__import__"] = _import_function_call
         value = eval(last, scope) if last else None
         if value is not None:
             report.value = repr(value)
@@ -319,7 +326,8 @@ def _import_function_call(_name: str) -> types.ModuleType:
 
 
 def _decode_source(source: bytes) -> str:
-    """Return a script's text as Python reads it from a file: without byte order mark, lines ending in \\n."""
+    """Return a script's text as Python reads it from a file: without byte order mark, and with lines that end in
+    \\n."""
     text = source.decode("utf-8", "surrogatepass")
     if text[:1] == "\ufeff":
         text = text[1:]
@@ -329,10 +337,11 @@ def _decode_source(source: bytes) -> str:
 
 
 def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | None]:
-    """Compile a script, and separately its last expression if the value of that is to be reported (`echo`).
+    """Compile a script. Return the code of the script and, with `echo`, the code of its last expression.
 
-    A trailing `;` prevents the echo. The text is split at its last unindented line. If both parts compile, this
-    has the same result as the syntax tree in half the time. Otherwise the syntax tree is used.
+    With `echo` the value of the last expression is reported, so the first code object does not contain this expression.
+    A `;` at the end of the script prevents the echo. The text is split at its last unindented line. If both parts
+    compile, the result is the same as by the syntax tree, in half the time. Otherwise the syntax tree is used.
     """
     if not echo:
         return _compile_all(text), None
@@ -351,7 +360,8 @@ def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | No
 
 
 def _load_compiled(data: bytes | memoryview) -> tuple[types.CodeType, types.CodeType | None] | None:
-    """Return the two results of `_compile` from compiled code; None if it is another interpreter's, or invalid."""
+    """Return the two results of `_compile` from compiled code. Return None if the compiled code is invalid, or was made
+    by another interpreter."""
     if bytes(data[: len(MAGIC_NUMBER)]) != MAGIC_NUMBER:
         return None
     try:
@@ -391,7 +401,8 @@ def _compile_all(text: str) -> types.CodeType:
 
 
 def _exit_code(error: SystemExit, report: _Report) -> int:
-    """Return the exit code that sys.exit(code) defines: 0 for None, 1 for anything but a number, which is printed."""
+    """Return the exit code that sys.exit(code) defines: 0 for None, the number for a number, and 1 for any other
+    object. Such an object is printed to stderr."""
     code = error.code
     if code is None or code == 0:
         return 0
@@ -418,7 +429,7 @@ def _describe(error: BaseException) -> tuple:
 
 
 def _add_hint(error: BaseException) -> None:
-    """Note, if a program was not found, that the jail has none."""
+    """Add a note that the jail has no programs, if the code tried to start a program that was not found."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -456,7 +467,8 @@ def _strip_internal_frames(error: BaseException) -> None:
 
 
 def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return a copy of a traceback with the code's own frames: the first and the last hundred if there are more."""
+    """Return a copy of a traceback with the code's own frames only. If there are more than `_MAX_TRACEBACK_FRAMES`, the
+    copy has the first half and the last half of this number."""
     links = []
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -513,7 +525,7 @@ def _finalize(code: int) -> int:
     for name in list(scope):  # closes files and runs finalizers, which still find the builtins
         if name != "__builtins__":
             scope.pop(name, None)
-    _flush(0)  # what finalizers have written; as in Python, a failure changes no exit code here
+    _flush(0)  # flush what finalizers have written. As in Python, a failure does not change the exit code here
     return code
 
 

@@ -1,7 +1,8 @@
-"""Replaces what the filter refuses of sockets: `sendmsg`, long queues of `listen`, and the fork server.
+"""Replaces functions of sockets that the seccomp filter of a call refuses: `sendmsg`, `listen` with a long queue, and
+the fork server.
 
-A call cannot send descriptors (SCM_RIGHTS): descriptors in flight count for no limit of the call, and the kernel adds
-up those of all calls with one uid.
+A call cannot send descriptors (SCM_RIGHTS). Descriptors that are sent and not yet received count for no limit of the
+call, and the kernel adds up the descriptors of all calls with one uid.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """System calls of a zygote and its calls: their numbers, and functions that make them.
 
 Invariants:
-- The interpreter lock stays held (PyDLL), and ctypes keeps no copy of errno: both would write to memory that a call
-  shares with its zygote, and the first write to a page copies the page. No other thread waits for the lock, because the
-  zygote has one thread, and a call has one while it uses this module.
+- A function of this module does not release the interpreter lock (PyDLL), and ctypes keeps no copy of errno. To release
+  the lock or to copy errno would write to memory that a call shares with its zygote, and the first write to a page
+  copies the page. No other thread waits for the lock, because the zygote has one thread, and a call has one thread
+  while it uses this module.
 - Symbols are looked up at import, because a lookup in a call would read the C library's tables into its memory.
 
-The constants are the kernel's numbers on x86-64. On other architectures they only identify a system call: `invoke` then
-calls the C library's function of that name, and only level `none` is supported.
+The constants are the kernel's numbers on x86-64. On other architectures a constant only identifies a system call, and
+`invoke` calls the function of the C library with the same name. There only level `none` is supported.
 """
 
 from __future__ import annotations

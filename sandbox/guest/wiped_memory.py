@@ -2,8 +2,8 @@
 
 A fork copies all memory of its parent, freed memory included, and a call can read all of its own memory. So the code,
 input and output of other calls must never be in memory that a fork copies. They pass through the zygote in the buffers
-of this module only, which read as zeros in a child (madvise(2), MADV_WIPEONFORK, Linux 4.14). `CallInput` is the one
-exception: a child inherits it, and it holds the input of that child only.
+of this module only, which read as zeros in a child (madvise(2), MADV_WIPEONFORK, Linux 4.14). There is one exception: a
+child inherits the buffer of `CallInput`, which holds the input of this child only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def wiped_buffer(size: int) -> memoryview:
 class CallInput:
     """The input of the next call, in memory that its process inherits by the fork.
 
-    Before each fork, the new input replaces that of the call before, and zeros replace the rest of a longer one. So no
-    byte of an earlier call is left in the buffer.
+    Before each fork, the new input replaces the input of the previous call. If the previous input was longer, zeros
+    replace the rest of it. So no byte of an earlier call is left in the buffer.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class CallInput:
     def copy_plan(self, body: memoryview) -> tuple[int, int, int, int]:
         """Return how to copy a body before the fork: source, target, bytes to copy, zero bytes to write behind them.
 
-        All calls of a batch use one buffer, because a child would inherit the buffers of the others. So `ForkBatch`
-        copies each body just before its fork, in machine code, and this method returns addresses and copies nothing. A
-        body over `USUAL_BYTES` must be the only one of its batch; `Zygote.on_call` ensures this.
+        All calls of a batch use the same buffer. With a buffer for each call, a child would also inherit the buffers of
+        other calls. So `ForkBatch` copies each body just before its fork, in machine code. This method only returns
+        addresses. A body over `USUAL_BYTES` must be the only body of its batch; `Zygote.on_call` ensures this.
         """
         size = len(body)
         source = _address(body) if size else 0

@@ -1,23 +1,25 @@
 """A zygote: a preloaded interpreter with one thread that forks itself for each call.
 
-Run by path inside the jail: `zygote.py --fd N`. It owns its running calls: it forks and reaps them, and reports the end
-of each exactly once. Only the executor, at the other end of the socket, decides about time limits. Frames:
+This file is run by its path inside the jail: `zygote.py --fd N`. N is one end of a socket; the executor has the other
+end. The zygote owns its running calls: it forks and reaps them, and reports the end of each call exactly once. Only the
+executor decides about time limits. A call runs in a slot, which is a numbered set of resources for one call at a time.
+A profile is the set of modules that a zygote imports before it forks calls.
 
-    received                                      sent
+    frames received                               frames sent
     configure {plan, profile}            first    ready {python, modules, missing, problems}
-                                                      or with {refused}, and the zygote exits
+                                                      with {refused} if the zygote cannot use the profile; it exits
     start {address_space_bytes, report_after_s}
-    cgroup_procs {slot} + descriptor              (to write to, to enter the slot's cgroup)
-    cgroup_dir {slot} + descriptor                (to clone into the slot's cgroup)
+    cgroup_procs {slot} + descriptor              (a process writes to it to enter the slot's cgroup)
+    cgroup_dir {slot} + descriptor                (the zygote forks into this cgroup by clone3(2))
     call {run_id, slot, ...}                      ended {run_id, exit_code, signal, ...}
         + code, stdin, options, files                 + stdout, stderr, report, files
-                                                  start_failed {run_id, reason}       no code has run
-                                                  still_running {run_id, wall_ms} + pidfd
-                                                      once, after report_after_s or timeout_s of the call
+                                                  start_failed {run_id, reason}: no code has run
+                                                  still_running {run_id, wall_ms} + pidfd: sent once, when the
+                                                      call has run for report_after_s or for its timeout_s
     kill {run_id}
-    spawn {profile, own} + socket                 (forks a child zygote that adds a profile and serves the socket)
+    spawn {profile, own} + socket                 (forks a child zygote that loads a profile and serves the socket)
 
-The end of the socket ends the zygote and all its calls.
+If the executor closes its end of the socket, the zygote and all its calls end.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ sys.modules[CHECKER_MODULE] = checker  # a call may bring a file named checker.p
 sys.modules[FUNCTION_CALL_MODULE] = function_call
 sys.modules[NOTEBOOK_MODULE] = notebook
 _FIRST_FREE_FD = 10
-"""The zygote's own descriptors start here, because a call uses 0 to 4."""
+"""The zygote's own descriptors have this number or a higher one, because a call uses 0 to 4."""
 _MAX_STALE_DEADLINES = 64
+"""Number of entries of ended calls that the heap of deadlines may have, about (`_set_deadline`)."""
 _REPORT_RETRY_S = 0.02
 """Seconds until another try to report a call as still running."""
 _CONFINED = 1
@@ -111,10 +114,10 @@ class Zygote:
         # Calls that wait for their fork: (call, its frame's header, its descriptors by `_open_files`, its frame's body)
         self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
         self.running: dict[int, RunningCall] = {}  # by process id
-        # Calls whose first process has died, with its wait status and usage; others of their processes may be left
+        # Calls whose first process has died, with its wait status and usage. Other processes of these calls may be left
         self.ending: list[tuple[RunningCall, int, resource.struct_rusage]] = []
         self.report_after_s = 0.0
-        self.inherited_kb = 0  # resident memory of a child that does nothing
+        self.inherited_kb = 0  # resident memory of a fork that does nothing, in KiB
         self.deadlines: list[tuple[float, int, int]] = []  # a heap of (time, process id, run id)
         self.confined_flags = mmap.mmap(-1, MAX_SLOTS_PER_POOL)  # shared: a call sets its slot's byte once
         self.child_signal_fd = system_calls.open_child_signal_fd()
@@ -141,7 +144,8 @@ class Zygote:
             self.writer.flush()  # one write for all frames of one pass
 
     def end_calls(self) -> None:
-        """Kill the calls that have a temporary directory, and remove it. Without namespaces nothing else would."""
+        """Kill the calls that have a temporary directory, and remove their directories. These calls have no namespaces,
+        so nothing else would kill them."""
         for running in self.running.values():
             if running.temp_dir is not None:
                 os.kill(running.pid, signal.SIGKILL)
@@ -175,7 +179,8 @@ class Zygote:
             self.fork_pending()
 
     def _open_files(self, running: RunningCall, call: dict, body: memoryview) -> list[tuple[int, int]]:
-        """Open a call's files. Return pairs of a descriptor in the zygote and its number in the call."""
+        """Open a call's files. Return pairs: a descriptor in the zygote, and the descriptor that it becomes in the
+        call."""
         self.confinement.prepare_slot(running.slot)
         sizes = [running.output_limit_bytes] * 2 + [runner.max_report_bytes(running.output_limit_bytes)]
         for size in sizes:
@@ -223,7 +228,7 @@ class Zygote:
                 self.running[running.pid] = running
                 self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
             elif running.slot in self.confinement.cgroup_dir_fds and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
-                self.to_fork.append(entry)  # clone3 is refused here: fork again with clone
+                self.to_fork.append(entry)  # this machine refuses clone3, so fork this call again, by clone
             else:
                 self._send_start_failed(running, f"fork: {os.strerror(-running.pid)}")
         self.input.free_large()
@@ -241,7 +246,8 @@ class Zygote:
         except BaseException as error:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        # The flags are unmapped once the flag is set, so the code cannot pretend that its confinement failed.
+        # Set this slot's flag and unmap the flags. So the code cannot clear the flag, which would mean that its
+        # confinement failed and no code has run.
         self.confined_flags[running.slot] = _CONFINED
         self.confined_flags.close()
         runner.run(call, frames.split_blobs(self.input.body, call["blobs"]))
@@ -253,7 +259,7 @@ class Zygote:
                 if pid == 0:
                     break
                 running = self.running.pop(pid, None)
-                if running is not None:  # otherwise it was a child zygote, whose socket closes, or an orphan
+                if running is not None:  # otherwise it was an orphan, or a child zygote, whose end the socket shows
                     self.ending.append((running, status, usage))
         landlock, ending, self.ending = self.confinement.landlock, self.ending, []
         for ended in ending:
@@ -302,13 +308,13 @@ class Zygote:
     def _poll_timeout_ms(self) -> float | None:
         if not self.deadlines:
             return None
-        # poll(2) takes an int, and one more millisecond makes sure that the deadline has passed.
+        # 1e9 fits into the C int that poll(2) takes. One more millisecond makes sure that the deadline has passed.
         return min(1e9, max(0.0, (self.deadlines[0][0] - time.monotonic()) * 1e3 + 1))
 
     def _set_deadline(self, running: RunningCall, deadline: float) -> None:
-        """Add a deadline to the heap. Entries of ended calls stay in it until they are too many.
+        """Add a deadline to the heap. Entries of ended calls stay in the heap until there are too many.
 
-        The heap is bounded because every fork takes longer if the zygote has more memory.
+        The heap is bounded, because every fork takes longer if the zygote has more memory.
         """
         running.deadline = deadline
         heapq.heappush(self.deadlines, (deadline, running.pid, running.run_id))
@@ -317,10 +323,11 @@ class Zygote:
             heapq.heapify(self.deadlines)
 
     def _report_still_running(self) -> None:
-        """Report calls whose deadline has passed, each with a pidfd; from then on the executor limits their time.
+        """Report calls whose deadline has passed, each with a pidfd. From then on the executor limits their time.
 
-        A call that is not confined yet is reported later. Its set-up is not charged to it, and demoting it while it
-        holds or waits for the cgroup lock would block every fork on the machine.
+        A call that is not confined yet is reported later. There are two reasons: the time of the set-up is not charged
+        to the call; and if the executor demoted the call while it holds or waits for the cgroup lock, every fork on the
+        machine would wait.
         """
         now = time.monotonic()
         while self.deadlines and self.deadlines[0][0] <= now:
@@ -376,8 +383,8 @@ HANDLERS = {
 
 
 def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, header: dict) -> None:
-    """Import and warm up the profile of a frame, compact the memory, and serve. Calls share that memory and rarely
-    write to it."""
+    """Import and warm up the profile that a frame names, compact the memory, and serve. Calls share the compacted
+    memory and rarely write to it."""
     fork_memory.use_one_heap()
     missing, problems, refused = profiles.load_from(header)
     if refused:
@@ -387,8 +394,8 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     _warm_up(sock, confinement)
     fork_memory.remap_code()
     fork_memory.compact_heap()
-    # Made after the compaction, so that what changes with each call is outside the huge pages: a write to a huge page
-    # splits it, and then each fork copies 512 page table entries instead of one.
+    # The zygote object is created after the compaction, so that memory that changes with each call is outside the huge
+    # pages. A write to a huge page splits the page, and then each fork copies 512 page table entries instead of one.
     zygote = Zygote(frames.FrameReader(sock), confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
     zygote.inherited_kb = fork_memory.inherited_kb()

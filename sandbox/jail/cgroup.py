@@ -1,4 +1,6 @@
-"""The cgroup of one slot: sets limits before a call and reads usage after it, through files that stay open.
+"""The cgroup of one slot: sets limits before a call, and reads the usage after the call, through files that stay open.
+
+A slot is a numbered set of resources that one call uses at a time.
 
 - A limit is written only if it differs from the current one, because most calls have the same limits.
 - The kernel's counters only grow, so a call's usage is the difference of two readings. Only the peak is reset.
@@ -33,7 +35,8 @@ class CgroupVersion:
     memory_limit_file: str
     memory_peak_file: str
     oom_kills_file: str
-    """File whose line oom_kill has the number of the cgroup's processes that the OOM killer killed for any reason."""
+    """File with a line oom_kill: the number of processes of the cgroup that the OOM killer has killed for any
+    reason."""
     limit_hits_file: str
     """File that counts how often the cgroup's own limit was reached."""
     limit_hits_key: bytes
@@ -182,7 +185,8 @@ class SlotCgroup:
         self._fds = []
 
     def _reset_peak(self) -> None:
-        """Reset the peak to the memory in use, mostly cached files. That memory is not charged to the next call."""
+        """Reset the peak to the memory that is in use now, which is mostly cached files. This memory is not charged to
+        the next call."""
         if self._peak_fd >= 0 and self._can_reset_peak:
             os.pwrite(self._peak_fd, b"0", 0)
             self._peak_before = int(os.pread(self._peak_fd, 64, 0))
@@ -190,7 +194,7 @@ class SlotCgroup:
     def _read_peak(self) -> int | None:
         """Return the call's peak, or None if it is unknown.
 
-        If the kernel cannot reset the peak, the peak is known only for a call that exceeds all calls before it.
+        If the kernel cannot reset the peak, it is known only if this call has used more memory than any call before it.
         """
         if self._peak_fd < 0:
             return None
@@ -220,7 +224,8 @@ class SlotCgroup:
 
 
 def kill_processes(directory: str) -> None:
-    """Send SIGKILL to all processes of a cgroup that this PID namespace contains."""
+    """Kill all processes of a cgroup. Where the kernel has no cgroup.kill, only processes that are visible in this PID
+    namespace are killed."""
     with suppress(FileNotFoundError):  # version 1, or Linux before 5.14
         write_file(f"{directory}/cgroup.kill", "1")
         return

@@ -12,11 +12,12 @@
   and is removed when the next tree is created.
 - The cgroups are below the server's own, so that the operator's limits on the server apply to its calls.
 - Version 2 allows no processes in a cgroup whose children have limits. So the server and all other processes of its
-  cgroup move to a child, but only in a container, or where systemd has delegated the cgroup to the server.
+  cgroup are moved to a child cgroup. This is done only in a container, or if systemd has delegated the cgroup to the
+  server.
 - A jail has no cgroup file system. A call enters its cgroup by a file that was opened outside of the jail
-  (`open_procs_files`): the kernel checks the permissions of the process that opened the file. In version 2, a process
-  that enters a cgroup waits for all forks on the machine, so a zygote forks directly into the cgroup if it can
-  (clone3(2)).
+  (`open_procs_files`). This works because the kernel checks the permissions of the process that opened the file.
+- In version 2, a process that enters a cgroup waits for all forks on the machine. So a zygote (the interpreter in the
+  jail that forks the calls) forks a call directly into the cgroup (clone3(2)) where this is possible.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ cgroup's `enter_file` and the files of the call."""
 RESERVED_FDS = 256
 """Descriptors that a process needs for all other purposes."""
 MAX_TRIES = 5
-"""Tries of an operation that other processes can disturb."""
+"""Number of tries of an operation that other processes can disturb."""
 _V2_CONTROLLERS = {"memory", "pids"}
 """Controllers that version 2 must have. CPU time is counted without a controller."""
 
@@ -97,7 +98,8 @@ class CgroupTree:
         return f"{self._version.name}, {', '.join(self._locks)}"
 
     def cgroup(self, slot: int) -> SlotCgroup:
-        """Return the cgroup of a slot, which is created on first use: most slots are rarely used. Raises `OSError`."""
+        """Return the cgroup of a slot. It is created on first use, since most slots are rarely used. Raises
+        `OSError`."""
         if slot not in self._cgroups:
             self._cgroups[slot] = self._create_slot_cgroup(slot)
         return self._cgroups[slot]
@@ -105,8 +107,9 @@ class CgroupTree:
     def allow_clone_into(self, pid: int, uid: int) -> None:
         """Allow a zygote and its forks to fork directly into the cgroups (clone3(2)), if the kernel supports it.
 
-        `pid` and `uid` are the zygote's outside of the jail. The kernel requires write permission to cgroup.procs of
-        the target and of the common ancestor of the target and the zygote's own cgroup.
+        `pid` and `uid` are the ids of the zygote outside of the jail. The kernel requires write permission to two files
+        cgroup.procs: that of the target cgroup, and that of the common ancestor of the target cgroup and the zygote's
+        cgroup.
         """
         self._can_clone_into = False
         if self._version is not V2 or not kernel.has_clone3():
@@ -125,7 +128,8 @@ class CgroupTree:
             self._can_clone_into = True
 
     def open_directories(self, slot: int) -> Iterator[int]:
-        """Yield a descriptor of a slot's cgroup for clone3(2), or nothing if zygotes may not. The caller closes it."""
+        """Yield a descriptor of a slot's cgroup for clone3(2). Yield nothing if zygotes may not use clone3. The caller
+        closes the descriptor."""
         self.cgroup(slot)
         if self._can_clone_into:
             (top,) = self._locks
@@ -175,8 +179,8 @@ class CgroupTree:
 class IdleCgroup:
     """A cgroup for demoted threads, which run only on cores that all other threads of `parent` leave idle.
 
-    `parent` is the server's cgroup. Outside of containers, SCHED_IDLE alone is not enough: there the kernel first
-    divides the cores among sessions (sched_autogroup_enabled), a jail is a session of its own, and calls can start more
+    `parent` is the server's cgroup. Outside of containers, SCHED_IDLE alone is not enough. There the kernel first
+    divides the cores among sessions (sched_autogroup_enabled). A jail is a session of its own, and calls can start more
     sessions.
     """
 
@@ -192,7 +196,8 @@ class IdleCgroup:
 
     @classmethod
     def create(cls, parents: dict[str, str]) -> IdleCgroup | None:
-        """Create an idle cgroup. Returns None unless this process may write to a cpu hierarchy that has no slots."""
+        """Create an idle cgroup. Returns None if there is no cpu hierarchy to which this process may write, or if this
+        hierarchy has the cgroups of the slots."""
         parent = own_cgroup_dirs().get("cpu")
         if parent is None or parent in parents.values():
             return None
@@ -321,7 +326,8 @@ def _remove_stale(parent: str) -> None:
 
 
 def _remove(top: str) -> None:
-    """Kill all processes in a cgroup and the cgroups below it, and remove these. Gives up after `KILL_TIMEOUT_S`."""
+    """Kill all processes in a cgroup and in the cgroups below it, and remove all these cgroups. Gives up after
+    `KILL_TIMEOUT_S`."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     for directory, _, _ in os.walk(top, topdown=False):
         while True:

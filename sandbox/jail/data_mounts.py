@@ -1,8 +1,8 @@
-"""Checks directories of the host that calls may read (`JailSpec.data`) on the machine that runs the calls.
+"""Checks directories of the host that calls may read (`JailSpec.data`). It runs on the machine that runs the calls.
 
-- Levels `nsjail` and `namespaces` mount them read-only (`root_fs`).
-- Level `landlock` grants the right to read them (`landlock_rules`), and level `none` restricts nothing, so there a call
-  sees them at their paths on the host.
+- Levels `nsjail` and `namespaces` mount these directories read-only (`root_fs`).
+- Level `landlock` grants the right to read them (`landlock_rules`), and level `none` restricts nothing. At both levels
+  a call sees the directories at their paths on the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """System calls that Python's `os` does not offer, called through the C library.
 
-- Each function makes one system call or a few, and raises `OSError` with the call's name.
-- The launchers (`launch_*.py`) and `plan` decide which of them are called, and in what order.
+- Each function makes one or a few system calls, and raises `OSError` with the name of the system call that failed.
+- The launchers (`launch_*.py`) and `plan` decide which functions are called, and in what order.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class _SockFprog(ctypes.Structure):
 def open_detached(path: str) -> int:
     """Return a descriptor of a directory whose parent cannot be reached from it.
 
-    It is a clone of the mount that belongs to no mount namespace (open_tree(2)). The caller closes it.
+    The descriptor refers to a clone of the directory's mount (open_tree(2)). The clone belongs to no mount namespace.
+    The caller closes the descriptor.
     """
     fd = int(_libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | os.O_CLOEXEC))
     _check(fd, "open_tree", path)
@@ -162,7 +163,8 @@ def wait_for_exit(child: int) -> int:
 
 
 def set_parent_death_signal() -> None:
-    """Let the kernel kill this process when the thread that forked it ends. A later change of ids undoes this."""
+    """Let the kernel kill this process when the thread that forked it ends. If the process later changes its ids, the
+    kernel clears this setting."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
@@ -227,7 +229,8 @@ def landlock_abi() -> int:
 
 
 def restrict_with_landlock(handled: Sequence[int], rules: Iterable[tuple[str, int]], flags: int) -> None:
-    """Deny this process and its children all `handled` rights, except those that `rules` grant beneath their paths.
+    """Deny this process and its children all rights in `handled`, except the rights that `rules` grant. Each rule is a
+    path and the rights on all files beneath the path.
 
     `handled` are the fields of struct landlock_ruleset_attr: files, network, scopes. Requires no_new_privs.
     """

@@ -1,13 +1,15 @@
 """The rules of level `landlock`, as data: the access rights that each ABI version of Landlock knows, and the paths with
 their rights.
 
-Two rulesets apply to a call at once:
+A zygote (an interpreter that forks once per call) loads a ruleset, and each call inherits it and loads another. Both
+rulesets apply to a call:
 
-    the zygote's   read what Python needs; read and write the scratch directories of all slots
-    the call's     read what Python needs; read and write the scratch directory of its own slot
+    of the zygote   grants to read what Python needs, and to read and write the scratch directories of all slots
+    of the call     grants to read what Python needs, and to read and write the scratch directory of its own slot
 
-A ruleset denies all rights that it "handles" and does not grant. It handles all rights that the ABI knows: on files, on
-TCP, on signals to processes outside, and on their abstract sockets.
+A ruleset "handles" some rights. It denies each right that it handles and does not grant. Our rulesets handle all rights
+that the ABI version knows: on files, on TCP, on signals to processes outside, and on abstract sockets of such
+processes.
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ def check_requirements(spec: JailSpec, abi: int) -> None:
 def scratch_parent_dir(*, has_uids: bool) -> str:
     """Return the directory in which to create `JailSpec.scratch_root`: the usual one for temporary files.
 
-    If calls have their own uids, which cannot enter the usual directory (as with pam_tmpdir), return the first of
-    `TEMPORARY_DIRS` that they can enter. Raises `IsolationError`.
+    Calls that have their own uids may be unable to enter the usual directory (as with pam_tmpdir). Then return the
+    first of `TEMPORARY_DIRS` that they can enter. Raises `IsolationError`.
     """
     try:
         usual = tempfile.gettempdir()

@@ -3,14 +3,16 @@
     server ── launcher ── init (subreaper) ── guest (the zygote), its own process group ── calls, one uid per slot
               waits       cleans up after the guest
 
-- Landlock restricts only the guest, which may read what Python needs and write below `scratch_root`/calls. Launcher and
-  init run only the code of this file.
-- When the guest or the launcher ends, init kills the guest's process group, all processes with a uid of a slot and its
-  own children. It repeats that until it has no child: every process of the jail whose parent died is init's child. Then
-  init renames `scratch_root` and removes it, which may take minutes.
-- The process that holds the lock on `scratch_root` owns the slots' uids. It is free for the next launcher once the
-  directory is renamed. What jails with this path have left, since launcher and init were killed together, is removed by
-  a child of init while the guest runs.
+- Landlock restricts only the guest. The guest may read the files that Python needs, and write below
+  `scratch_root`/calls. Launcher and init run only the code of this file.
+- When the guest or the launcher ends, init kills the guest's process group, all processes with a uid of a slot, and all
+  children of init. init repeats this until it has no child. Then no process of the jail is left, because a process
+  whose parent has died becomes a child of init. At last init renames `scratch_root` and removes it, which may take
+  minutes.
+- The process that holds the lock on `scratch_root` owns the uids of the slots. Once the directory is renamed, the next
+  launcher may take the lock and these uids.
+- If launcher and init were killed together, the directories of their jail are left. A child of the next init that has
+  the same `scratch_root` removes them while its guest runs.
 """
 
 from __future__ import annotations
@@ -98,10 +100,11 @@ def _run_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
 
 
 def _kill_all(spec: JailSpec, guest: int) -> int:
-    """Kill until init has no child left, and return the guest's exit status.
+    """Kill processes until init has no child left, and return the guest's exit status.
 
-    A call leaves the guest's process group only after it has taken its slot's uid. So each process that is outside the
-    group when the group is killed has such a uid, and `_kill_slots` kills it. Without uids a call dies with its zygote.
+    A call leaves the guest's process group only after it has taken the uid of its slot. So when the group is killed,
+    each process outside of the group has the uid of a slot, and `_kill_slots` kills it. If slots have no uids, a call
+    dies with its zygote.
     """
     guest_status = 0
     while True:
@@ -133,8 +136,8 @@ def _children() -> list[int]:
 def _kill_slots(spec: JailSpec) -> None:
     """Kill all processes with a slot's uid, by one kill(2) per slot.
 
-    Meanwhile the effective uid is that of the slot's calls, so that this process may signal them. The real uid is the
-    slot's second uid (`guest/landlock_slots.py`), so that no call can signal this process.
+    During kill(2), this process has the effective uid of the slot's calls, so that it may signal them. Its real uid is
+    the slot's second uid (`guest/landlock_slots.py`), so that no call can signal this process.
     """
     if spec.uid_base is None:
         return
@@ -149,8 +152,8 @@ def _kill_slots(spec: JailSpec) -> None:
 
 
 class _ScratchRoot:
-    """The directory `scratch_root`: `guest`, a copy of the guest's source, and `calls`, with a directory per slot. It
-    gets another name, `scratch_root`.N, before it is removed."""
+    """The directory `scratch_root`. It contains `guest`, a copy of the guest's source, and `calls`, with a directory
+    per slot. Before `scratch_root` is removed, it gets the name `scratch_root`.N."""
 
     def __init__(self, spec: JailSpec) -> None:
         assert spec.scratch_root is not None
@@ -174,7 +177,8 @@ class _ScratchRoot:
             raise IsolationError(f"scratch directories: {error}; choose another directory with TMPDIR") from None
 
     def remove(self) -> None:
-        """Remove the directory, those that earlier jails have left, and all files of calls in them. Idempotent."""
+        """Remove the directory, and the renamed directories that earlier jails have left, with all files of calls in
+        them. Idempotent."""
         with suppress(FileNotFoundError):
             self._rename()
         for path in self.old_dirs():
@@ -209,9 +213,9 @@ class _ScratchRoot:
             os.close(self.lock)  # the last owner renamed the directory while this process waited for the lock
 
     def _rename(self) -> None:
-        """Give the directory another name, and unlock it. Raises FileNotFoundError if it has been renamed."""
+        """Give the directory another name, and unlock it. Raises FileNotFoundError if it has been renamed already."""
         os.rename(self.path, f"{self.path}.{time.time_ns()}")
-        fcntl.flock(self.lock, fcntl.LOCK_UN)  # closing would not do, since other processes of this jail have it open
+        fcntl.flock(self.lock, fcntl.LOCK_UN)  # to close it is not enough, since other processes have it open
         os.close(self.lock)
 
     def _remove(self, path: str) -> None:
@@ -252,9 +256,9 @@ class _ScratchRoot:
             launcher.print_error(f"cannot remove {slot_dir}: {error}")
 
     def _become_slot_user(self, slot: int) -> None:
-        """Take the effective uid of a slot's calls, in a child process that can still reach the guest's Python. The
-        real and the saved uid are the slot's third uid, so that neither a call nor the clean-up after a call can kill
-        this process."""
+        """Take the effective uid of a slot's calls. Runs in a child process, which must still reach the guest's Python.
+        The real and the saved uid become the slot's third uid, so that neither a call nor the clean-up after a call can
+        kill this process."""
         assert self.spec.uid_base is not None
         uid = self.spec.uid_base + FIRST_SLOT_UID + slot
         cleaner_uid = uid + 2 * self.spec.landlock_slots

@@ -1,10 +1,12 @@
-"""Functions that all launchers use: for lifetimes of processes, the read-only root, and the start of the guest.
+"""Functions that launchers use: for lifetimes of processes, the read-only root, and the start of the guest.
+
+A launcher is the process that builds a jail and waits for it. The guest is the code inside the jail.
 
     server ── launcher ── (init) ── guest (the zygote) ── calls
 
-- A launcher watches the process that started it, which is called the server here, by pidfd. PR_SET_PDEATHSIG fires when
-  the *thread* that forked a process ends, and a launcher may be started in any thread.
-- Processes below the launcher have a parent with a single thread and use PR_SET_PDEATHSIG.
+- The process that starts a launcher is called the server here. The launcher watches it by a pidfd. PR_SET_PDEATHSIG
+  does not suffice: it fires when the *thread* that forked a process ends, and any thread may start a launcher.
+- Each process below the launcher has a parent with a single thread, so it uses PR_SET_PDEATHSIG.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ NO_CORE_DUMP = (1, 1)
 """RLIMIT_CORE of a jail: 1 disables core dumps. With 0 the kernel would still send dumps to a program of the host's
 root if kernel.core_pattern is a pipe (fs/coredump.c)."""
 OOM_SCORE = "1000"
-"""oom_score_adj of all processes in a jail, which they cannot lower without CAP_SYS_RESOURCE: when the machine is out
-of memory, the kernel kills a process in a jail before one of the server (proc_pid_oom_score_adj(5))."""
+"""oom_score_adj of all processes in a jail. If the machine is out of memory, the kernel kills a process in a jail
+before a process of the server (proc_pid_oom_score_adj(5)). Without CAP_SYS_RESOURCE, a process cannot lower its
+value."""
 
 
 def leave_server_session() -> int:

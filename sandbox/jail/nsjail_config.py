@@ -1,11 +1,14 @@
 """Level `nsjail`: turns a `JailSpec` into the text of nsjail's configuration, for `launch_nsjail`.
 
 - nsjail's config.proto has all these fields, by these names, since version 3.1.
-- `POLICY` gives the zygote its own namespaces, and only the capabilities that it needs to confine calls.
-- Limits (time, memory, files, processes) are not here: nsjail would apply them to all calls of a jail together.
-- The launcher builds the root, and nsjail adds it by one recursive bind mount. Mounts made by nsjail would belong to
-  the zygote's user namespace, where the zygote's CAP_SYS_ADMIN could make them writable.
-- The jail has no /proc. Outside, nsjail itself needs the host's /proc to write the id maps.
+- `POLICY` gives the zygote its own namespaces, and only the capabilities that it needs to confine calls. (A zygote is
+  the interpreter in the jail that forks once per call.)
+- Limits of time, memory, files and processes are not in this configuration. nsjail would apply each limit to all calls
+  of a jail together.
+- The launcher builds the root of the jail, and nsjail binds this root by one recursive mount. If nsjail made the mounts
+  itself, they would belong to the user namespace of the zygote. The zygote has CAP_SYS_ADMIN in this namespace, so it
+  could make the mounts writable.
+- The jail has no /proc. nsjail itself runs outside the jail, and needs the host's /proc to write the id maps.
 """
 
 from __future__ import annotations
@@ -42,26 +45,28 @@ POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class StartParameters:
-    """The parts of a configuration that differ between starts of nsjail."""
+    """The values of a configuration that differ from one start of nsjail to the next."""
 
     socket_fd: int
     """Descriptor of the guest's socket, which the guest inherits."""
     nsjail_alive_fd: int
-    """Read end of a pipe whose write end only nsjail holds. `guest/init.py` inherits it."""
+    """Read end of a pipe, which `guest/init.py` inherits. Only nsjail holds the write end. So init reads end of file if
+    nsjail died before init's parent-death signal was set."""
     root_dir: str
     """Directory on the host with the jail's root."""
     log_file: str
     """Path of the file to which nsjail writes its own messages."""
     id_map: str
-    """Map of uids and of gids: one line `inside outside count` (user_namespaces(7))."""
+    """A line `inside outside count` (user_namespaces(7)), which is the map of uids and also the map of gids."""
     nice: int
-    """Nice value of the jail. nsjail's default is the lowest priority."""
+    """Nice value of the jail. It is always set, because nsjail's default is the lowest priority."""
 
 
 def config(spec: JailSpec, start: StartParameters) -> str:
     """Return nsjail's configuration in protobuf's text format, one field of the message per line."""
     inside, outside, count = start.id_map.split()
     ids = f"{{ inside_id: {quoted(inside)} outside_id: {quoted(outside)} count: {int(count)} }}"
+    # init uses no environment variables (-I) and no packages (-S), and cannot write bytecode to a read-only root (-B).
     init = ("-I", "-S", "-B", f"{GUEST_DIR_IN_JAIL}/init.py", str(start.nsjail_alive_fd))
     arguments = " ".join(f"arg: {quoted(argument)}" for argument in (*init, *spec.guest_argv(start.socket_fd)))
     lines = (
@@ -80,7 +85,8 @@ def config(spec: JailSpec, start: StartParameters) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a string literal: printable ASCII unchanged, all other bytes as three octal digits."""
+    """Return a string literal. A quote, a backslash and each byte that is not printable ASCII become a backslash and
+    three octal digits. All other bytes are unchanged."""
     data = os.fsencode(text)
     characters = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in data)
     return f'"{"".join(characters)}"'

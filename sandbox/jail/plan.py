@@ -1,4 +1,5 @@
-"""Turns a `JailSpec` into the argv that starts the jail, and into the plan by which the guest confines each call."""
+"""Turns a `JailSpec` into the argv that starts the jail, and into the plan by which the guest confines each call. The
+guest is the code inside the jail; its zygotes fork the calls."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class ConfinementPlan(TypedDict):
     """Uid of the calls of slot 0, or None if calls keep the zygote's uid."""
     drop_capabilities: bool
     limits_processes: bool
-    """Whether a call gets RLIMIT_NPROC. False if other calls have the same uid in the same user namespace, since the
-    kernel would count their processes too."""
+    """Whether a call gets RLIMIT_NPROC. It is False if other calls have the same uid in the same user namespace,
+    because the kernel would count the processes of all these calls together."""
     landlock: dict[str, Any] | None
     """Rules and directories for `guest/landlock_slots.py`."""
     no_new_privs: bool
@@ -52,9 +53,10 @@ class ConfinementPlan(TypedDict):
     call_filter: str | None
     """Seccomp program that each call loads, in base64."""
     loopback_filter: str | None
-    """Seccomp program that a call with `network: "loopback"` loads instead, or None if such calls are refused."""
+    """Seccomp program that a call with `network: "loopback"` loads instead of `call_filter`. None if such calls are
+    refused."""
     own_pid_offsets: list[int]
-    """Offsets in that program at which the guest writes the call's pid."""
+    """Offsets in the seccomp program of a call at which the guest writes the call's pid."""
 
 
 def launch_argv(spec: JailSpec, socket_fd: int) -> list[str]:
@@ -119,8 +121,8 @@ def _add_namespace_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
 def _add_landlock_steps(plan: ConfinementPlan, spec: JailSpec) -> None:
     """Add the steps of level `landlock`.
 
-    The zygote has no filter: a call would inherit it, and needs system calls to enter its scratch directory that the
-    filter would refuse.
+    The zygote has no filter. A call would inherit the filter, and the filter would refuse system calls that the call
+    needs to enter its scratch directory.
     """
     abi = kernel.landlock_abi()
     check_requirements(spec, abi)

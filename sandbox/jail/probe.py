@@ -3,8 +3,8 @@
 - Versions and configuration are not consulted: containers refuse system calls that their kernel has.
 - The attempts are children of a fresh interpreter. A process with two threads may enter no user namespace, and a
   library of this process may start threads in forked children (`os.register_at_fork`), as OpenTelemetry does.
-- A layer is missing only if the kernel refuses it. An attempt that fails for a transient reason (a signal killed it, or
-  memory or process ids ran out) is repeated, up to `MAX_TRIES` times in all.
+- A layer is missing only if the kernel refuses it. An attempt may fail for a transient reason: a signal killed it, or
+  memory or process ids ran out. Such an attempt is repeated, until there were `MAX_TRIES` attempts.
 - `level_choice` turns the result into a level.
 """
 
@@ -75,7 +75,7 @@ def probe_layers(names: Iterable[str]) -> tuple[ProbedLayer, ...]:
 
 
 def _run_interpreter(command: Sequence[str]) -> tuple[int, str]:
-    """Return the outcome, and the last line of the output or the error."""
+    """Return the outcome and a text: the last line of the output, or the error."""
     try:
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -151,7 +151,7 @@ def _run_in_child(attempt: Callable[[], str]) -> tuple[int, str]:
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, means that a resource has run out for now."""
+    """Return whether an error, or an error that caused it, means that a resource has run out for the moment."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TRANSIENT_ERRORS):
             return True

@@ -11,8 +11,8 @@
 
 - There is no /sys and no /proc. /proc would show other processes, the mounts and kernel addresses, and many containers
   refuse to mount it.
-- Only directories and large files are mounted, and small files are copied: the mount namespace of each call copies all
-  mounts, and each mount takes 1 to 2 us.
+- Only directories and large files are mounted. Small files are copied, because each call gets a mount namespace with a
+  copy of all mounts, and to copy a mount takes 1 to 2 us.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ROOT_STAGING_DIR = "/proc"
 """Directory over which the new root is mounted until the process pivots to the root or moves it. Every Linux host has
 this directory, and the root needs no file in it."""
 MIN_MOUNTED_BYTES = 4 << 20
-"""Files of at least this size are mounted: one more mount costs less than a copy in the memory of each jail."""
+"""Files of at least this many bytes are mounted. For such a file, one more mount costs less than a copy in the memory
+of each jail."""
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
 """Minor numbers, under major number 1 (Documentation/admin-guide/devices.txt)."""
 ETC = {
@@ -38,9 +39,10 @@ ETC = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
 }
 USER = "sandbox"
-"""Name of the user of all calls, whatever the uid, as in the variables USER and LOGNAME."""
+"""User name of all calls, for every uid. The environment variables USER and LOGNAME have the same value."""
 LOCALE_DIRS = ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8")
-"""Where the C library looks for the locale C.UTF-8. A host that has only an archive of locales has neither."""
+"""Directories in which the C library looks for the locale C.UTF-8. A host that has only an archive of locales has
+neither directory."""
 _READ_ONLY = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 
 

@@ -1,18 +1,19 @@
 """The system calls that a call may make: an allow-list by name, and its compilation to classic BPF programs.
 
 - `CALL_POLICY` is the policy, and `program` compiles it. Tests compare the program with the policy for every number.
-- All calls that the policy does not name fail with EPERM. The kernel's other entries (int 0x80, x32) fail with ENOSYS.
-  Killing the process instead would write a line to the host's audit log at each attempt.
+- A system call that the policy does not name fails with EPERM. The kernel's other entries (int 0x80, x32) fail with
+  ENOSYS. The process is not killed, because the kernel would then write a line to the host's audit log at each attempt.
 - Each call loads a filter, so loading must be fast. When a filter is loaded, the kernel runs its program once for each
-  number, and later skips the program for numbers that are always allowed. So a program is a balanced search tree over
-  ranges of numbers:
+  system call number. It later skips the program for numbers that are always allowed. So a program is a balanced search
+  tree over ranges of numbers:
 
       number >= n2?  -- no --> number >= n1?  -- no --> allow
             |                        +-- yes -> refuse
             +-- yes -> number >= n3? ...      -> check of arguments -> allow or refuse
 
-- With namespaces there are two programs. The zygote's is inherited by all its calls, and each call adds a small one.
-  The kernel runs both, and the stricter result holds (seccomp(2)). Together they are equal to `CALL_POLICY`.
+- At the levels with namespaces there are two programs. A zygote (an interpreter that forks once per call) loads the
+  first program, and its calls inherit it. Each call adds a small second program. The kernel runs both programs, and the
+  stricter result holds (seccomp(2)). Both together are equal to `CALL_POLICY`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ALLOW = 0x7FFF0000
 EPERM = 0x00050001
 ENOSYS = 0x00050026
 FAKE_SUCCESS = 0x00050000
-"""Skips the system call, which then returns 0 (SECCOMP_RET_ERRNO with 0). For requests without effect on results."""
+"""The system call is skipped and returns 0 (SECCOMP_RET_ERRNO with 0). This is for requests that have no effect on the
+results of a call."""
 ARCH_X86_64 = 0xC000003E  # AUDIT_ARCH_X86_64
 X32_BIT = 0x40000000  # __X32_SYSCALL_BIT, part of the numbers of the x32 ABI
 
@@ -53,9 +55,11 @@ class ArgumentCheck:
     fake_success_values: tuple[int, ...] = ()
     """Further values, for which the result is `FAKE_SUCCESS`."""
     bounded_value: tuple[int, int, int] | None = None
-    """A further value, the index of another argument, and the maximum of that argument (its low 32 bits)."""
+    """Three numbers: a further value that is allowed, the index of another argument, and the maximum of this other
+    argument (its low 32 bits). If the checked argument has this value, the other argument must not exceed the
+    maximum."""
     maximum: int | None = None
-    """Numbers from 0 to this one are allowed in addition to `values`. The argument is compared as unsigned."""
+    """Numbers from 0 to `maximum` are allowed in addition to `values`. The argument is compared as unsigned."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -97,9 +101,10 @@ _SOCKETPAIRS = "shutdown getsockname getpeername"
 # A process without capabilities can only take ids that it has, so these change nothing.
 _OWN_IDS = "setuid setgid setreuid setregid setresuid setresgid"
 
-# For these the result is ENOSYS: then the C library uses clone instead of clone3, whereas after EPERM it gives up. The
-# same holds for system calls that are newer than this policy, from map_shadow_stack on. Libraries that lock files if
-# they can take ENOSYS of flock for a file system without locks; a lock on a shared file would make other calls wait.
+# For these system calls the result is ENOSYS. After ENOSYS of clone3, the C library uses clone; after EPERM it would
+# give up. System calls that are newer than this policy, from map_shadow_stack on, also get ENOSYS, for the same reason.
+# flock is refused because a lock on a shared file would make other calls wait. A library that locks files only if it
+# can takes ENOSYS of flock for a file system without locks.
 _NOT_IMPLEMENTED = "clone3 flock"
 FIRST_UNKNOWN_NUMBER = X86_64["map_shadow_stack"]
 
@@ -227,9 +232,9 @@ class FilterKind(StrEnum):
     CALL_ON_TOP = "call on top"
     """For a call of such a zygote, in addition to the zygote's filter."""
     NAMED_SOCKETS_ON_TOP = "named sockets on top"
-    """The same for a call whose network namespace no other call shares."""
+    """Like `CALL_ON_TOP`, for a call whose network namespace no other call shares."""
     LOOPBACK_ON_TOP = "loopback on top"
-    """The same for a call that also has a loopback network."""
+    """Like `NAMED_SOCKETS_ON_TOP`, for a call that also has a loopback network."""
     OWN_UID = "own uid"
     """For a call in the container's namespaces, with a uid that no other process has."""
     SHARED_UID = "shared uid"
@@ -241,7 +246,8 @@ ON_TOP: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.NAMED_SOCKETS_ON_TOP: NAMED_SOCKETS,
     FilterKind.LOOPBACK_ON_TOP: LOOPBACK_SOCKETS,
 }
-"""Kinds of filters that a call adds to the zygote's, each with the rules in which it differs from `CALL_POLICY`."""
+"""Kinds of filters that a call adds to the zygote's filter, and for each kind the rules that differ from
+`CALL_POLICY`."""
 POLICY_OF: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.NAMESPACED: CALL_POLICY,
     FilterKind.ZYGOTE: {**CALL_POLICY, **dict.fromkeys(_SETUP_CALLS.split(), ALLOW)},

@@ -1,10 +1,11 @@
 """Finds the shared libraries that a Python and its extension modules need, by the Python's own loader (ld.so(8), musl).
 
-The loader maps the files, prints the libraries that it has found, and runs no code of them. A library that it does not
-find is left out: the import of a module that needs it fails in the jail as it does outside.
+The loader maps the files and prints the libraries that it has found. It runs no code of these files. If it does not
+find a library, the library is left out. The import of a module that needs this library then fails in the jail as it
+fails outside.
 
-One run of the loader lists one package, since it finds only one library for each name. A run takes 2 to 5 ms of CPU
-time, so a run for each file would take 0.5 s for the guest runtime.
+The loader runs once for each package. One run for all packages is not possible, because a run finds only one library
+for each name. A run takes 2 to 5 ms of CPU time, so one run for each file would take 0.5 s for the guest runtime.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ log = logging.getLogger(__name__)
 OPENED_BY_LIBC = ("libgcc_s.so.1", "libnss_files.so.2")
 """Libraries that glibc opens by itself: libgcc_s when a thread exits, nss_files for passwd before glibc 2.34."""
 _WORKING_DIR = "/proc/self/cwd"
-"""The loader gets the files of a package by this path. So the path that it prints for a library begins with it if, and
-only if, the library was found by $ORIGIN."""
+"""The loader gets the files of a package by this path. If it finds a library by $ORIGIN, the path that it prints for
+the library begins with this path. Otherwise the printed path does not."""
 _PT_INTERP = 3
 
 

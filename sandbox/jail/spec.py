@@ -1,12 +1,16 @@
-"""`JailSpec`: the description of a jail. The launcher receives it as JSON.
+"""`JailSpec`: the description of a jail. The launcher, which builds the jail, receives it as JSON.
 
-A jail holds the zygotes of one pool, which fork the calls. Uids inside the jail:
+A jail is the isolation around the zygotes of one pool. A zygote is a preloaded interpreter that forks once per call. A
+slot is a numbered set of resources (uid, cgroup, scratch directory), used by one call at a time. The code inside a jail
+is called the guest.
+
+Uids inside the jail:
 
     0                        the zygotes
     FIRST_SLOT_UID + slot    the calls of a slot
 
-Level `landlock` has no user namespace: the calls of a slot have host uid `uid_base` + FIRST_SLOT_UID + slot, and each
-slot has two further uids (`UIDS_PER_SLOT`).
+Level `landlock` has no user namespace, so all uids are uids of the host. There the calls of a slot have the uid
+`uid_base` + FIRST_SLOT_UID + slot, and each slot has two further uids (`UIDS_PER_SLOT`).
 
 Jails with disjoint ranges of host uids (`host_uids`) share no uid, so they share no limit that the kernel counts per
 uid, and no process of one jail can signal a process of another.
@@ -35,7 +39,7 @@ GUEST_DIR_IN_JAIL = "/guest"
 
 class Level(StrEnum):
     """Isolation levels in the order in which `auto` tries them. `nsjail` and `namespaces` stop the same attacks
-    (docs/isolation.md); the others are weaker, each than the one before."""
+    (docs/isolation.md). `landlock` is weaker than these two, and `none` is weaker than `landlock`."""
 
     NSJAIL = "nsjail"
     """nsjail builds the namespaces around the zygote."""
@@ -44,7 +48,7 @@ class Level(StrEnum):
     LANDLOCK = "landlock"
     """Landlock rulesets confine calls. This level is for containers that grant no namespaces."""
     NONE = "none"
-    """Only rlimits. `auto` never chooses this level."""
+    """Calls have rlimits only. `auto` never chooses this level."""
 
 
 HOST_PATH_LEVELS = (Level.LANDLOCK, Level.NONE)
@@ -59,17 +63,21 @@ class JailSpec:
     """Directory on the host with the guest's source."""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
-    """Program that tests run instead of the zygote. The number of the guest's socket replaces a word `{fd}`."""
+    """Program and arguments that the jail runs instead of a zygote; empty except in tests. A word `{fd}` is replaced by
+    the number of the descriptor of the guest's socket."""
     uid_base: int | None = None
-    """First host id of the jail's range, or None if calls share a single id."""
+    """First id of the jail's range of host uids and gids, or None if all calls share one id."""
     uid_count: int = 0
+    """Number of ids in this range."""
     scratch_root: str | None = None
-    """At level `landlock`, the directory that the launcher creates for scratch directories and removes at the end."""
+    """At level `landlock`, the directory for the scratch directories. The launcher creates it, and removes it at the
+    end of the jail. None at the other levels."""
     data: tuple[tuple[str, str], ...] = ()
-    """Directories that calls can read: path in the jail, path on the host. Checked by `data_mounts.check_mounts`."""
+    """The operator's directories that calls can read (setting `mounts`). A pair is (path in the jail, path on the
+    host). `data_mounts.check_mounts` checks them."""
     user_namespace_per_call: bool = False
-    """Whether each call gets its own user namespace, so that the kernel counts its processes apart from those of other
-    calls with the same uid."""
+    """Whether each call gets its own user namespace. Several calls may have the same uid; with a namespace for each
+    call, the kernel still counts their processes separately."""
 
     def __post_init__(self) -> None:
         if self.uid_base is not None and (self.uid_base <= 0 or self.uid_count <= FIRST_SLOT_UID):
@@ -84,13 +92,14 @@ class JailSpec:
 
     @property
     def has_slot_networks(self) -> bool:
-        """Whether each slot has its own network namespace, so that calls may give names to sockets. No slot has one if
-        calls see directories of the operator: these may hold sockets of the host, to which a call could connect."""
+        """Whether each slot has its own network namespace. Only then may calls give names to sockets. If calls see
+        directories of the operator (`data`), no slot has one, since these directories may contain sockets of the host,
+        to which a call could connect."""
         return self.level not in HOST_PATH_LEVELS and not self.data
 
     @property
     def landlock_slots(self) -> int:
-        """Number of slots for which the range has uids at level `landlock`."""
+        """Number of slots that have uids at level `landlock`: each needs `UIDS_PER_SLOT` uids of the range."""
         return max(0, self.uid_count - FIRST_SLOT_UID) // UIDS_PER_SLOT
 
     @property
@@ -106,7 +115,8 @@ class JailSpec:
         return self.guest_dir if self.level is Level.NONE else GUEST_DIR_IN_JAIL
 
     def guest_argv(self, socket_fd: int) -> list[str]:
-        """Return the guest's argv. Python gets no -I, so that it uses PYTHONPATH; its environment is clean anyway."""
+        """Return the guest's argv. Python gets no -I, because it has to use PYTHONPATH. -I is not needed, because
+        `guest_env` is the whole environment."""
         zygote = (self.guest_python, "-s", "-B", f"{self.guest_dir_in_jail}/zygote.py", "--fd", "{fd}")
         return [str(socket_fd) if word == "{fd}" else word for word in self.argv or zygote]
 
@@ -125,6 +135,7 @@ class JailSpec:
     @classmethod
     def decode(cls, text: str) -> JailSpec:
         fields = json.loads(text)
+        # JSON has turned the enum member, the nested dataclass and the tuples into plain values; restore them.
         python = Interpreter.decode(fields["python"])
         data = tuple((path, source) for path, source in fields.get("data", ()))
         converted = {"level": Level(fields["level"]), "python": python, "argv": tuple(fields["argv"]), "data": data}

@@ -1,4 +1,4 @@
-"""Chooses the host uids of a jail: a range of which no user and no other jail has a uid.
+"""Chooses the host uids of a jail: a range of uids that no user and no other jail has.
 
 host_uids(jail=2, slots=64)  ->  (first uid, number of uids), or (None, 0) if this process cannot map a range
 """
@@ -32,8 +32,8 @@ def host_uids(
 ) -> tuple[int | None, int]:
     """Return (`uid_base`, `uid_count`) for this process's jail number `jail`, from 0. The jails' ranges are disjoint.
 
-    Returns (None, 0) if this process may not use a range: it has neither the privilege nor enough subordinate ids, or
-    it belongs to an ordinary user whose `python` other users cannot read.
+    Returns (None, 0) if this process may not use a range. There are two reasons: it has neither the privilege nor
+    enough subordinate ids; or it belongs to an ordinary user, and other users cannot read this user's `python`.
     """
     if level is Level.NONE:
         return None, 0

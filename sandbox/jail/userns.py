@@ -1,11 +1,12 @@
 """User namespaces and their id maps (user_namespaces(7)).
 
-A map has lines `inside outside count`. An ordinary user may map only its own id. Only a process outside of the new
-namespace, with CAP_SETUID and CAP_SETGID outside, may map a range:
+Each line of a map is `inside outside count`. An ordinary user may map only its own id. To map a range of ids, a process
+must be outside of the new namespace, and must have CAP_SETUID and CAP_SETGID outside. There are two ways:
 
-    a child of this process           if this process has these capabilities
-    newuidmap(1) and newgidmap(1)     otherwise: set-uid programs for the ids that /etc/subuid and /etc/subgid list for
-                                      a user. Under no_new_privs they have no privilege.
+    if this process has these capabilities    a child of this process writes the maps
+    otherwise                                 newuidmap(1) and newgidmap(1) write the maps. These are set-uid programs
+                                              for the ids that /etc/subuid and /etc/subgid list for a user. Under
+                                              no_new_privs they have no privilege.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 JAIL_NAMESPACES = (
     kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )
-"""Namespaces of a jail, created together with its user namespace, which then owns them. A cgroup namespace changes only
-/proc and /sys, which a jail does not have. Clocks are not secret, so there is no time namespace."""
+"""Namespaces of a jail. They are created together with the jail's user namespace, so that this namespace owns them. A
+cgroup namespace is not needed: it changes only /proc and /sys, which a jail does not have. A time namespace is not
+needed, because clocks are not secret."""
 RANGE_START_INSIDE = 1
 """First id of the range inside the namespace of `enter_as_root`, where id 0 is the user who started the process."""
 MAPPING_PROGRAMS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
@@ -39,8 +41,8 @@ SUBORDINATE_ID_FILES = "/etc/subuid", "/etc/subgid"
 def open_proc_self() -> int:
     """Return a descriptor of this process's directory in /proc.
 
-    It stays usable when /proc is unmounted. In a child process it is still the directory of this process, because
-    /proc/self is resolved here.
+    The descriptor stays usable when /proc is unmounted. In a child process, it still refers to the directory of this
+    process, because /proc/self is resolved here.
     """
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
@@ -48,7 +50,7 @@ def open_proc_self() -> int:
 def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
     """Obtain the right to mount: by the host's CAP_SYS_ADMIN if this process has it, otherwise by `enter_as_root`.
 
-    Returns whether the privileges are the host's. The "host" may itself be a user namespace, with fewer ids.
+    Returns whether the privileges are those of the host. The "host" may itself be a user namespace, with fewer ids.
     """
     if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
         return True
@@ -101,8 +103,8 @@ def subordinate_ids() -> tuple[int, int]:
 def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privileged: bool) -> str:
     """Return the id map of the zygote's user namespace.
 
-    The map's outside ids are the host's if `privileged`. Otherwise they are those in the namespace of `enter_as_root`,
-    where the range starts at `RANGE_START_INSIDE`.
+    If `privileged`, the outside ids of the map are ids of the host. Otherwise they are ids in the namespace of
+    `enter_as_root`, where the range starts at `RANGE_START_INSIDE`.
     """
     if uid_base is not None and not privileged:
         uid_base = RANGE_START_INSIDE
@@ -112,8 +114,8 @@ def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privi
 def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
     """Return a map of the range to ids from 0. Without a range, return a map of a single id to id 0.
 
-    The single id is `NOBODY`, so that root, who owns the host's files, has no id inside. In a container without that id
-    it is 0.
+    The single id is `NOBODY`, so that root, who owns the host's files, has no id inside. In a container without the id
+    `NOBODY`, the single id is 0.
     """
     if uid_base is not None:
         return f"0 {uid_base} {uid_count}"

@@ -1,6 +1,11 @@
 """Monitors calls that run longer than `demote_after_ms`: advances their virtual clock, moves them to long slots,
 changes their CPU priority, and kills them at their time limit.
 
+The virtual time of a call is its wall time minus its run delay, which is the time that its runnable threads wait for a
+core. A sample is one reading of `/proc` and of the cgroup for all processes of a call. A long call is a call that has
+used `demote_after_s` of virtual time. It is demoted, which means that it gets a lower CPU priority. To promote it is to
+restore its priority. The wall cap is the wall time after which a call is killed whatever its virtual time is.
+
     quantity       event                                consequence for the call
     virtual time   reaches `demote_after_s`             long: demoted, and moved to a long slot once one is free
                    lags behind 1/4 of the fair share    promoted until it has caught up
@@ -8,12 +13,13 @@ changes their CPU priority, and kills them at their time limit.
     wall cap       is used up                           killed: timed out if it ever had two threads, else starved
                    half is used up, demoted, and the    killed, and started again at normal priority
                    executor may not promote
-    memory         exceeds the limit, no cgroup         killed: out of memory
+    memory         exceeds the limit, and there is no   killed: out of memory
+                   cgroup
 
 Invariants:
 - A call is monitored only once its zygote has reported it as still running; most calls end before that.
-- A long call has at least a quarter of its fair share of the cores, so it reaches its time limit before the wall cap,
-  whatever the load. Where the executor may not promote, this holds for the second half of the wall cap.
+- A long call gets at least a quarter of its fair share of the cores. So it reaches its time limit before the wall cap,
+  even on a loaded machine. Where the executor may not promote, this holds only for the second half of the wall cap.
 - After a sample, all processes of the call that existed then have the CPU priority of the call.
 """
 
@@ -63,28 +69,31 @@ POLL_BUDGET_S = 0.002
 FREE_SAMPLE_CPU_S = 0.0005
 """CPU seconds that each sample may take without an effect on the sample intervals."""
 MAX_COSTLY_SAMPLE_SHARE = 0.2
-"""Share of a core that all samples together may take beyond `FREE_SAMPLE_CPU_S` each. So calls with many threads, whose
-samples take long, are sampled less often."""
+"""Maximum share of a core for the costly part of all samples together. The costly part of a sample is its CPU time
+beyond `FREE_SAMPLE_CPU_S`. Because of this maximum, calls with many threads, whose samples take long, are sampled less
+often."""
 SAMPLE_RETRY_S = 0.1
-"""Seconds until the next sample after one failed because the machine lacked a resource."""
+"""Seconds until the next sample, if a sample failed because the machine lacked a resource."""
 MIN_UNCERTAIN_INTERVAL_S = 0.01
-"""Minimum seconds between two samples of a call that has reached its time limit only if the uncertain part of its
-virtual time is counted."""
+"""Minimum seconds between two samples of a call that may have reached its time limit: with the uncertain part of its
+virtual time it has reached the limit, and without this part it has not."""
 MAX_SPEEDUP = 4
-"""A demoted call is assumed to run, until its next sample, at most this many times faster than between its last two
-samples. This bounds how late the monitor notices a time-out."""
+"""A demoted call may run faster after a sample than before it. The monitor assumes that it runs at most this many times
+faster until the next sample than between the last two samples. This bounds how late a time-out is noticed."""
 MIN_SHARE_DIVISOR = 4
 """A long call is promoted while it has had less than its fair share of the cores divided by this number."""
 MAX_LAG_S = 0.05
-"""Seconds of virtual time, times the crowding factor, by which a long call may lag before it is promoted. It is not
-zero, since moving a thread between cgroups takes a lock that every fork and exit on the machine waits for."""
+"""Seconds of virtual time by which a long call may lag before it is promoted; they are multiplied by the crowding
+factor. The limit is not zero, because to move a thread between cgroups takes a lock that every fork and exit on the
+machine waits for."""
 _memory_reader = ThreadPoolExecutor(1, "memory")
-"""Runs `socket_bytes` and `exceeds_memory`, which block for milliseconds, for one call at a time, beside the event
-loop."""
+"""A thread that runs `socket_bytes` and `exceeds_memory` for one call at a time. These functions block for
+milliseconds, so they must not run in the event loop."""
 
 
 def start_memory_reader() -> None:
-    """Start the thread that reads memory before the first call, since a fork bomb may leave no process for it."""
+    """Start the thread that reads memory. This has to happen before the first call, because a fork bomb may use up all
+    processes and threads."""
     _memory_reader.submit(int)
 
 
@@ -124,8 +133,8 @@ class MonitorOwner(Protocol):
 
 
 def lag_s(virtual_s: float, wall_s: float, calls_per_core: float) -> float:
-    """Return by how many seconds of virtual time a long call lags behind its minimum share of the cores. `virtual_s`
-    and `wall_s` count from the moment at which the call became long."""
+    """Return how many seconds of virtual time a long call lacks to its minimum share of the cores. `virtual_s` and
+    `wall_s` count from the moment at which the call became long."""
     return wall_s / (MIN_SHARE_DIVISOR * max(1.0, calls_per_core)) - virtual_s
 
 
@@ -146,7 +155,7 @@ def next_sample_in_s(
     factor = crowding_factor(calls_per_core)
     interval_s = factor * random.uniform(*(SAMPLE_INTERVAL_S if is_single_threaded else SAMPLE_INTERVAL_THREADED_S))
     left_s = min(left_s, max(left_s - uncertain_s, factor * MIN_UNCERTAIN_INTERVAL_S))
-    if is_promoted:  # soon, since a promoted call must not get much more than its minimum share
+    if is_promoted:  # sample it soon, because a promoted call must not get much more than its minimum share
         interval_s = min(interval_s, factor * MAX_LAG_S)
     elif is_single_threaded:
         left_s = max(MIN_SAMPLE_INTERVAL_S, left_s) * min(factor, max(1.0, slowness / MAX_SPEEDUP))
@@ -154,12 +163,13 @@ def next_sample_in_s(
 
 
 def crowding_factor(calls_per_core: float) -> float:
-    """Return the factor by which sample intervals are longer than with few calls."""
+    """Return the factor by which sample intervals are longer because of many calls: 1 up to
+    `CROWDED_CALLS_PER_CORE`."""
     return max(1.0, calls_per_core / CROWDED_CALLS_PER_CORE)
 
 
 class CallMonitor:
-    """The monitoring of one attempt. Owns the pidfd of its first process."""
+    """The monitoring of one attempt. It owns the pidfd of the attempt's first process."""
 
     def __init__(
         self, attempt: Attempt, slots: Slots, running: StillRunning, started: float, owner: MonitorOwner
@@ -167,8 +177,8 @@ class CallMonitor:
         self.is_stopped = False
         self.kill_reason: KillReason | None = None
         self.max_cpu_s = math.inf
-        """A call that has used more CPU seconds than this has timed out, even if it ended by itself before its next
-        sample, since virtual time is never less than CPU time per core."""
+        """A call that has used more CPU seconds than this has timed out, because virtual time is never less than CPU
+        time per core. This also holds for a call that ended by itself before its next sample."""
         self._attempt, self._slots, self._started, self._owner = attempt, slots, started, owner
         self._pidfd = running.pidfd
         self._timeout_s = attempt.call.request.timeout_s
@@ -203,8 +213,8 @@ class CallMonitor:
                 self._owner.cpu_priority.forget(self._tree)
 
     def _is_alive(self) -> bool:
-        """Return whether the call's first process still exists. False also if the zygote sent a descriptor that is no
-        pidfd; `Executor._kill_hung_jails` handles that case."""
+        """Return whether the call's first process still exists. Also return False if the zygote sent a descriptor that
+        is no pidfd; `Executor._kill_hung_jails` handles that case."""
         try:
             signal.pidfd_send_signal(self._pidfd, 0)
         except OSError:
@@ -265,7 +275,8 @@ class CallMonitor:
         if self._clock.elapsed_s >= self._timeout_s:
             return KillReason.TIMED_OUT
         if self._wall_cap_left_s <= 0:
-            # The processes of a fork bomb wait for each other. That must not count as the server's fault.
+            # A call with several threads may have used up its wall cap because they waited for each other, as in a fork
+            # bomb. That must not count as the server's fault.
             return KillReason.STARVED if self._clock.is_single_threaded else KillReason.TIMED_OUT
         if self._is_demoted_for_good and self._wall_cap_left_s <= wall_cap_s(self._timeout_s) / 2:
             return KillReason.RESTARTED
@@ -274,8 +285,9 @@ class CallMonitor:
         return None
 
     def _is_over_memory(self, tree: ProcessTree) -> bool:
-        """Return whether a finished check found the call over its memory limit. If there is none, start a check if the
-        last sample may be over the limit. A cgroup counts everything but the data in TCP and UDP sockets."""
+        """Return whether a finished check found the call over its memory limit. If no check runs, start one if the
+        call may be over the limit by its last sample. A cgroup counts all memory except the data in TCP and UDP
+        sockets."""
         attempt, check = self._attempt, self._memory_check
         if check is None:
             has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.request.has_loopback
@@ -319,7 +331,8 @@ class CallMonitor:
 
 
 class Monitor:
-    """Steps all monitored calls in one task. With a task for each call, wake-ups would cost as much as the samples."""
+    """Steps all monitored calls in one task. With one task per call, the wake-ups would cost as much CPU time as the
+    samples."""
 
     def __init__(self, owner: MonitorOwner) -> None:
         self._owner = owner
@@ -339,7 +352,7 @@ class Monitor:
         return call_monitor
 
     async def run(self) -> None:
-        """Step the calls as they become due, until cancelled; then stop them all."""
+        """Step the calls as they become due, until cancelled. Then stop the monitoring of all calls."""
         try:
             while True:
                 with trio.move_on_at(self._due[0][0] if self._due else math.inf):
@@ -359,7 +372,7 @@ class Monitor:
                 continue
             interval_s = call_monitor.step()
             before, now = now, time.thread_time()
-            if interval_s is not None:  # as if the samples of all monitored calls took as long as this one
+            if interval_s is not None:  # assume that the samples of all monitored calls take as long as this one
                 costly_s = max(0.0, now - before - FREE_SAMPLE_CPU_S) * (len(self._due) + 1)
                 interval_s = max(interval_s, costly_s / MAX_COSTLY_SAMPLE_SHARE)
                 self._schedule(trio.current_time() + interval_s, call_monitor)

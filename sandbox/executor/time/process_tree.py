@@ -1,7 +1,7 @@
 """Samples the processes of one call from /proc, outside the jail, and sets their CPU priority.
 
-The processes are those in the call's cgroup if it has one, else the descendants of its first process. A process whose
-parent has exited is then missed (`setsid` and double fork).
+If the call has a cgroup, its processes are the members of the cgroup. Otherwise they are its first process and the
+descendants of this process; then a process whose parent has exited is missed (as after `setsid` and a double fork).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ MAX_SAMPLED_THREADS = 128
 """A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. This is
 also the largest number of threads that are moved between cgroups at once."""
 LONG_THREADS_WEIGHT = 0.25
-"""Share of a core that all long threads of the core together get, over that of one thread at normal priority, where
-long calls are demoted by nice values. Less would starve them while short calls never stop arriving; with more, they
-delay short calls."""
+"""Weight of all threads of long calls on a core together, where the weight of one thread at normal priority is 1. It is
+used where long calls are demoted by nice values. With a smaller weight, long calls would starve while short calls never
+stop arriving. With a larger weight, they would delay short calls."""
 WEIGHT_PER_NICE = 1.25
-"""A thread's weight, and so its share of a core, is divided by this for each step of its nice value (sched(7))."""
+"""For each step of a thread's nice value, its weight is divided by this number (sched(7)). Its share of a core is
+proportional to its weight."""
 MAX_NICE = 19
 _UNKNOWN_POLICY = -1
 _UNKNOWN_NICE = -21
@@ -45,16 +46,20 @@ locks; this time is not charged to the call."""
 _VOLUNTARY_KEY = b"\nvoluntary_ctxt_switches:"
 _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
 """Lines of /proc/PID/status, in KiB."""
-_PROPORTIONAL_KEYS, _FILE_KEYS = (b"Pss:", b"SwapPss:"), (b"Pss_File:",)
-"""Lines of /proc/PID/smaps_rollup, in KiB. In these, a page that n processes share counts 1/n for each of them."""
+_PROPORTIONAL_KEYS = (b"Pss:", b"SwapPss:")
+"""Lines of /proc/PID/smaps_rollup, in KiB. In them, a page that n processes share counts 1/n for each process."""
+_FILE_KEYS = (b"Pss_File:",)
+"""The part of `Pss:` that belongs to files, counted in the same way."""
 _SOCKET_BYTES = 212_992
 """Data that an AF_UNIX stream can hold: net.core.wmem_default of all usual machines."""
 _DATAGRAMS = 11
-"""Number of datagrams of this size that an AF_UNIX socket can hold (net.unix.max_dgram_qlen of a new namespace)."""
+"""Number of datagrams of `_SOCKET_BYTES` that an AF_UNIX socket can hold (net.unix.max_dgram_qlen of a new network
+namespace)."""
 _FEW_SOCKETS_BYTES = 1024
-"""A call whose /proc/PID/net/unix has at most this many bytes has about 12 sockets or fewer. They are not counted."""
+"""If /proc/PID/net/unix of a call has at most this many bytes, the call has about 12 sockets or fewer. The data in so
+few sockets is not counted."""
 _MAX_TABLE_LINES = 1 << 17
-"""Lines of a table of sockets that are read. As AF_UNIX sockets they would count as 26 GiB."""
+"""Maximum number of lines that are read from a table of sockets. This many AF_UNIX sockets would count as 26 GiB."""
 _IP_SOCKET_BYTES = 4096
 """Upper bound of the memory of a TCP or UDP socket without its data."""
 _TCP_TIME_WAIT = b"06"
@@ -74,8 +79,8 @@ def pid_of_pidfd(pidfd: int) -> int | None:
 
 
 def counts_run_delay() -> bool:
-    """Return whether the kernel counts how long threads wait for a core. Without CONFIG_SCHED_INFO, schedstat is
-    missing; where the statistics are off, it contains zeros. Raises `OSError` if no descriptor is left."""
+    """Return whether the kernel counts how long threads wait for a core. If not, the file schedstat is missing (without
+    CONFIG_SCHED_INFO) or contains zeros (if the statistics are off). Raises `OSError` if no descriptor is left."""
     try:
         return any(map(int, _read("/proc/self/schedstat").split()))
     except FileNotFoundError:
@@ -83,8 +88,8 @@ def counts_run_delay() -> bool:
 
 
 class CgroupMembers(Protocol):
-    """The part of a call's cgroup that lists its members by their ids in this /proc. 0 stands for a member that this
-    /proc does not show."""
+    """The part of a call's cgroup that lists its members, by their ids in the /proc of this process. The id 0 stands
+    for a member that this /proc does not show."""
 
     def other_pids(self, first: int) -> list[int]:
         """Return the processes besides `first`."""
@@ -112,15 +117,17 @@ class ProcessTree:
         self._nice_by_session: dict[int, int] = {}
         """Nice values of the call's own sessions."""
         self.runnable_threads = 0
-        """Number of runnable threads in the last sample; of all threads if there are too many to sample."""
+        """Number of runnable threads in the last sample. If there are too many threads to sample, the number of all
+        threads."""
         self._should_be_idle: bool | None = None
         """Whether the threads belong in the idle cgroup; None if they never did."""
         self._moved: set[int] = set()
         """Threads that are already in the cgroup in which they belong."""
         self._switches: dict[int, tuple[int, int]] = {}
-        """For each thread of the last sample: its timeslices, and its voluntary context switches when it had these."""
+        """For each thread of the last sample: its number of timeslices, and its number of voluntary context switches
+        when it had this number of timeslices."""
         self._switches_before: dict[int, tuple[int, int]] = {}
-        """The same of the sample before the last."""
+        """`_switches` of the sample before the last sample."""
         self.cpu_s = math.inf if self._is_unsampled else 0.0
         """CPU seconds of all processes in the last sample and of the children that they have waited for. Infinite if
         the processes are not sampled."""
@@ -148,8 +155,9 @@ class ProcessTree:
         return sample if self.root in sample else {}
 
     def set_policy(self, policy: int) -> None:
-        """Set the scheduling policy of all threads of the last sample. Threads that these start later inherit it.
-        Threads that were started since the sample get it after the next sample. Raises `PermissionError`."""
+        """Set the scheduling policy of all threads of the last sample. Threads that they start later inherit the
+        policy. Threads that were started since the sample get the policy after the next sample. Raises
+        `PermissionError`."""
         for tid, current in self._policy_by_thread.items():
             if current != policy:
                 with suppress(ProcessLookupError):
@@ -157,8 +165,9 @@ class ProcessTree:
                     self._policy_by_thread[tid] = policy
 
     def raise_nice(self, nice: int) -> None:
-        """Raise the nice values of all threads of the last sample to at least `nice`. Threads that these start later
-        inherit it. Raises `PermissionError` if this process may not change these threads (setpriority(2))."""
+        """Raise the nice values of all threads of the last sample to at least `nice`. Threads that they start later
+        inherit their nice value. Raises `PermissionError` if this process may not change the threads
+        (setpriority(2))."""
         for tid, current in self._nice_by_thread.items():
             if current < nice:
                 try:
@@ -172,8 +181,9 @@ class ProcessTree:
         self._raise_nice_of_sessions(nice)
 
     def _raise_nice_of_sessions(self, nice: int) -> None:
-        """Raise the nice values of the sessions that the call does not share with its zygote. The kernel may divide the
-        cores between sessions first (sched_autogroup_enabled); then nice values of threads count only within one."""
+        """Raise the nice values of the sessions that the call does not share with its zygote. If
+        sched_autogroup_enabled is set, the kernel first divides the cores between sessions, by the nice values of the
+        sessions. The nice values of threads then count only within a session."""
         for session, pid in self._pid_by_session.items():
             if self._nice_by_session.get(session, 0) >= nice:
                 continue
@@ -202,8 +212,9 @@ class ProcessTree:
         self._moved &= self._policy_by_thread.keys()
 
     def resident_bytes(self) -> dict[int, int]:
-        """Return the resident bytes, without file pages, of each process of the last sample. Empty for a single
-        process, whose own limit is enough. Shared pages count for each process, so the sum is an upper bound."""
+        """Return the resident bytes, without file pages, of each process of the last sample. The result is empty if
+        there is only one process, because the process has a memory limit of its own. A shared page counts for each
+        process that has it, so the sum is an upper bound."""
         resident = {}
         for pid in self._pids if len(self._pids) > 1 else ():
             with suppress(*_GONE_ERRORS):

@@ -1,7 +1,8 @@
 """The virtual clock of a call: the time that its processes would have taken on an idle machine.
 
-Virtual time is wall time minus run delay (waiting for a core); sleep counts. Pure: the caller samples the processes at
-random moments (`process_tree`) and passes the samples to `VirtualClock.advance`.
+Virtual time is wall time minus run delay, which is the time that runnable threads wait for a core. Sleep counts as
+virtual time. This module reads nothing from the machine: the caller samples the processes at random moments
+(`process_tree`) and passes the samples to `VirtualClock.advance`.
 
     what runs                   virtual time                                     error
     one thread at a time        wall time minus run delay                        none
@@ -13,9 +14,10 @@ random moments (`process_tree`) and passes the samples to `VirtualClock.advance`
                                 split into sleep and waiting (`UnobservedTime`)
     a call that is not sampled  wall time                                        counts all run delay
 
-The critical path runs from the start of the call to the process that has computed most, through the starts and ends of
-the processes in between. Time of unknown kind counts as run delay, not as virtual time. A call gains little by that,
-since all CPU time counts and the wall time is limited (`call_state.wall_cap_s`).
+The critical path leads from the start of the call to one of its processes, through the starts and ends of the processes
+in between. It is the path with the most CPU time. If the kind of a time is unknown, it counts as run delay, not as
+virtual time. A call gains little by that, since all CPU time counts and the wall time is limited
+(`call_state.wall_cap_s`).
 
 A simple rule for several processes (wall time minus run delay, but at least CPU time divided by the cores) would change
 57 of 576 statuses of recorded calls (docs/decisions.md).
@@ -30,10 +32,11 @@ MIN_UNOBSERVED_CPU_S = 0.001
 """If the cgroup counts at least this many CPU seconds more than all sampled processes have used, a process must have
 started and ended between two samples."""
 EXACT_WITHIN_S = 0.01
-"""A clock counts as exact if fewer seconds than this are uncertain. If a thread has slept, a little always is."""
+"""A clock counts as exact if fewer seconds than this are uncertain. After a thread has slept, a short time is always
+uncertain."""
 MAX_WAIT_RATIO = 3.0
-"""An unobserved process is assumed to have waited for a core, for each second of its CPU time, at most this many times
-as long as the observed processes did."""
+"""Upper bound for the run delay of an unobserved process, per second of its CPU time. The unit is the run delay per CPU
+second of the observed processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class ThreadSample:
 
     cpu_s: float
     run_delay_s: float
-    """Seconds that the thread has waited for a core, without a wait that has not ended yet."""
+    """Seconds that the thread has waited for a core. A wait that has not ended yet is not included."""
     timeslices: int
     """Number of times that the thread was given a core."""
     voluntary_switches: int
@@ -101,11 +104,12 @@ class VirtualClock:
         self._threads: dict[tuple[int, int], _ThreadHistory] = {}
         self._processes: TreeSample = {}
         self._path_cpu_s: dict[int, float] = {}
-        """By pid: the CPU time on the longest path from the start of the call to the present point of the process."""
+        """By pid: the CPU time on the longest path from the start of the call to the last sample of the process."""
         self._critical_path_cpu_s = 0.0
         self._cpu_s = self._ended_cpu_s = self._unobserved_cpu_s = self._run_delay_s = self._uncertain_s = 0.0
         self._last_single_process = 0.0, 0.0
-        """Critical path and CPU time of all processes, in the last sample with only one process."""
+        """CPU time on the critical path, and CPU time of all processes, at the last sample that had only one
+        process."""
         self._unobserved = UnobservedTime()
 
     @property
@@ -124,8 +128,8 @@ class VirtualClock:
         `processes` is the sample; None means that the call cannot be sampled, and from then on virtual time follows
         wall time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
 
-        The clock gains the growth of the critical path plus the sleep, but at least wall time minus run delay. While
-        run delay is unknown, the sleep is estimated, and the clock gains at least this sleep instead.
+        The clock gains the growth of the critical path plus the sleep, but at least the wall time minus the run delay.
+        If the run delay is unknown, the sleep is estimated, and the clock gains at least the estimated sleep instead.
         """
         span_s, self._wall_s = wall_s - self._wall_s, wall_s
         if processes is None or self._follows_wall_time:
@@ -187,8 +191,8 @@ class VirtualClock:
         return new_s, unobserved_s
 
     def _critical_path_s(self, span_s: float, processes: TreeSample, unobserved_s: float) -> float:
-        """Return the CPU time on the critical path. Processes that started and ended between two samples have computed
-        for `unobserved_s`; every other process is assumed to have waited for them."""
+        """Return the CPU time on the critical path. `unobserved_s` is the CPU time of processes that started and ended
+        between two samples. Every other process is assumed to have waited for them."""
         first_pid = next(iter(processes))
         before, self._path_cpu_s = self._path_cpu_s, {}
         for pid in before.keys() - processes.keys():  # the parent of an ended process has waited for it
@@ -239,7 +243,7 @@ class UnobservedTime:
     """The intervals in which a process ended or was never sampled.
 
     The run delay of this process is unknown, so the idle time of the intervals is split into sleep and waiting. The
-    share of sleep is the share of these intervals whose sample found no runnable process.
+    share of sleep is estimated as the share of the intervals whose sample found no runnable process.
     """
 
     def __init__(self) -> None:

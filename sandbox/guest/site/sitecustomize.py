@@ -1,8 +1,8 @@
 """Every interpreter that a call starts imports this module (`site`), which is on PYTHONPATH.
 
-Such an interpreter runs under the filter of its call, so modules need the same replacements as in the call's first
-process. They are made when the code imports the module: `socket` alone would take half as long as the interpreter's
-start.
+Such an interpreter runs under the seccomp filter of its call. So its modules need the same replacements as in the
+call's first process. A replacement is made when the code imports the module. To import `socket` at the start would make
+the start of the interpreter take half as long again.
 """
 
 from __future__ import annotations
