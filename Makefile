@@ -49,8 +49,7 @@ runtime: $(VENV)/.installed  ## the Python that runs the calls, made once
 	@$(BIN)/rstar-sandbox runtime >/dev/null
 
 demo: runtime  ## calls on a server beside fresh interpreters, a table (CALLS=file.jsonl for your own)
-	@$(BIN)/python -m bench.throughput --kinds print,numpy,mix --rounds 1 --scale 0.2 $(if $(CALLS),--calls '$(CALLS)')
-	@echo "Next: $(BIN)/rstar-sandbox run -c 'print(1 + 1)', or $(BIN)/rstar-sandbox serve, which prints the address of a dashboard"
+	@$(BIN)/python -m bench.demo $(if $(CALLS),--calls '$(CALLS)')
 
 test: $(VENV)/.train runtime  ## the tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m 'not alone'

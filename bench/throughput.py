@@ -1,7 +1,6 @@
 """How many isolated calls per second over HTTP, beside a fresh interpreter per call without isolation?
 
     python -m bench.throughput [--kinds print,numpy,sympy,mix] [--calls FILE.jsonl] [--scale 0.5] [--json]
-    make demo                       # one short round
 
 The service gets batches of 64 calls from `sandbox.client`, four batches at a time. The client runs on the same cores.
 The fresh interpreters run the same code, one per core at a time (`bench.servers.fresh_interpreter`). The two sides take

@@ -7,6 +7,7 @@ as is usual. It has no shell and no polling, output goes into a file, and a thre
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -66,14 +67,18 @@ class FreshInterpreters:
         self,
         calls: Sequence[Mapping[str, Any]],
         on_run: Callable[[], object] = lambda: None,
+        *,
+        seconds: float = math.inf,
     ) -> list[FreshRun]:
-        """Run all calls. `on_run()` is called after each, from several threads. Ctrl-C kills the running calls."""
+        """Run all calls, or the calls that can be started within `seconds`. `on_run()` is called after each call, from
+        several threads. Ctrl-C kills the running calls."""
         runs: dict[int, FreshRun] = {}
         pending = iter(range(len(calls)))
         lock = threading.Lock()
+        stop_at = time.monotonic() + seconds
 
         def work() -> None:
-            while not self._stopped:
+            while not self._stopped and time.monotonic() < stop_at:
                 with lock:
                     index = next(pending, None)
                 if index is None:
