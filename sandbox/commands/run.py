@@ -1,4 +1,9 @@
-"""What `rstar-sandbox run` reads and writes: the call of its arguments, output as Python prints it, returned files."""
+"""The input and output of `rstar-sandbox run`.
+
+- `call_of` turns the command line into a call.
+- `print_like_python` prints the result as Python would print it.
+- `write_returned` writes the returned files into the current directory.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,10 @@ from sandbox.types import LIMIT_FIELDS, Call, Result, Status
 
 def call_of(args: argparse.Namespace) -> Call:
     """Return the call that the arguments describe. Raises `ConfigError` or `InvalidCall`."""
-    argv = args.args
-    if args.code is not None and args.file is not None:  # with -c CODE, the parser's FILE is the first argument
+    argv = args.args  # the words of ARG..., the arguments of the code
+    if args.code is not None and args.file is not None:
+        # With -c CODE there is no FILE, but the parser has stored the first ARG as FILE. `args.file` is changed in
+        # place, because `_read_stdin` would otherwise take an ARG "-" for code on standard input.
         args.file, argv = None, [args.file, *argv]
     if args.code is None and args.file is None:
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
@@ -101,6 +108,7 @@ def _return_target(path: str, *, overwrite: bool) -> Path:
     """Return the target of a returned file. Raises `ConfigError` if a symbolic link leads it out of the current
     directory, or if it exists and must not be overwritten."""
     target = Path(path)
+    # Only a symbolic link can lead out: `fields.check_path` refuses absolute paths and paths with a `..` part.
     if not target.resolve().is_relative_to(Path.cwd().resolve()):
         raise ConfigError(f"--return {path}: leads out of the current directory through a symbolic link")
     if target.exists() and not overwrite:
@@ -129,6 +137,7 @@ def _status_lines(result: Result) -> list[str]:
     }
     lines = [texts[result.status]] if result.status in texts else []
     lines += [f"truncated: {', '.join(result.truncated)}"] if result.truncated else []
+    # `truncated` contains files if a file did not fit into the result.
     reason = "it did not fit, or the code left" if "files" in result.truncated else "the code left"
     return lines + [f"--return {path}: {reason} no such file" for path in result.missing_files]
 

@@ -1,7 +1,8 @@
 """System calls that Python's `os` does not offer, called through the C library.
 
 - Each function makes one or a few system calls, and raises `OSError` with the name of the system call that failed.
-- The launchers (`launch_*.py`) and `plan` decide which functions are called, and in what order.
+- The callers decide which functions are called, and in what order. They are mainly the launchers (`launch_*.py`), the
+  programs that build a jail.
 """
 
 from __future__ import annotations
@@ -54,15 +55,22 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
-# These numbers are the same on every architecture.
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+# Numbers of system calls. They are the same on x86-64 and on arm64.
+_OPEN_TREE = 428
+_CLONE3 = 435
+_CLOSE_RANGE = 436
+_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_ADD_RULE = 445
+_LANDLOCK_RESTRICT_SELF = 446
+# Arguments of these system calls.
 _LANDLOCK_RULE_PATH_BENEATH = 1
-_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100
-_CLONE3, _CLOSE_RANGE = 435, 436
-# capset(2): a header (version, pid 0 for the caller), and two structs of effective, permitted and inheritable bits, for
-# capabilities 0 to 31 and from 32 on.
+_OPEN_TREE_CLONE = 1
+_AT_FDCWD = -100
 _CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
+"""First argument of capset(2) and capget(2): version 3 of the structs, and pid 0 for the caller."""
 _CapabilitySets = ctypes.c_uint32 * 6
+"""Second argument: two structs, each with the effective, permitted and inheritable bits. The first struct is for
+capabilities 0 to 31, the second for capabilities 32 to 63."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
@@ -76,7 +84,7 @@ class _SockFprog(ctypes.Structure):
 
 
 def open_detached(path: str) -> int:
-    """Return a descriptor of a directory whose parent cannot be reached from it.
+    """Return a descriptor of a directory. Through this descriptor, the path `..` does not lead to the parent.
 
     The descriptor refers to a clone of the directory's mount (open_tree(2)). The clone belongs to no mount namespace.
     The caller closes the descriptor.
@@ -88,6 +96,7 @@ def open_detached(path: str) -> int:
 
 def has_clone3() -> bool:
     """Return whether clone3(2) exists. Linux has it since 5.3, but the seccomp filters of many containers refuse it."""
+    # The size 0 is invalid, so the kernel creates no process and fails with EINVAL. Any other error is a refusal.
     _libc.syscall(_CLONE3, None, ctypes.c_size_t(0))
     return ctypes.get_errno() == errno.EINVAL
 
@@ -103,15 +112,17 @@ def close_range(first: int, last: int) -> None:
 
 
 def _fd_table_size() -> int:
-    """Return a number above all open descriptors, without /proc, which a process in a jail does not have.
+    """Return a number above all open descriptors. /proc is not used, because a process in a jail does not have it.
 
-    select(2) fails with EBADF for a closed descriptor within the kernel's descriptor table, and ignores descriptors
-    beyond it.
+    select(2) tells whether a closed descriptor is within the kernel's descriptor table. Within the table it fails with
+    EBADF. Beyond the table it ignores the descriptor. `size` is doubled until select ignores descriptor `size`.
     """
     size, no_wait = 64, bytes(16)  # the smallest table (NR_OPEN_DEFAULT), and an empty struct timeval
     while size <= MAX_FD:
         fd_set = bytearray(size // 8 + 8)
-        fd_set[-8] = 1  # the bit of descriptor `size`, a power of two
+        # Set the bit of descriptor `size`: bit 0 of byte `size // 8`, since 8 divides `size`. The kernel reads whole
+        # 8-byte words, so this byte and the 7 bytes after it are needed.
+        fd_set[-8] = 1
         is_open = _libc.fcntl(size, fcntl.F_GETFD) >= 0
         if not is_open and _libc.select(size + 1, bytes(fd_set), None, None, no_wait) == 0:
             break
@@ -124,6 +135,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(fd: int, kind: int) -> None:
+    """Enter the namespace of a descriptor. `kind` is the CLONE_NEW* flag of this type of namespace."""
     _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
 
@@ -155,7 +167,10 @@ def make_executable(pages: mmap.mmap) -> None:
 
 
 def wait_for_exit(child: int) -> int:
-    """Wait for a child process and return its exit status. Raises EAGAIN if a signal killed it."""
+    """Wait for a child process and return its exit status. Raises EAGAIN if a signal killed it.
+
+    A signal is no refusal by the kernel. `probe` takes EAGAIN for a transient failure and tries again.
+    """
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
         raise OSError(errno.EAGAIN, f"a child process was killed by signal {-code}")
@@ -239,16 +254,16 @@ def restrict_with_landlock(handled: Sequence[int], rules: Iterable[tuple[str, in
     _check(ruleset, "landlock_create_ruleset")
     try:
         for path, access in rules:
-            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
-                rule = struct.pack("<Qi", access, beneath)
+                rule = struct.pack("<Qi", access, path_fd)
                 _check(
                     _libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0),
                     "landlock_add_rule",
                     path,
                 )
             finally:
-                os.close(beneath)
+                os.close(path_fd)
         _check(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, flags), "landlock_restrict_self")
     finally:
         os.close(ruleset)

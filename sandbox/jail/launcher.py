@@ -1,11 +1,13 @@
 """Functions that launchers use: for lifetimes of processes, the read-only root, and the start of the guest.
 
-A launcher is the process that builds a jail and waits for it. The guest is the code inside the jail.
+A launcher is the process that builds a jail and waits for it. The guest is the code inside the jail. A layer is one
+kernel mechanism that isolates the jail, such as a user namespace.
 
     server ── launcher ── (init) ── guest (the zygote) ── calls
 
-- The process that starts a launcher is called the server here. The launcher watches it by a pidfd. PR_SET_PDEATHSIG
-  does not suffice: it fires when the *thread* that forked a process ends, and any thread may start a launcher.
+- The process that starts a launcher is called the server here; usually it is an executor. The launcher watches the
+  server by a pidfd. PR_SET_PDEATHSIG does not suffice: it fires when the *thread* that forked a process ends, and any
+  thread may start a launcher.
 - Each process below the launcher has a parent with a single thread, so it uses PR_SET_PDEATHSIG.
 """
 
@@ -28,18 +30,18 @@ from sandbox.jail.userns import isolation_errors
 
 HOSTNAME = "sandbox"
 EXIT_LAYER_REFUSED = 78
-"""Exit status of a launcher if the machine does not grant a layer (EX_CONFIG); its stderr names the layer."""
+"""Exit status of a launcher if the kernel refuses a layer (EX_CONFIG of sysexits.h). Its stderr names the layer."""
 EXIT_CANNOT_START = 127
 """Exit status of a launcher if the guest's program cannot be executed, as in shells."""
 ZYGOTE_CAPABILITIES: Mapping[str, int] = {
     name: getattr(kernel, name)
     for name in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_KILL", "CAP_NET_ADMIN")
 }
-"""Capabilities that the zygote keeps inside its user namespace, to confine calls (mounts and namespaces, uids, the
-bounding set, networks of their own) and to kill them."""
+"""Capabilities that the zygote keeps inside its user namespace. With them it confines calls: it mounts, creates
+namespaces, changes uids, drops capabilities from the bounding set and sets up networks. CAP_KILL lets it kill calls."""
 NO_CORE_DUMP = (1, 1)
-"""RLIMIT_CORE of a jail: 1 disables core dumps. With 0 the kernel would still send dumps to a program of the host's
-root if kernel.core_pattern is a pipe (fs/coredump.c)."""
+"""RLIMIT_CORE of a jail: 1 disables core dumps. 0 does not suffice: if kernel.core_pattern names a program, the kernel
+still runs this program as the host's root and sends it the dump (fs/coredump.c)."""
 OOM_SCORE = "1000"
 """oom_score_adj of all processes in a jail. If the machine is out of memory, the kernel kills a process in a jail
 before a process of the server (proc_pid_oom_score_adj(5)). Without CAP_SYS_RESOURCE, a process cannot lower its
@@ -48,7 +50,11 @@ value."""
 
 def leave_server_session() -> int:
     """Leave the server's session and reset what is inherited from it. Return a pidfd of the server, with which the
-    launcher notices the server's end."""
+    launcher notices the server's end.
+
+    If the server has already ended, the pidfd is that of another process. The jail ends nevertheless, because a zygote
+    ends when the server's end of its socket is closed.
+    """
     server_pidfd = os.pidfd_open(os.getppid())
     if os.getsid(0) != os.getpid():
         os.setsid()  # Ctrl-C on the server's terminal must reach the server alone, which then stops gracefully
@@ -95,12 +101,13 @@ def shell_exit_status(wait_status: int) -> int:
 def prepare_root(spec: JailSpec) -> bool:
     """Enter a mount namespace and build the jail's root in it.
 
-    Returns whether this process has the host's privileges. Otherwise it is now in a user namespace with the range of
-    ids.
+    Returns whether this process has the host's privileges. A process without them enters a user namespace first, in
+    which it may mount. The ids of `spec.uid_base` and `spec.uid_count` are mapped into this namespace.
     """
     privileged = userns.become_privileged(spec.uid_base, spec.uid_count)
     with isolation_errors("no_new_privs"):  # only now, because it disables set-uid programs such as newuidmap
         kernel.set_no_new_privs()
+    # In any other case, calls run with the server's own uid, which can read the files that the server can read.
     if (privileged or spec.uid_base is not None) and (hidden := root_fs.first_unreadable(spec.python)):
         raise IsolationError(f"files: calls run as other users and cannot read {hidden}; chmod -R o+rX it")
     with isolation_errors("mount namespace", "grant CAP_SYS_ADMIN"):
@@ -137,13 +144,14 @@ def exec_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
 
 def close_fds_except(*kept: int) -> None:
     """Close all descriptors above stderr but `kept`."""
+    # Close each range of descriptors that lies between two neighbours of this sorted list.
     for below, above in pairwise([2, *sorted(kept), kernel.MAX_FD + 1]):
         if above > below + 1:
             kernel.close_range(below + 1, above - 1)
 
 
 def print_error(message: object) -> None:
-    """Write a message to stderr, which the executor reads when the launcher ends."""
+    """Write a message to stderr, which the server has passed to the launcher."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    with suppress(BrokenPipeError):  # the executor has ended
+    with suppress(BrokenPipeError):  # the reader of stderr has ended
         print(f"jail: {message}", file=sys.stderr, flush=True)

@@ -4,8 +4,8 @@
   attempts, c of which are correct, is 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 - pass^k is the probability that all k attempts are correct. Its unbiased estimate is C(c, k) / C(n, k) (tau-bench,
   arXiv 2406.12045).
-- The intervals are Wilson's, with problems as trials (`trainer.recipe.evaluation.ratio_estimate`), since the attempts
-  at one problem are not independent.
+- The intervals are Wilson's. The attempts at one problem are not independent, so the number of independent trials is
+  estimated from the variance between problems (`trainer.recipe.evaluation.ratio_estimate`).
 
 Invariants:
 - An infrastructure failure is counted separately, never as a wrong answer. A missing answer is a wrong answer.
@@ -47,14 +47,15 @@ class Attempt(NamedTuple):
         problem, options = episode.problem, episode.problem.options
         label = f"level {options['level']}" if "level" in options else problem.source
         is_hidden = bool(options.get("answer_is_hidden"))
-        # Beyond its deadline, an attempt has no reward for training, but it has not solved the problem either.
+        # Training gives no reward to an attempt that passed its deadline. Here it counts as wrong, since it has not
+        # solved the problem.
         reward = 0.0 if episode.stop_reason is StopReason.DEADLINE else episode.reward
         return cls(problem.id, label, reward, episode.answer is not None, is_hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """The measures over one set of problems. A measure without data is missing."""
+    """The measures over one set of problems. `measures` has no entry for a measure that has no data."""
 
     problems: int = 0
     attempts: int = 0
@@ -90,12 +91,14 @@ def pass_reports(attempts: Iterable[Attempt]) -> dict[str, PassReport]:
 
 
 def pass_hat(k: int, samples: int, correct: int) -> float:
-    """Return the probability that `k` of `samples` episodes, drawn without replacement, are all correct."""
+    """Return pass^k of a problem: the probability that `k` of its `samples` episodes, drawn without replacement,
+    are all correct."""
     return comb(correct, k) / comb(samples, k)
 
 
 def pass_table(reports: Mapping[str, PassReport], title: str = "") -> Table:
     """Return a table with a column per label, and each number with its interval."""
+    # The first head says what the brackets in the cells are. "…" lets the texts of a column wrap.
     rows = table("[95 %]", *(f"{label}…" for label in reports), title=title)
     for name in dict.fromkeys(name for report in reports.values() for name in report.measures):
         rows.add_row(name, *(str(report.measures.get(name, "-")) for report in reports.values()))
@@ -108,17 +111,20 @@ def pass_table(reports: Mapping[str, PassReport], title: str = "") -> Table:
 def _report(problems: list[Counter[str]]) -> PassReport:
     most_attempts = max((counts["attempts"] for counts in problems), default=0)
     measures, problems_at_k = dict[str, Estimate | None](), dict[int, int]()
+    # The powers of two up to `most_attempts`, and `most_attempts` itself unless it is 0.
     for k in sorted({1 << n for n in range(most_attempts.bit_length())} | {most_attempts} - {0}):
         counts_at_k = [(counts["attempts"], counts["correct"]) for counts in problems if counts["attempts"] >= k]
         problems_at_k[k] = len(counts_at_k)
         for name, probability in {f"pass@{k}": pass_at, f"pass^{k}": pass_hat}.items():
             if name != "pass^1":  # equal to pass@1
+                # The weight 1.0 makes all problems count equally. The number of independent trials cannot exceed
+                # the number of episodes.
                 chances = [(probability(k, *counts), 1.0) for counts in counts_at_k]
                 episodes = sum(attempts for attempts, _ in counts_at_k)
                 measures[name] = ratio_estimate(chances, is_share=True, max_trials=episodes)
     return PassReport(
         problems=len(problems),
-        **sum(problems, Counter[str]()),
+        **sum(problems, Counter[str]()),  # the keys of the counters are fields of `PassReport`
         measures={name: estimate for name, estimate in measures.items() if estimate},
         problems_at_k=problems_at_k,
     )

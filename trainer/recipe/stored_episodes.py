@@ -1,4 +1,12 @@
-"""Reads a store of episodes: a table, the replay of an episode, other scores, and exports."""
+"""Commands that read a store of episodes.
+
+- `replay` runs one episode again and compares its tokens.
+- `rescore` scores the episodes again.
+- `export` writes the episodes as JSONL.
+
+In each of them `where` is an SQL condition on the columns of the store's index (`trainer.collection.store.COLUMNS`).
+The default "1" is true for every episode.
+"""
 
 from __future__ import annotations
 
@@ -93,15 +101,16 @@ class _RecordedTool:
     """A tool that repeats the recorded responses of an episode."""
 
     def __init__(self, episode: Episode) -> None:
+        # Malformed calls have no name. The runner answers them itself and does not pass them to a tool.
         self._calls = iter([call for turn in episode.turns for call in turn.tool_calls if call.name])
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
-        return next(self._calls)
+        return next(self._calls)  # the runner starts the calls of a turn in the recorded order
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A row of `rescore`."""
+    """The new score of one episode: a row of the file that `rescore` writes."""
 
     problem: str
     sample: int
@@ -122,14 +131,19 @@ def rescore(
 ) -> Counter[str]:
     """Score stored episodes again, and write the scores to `out`. Nothing is sampled.
 
-    The episodes are scored by `environment`. If it is empty, the environment of each problem scores them. An
-    environment other than the problem's gets no options, since the options of a problem are for its own environment. A
-    stateful environment repeats the recorded actions first.
+    `environment` names the environment that scores the episodes. If it is empty, the environment of each problem is
+    used. The options of a problem are written for the problem's environment, so any other environment gets no options.
+    A stateful environment repeats the recorded actions before it scores.
 
-    `answer_check` and `answer_rounding` are the rules of answer checks. The rules of the collection do not matter.
+    `sandbox` is the URL of a sandbox service. If it is empty, a local service runs until all scores are known.
 
-    Episodes that the infrastructure ended are left out. Return the number of scores by their change, such as "0 -> 1".
+    `answer_check` and `answer_rounding` are the rules by which an answer is right. They replace the rules of the
+    collection.
+
+    Episodes that the infrastructure ended are left out. Returns the number of episodes for each change of the reward,
+    such as "0 -> 1". A reward that did not change is counted as well, such as "1 -> 1".
     """
+    # This also counts the episodes that are left out, so the progress bar may stop below its total.
     [(total,)] = reader.query("count(*)", where)
 
     def episodes() -> Iterator[Episode]:
@@ -144,10 +158,10 @@ def rescore(
         check_problem(episode.problem)
     has_sandbox = any(needs_sandbox(episode.problem) for episode in episodes())
     max_response_chars = int(reader.settings["max_tool_response_chars"])
-    connecting = open_sandbox(sandbox or "local", answer_check=answer_check, answer_rounding=answer_rounding)
+    sandbox_context = open_sandbox(sandbox or "local", answer_check=answer_check, answer_rounding=answer_rounding)
     with progress_bar("episodes", total) as advance:
         scores = asyncio.run(
-            _score_all(episodes(), max_response_chars, connecting if has_sandbox else nullcontext(), advance)
+            _score_all(episodes(), max_response_chars, sandbox_context if has_sandbox else nullcontext(), advance)
         )
     write_rows(out, scores)
     return Counter(f"{_text(score.stored_reward)} -> {_text(score.reward)}" for score in scores)
@@ -156,11 +170,11 @@ def rescore(
 async def _score_all(
     episodes: Iterator[Episode],
     max_response_chars: int,
-    connecting: AbstractAsyncContextManager[SandboxConnection | None],
+    sandbox_context: AbstractAsyncContextManager[SandboxConnection | None],
     advance: Callable[..., None],
 ) -> list[Score]:
     scores: list[Score] = []
-    async with connecting as connection, open_services(connection) as services:
+    async with sandbox_context as connection, open_services(connection) as services:
 
         async def score_next() -> None:
             for episode in episodes:  # the tasks share the iterator
@@ -182,6 +196,7 @@ async def _score(episode: Episode, services: Services, max_response_chars: int) 
             await replay_actions(episode, environment, max_response_chars)
         return Score(*key, stored_reward, await environment.score(episode))
     except Exception as error:  # a failure of one environment does not stop the scoring of other episodes
+        # A `TryError` is the failure of one attempt at an episode, here of the replay of its actions.
         text = str(error) if isinstance(error, TryError) else f"{type(error).__name__}: {error}"
         return Score(*key, stored_reward, None, text)
     finally:
@@ -228,6 +243,7 @@ def _chat_row(chat_format: ChatFormat, episode: Episode) -> dict[str, Any]:
 def _chat_format(reader: StoreReader) -> ChatFormat:
     settings = reader.settings
     model = ModelConfig(**{name: settings[name] for name in PROMPT_SETTINGS})
+    # The store has the path of its run's model relative to the store. Any other model is stored as it was configured.
     path = reader.path / settings["model"]
     return load_chat_format(RunConfig(model=model), path if path.is_dir() else Path(settings["model"]))
 

@@ -37,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeCollector:
-    """Runs many episodes at once and scores them. The caller closes `pool` and what `open_environment` needs."""
+    """Runs many episodes at once and scores them.
+
+    The caller closes `pool`, and the services that the opened environments use, such as a sandbox.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class EpisodeCollector:
         """Return scored episodes of each problem, in order. See `collect_groups`."""
         groups = [[Episode(problem, sample) for sample in range(samples_per_problem)] for problem in problems]
         collected = await self.collect_groups(groups, limits=limits, seed=seed)
+        # By default all groups must complete, so no group is None here. The condition is for the type checker.
         return [episodes for episodes in collected if episodes]
 
     async def collect_groups(
@@ -73,6 +77,8 @@ class EpisodeCollector:
     ) -> list[list[Episode] | None]:
         """Continue the episodes of each group. Stop once at least `min_complete` groups (default: all) are complete and
         the first `must_complete` groups are among them. Then abort the other groups and return None for each of them.
+
+        `limits` also has the sampling parameters, such as the temperature.
 
         `is_decided` is called after each finished episode. If it returns true, the group's unfinished episodes are
         cancelled and the group is complete.
@@ -90,6 +96,7 @@ class EpisodeCollector:
         async def collect_group(index: int) -> None:
             complete[index] = await self._collect_group(groups[index], limits, seed, is_decided)
             if sum(map(bool, complete)) >= min_complete and all(complete[:must_complete]):
+                # `_abort` skips the finished episodes, so only the incomplete groups are aborted.
                 await self._abort([episode for episodes in groups for episode in episodes])
 
         try:
@@ -108,7 +115,7 @@ class EpisodeCollector:
         """Return the finished and scored episodes of a group, or None if they were aborted."""
         problem = episodes[0].problem
         environment = self._open_environment(problem)
-        if type(environment).is_stateful:
+        if type(environment).is_stateful:  # the actions of one episode would change the state of the others
             raise ConfigError(f"problem {problem.id}: environment {problem.environment!r} is stateful")
         try:
             state = await _reset(environment, episodes)
@@ -139,6 +146,8 @@ class EpisodeCollector:
             nonlocal is_group_decided
             if not episode.stop_reason:
                 await self._run_episode(episode, runner)
+            # `is_decided` needs each reward at once. Without it, the group is scored together at the end, since an
+            # environment may score all episodes in one request.
             if episode.stop_reason and is_decided:
                 (episode.reward,) = await self._score([episode], environment)
                 rewards.append(episode.reward)
@@ -166,9 +175,9 @@ class EpisodeCollector:
         rewards: dict[Episode, float | None] = {}
         with self._pool.busy_timer:
             try:
-                scores = await environment.score_group(ended)
+                scores = await environment.score_group(ended)  # `ended` may be empty
             except Exception as error:
-                message = _failure(episodes[0].problem, error)
+                message = _log_failure(episodes[0].problem, error)
                 for episode in ended:
                     episode.error = message
                 scores = [None] * len(ended)
@@ -176,7 +185,7 @@ class EpisodeCollector:
             try:
                 rewards[episode] = check_score(episode.problem, score)
             except EnvironmentFailure as error:
-                episode.error = _failure(episode.problem, error)
+                episode.error = _log_failure(episode.problem, error)
         return [rewards.get(episode) for episode in episodes]
 
     async def _run_episode(self, episode: Episode, runner: EpisodeRunner) -> None:
@@ -187,7 +196,9 @@ class EpisodeCollector:
                 if episode not in self._aborted:
                     await runner.run(episode, handle)
                 if episode.stop_reason is StopReason.UNAVAILABLE:
-                    handle.close(None)  # None: the length must not count, since the episode did not end by itself
+                    # The scheduler learns from final lengths. A failure ended this episode early, so its length is
+                    # not a final length. None reports the episode as cancelled.
+                    handle.close(None)
             finally:
                 del self._handles[episode]
 
@@ -200,7 +211,8 @@ class EpisodeCollector:
 
 
 class _EnvironmentTool:
-    """The tools of an environment, as `EpisodeRunner` calls them."""
+    """Passes the tool calls of an `EpisodeRunner` to an environment. A failure of the environment becomes a call with
+    the status `UNAVAILABLE`."""
 
     def __init__(self, environment: Environment, problem: Problem) -> None:
         self._environment, self._problem = environment, problem
@@ -209,24 +221,24 @@ class _EnvironmentTool:
         try:
             return await self._environment.step(ToolCallRequest(name, arguments))
         except Exception as error:
-            return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=_failure(self._problem, error))
+            return ToolCall(name, arguments, ToolCallStatus.UNAVAILABLE, "", error=_log_failure(self._problem, error))
 
 
 async def _reset(environment: Environment, episodes: Sequence[Episode]) -> InitialState | None:
-    """Reset the environment, and return the beginning of a group's episodes. If that fails, return None: the episodes
-    are then unavailable."""
+    """Reset the environment, and return the initial state that all episodes of the group share. If the reset fails,
+    make the unfinished episodes unavailable and return None."""
     try:
         return await environment.reset(episodes[0].problem)
     except Exception as error:
-        message = _failure(episodes[0].problem, error)
+        message = _log_failure(episodes[0].problem, error)
         for episode in episodes:
             if not episode.stop_reason:
                 episode.stop_reason, episode.error = StopReason.UNAVAILABLE, message
         return None
 
 
-def _failure(problem: Problem, error: Exception) -> str:
-    """Return the message of a failure of an environment, and log it. Only an `EnvironmentFailure` is logged without a
+def _log_failure(problem: Problem, error: Exception) -> str:
+    """Log a failure of an environment, and return its message. Only an `EnvironmentFailure` is logged without a
     traceback, since any other error may be a bug."""
     message = f"environment: {type(error).__name__}: {error}"
     logger.warning("problem %s: %s", problem.id, message, exc_info=not isinstance(error, EnvironmentFailure))

@@ -4,7 +4,8 @@ An adapter is a small set of weights that is trained beside the frozen weights o
 its effect to the weights; the result are plain weights.
 
 Invariants:
-- Engines, the folder of a trained model and the next stage get plain weights.
+- Engines and the folder of a trained model get plain weights. So does the next stage of the training, which starts
+  from this folder.
 - The merging does not change the model in training: each adapted layer is copied, and the adapter is merged into the
   copy. So the frozen weights stay exact, however often weights are synced.
 """
@@ -28,15 +29,18 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 OWN_OPTIONS = frozenset({"task_type", "inference_mode", "base_model_name_or_path"})
-"""The options of a peft config that `[model.peft]` may not have, because the trainer sets them itself."""
+"""The options of a peft config that `[model.peft]` must not set, because the trainer sets them itself."""
 
 
 def peft_config(options: Mapping[str, Any], model: Path | str | None) -> PeftConfig | None:
     """Return the config for `options`, the table `[model.peft]`. None if the table is empty. The option `peft_type`
     names the kind of adapter. Without it the kind is LoRA.
 
-    The adapter is tried on a model without weights, unless `model` is None. Raises `ConfigError` for an option that
-    peft does not know or the trainer sets, and for an adapter that does not fit the model or cannot be merged.
+    If `model` is given, the adapter is first added to a copy of this model that has no weights. This shows whether the
+    adapter fits the model and can be merged.
+
+    Raises `ConfigError` for an option that peft does not know, for an option that the trainer sets, and for an adapter
+    that does not fit the model or cannot be merged.
     """
     if not options:
         return None
@@ -51,6 +55,7 @@ def peft_config(options: Mapping[str, Any], model: Path | str | None) -> PeftCon
     check_options("model.peft", options, OWN_OPTIONS, known, f"option of peft's {kind.__name__}")
     try:
         if model is not None:
+            # peft changes the config that it gets, so the trial has a config of its own.
             _try_on_empty_model(kind(**options, task_type="CAUSAL_LM"), model)
         return kind(**options, task_type="CAUSAL_LM")
     except (TypeError, ValueError, AttributeError) as error:
@@ -65,15 +70,17 @@ def _try_on_empty_model(config: PeftConfig, path: Path | str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         plain, embeddings = model.state_dict(), [model.get_input_embeddings(), model.get_output_embeddings()]
         adapted = get_peft_model(model, config)
-    is_in_embeddings = [model.get_input_embeddings(), model.get_output_embeddings()] != embeddings
-    if config.is_prompt_learning or is_in_embeddings or _merged(adapted).keys() != plain.keys():
+    # peft replaces each layer that it adapts, so an adapted embedding is another object than before.
+    has_adapted_embedding = [model.get_input_embeddings(), model.get_output_embeddings()] != embeddings
+    if config.is_prompt_learning or has_adapted_embedding or _merged(adapted).keys() != plain.keys():
         raise ValueError("expected an adapter of linear layers that can be merged; change peft_type or target_modules")
 
 
 def plain_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return the weights of a model in training, with its adapter merged. All ranks call this together.
 
-    Sharded weights are gathered; only the first rank gets them.
+    If the weights are sharded over the ranks, they are gathered, and only the first rank gets them. A model with an
+    adapter is never sharded: `RunConfig` refuses `sharding=full` with `[model.peft]`.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     is_adapted = hasattr(model, "peft_config")
@@ -81,7 +88,7 @@ def plain_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write a model with `weights`, which any library can load without peft, and its tokenizer."""
+    """Write the model with `weights`, and its tokenizer. A library can load this model without peft."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.save_pretrained(directory, state_dict=dict(weights))

@@ -18,7 +18,7 @@ from sandbox.gateway.metrics import quantiles_s
 
 MAX_STEPS = 600
 RECENT_STEPS = 10
-"""Number of steps in `last_interval`. A single step has too few calls for a percentile."""
+"""Number of steps that `last_interval` covers. The calls of a single step are too few for percentiles."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -33,7 +33,7 @@ class Snapshot:
     events: Mapping[str, int]
     """All other counters."""
     latencies: Mapping[str, tuple[int, ...]]
-    """Counts of `metrics.Histogram`s, by name."""
+    """Counts of calls per bucket of each `metrics.Histogram`, by the histogram's name, such as "run_ms"."""
     gauges: Mapping[str, float]
 
 
@@ -57,8 +57,9 @@ class History:
         self._recent.append(snapshot)
 
     def after(self, number: int) -> list[Step]:
-        """Return the kept steps after step `number`, oldest first. If there has been no step `number`, return all kept
-        steps."""
+        """Return the kept steps whose number is greater than `number`, oldest first. If `number` is higher than that of
+        the last step, return all kept steps: such a number comes from another process, which had more steps."""
+        # `count` is the number of steps after `number`. Some of these steps may no longer be kept.
         count = self._number - number if 0 <= number <= self._number else len(self._steps)
         return [json.loads(step) for step in islice(self._steps, max(0, len(self._steps) - count), None)]
 
@@ -74,6 +75,7 @@ def interval(before: Snapshot, after: Snapshot) -> Step:
         "seconds": round(after.at_s - before.at_s, 3),
         "statuses": _increments(before.statuses, after.statuses),
         "events": _increments(before.events, after.events),
+        # The histograms and gauges are entries of the step itself, under their own names.
         **{name: _percentiles_ms(before.latencies[name], counts) for name, counts in after.latencies.items()},
         **after.gauges,
     }
@@ -85,8 +87,8 @@ def _increments(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str
 
 
 def _percentiles_ms(before: tuple[int, ...], after: tuple[int, ...]) -> dict[str, float] | None:
-    """Return percentiles of the calls between two counts of a histogram, in milliseconds and rounded to three digits.
-    Return None if there are no calls."""
+    """Return percentiles in milliseconds, rounded to three digits. `before` and `after` are the counts of one histogram
+    at two moments. The percentiles are over the calls between these moments. Return None if there are no calls."""
     counts = [late - early for early, late in zip(before, after, strict=True)]
     if not any(counts):
         return None
