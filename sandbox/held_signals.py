@@ -1,7 +1,7 @@
-"""Holds back signals while a child process starts, so that no signal can separate the child from its owner.
+"""Holds back signals while a child process starts, so that the code that starts the child can always kill it.
 
-`Popen` returns some time after the child runs. A signal handler that raises in this time (Ctrl-C) ends `Popen`, and the
-caller has no process that it could kill.
+`Popen` returns some time after the child has begun to run. If a signal handler raises in this time (Ctrl-C), `Popen`
+returns nothing, and its caller has no object with which it could kill the child.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], Any]
 @contextmanager
 def held_signals() -> Iterator[Callable[[], None]]:
     """Hold back the Python handlers of SIGINT and SIGTERM until the yielded function is called, or the block ends. Then
-    they run for the signals that have come.
+    the handlers run for the signals that have come.
 
         with held_signals() as release:
             process = subprocess.Popen(command)
@@ -32,25 +32,28 @@ def held_signals() -> Iterator[Callable[[], None]]:
 
     The signals are not blocked in the kernel, because the child would inherit the mask.
     """
-    held: list[tuple[int, Handler]] = []
+    replaced: list[tuple[int, Handler]] = []
     received: list[tuple[int, Handler]] = []
 
     def hold(handler: Handler, number: int, _: FrameType | None) -> None:
         received.append((number, handler))
 
     def release() -> None:
-        while held:
-            signal.signal(*held[-1])
-            held.pop()  # last: if a restored handler raises here, the next `release` restores the rest
+        while replaced:
+            signal.signal(*replaced[-1])
+            # Only now: a signal may come here, and the restored handler may raise. Then the `release` at the end of the
+            # block restores this handler again, and the rest.
+            replaced.pop()
         while received:
             number, handler = received.pop(0)
-            handler(number, None)
+            handler(number, None)  # no frame: the code that the signal interrupted has gone on
 
     try:
         if threading.current_thread() is threading.main_thread():  # Python runs handlers in no other thread
             for number in (signal.SIGINT, signal.SIGTERM):
+                # SIG_DFL and SIG_IGN are not callable: they run no Python code, which could raise in `Popen`.
                 if callable(handler := signal.getsignal(number)):
-                    held.append((number, handler))
+                    replaced.append((number, handler))
                     signal.signal(number, partial(hold, handler))
         yield release
     finally:

@@ -1,14 +1,14 @@
 """The start of a connection between the gateway and the agent of a node, before the first frame.
 
-    agent -> gateway   MAGIC, nonce of the agent
-    gateway -> agent   nonce of the gateway, executor, generation, HMAC of all of it
-    agent -> gateway   HMAC of the gateway's message
+    hello     agent -> gateway   MAGIC, nonce of the agent
+    request   gateway -> agent   nonce of the gateway, executor, generation, HMAC of hello and of these three fields
+    reply     agent -> gateway   HMAC of hello and request
 
 - An agent is the process on a node that starts executors there. HMAC is a message authentication code.
 - Both ends prove that they know the secret of this `serve` run. Before that, neither end sends anything else.
-- `generation` is the number of this start among all starts of executors in one `serve` run. An agent rejects a number
-  that is not higher than the last number for the same executor. If it accepts the number, it kills the process of the
-  executor's last start.
+- `generation` is the number of this start. A `serve` run numbers all starts of executors, on all nodes, from 1. An
+  agent rejects a number that is not higher than the last number for the same executor. If the agent accepts the number,
+  it kills the process of the executor's last start.
 - The connection is neither encrypted nor protected against changes after the handshake.
 """
 
@@ -32,7 +32,7 @@ HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 REQUEST_BYTES = NONCE_BYTES + _START.size + _MAC_BYTES
 REPLY_BYTES = _MAC_BYTES
 CUT_TIMEOUT_S = 10
-"""Seconds after which the kernel ends a connection whose other end does not acknowledge."""
+"""Seconds without an acknowledgement from the other end after which the kernel ends a connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,11 @@ def check_reply(secret: bytes, hello: bytes, request: bytes, reply: bytes) -> No
 
 
 def set_tcp_options(sock: socket.socket) -> None:
-    """Send frames without delay, and have the kernel end the connection within `CUT_TIMEOUT_S` of a network cut,
-    whether data is on its way (TCP_USER_TIMEOUT) or not (keep-alive; tcp(7))."""
+    """Send frames without delay. Have the kernel end the connection within `CUT_TIMEOUT_S` of a network cut: by
+    TCP_USER_TIMEOUT if data is on its way, otherwise by keep-alive (tcp(7))."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 4 s of silence, then 3 probes with 2 s for each: CUT_TIMEOUT_S together.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
@@ -81,4 +82,6 @@ def set_tcp_options(sock: socket.socket) -> None:
 
 
 def _mac(secret: bytes, sender: bytes, message: bytes) -> bytes:
+    """Return the HMAC of a message. It covers the name of the sender, so that the HMAC of one end is never valid as
+    that of the other end. The NUL byte ends the name."""
     return hmac.digest(secret, sender + b"\0" + message, "sha256")

@@ -1,13 +1,16 @@
 """Follows the nodes of a cluster: accepts or refuses each node, and adds and removes its executors.
 
-             report accepted                 all executors lost
-    starting ----------------> ready <------------------------------> lost
-        |                        |  executors ready again              |
-        +--> refused <-----------+                                     +--> removed: Ray does not list the node
+    starting -> ready      an executor of the node is ready
+    starting -> lost       Ray does not list the node any more
+    ready -> lost          no executor of the node is ready
+    lost -> ready          an executor is ready again
+    any -> refused         the node has no executor, and there is a reason not to start one
+    refused -> ready       the reason is gone, and an executor is ready
+    any -> removed         `LOST_SHOWN_S` after Ray has stopped listing the node and no executor of the node answers
 
 Invariants:
-- Whether an executor is lost depends only on its own connection (end, error, silence). If Ray reports that a node is
-  lost, the node's executors are removed only if none of them answers.
+- An executor is lost if its own connection ends, fails or is silent, and for no other reason. If Ray reports that a
+  node is lost, the node's executors are removed, unless one of them still answers.
 - If the agent of a node (`node_agent.py`) has been started again, the node's executors are replaced.
 - A node that comes back has new executors with new numbers.
 - If an executor does not start, its start is repeated after a back-off. The other executors of its node keep running.
@@ -47,7 +50,7 @@ MIN_RESTART_DELAY_S = 1.0
 again after their first failed start. Each further failure doubles the time, up to `MAX_RESTART_DELAY_S`."""
 MAX_RESTART_DELAY_S = 30.0
 LOST_SHOWN_S = 600.0
-"""Seconds for which a node that has left the cluster is shown as lost."""
+"""Seconds for which `/v1/stats` shows a node as lost after the node has left the cluster."""
 
 
 class Driver(Protocol):
@@ -57,12 +60,12 @@ class Driver(Protocol):
 
 
 StartDriver = Callable[[bytes], AbstractAsyncContextManager[Driver]]
-"""Starts a driver whose agents know this secret."""
+"""Starts a driver. Its argument is the secret that the driver gives to the agents of the nodes."""
 
 
 @dataclass(eq=False)
 class _Node:
-    """One node, from its first listing to `LOST_SHOWN_S` after its loss."""
+    """One node, from the first list of Ray that contains it to `LOST_SHOWN_S` after its loss."""
 
     name: str
     address: str
@@ -76,9 +79,10 @@ class _Node:
     refusal: str = ""
     """The reason why the node is not accepted, or why one of its executors did not start."""
     loss: str = ""
-    """Why the node may not answer, as Ray reports it. Empty if Ray reports no reason."""
+    """Ray's reason why the node may be lost. Empty if Ray gives no reason."""
     failed_starts: int = 0
-    """Failed starts since all executors of the node were last ready. Failures within one back-off count once."""
+    """Failed starts since all executors of the node were last ready. After a failure that counts, further failures do
+    not count until `retry_at`."""
     retry_at: float = 0.0
     past_restarts: int = 0
     """Restarts of executors that have been removed, and of agents."""
@@ -111,7 +115,8 @@ class _Node:
 
 
 class ClusterMembership:
-    """The `Membership` of a dispatcher. A driver process lists the nodes; it is started again if it ends."""
+    """The `Membership` of a dispatcher. A driver process lists the nodes. If the driver process ends, it is started
+    again."""
 
     def __init__(self, config: ServeConfig, start_driver: StartDriver) -> None:
         self._config = config
@@ -123,7 +128,7 @@ class ClusterMembership:
         """The guest runtime of the first accepted node."""
         self._generations = itertools.count(1)
         """Numbers of all starts of executors (`handshake.py`)."""
-        self._start_ended = asyncio.Event()
+        self._server_start_ended = asyncio.Event()
         """Set when the start of the server has succeeded or failed."""
         self._start_error: ClusterError | None = None
         self._has_nodes = True
@@ -134,7 +139,7 @@ class ClusterMembership:
         return [node.row() for node in self._nodes.values()]
 
     async def started(self) -> None:
-        await self._start_ended.wait()
+        await self._server_start_ended.wait()
         if self._start_error is not None:
             raise self._start_error
 
@@ -148,14 +153,14 @@ class ClusterMembership:
                         failures = 0
                         self.update(nodes)
             except (SandboxError, OSError) as error:
-                if not self._start_ended.is_set():
-                    return self._fail_start(str(error))
+                if not self._server_start_ended.is_set():
+                    return self._fail_start(str(error))  # no further try: `started` raises, and the server ends
                 failures += 1
                 log.warning("the Ray driver will be started again: %s", error)
             await asyncio.sleep(backoff_s(failures, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S))
 
     def update(self, raw_nodes: RawNodes) -> None:
-        """Follow a new list of nodes."""
+        """Bring the nodes and their executors up to date with a new list of Ray."""
         if self._dispatcher.is_draining:
             return
         for node in self._nodes.values():
@@ -186,10 +191,11 @@ class ClusterMembership:
         except ProtocolError as error:
             node.refusal = str(error)
             return
-        if raw["cpus"] >= 1:  # a node without CPUs is used only if it is the only node; it then uses all its cores
+        # A node without CPUs is used only if it is the only node. Its executors then use all its cores.
+        if raw["cpus"] >= 1:
             report = replace(report, cores=min(report.cores, int(raw["cpus"])))
         if node.report is None or node.report.instance != report.instance:  # another start of the agent
-            node.past_restarts += node.report is not None
+            node.past_restarts += node.report is not None  # 0 for the first start of the agent, otherwise 1
             self._remove_executors(node)
             node.report, node.retry_at = report, 0.0
             self._add_executors(node, report)
@@ -201,27 +207,28 @@ class ClusterMembership:
         node.refusal = refusal(report, self._config, self._runtime_identity)
         if node.refusal:
             return
-        on_node = replace(self._config, isolation=report.isolation, python=report.python)
+        node_config = replace(self._config, isolation=report.isolation, python=report.python)
         try:
-            shares = on_node.resolved(report.cores, report.memory_mb).per_executor()
+            executor_configs = node_config.resolved(report.cores, report.memory_mb).per_executor()
         except ConfigError as error:
             node.refusal = str(error)
             return
         self._runtime_identity = self._runtime_identity or report.runtime
-        node.executor_count = len(shares)
-        for index, share in enumerate(shares):
+        node.executor_count = len(executor_configs)
+        for index, executor_config in enumerate(executor_configs):
             if index not in node.executors:
                 launch = functools.partial(self._launch, report, index)
-                executor = self._dispatcher.add_executor(launch, share.encode(), SILENCE_TIMEOUT_S)
+                executor = self._dispatcher.add_executor(launch, executor_config.encode(), SILENCE_TIMEOUT_S)
                 node.executors[index] = executor
-                executor.started.add_done_callback(functools.partial(self._on_start_ended, node, index, executor))
+                executor.started.add_done_callback(functools.partial(self._on_started, node, index, executor))
         self._limit_memory()
 
     async def _launch(self, report: NodeReport, index: int) -> RemoteExecutor:
         start = ExecutorStart(index, next(self._generations))
         return await RemoteExecutor.launch(report.host, report.port, self._secret, start)
 
-    def _on_start_ended(self, node: _Node, index: int, executor: ExecutorHandle, started: asyncio.Future[None]) -> None:
+    def _on_started(self, node: _Node, index: int, executor: ExecutorHandle, started: asyncio.Future[None]) -> None:
+        """Handle the end of an executor's start: the executor is ready, or the start has failed."""
         if started.cancelled() or node.executors.get(index) is not executor:
             return
         error = started.exception()
@@ -229,7 +236,7 @@ class ClusterMembership:
             node.was_ready, node.lost_at = True, None
             if sum(executor.is_ready for executor in node.executors.values()) == node.executor_count:
                 node.failed_starts = 0
-            self._start_ended.set()
+            self._server_start_ended.set()
         else:
             if (now := monotonic()) >= node.retry_at:  # otherwise it is within the back-off of a counted failure
                 node.failed_starts += 1
@@ -243,7 +250,7 @@ class ClusterMembership:
 
     def _remove_executors(self, node: _Node) -> None:
         if node.executors:
-            node.refusal = ""  # with executors, it was the reason why another executor of the node did not start
+            node.refusal = ""  # the node had executors, so the text said why another one of its executors did not start
         for index in list(node.executors):
             self._remove_executor(node, index)
 
@@ -276,10 +283,10 @@ class ClusterMembership:
     def _check_start(self) -> None:
         """Fail the start of the server if Ray lists only nodes that are refused."""
         listed = [node for node in self._nodes.values() if node.is_listed]
-        if listed and not self._start_ended.is_set() and all(node.state == "refused" for node in listed):
+        if listed and not self._server_start_ended.is_set() and all(node.state == "refused" for node in listed):
             reasons = "; ".join(f"node {node.name}: {node.refusal}" for node in listed)
             self._fail_start(f"no node of the cluster can run calls: {reasons}")
 
     def _fail_start(self, reason: str) -> None:
         self._start_error = ClusterError(reason)
-        self._start_ended.set()
+        self._server_start_ended.set()

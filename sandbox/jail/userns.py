@@ -4,9 +4,12 @@ Each line of a map is `inside outside count`. An ordinary user may map only its 
 must be outside of the new namespace, and must have CAP_SETUID and CAP_SETGID outside. There are two ways:
 
     if this process has these capabilities    a child of this process writes the maps
-    otherwise                                 newuidmap(1) and newgidmap(1) write the maps. These are set-uid programs
-                                              for the ids that /etc/subuid and /etc/subgid list for a user. Under
-                                              no_new_privs they have no privilege.
+    otherwise                                 the programs newuidmap(1) and newgidmap(1) write the maps
+
+The two programs are set-uid: they run as root. They map only ids that /etc/subuid and /etc/subgid list for the user.
+In a process with no_new_privs they do not become root, and fail.
+
+A range (`uid_base`, `uid_count`) is a range of uids, and also of gids with the same numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 JAIL_NAMESPACES = (
     kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )
-"""Namespaces of a jail. They are created together with the jail's user namespace, so that this namespace owns them. A
-cgroup namespace is not needed: it changes only /proc and /sys, which a jail does not have. A time namespace is not
+"""Namespaces of a jail. They are created together with the jail's user namespace, so that the user namespace owns them.
+A cgroup namespace is not needed: it changes only /proc and /sys, which a jail does not have. A time namespace is not
 needed, because clocks are not secret."""
 RANGE_START_INSIDE = 1
 """First id of the range inside the namespace of `enter_as_root`, where id 0 is the user who started the process."""
@@ -48,9 +51,11 @@ def open_proc_self() -> int:
 
 
 def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
-    """Obtain the right to mount: by the host's CAP_SYS_ADMIN if this process has it, otherwise by `enter_as_root`.
+    """Obtain the right to mount. If this process has CAP_SYS_ADMIN, it has this right already. Otherwise it calls
+    `enter_as_root`.
 
-    Returns whether the privileges are those of the host. The "host" may itself be a user namespace, with fewer ids.
+    Returns True in the first case: the privileges are those of the host. The "host" is the user namespace in which this
+    process was started. In a container, this may be a namespace with fewer ids than the machine.
     """
     if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
         return True
@@ -60,13 +65,15 @@ def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
 
 
 def enter_as_root(uid_base: int | None = None, uid_count: int = 0) -> None:
-    """Enter a user namespace in which this process is root and may mount, with the range of ids if one is given.
+    """Create and enter a user namespace in which this process is root and may mount. If a range of ids is given, the
+    namespace has these ids as well.
 
-    Without a range the kernel allows no change of groups in the namespace.
+    Without a range, no process in the namespace can change its groups: setgroups(2) fails.
     """
     uid, gid, proc_self = os.geteuid(), os.getegid(), open_proc_self()
     if uid_base is None:
         kernel.unshare(kernel.CLONE_NEWUSER)
+        # First `setgroups`: until "deny" is written, an ordinary user may not write gid_map (user_namespaces(7)).
         _write_maps(proc_self, {"setgroups": "deny", "gid_map": f"0 {gid} 1", "uid_map": f"0 {uid} 1"})
     else:
         id_range = f"{RANGE_START_INSIDE} {uid_base} {uid_count}"
@@ -112,10 +119,10 @@ def zygote_id_map(uid_base: int | None, uid_count: int, proc_self: int, *, privi
 
 
 def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
-    """Return a map of the range to ids from 0. Without a range, return a map of a single id to id 0.
+    """Return an id map. With a range, the ids inside are 0 to `uid_count` - 1, and stand for the ids of the range.
 
-    The single id is `NOBODY`, so that root, who owns the host's files, has no id inside. In a container without the id
-    `NOBODY`, the single id is 0.
+    Without a range, the only id inside is 0. It stands for `NOBODY`, and not for the host's root, who owns the host's
+    files. In a container that has no id `NOBODY`, it stands for id 0 of the container.
     """
     if uid_base is not None:
         return f"0 {uid_base} {uid_count}"
@@ -126,9 +133,9 @@ def id_map(uid_base: int | None, uid_count: int, proc_self: int) -> str:
 
 
 def enter_jail_namespaces(uid_base: int | None, uid_count: int, proc_self: int, *, privileged: bool) -> None:
-    """Enter the zygote's namespaces as id 0 of its user namespace.
+    """Create and enter the zygote's namespaces, and become id 0 of its user namespace.
 
-    `proc_self` is from `open_proc_self`, `privileged` from `become_privileged` with the same range.
+    `proc_self` is the result of `open_proc_self`. `privileged` is the result of `become_privileged` for the same range.
     """
     with isolation_errors("namespaces and id map", ID_MAP_REMEDY):
         unshare_mapped(JAIL_NAMESPACES, zygote_id_map(uid_base, uid_count, proc_self, privileged=privileged), proc_self)
@@ -137,7 +144,7 @@ def enter_jail_namespaces(uid_base: int | None, uid_count: int, proc_self: int, 
 
 
 def unshare_mapped(flags: int, mapping: str, proc_self: int) -> None:
-    """Enter a user namespace with this id map, and new namespaces of all `flags` that belong to it."""
+    """Create and enter a user namespace with this id map, and the namespaces of `flags`, which belong to it."""
     maps = dict.fromkeys(ID_MAP_FILES, mapping)
     _unshare(kernel.CLONE_NEWUSER | flags, lambda: _write_maps(proc_self, maps), repr(mapping))
 
@@ -165,6 +172,7 @@ def _unshare(flags: int, write_maps: Callable[[], None], description: str) -> No
     mapper = os.fork()
     if mapper == 0:
         os.close(unshared_w)
+        # The exit status is the errno: every errno is less than 256. No byte: this process could not unshare.
         os._exit(_errno_of(write_maps) if os.read(unshared_r, 1) else 0)
     os.close(unshared_r)
     try:
@@ -198,6 +206,8 @@ def _write_range(proc_self: int, maps: dict[str, str]) -> None:
         return
     for name, text in maps.items():
         argv = [MAPPING_PROGRAMS[name], str(os.getppid()), *text.split()]
+        # The parent process gets only an errno from this process (`_unshare`). newuidmap gives a text and no errno, so
+        # EPERM stands for each of its errors.
         if subprocess.run(argv, capture_output=True, check=False).returncode:
             raise PermissionError(errno.EPERM, argv[0])
 
@@ -223,7 +233,8 @@ def _write(proc_self: int, name: str, text: str) -> None:
 
 
 def _id_exists(proc_self: int, map_file: str, number: int) -> bool:
-    """Return whether this process's user namespace has an id: a line of a map is `inside outside count`."""
+    """Return whether an id exists in the user namespace of this process: whether a line of its map (`inside outside
+    count`) has the id among its inside ids."""
     with open(os.open(map_file, os.O_RDONLY, dir_fd=proc_self), encoding="ascii") as lines:
         extents = [tuple(map(int, line.split())) for line in lines]
     return any(first <= number < first + count for first, _, count in extents)

@@ -1,7 +1,8 @@
 """Samples the processes of one call from /proc, outside the jail, and sets their CPU priority.
 
-If the call has a cgroup, its processes are the members of the cgroup. Otherwise they are its first process and the
-descendants of this process; then a process whose parent has exited is missed (as after `setsid` and a double fork).
+If the call has a cgroup, its processes are the members of the cgroup. Otherwise its processes are its first process and
+the descendants of the first process. Without a cgroup, a process whose parent has exited is missed (as after `setsid`
+and a double fork).
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ MAX_SAMPLED_THREADS = 128
 """A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. This is
 also the largest number of threads that are moved between cgroups at once."""
 LONG_THREADS_WEIGHT = 0.25
-"""Weight of all threads of long calls on a core together, where the weight of one thread at normal priority is 1. It is
-used where long calls are demoted by nice values. With a smaller weight, long calls would starve while short calls never
-stop arriving. With a larger weight, they would delay short calls."""
+"""Weight on each core of all threads of long calls together. One thread at normal priority has the weight 1. The value
+is used where long calls are demoted by nice values. With a smaller weight, long calls would starve as long as short
+calls keep arriving. With a larger weight, long calls would delay short calls."""
 WEIGHT_PER_NICE = 1.25
 """For each step of a thread's nice value, its weight is divided by this number (sched(7)). Its share of a core is
 proportional to its weight."""
 MAX_NICE = 19
 _UNKNOWN_POLICY = -1
 _UNKNOWN_NICE = -21
+"""Lower than every nice value (-20 to 19), so that `raise_nice` tries to set the value of the thread."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS = 0, 1, 3, 6
 _STAT_CHILDREN_CPU = slice(13, 15)
@@ -46,20 +48,21 @@ locks; this time is not charged to the call."""
 _VOLUNTARY_KEY = b"\nvoluntary_ctxt_switches:"
 _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
 """Lines of /proc/PID/status, in KiB."""
-_PROPORTIONAL_KEYS = (b"Pss:", b"SwapPss:")
+_PSS_KEYS = (b"Pss:", b"SwapPss:")
 """Lines of /proc/PID/smaps_rollup, in KiB. In them, a page that n processes share counts 1/n for each process."""
 _FILE_KEYS = (b"Pss_File:",)
 """The part of `Pss:` that belongs to files, counted in the same way."""
 _SOCKET_BYTES = 212_992
 """Data that an AF_UNIX stream can hold: net.core.wmem_default of all usual machines."""
-_DATAGRAMS = 11
+_MAX_DATAGRAMS = 11
 """Number of datagrams of `_SOCKET_BYTES` that an AF_UNIX socket can hold (net.unix.max_dgram_qlen of a new network
 namespace)."""
-_FEW_SOCKETS_BYTES = 1024
-"""If /proc/PID/net/unix of a call has at most this many bytes, the call has about 12 sockets or fewer. The data in so
-few sockets is not counted."""
+_MAX_UNCOUNTED_TABLE_BYTES = 1024
+"""Length of /proc/PID/net/unix up to which the data in AF_UNIX sockets is not counted. The table then has about 12
+sockets or fewer."""
 _MAX_TABLE_LINES = 1 << 17
-"""Maximum number of lines that are read from a table of sockets. This many AF_UNIX sockets would count as 26 GiB."""
+"""Maximum number of lines that are read from a table of sockets. Each line is one socket, so the lines that are read
+count as 26 GiB if all of them are AF_UNIX streams."""
 _IP_SOCKET_BYTES = 4096
 """Upper bound of the memory of a TCP or UDP socket without its data."""
 _TCP_TIME_WAIT = b"06"
@@ -104,7 +107,7 @@ class ProcessTree:
     def __init__(self, root: int, members: CgroupMembers | None = None) -> None:
         self.root = root
         self._members = members
-        self._is_unsampled = not counts_run_delay()
+        self._is_not_sampled = not counts_run_delay()
         """Whether the call ever had more than `MAX_SAMPLED_THREADS` threads, or the kernel does not count run delay.
         The virtual clock then follows wall time until the end of the call."""
         self._pids: list[int] = []
@@ -115,33 +118,33 @@ class ProcessTree:
         self._pid_by_session: dict[int, int] = {}
         """A process of each session in the last sample."""
         self._nice_by_session: dict[int, int] = {}
-        """Nice values of the call's own sessions."""
+        """The last nice value that `raise_nice` handled for each session."""
         self.runnable_threads = 0
         """Number of runnable threads in the last sample. If there are too many threads to sample, the number of all
         threads."""
         self._should_be_idle: bool | None = None
-        """Whether the threads belong in the idle cgroup; None if they never did."""
+        """Whether the threads belong in the idle cgroup. None until they belong there for the first time."""
         self._moved: set[int] = set()
         """Threads that are already in the cgroup in which they belong."""
-        self._switches: dict[int, tuple[int, int]] = {}
-        """For each thread of the last sample: its number of timeslices, and its number of voluntary context switches
-        when it had this number of timeslices."""
-        self._switches_before: dict[int, tuple[int, int]] = {}
-        """`_switches` of the sample before the last sample."""
-        self.cpu_s = math.inf if self._is_unsampled else 0.0
+        self._switches_by_thread: dict[int, tuple[int, int]] = {}
+        """For each runnable thread of the last sample: its number of timeslices, and its number of voluntary context
+        switches. The second number is read again only when the first number has changed."""
+        self._previous_switches_by_thread: dict[int, tuple[int, int]] = {}
+        """`_switches_by_thread` as it was in the sample before the last sample."""
+        self.cpu_s = math.inf if self._is_not_sampled else 0.0
         """CPU seconds of all processes in the last sample and of the children that they have waited for. Infinite if
         the processes are not sampled."""
 
     def sample(self) -> TreeSample | None:
         """Sample all processes, the first process first. Return an empty sample if the first process has ended. Return
         None if the call is not sampled; then only the thread ids are read, for `CpuPriority`."""
-        if self._is_unsampled:
+        if self._is_not_sampled:
             self._list_threads()
             return None
         sample: dict[int, ProcessSample] = {}
         self._policy_by_thread, self._nice_by_thread, self._pid_by_session = {}, {}, {}
         self.runnable_threads = 0
-        self._switches_before, self._switches = self._switches, {}
+        self._previous_switches_by_thread, self._switches_by_thread = self._switches_by_thread, {}
         self.cpu_s = 0.0
         self._pids = self._list_pids()
         for pid in self._pids:
@@ -150,7 +153,7 @@ class ProcessTree:
                 if process is not None:
                     sample[pid] = process
             if len(self._policy_by_thread) > MAX_SAMPLED_THREADS:
-                self._is_unsampled, self.cpu_s = True, math.inf
+                self._is_not_sampled, self.cpu_s = True, math.inf
                 return None
         return sample if self.root in sample else {}
 
@@ -175,27 +178,31 @@ class ProcessTree:
                 except ProcessLookupError:
                     continue
                 except OSError as error:
-                    if error.errno != errno.EACCES:  # EACCES: the nice value, which was unknown, is higher already
+                    # EACCES: the thread has a higher nice value already. This happens if its value was unknown.
+                    if error.errno != errno.EACCES:
                         raise
                 self._nice_by_thread[tid] = nice
         self._raise_nice_of_sessions(nice)
 
     def _raise_nice_of_sessions(self, nice: int) -> None:
-        """Raise the nice values of the sessions that the call does not share with its zygote. If
-        sched_autogroup_enabled is set, the kernel first divides the cores between sessions, by the nice values of the
-        sessions. The nice values of threads then count only within a session."""
+        """Raise the nice values of the call's own sessions: those to which its zygote does not belong.
+
+        If sched_autogroup_enabled is set, the kernel first divides the cores between sessions, and each session has a
+        nice value of its own for this. The nice values of threads then count only within their session.
+        """
         for session, pid in self._pid_by_session.items():
             if self._nice_by_session.get(session, 0) >= nice:
                 continue
             with suppress(*_GONE_ERRORS):
                 zygote = int(_read_stat(f"/proc/{self.root}/stat")[_STAT_PPID])
                 if session != int(_read_stat(f"/proc/{zygote}/stat")[_STAT_SESSION]) and not _set_autogroup(pid, nice):
-                    continue
+                    continue  # the session is tried again after the next sample
+            # Also after an error, and for the session of the zygote: it is not tried again with the same value.
             self._nice_by_session[session] = nice
 
     def move_to_idle_cgroup(self, idle_cgroup: IdleCgroup, *, inside: bool) -> None:
-        """Move the threads of the last sample into the idle cgroup or back, at most `MAX_SAMPLED_THREADS` at once.
-        Raises `OSError`."""
+        """Move threads of the last sample: into the idle cgroup if `inside`, otherwise out of it. At most
+        `MAX_SAMPLED_THREADS` threads are moved at once, and further threads after the next sample. Raises `OSError`."""
         if self._should_be_idle is None and not inside:
             return
         if inside is not self._should_be_idle:
@@ -212,9 +219,9 @@ class ProcessTree:
         self._moved &= self._policy_by_thread.keys()
 
     def resident_bytes(self) -> dict[int, int]:
-        """Return the resident bytes, without file pages, of each process of the last sample. The result is empty if
-        there is only one process, because the process has a memory limit of its own. A shared page counts for each
-        process that has it, so the sum is an upper bound."""
+        """Return the resident bytes of each process of the last sample, without pages of files. A page that several
+        processes share counts for each of them, so the sum is an upper bound. The result is empty if there is only one
+        process, because a single process has a memory limit of its own."""
         resident = {}
         for pid in self._pids if len(self._pids) > 1 else ():
             with suppress(*_GONE_ERRORS):
@@ -237,7 +244,7 @@ class ProcessTree:
             for tid in _thread_ids(pid):
                 threads += 1
                 if threads > MAX_SAMPLED_THREADS:
-                    break
+                    break  # the pids that are in the list already are still yielded, but no child is added
                 with suppress(OSError):
                     pids += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
 
@@ -281,19 +288,19 @@ class ProcessTree:
         return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable)
 
     def _voluntary_switches(self, tid: int, path: str, timeslices: int) -> int:
-        """Return the number of voluntary switches. It is read only after a new timeslice, without which it cannot have
-        changed, since reading it takes as long as the rest of a thread's sample."""
-        known = self._switches_before.get(tid)
+        """Return the number of voluntary switches. To read it takes as long as the rest of a thread's sample. So it is
+        read only after a new timeslice: without a new timeslice it cannot have changed."""
+        known = self._previous_switches_by_thread.get(tid)
         if known is None or known[0] != timeslices:
             known = timeslices, _read_voluntary_switches(path)
-        self._switches[tid] = known
+        self._switches_by_thread[tid] = known
         return known[1]
 
 
 def has_few_sockets(pid: int) -> bool:
     """Return whether the network namespace of a process has so few AF_UNIX sockets that their data is not counted."""
     try:
-        return len(_read(f"/proc/{pid}/net/unix")) <= _FEW_SOCKETS_BYTES
+        return len(_read(f"/proc/{pid}/net/unix")) <= _MAX_UNCOUNTED_TABLE_BYTES
     except OSError:
         return True
 
@@ -304,7 +311,7 @@ def socket_bytes(pid: int, *, counts_unix: bool) -> int:
     total = 0
     with suppress(OSError):
         for line in _table(f"/proc/{pid}/net/unix") if counts_unix else ():
-            total += _SOCKET_BYTES * (_DATAGRAMS if line.split(None, 5)[4] == b"0002" else 1)
+            total += _SOCKET_BYTES * (_MAX_DATAGRAMS if line.split(None, 5)[4] == b"0002" else 1)
         for protocol in ("tcp", "udp"):
             for line in _table(f"/proc/{pid}/net/{protocol}"):
                 _, _, _, state, queues, _ = line.split(None, 5)
@@ -334,7 +341,7 @@ def exceeds_memory(resident_bytes: Mapping[int, int], limit_bytes: int, zygote_b
         rest_bytes -= process_bytes
         path = f"/proc/{pid}/smaps_rollup"
         try:
-            sum_bytes += max(0, _sum_kib(path, _PROPORTIONAL_KEYS) - _sum_kib(path, _FILE_KEYS)) << 10
+            sum_bytes += max(0, _sum_kib(path, _PSS_KEYS) - _sum_kib(path, _FILE_KEYS)) << 10
         except PermissionError:
             sum_bytes += max(0, process_bytes - zygote_bytes)
         except _GONE_ERRORS:

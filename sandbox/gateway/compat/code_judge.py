@@ -1,10 +1,10 @@
-"""The routes of code-judge (commit fbc5293), so that its clients run unchanged: rStar2-Agent's tool and reward, and the
-clients of code-judge's `judge_client.py`.
+"""The routes of code-judge (commit fbc5293). Its clients run unchanged: rStar2-Agent's tool and reward, and the client
+classes in code-judge's file `judge_client.py`.
 
 - `reason` is `worker_timeout` if the code reached its time limit, and `queue_timeout` or `internal_error` if the
   service failed. Otherwise it is empty: the code ended, perhaps with an error or at its memory or output limit.
-- A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. The ids and the
-  expected outputs that a request keeps count as part of the size of its calls.
+- A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. A request also
+  keeps the id and the expected output of each submission. They count as part of the size of the submission's call.
 - Unknown fields and `options` are ignored, as code-judge does.
 """
 
@@ -40,9 +40,9 @@ from sandbox.gateway.http.validation import BatchHead, CallsForm, CheckedCall, I
 from sandbox.types import Call, EncodedResult, Limits, Status, check_call, memory_bytes
 
 LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
-"""The default limits of code-judge: 10 s, and 384 MiB (256 MiB to which it adds 128 MiB). The time here is 50 ms lower:
-`sleep(10)` exceeds the limit of code-judge and must exceed this one too, although virtual time (wall time without
-waiting for a core) is measured with an error. code-judge does not limit the output."""
+"""The default limits of code-judge: 10 s, and 384 MiB (256 MiB to which it adds 128 MiB). code-judge does not limit the
+output. The time here is 50 ms lower, because `sleep(10)` must exceed it, as it exceeds the limit of code-judge. This
+time is virtual time (wall time without waiting for a core), which is measured with an error."""
 QUEUE_TIMEOUT_S = 4.0
 """Seconds after which a call that still waits for a slot gets `queue_timeout`."""
 LONG_QUEUE_TIMEOUT_S = 3600.0
@@ -52,11 +52,12 @@ TIMEOUT_TEXT = "Suicide from timeout.\n"
 MAX_TEXT_CHARS = 1000
 """Maximum characters of stdout, and of stderr, that are returned."""
 KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
-"""Maximum bytes of one result that a batch keeps until its response. They are counted as in `result_bytes`."""
+"""Size of a shortened result that a batch keeps until its response, in the way in which `result_bytes` counts: 1024
+bytes for the mapping, and one byte for each character of an ASCII text."""
 
 Answer = dict[str, Any]
 
-_TEMPLATE = Call("", echo=False, limits=LIMITS).encode(binary=True)
+_SHARED_FIELDS = Call("", echo=False, limits=LIMITS).encode(binary=True)
 """The fields that all calls share."""
 
 
@@ -73,11 +74,11 @@ class SubmissionForm(CallsForm):
     """The body of one submission. `CheckedCall.extra` has what the answer needs: the id and the expected output."""
 
     max_wait_s = QUEUE_TIMEOUT_S
-    """Maximum of the batch's `queue_timeout_s`. `_run` sets the maximum of the route."""
+    """Maximum of the batch's `queue_timeout_s`. `_run` replaces this value by the `queue_timeout_s` of the route."""
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
-        yield BatchHead(1, self.config.queue_timeout_s, math.inf, _TEMPLATE)
+        yield BatchHead(1, self.config.queue_timeout_s, math.inf, _SHARED_FIELDS)
         yield from self._check_submissions([(raw, ())])
 
     def add(self, item: Item) -> None:
@@ -127,7 +128,7 @@ class SubmissionsForm(SubmissionForm):
                 f"submissions: expected at most {max_items}, got {len(items)}; "
                 "send several batches, or start the server with a larger --batch-calls"
             )
-        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _TEMPLATE, body.sub_id)
+        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _SHARED_FIELDS, body.sub_id)
         yield from self._check_submissions((item, ("submissions", index)) for index, item in enumerate(items))
 
 
@@ -141,7 +142,7 @@ class Submissions:
         self._dispatcher = dispatcher
         self._started_at = started_at
         self._sub_id = form.head.extra or str(uuid.uuid4())
-        """The id of a batch."""
+        """The id of the batch. Not used for a single submission."""
         self._sub_ids = form.sub_ids
         self._expected_outputs = form.expected_outputs
         self._answers: list[Answer] = [{}] * len(batch.results)
@@ -184,7 +185,7 @@ def _unavailable_answer(result: EncodedResult, waited_s: float) -> Answer:
 
 
 def _answer(result: EncodedResult, expected_output: str | None) -> Answer:
-    """Return the answer to a call that ran, with both texts."""
+    """Return the answer to a call that ran, with stdout and stderr."""
     status, stdout, stderr = result["status"], result["stdout"], result["stderr"]
     is_ok, is_timeout = status == Status.OK.value, status == Status.TIMEOUT.value
     if is_timeout:

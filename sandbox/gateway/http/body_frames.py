@@ -2,14 +2,15 @@
 the payload of this length.
 
     gateway -> worker                              worker -> gateway
-    CONFIG  [batch_calls, queue_timeout_s, ...]    ITEMS  [item, ...]       of about `FRAME_BYTES` together
-    BODY    [form, content type, tenant, size]     LARGE  item              its large texts and bytes are placeholders
+    CONFIG  [batch_calls, queue_timeout_s, ...]    ITEMS  [item, ...]       about `FRAME_BYTES` in one frame
+    BODY    [form, content type, tenant, size]     LARGE  item              with placeholders for large texts and bytes
             then the body, without a frame         BLOB   text or bytes     one for each placeholder, in order
                                                    ERROR  [class, arguments]
                                                    DONE   nothing           after the last item
 
-An item is at most one call or the fields of one program, and its large texts and bytes come in frames of their own. So
-no frame takes long to decode, and the gateway can serve other requests after each frame.
+An item is a part of a decoded and checked body (`validation.Form`), at most one call or the fields of one program. Its
+large texts and bytes come in frames of their own. So no frame takes long to decode, and the gateway can serve other
+requests after each frame.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ HEADER = struct.Struct("<BI")
 CONFIG, BODY, ITEMS, LARGE, BLOB, ERROR, DONE = range(7)
 """The kinds of frames."""
 FRAME_BYTES = 64 << 10
-"""Bytes of items after which a frame ends."""
+"""Size of the items in a frame (ITEMS) from which the worker adds no further item to the frame."""
 BLOB_BYTES = 1 << 20
-"""Length from which a text or bytes of an item come in a frame of their own (BLOB)."""
+"""Length of a text (in characters) or of bytes from which an item has a placeholder for it. The text or the bytes then
+come in a frame of their own (BLOB)."""
 _TEXT = 1
 """Code of the msgpack extension that is the placeholder of a text."""
 _BYTES = 2
@@ -62,13 +64,16 @@ def form_name(form: Form) -> str:
 
 
 def find_by_name(name: str) -> Any:
-    """Return a class of this package by its module and its name."""
+    """Return the class with the name `MODULE:CLASS`.
+
+    The import is safe: the names are those of forms and errors of the two processes. No name comes from a body.
+    """
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain data. Text may contain lone surrogates."""
+    """Encode plain data. Text may contain lone surrogates: the code and the stdin of a call may have any characters."""
     packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
     return packed
 
@@ -79,7 +84,7 @@ def unpack(data: bytes) -> Any:
 
 
 def array_header(length: int) -> bytes:
-    """Return the bytes before the items of a list."""
+    """Return the first bytes of an encoded list of this length. The encoded items come after them."""
     header: bytes = msgpack.Packer().pack_array_header(length)
     return header
 

@@ -1,8 +1,9 @@
 """The route `/v1/judge`: parses programs, has them judged, and sends the results in order or as they come.
 
-The tests stay in memory until the response is complete. Until then, the length of their body counts against the
-tenant's budget of programs. This budget is separate from the tenant's budget of bodies (`body_reader`). So a program
-that takes long to judge does not cause bodies of other requests to be refused.
+The tests stay in memory until the response is complete. Until then, the length of the request's body in bytes counts
+against a budget of the tenant: the bytes of programs that are being judged (`JUDGED_BYTES`). The tenant's budget for
+bodies that are being read is another budget (`body_reader`). So a program that takes long to judge does not cause
+bodies of other requests to be refused.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ PROGRAMS_FIELDS: dict[str, str] = {
     "queue_timeout_s": BATCH_FIELDS["queue_timeout_s"],
 }
 MAX_DECODED_CALLS = 1 << 20
-"""A body may have as many objects as a batch of this many calls. The number is so high because the arguments of tests
-may have many objects."""
+"""Limit on the objects in a body, as a number of calls: `codec.decode` allows the number of objects that a batch of so
+many calls may have. The number is so high because the arguments of tests may have many objects."""
 MAX_KEYS = 1 << 20
 """Maximum number of keys of one object in a body. It is so high because an argument of a test may be a large object."""
 TESTS_PER_ITEM = 64
@@ -89,7 +90,7 @@ class ParsedPrograms(NamedTuple):
 
 
 class ProgramsHead(NamedTuple):
-    """The fields of a request. It is the first item."""
+    """The fields of a request besides its programs. This is the first item of a body."""
 
     size: int
     queue_timeout_s: float
@@ -108,9 +109,9 @@ Item = ProgramsHead | CheckedProgram | MalformedCall
 
 
 class ProgramsForm:
-    """A body with `programs`, or with one program. A program that names another tenant than the owner is malformed.
+    """A body with `programs`, or with one program. It has the methods of `validation.Form`.
 
-    It has the methods of `validation.Form`.
+    `owner` is the tenant of the request's token. A program that names another tenant is malformed.
     """
 
     max_keys: ClassVar[int] = MAX_KEYS
@@ -121,7 +122,7 @@ class ProgramsForm:
         self.parsed: ParsedPrograms
         self._defaults: Program
         self._tests: list[ProgramTest] = []
-        """Tests from the body worker. The program that they belong to comes after them."""
+        """Tests that have been received from the body worker before their program."""
 
     @staticmethod
     def max_calls(config: ServeConfig) -> int:
@@ -139,7 +140,7 @@ class ProgramsForm:
             timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
         self._check_count(_num_tests(raw))
         program = Program.decode(raw)
-        self._check_call_fields(program, "program")
+        self._check_profile_and_tenant(program, "program")
         yield ProgramsHead(1, timeout_s, True, Program.decode_defaults(None))
         yield CheckedProgram(0, program)
 
@@ -155,20 +156,20 @@ class ProgramsForm:
         for index, item in enumerate(items):
             own_tests = _num_tests(item)
             tests += own_tests
-            self._check_count(tests)  # before they are decoded, which takes 3 us each
+            self._check_count(tests)  # before the tests are decoded, which takes 3 us for each test
             program_id = id_of(item, index)
             try:
                 program = Program.decode(item, defaults, f"programs[{index}]")
-                self._check_call_fields(program, f"programs[{index}]")
+                self._check_profile_and_tenant(program, f"programs[{index}]")
             except InvalidCall as error:
                 yield MalformedCall(index, program_id, str(error))
                 continue
-            if not own_tests:
+            if not own_tests:  # the program uses the tests of the defaults, which are decoded already
                 tests += len(program.tests)
                 self._check_count(tests)
             yield CheckedProgram(index, program)
 
-    def _check_call_fields(self, program: Program, where: str) -> None:
+    def _check_profile_and_tenant(self, program: Program, where: str) -> None:
         check_profile(program.call.get("profile", Profile.AUTO), self.config.own_profiles, where)
         if self.owner is not None:
             self.owner.check_owner(program.tenant, where)
@@ -181,7 +182,8 @@ class ProgramsForm:
             )
 
     def encode(self, item: Item) -> Iterator[list[Json]]:
-        """Yield an item as lists of plain data. The tests of a program come before the program, some in each list."""
+        """Yield an item as lists of plain data. The tests of a program are sent before the program, in lists of at most
+        `TESTS_PER_ITEM` tests."""
         match item:
             case ProgramsHead():
                 self._defaults = Program.decode_defaults(None)
@@ -197,6 +199,7 @@ class ProgramsForm:
     def _encode_tests(self, program: Program) -> Iterator[list[Json]]:
         part: list[Json] = []
         size = 0
+        # A program that omits `tests` has the very tuple of the defaults. Its tests are not sent: the gateway has them.
         for test in () if program.tests is self._defaults.tests else program.tests:
             part.append([test.stdin, test.function_call, test.expected])
             size += test.size
@@ -227,6 +230,7 @@ class ProgramsForm:
                 self.add(MalformedCall(*values))
 
     def _decode_program(self, call: EncodedCall, comparison: Json, checker: str, stop: bool, prelude: str) -> Program:
+        # No test has been received if the program uses the tests of the defaults: a list of own tests is never empty.
         tests, self._tests = tuple(self._tests) or self._defaults.tests, []
         compared = Tolerance(**comparison) if isinstance(comparison, dict) else TextComparison(comparison)
         return Program(call, tests, compared, checker, stop, prelude)
