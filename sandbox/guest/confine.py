@@ -297,8 +297,8 @@ def _mount_options(size_bytes: int, inodes: int, uid: int | None) -> memoryview:
 
 
 def _drop_bounding_set() -> None:
-    """Empty the bounding set. So no program that a call executes gains a capability, whoever owns the program's
-    file."""
+    """Empty the capability bounding set. So no program that a call executes gains a capability, not even a set-uid
+    program of root."""
     capability = 0
     while system_calls.prctl(system_calls.PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1

@@ -60,6 +60,25 @@ class Attempts:
         return used_up_result("", self._counts[seq], reason, has_started=seq in self._have_started)
 
 
+NO_CGROUPS = """
+from sandbox import errors, jail
+class NoCgroups:
+    def __init__(self): raise errors.IsolationError("cgroups: hidden")
+jail.CgroupTree = NoCgroups
+"""
+"""Code for `executor_after`. The executor finds no cgroups."""
+
+
+def executor_after(*codes: str, python: Sequence[str] = (sys.executable,)) -> tuple[str, ...]:
+    """Return a command for `server` of `executor`. It runs these codes, and then the executor in the same process."""
+    start = (
+        "import runpy, sys",
+        "del sys.argv[:2]",  # -m sandbox.executor
+        'runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)',
+    )
+    return *python, "-c", "\n".join((*codes, *start))
+
+
 class Caller:
     """A running executor and the gateway's end of its socket."""
 

@@ -7,7 +7,6 @@ at its limit, also on kernels that do not count run delay.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -18,44 +17,33 @@ from sandbox.executor.time import process_tree
 from sandbox.executor.time.process_tree import CpuPriority, nice_of_long_calls
 from sandbox.jail import CgroupTree, Level, choose_level
 from sandbox.types import Status
-from tests.executor.calling import Caller, call, executor
+from tests.executor.calling import NO_CGROUPS, Caller, call, executor, executor_after
 
 T = TypeVar("T")
 ENDLESS = "while True: pass"
 base_pids: dict[Caller, set[int]] = {}
 """For each executor, the pids before its first call: its own, and those of its jails and zygotes."""
-EXECUTOR_WITHOUT_PROMOTION = """
-import runpy, sys
-from sandbox.executor.time import monitor
-monitor.MIN_SHARE_DIVISOR = 1e9
-del sys.argv[:2]
-runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
-"""
-"""Code that starts an executor which never promotes a long call, so that a loaded machine does not change the tests'
-results. It drops the first two arguments, "-m sandbox.executor"."""
+NO_PROMOTION = "from sandbox.executor.time import monitor\nmonitor.MIN_SHARE_DIVISOR = 1e9"
+"""Code for `executor_after`. Long calls are never promoted, so a loaded machine does not change the results of the
+tests."""
 
 
 @pytest.fixture(scope="module")
 def one_slot() -> Iterator[Caller]:
     """An executor with one short slot. A call has to leave it before the next call can start."""
-    with executor(
-        server=(sys.executable, "-c", EXECUTOR_WITHOUT_PROMOTION), slots=1, long_slots=6, demote_after_ms=50.0
-    ) as caller:
+    with executor(server=executor_after(NO_PROMOTION), slots=1, long_slots=6, demote_after_ms=50.0) as caller:
         base_pids[caller] = {*caller.processes()}
         yield caller
 
 
-EXECUTOR_WITHOUT_CAP_SYS_NICE = """
-import ctypes, runpy, sys
+NO_CAP_SYS_NICE = """
+import ctypes
 libc, header, sets = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert libc.capget(header, sets) == 0
 sets[0], sets[1] = (mask & ~(1 << 23) for mask in sets[:2])
 assert libc.capset(header, sets) == 0
-del sys.argv[:2]
-runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Code that starts an executor whose effective and permitted capabilities lack CAP_SYS_NICE. It drops the first two
-arguments, "-m sandbox.executor"."""
+"""Code for `executor_after`. The effective and permitted capabilities of the executor lack CAP_SYS_NICE."""
 EVADERS = {
     "loops": ENDLESS,
     "forks": "import os\nos.fork()\nos.fork()\n" + ENDLESS,
@@ -83,9 +71,7 @@ def test_no_long_call_evades_demotion(code: str, one_slot: Caller) -> None:
 
 
 def test_calls_are_demoted_by_their_nice_values_without_cap_sys_nice() -> None:
-    with executor(
-        server=(sys.executable, "-c", EXECUTOR_WITHOUT_CAP_SYS_NICE), slots=1, long_slots=1, demote_after_ms=50.0
-    ) as caller:
+    with executor(server=executor_after(NO_CAP_SYS_NICE), slots=1, long_slots=1, demote_after_ms=50.0) as caller:
         base_pids[caller] = {*caller.processes()}
         seq = caller.submit(call(ENDLESS, timeout_s=60))
         caller.until(lambda: map_call_threads(caller, nice_step) in ({nice_of_long_calls(1)}, {process_tree.MAX_NICE}))
@@ -171,25 +157,17 @@ def test_all_threads_of_a_long_call_are_moved_to_the_idle_cgroup(one_slot: Calle
     one_slot.until(lambda: one_slot.stats.get("running") == 0)
 
 
-EXECUTOR_WITHOUT_SCHEDSTAT = """
-import errno, runpy, sys
-from sandbox import errors, jail
+NO_SCHEDSTAT = """
+import errno
 from sandbox.executor.time import process_tree
-has_cgroups = sys.argv.pop(1) == "cgroups"
 read = process_tree._read
 def read_without_schedstat(path):
     if path.endswith("/schedstat"):
         raise FileNotFoundError(errno.ENOENT, "no such file", path)
     return read(path)
 process_tree._read = read_without_schedstat
-class NoCgroups:
-    def __init__(self): raise errors.IsolationError("cgroups: hidden")
-if not has_cgroups: jail.CgroupTree = NoCgroups
-del sys.argv[:2]
-runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
-"""Code that starts an executor which cannot read schedstat. The executor has cgroups only if the first argument is
-"cgroups". The code drops the next two arguments, "-m sandbox.executor"."""
+"""Code for `executor_after`. The executor cannot read schedstat."""
 ENDLESS_CODES = {
     "loops": ENDLESS,
     "sleeps": "import time\ntime.sleep(1000)",
@@ -200,7 +178,7 @@ ENDLESS_CODES = {
 
 @pytest.mark.parametrize("cgroups", ["cgroups", "no cgroups"])
 def test_an_endless_call_is_timed_out_if_the_kernel_does_not_count_run_delay(cgroups: str) -> None:
-    server = (sys.executable, "-c", EXECUTOR_WITHOUT_SCHEDSTAT, cgroups)
+    server = executor_after(NO_SCHEDSTAT, *([] if cgroups == "cgroups" else [NO_CGROUPS]))
     with executor(server=server, slots=len(ENDLESS_CODES), demote_after_ms=50.0) as caller:
         results = caller.run_all([call(code, timeout_s=0.5) for code in ENDLESS_CODES.values()])
         assert [(result.status, result.attempts) for result in results] == [(Status.TIMEOUT, 1)] * len(ENDLESS_CODES)

@@ -21,24 +21,10 @@ from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.jail import choose_level
 from sandbox.settings.server import ExecutorConfig, ServeConfig
 from sandbox.types import Call, Limits, Network, Result, Status
-from tests.executor.calling import OWN_PYTHON, call, executor
+from tests.executor.calling import NO_CGROUPS, OWN_PYTHON, call, executor, executor_after
 from tests.jail.jails import all_users_can_reach, system_python
 
 MIB = 1 << 20
-WITHOUT_CGROUPS = (
-    sys.executable,
-    "-c",
-    """
-import runpy, sys
-from sandbox import errors, jail
-class NoCgroups:
-    def __init__(self): raise errors.IsolationError("cgroups: hidden")
-jail.CgroupTree = NoCgroups
-del sys.argv[:2]
-runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
-""",
-)
-"""Command of an executor that finds no cgroups. The first two arguments, "-m sandbox.executor", are removed."""
 FORKS_THEN_COPIES = f"""
 import os, sys
 kept = bytearray(b"x" * (64 * {MIB}))
@@ -125,7 +111,7 @@ time.sleep(1000)
 def test_calls_that_exceed_memory_together_end_as_memory_limit_and_change_no_other_result(timing: str) -> None:
     """There are 8 calls with 12 processes of 20 MiB each. Without limits they would use 8 * 12 * 20 MiB."""
     processes = 12
-    with executor(server=WITHOUT_CGROUPS, slots=12, isolation="namespaces") as caller:
+    with executor(server=executor_after(NO_CGROUPS), slots=12, isolation="namespaces") as caller:
         limits = {"memory_mb": 24, "disk_mb": 1, "processes": processes, "timeout_s": 60}
         bomb = MEMORY_BOMB.format(timing=timing, processes=processes)
         bombs = [caller.submit(call(bomb, **limits)) for _ in range(8)]
@@ -193,7 +179,7 @@ for n in range(20 * COUNT):
     ],
 )
 def test_data_in_sockets_counts_as_memory(bomb: str, network: Network, cgroups: str) -> None:
-    server = (sys.executable,) if cgroups == "cgroups" else WITHOUT_CGROUPS
+    server = (sys.executable,) if cgroups == "cgroups" else executor_after(NO_CGROUPS)
     code = f"import socket, time\nkept = []\n{SOCKET_BOMBS[bomb]}\ntime.sleep(SLEEP_S)"
     with executor(server=server, isolation="namespaces") as caller:
         options: dict[str, Any] = {"memory_mb": 16, "disk_mb": 1, "timeout_s": 30, "network": network}

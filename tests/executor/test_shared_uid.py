@@ -17,7 +17,7 @@ import pytest
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level, kernel
 from sandbox.types import Status
-from tests.executor.calling import Caller, call, executor
+from tests.executor.calling import Caller, call, executor, executor_after
 from tests.jail.jails import dir_for_all_users, host_uid, python_for_all_users, system_python
 
 USER = 10_001
@@ -76,19 +76,17 @@ def test_each_call_has_its_own_process_limit(caller: Caller) -> None:
         assert result.stdout == "5 BlockingIOError\n", "six processes with the first"
 
 
-EXECUTOR_WITHOUT_PROCESS_LIMITS = """
-import runpy, sys
+NO_PROCESS_LIMITS = """
 from sandbox import jail
 jail.probe_process_limits = lambda: jail.ProbedLayer("process limits", False, "not here", "")
-del sys.argv[:2]
-runpy.run_module("sandbox.executor", run_name="__main__", alter_sys=True)
 """
+"""Code for `executor_after`. The kernel cannot limit the processes of each call."""
 
 
 def test_without_process_limits_per_call_the_processes_of_others_do_not_count(
     ordinary_user: dict[str, Any],
 ) -> None:
-    server = (*ordinary_user["server"], "-c", EXECUTOR_WITHOUT_PROCESS_LIMITS)
+    server = executor_after(NO_PROCESS_LIMITS, python=ordinary_user["server"])
     with executor(**{**ordinary_user, "server": server}, isolation="namespaces", demote_after_ms=20.0) as caller:
         code = "import os, time\nfor _ in range(30):\n    if os.fork() == 0: break\ntime.sleep(1000)"
         seq = caller.submit(call(code, processes=6, timeout_s=1000))

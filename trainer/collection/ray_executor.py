@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 NODE_POLL_S = 1.0
 """Seconds between two requests for the list of nodes."""
 RAY_TIMEOUT_S = 10.0
-"""Seconds that a question to Ray's head may take."""
+"""Maximum seconds of a request to the head node of Ray."""
 LONG_POLL_S = 2.0
-"""Seconds after which a worker without events answers a poll."""
+"""A worker answers a poll after at most this number of seconds, even if it has no event to report."""
 SILENCE_TIMEOUT_S = 20.0
 """A worker is lost if it does not answer a poll for this number of seconds."""
 START_TIMEOUT_S = 300.0

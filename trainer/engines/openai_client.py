@@ -35,7 +35,7 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_SHOWN_CHARS = 500
 """Characters of an answer in an error message."""
 MAX_REFUSALS = 6
-"""A request fails after this number of refusals."""
+"""A request fails after the server has refused it this number of times."""
 MAX_PAUSE_S = 60.0
 """A request fails if the server refuses it for longer than this."""
 KV_TOKENS_FACTOR = 2

@@ -11,9 +11,9 @@ Invariants:
   without a frame.
 - `is_ready` is true from the executor's "ready" frame until the loss is handled. Calls that are sent between the loss
   and its handling are lost too.
-- Before the owner is told of the loss, the executor's process group is killed. For an executor on another machine the
-  connection is closed instead; the agent on that machine then kills the process group.
-- Each start has a connection of its own, which is closed before the owner is told of the loss. So no result of an
+- When an executor is lost, its process group is killed, and `HandleOwner.on_executor_lost` is called after that. For an
+  executor on another machine the connection is closed instead; the agent on that machine then kills the process group.
+- Each start has its own connection, which is closed before `on_executor_lost` is called. So no result of an
   earlier start can arrive: neither from a process that dies late, nor from a machine that was cut off and comes back.
 - If the first start fails, `started` gets the reason and there is no further start.
 - Later starts are repeated with back-off until one succeeds. Their "configure" frame has `is_replacement`: the executor

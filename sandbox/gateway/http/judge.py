@@ -39,6 +39,7 @@ from sandbox.gateway.http.validation import (
     MalformedCall,
     check_fields,
     check_items,
+    check_profile_and_tenant,
     check_queue_timeout,
     id_of,
 )
@@ -55,10 +56,9 @@ from sandbox.judging.programs import (
     Program,
     ProgramTest,
 )
-from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ServeConfig
 from sandbox.settings.tenants import Tenant
-from sandbox.types import CALL_FIELDS, EncodedCall, EncodedResult, Profile, Status, UnavailableReason, Usage
+from sandbox.types import CALL_FIELDS, EncodedCall, EncodedResult, Status, UnavailableReason, Usage
 
 PROGRAMS_FIELDS: dict[str, str] = {
     "programs": "the programs; results are in the same order",
@@ -140,7 +140,7 @@ class ProgramsForm:
             timeout_s = check_queue_timeout(raw.pop("queue_timeout_s"), "program", timeout_s)
         self._check_count(_num_tests(raw))
         program = Program.decode(raw)
-        self._check_profile_and_tenant(program, "program")
+        check_profile_and_tenant(program.call, "program", self.config, self.owner)
         yield ProgramsHead(1, timeout_s, True, Program.decode_defaults(None))
         yield CheckedProgram(0, program)
 
@@ -160,7 +160,7 @@ class ProgramsForm:
             program_id = id_of(item, index)
             try:
                 program = Program.decode(item, defaults, f"programs[{index}]")
-                self._check_profile_and_tenant(program, f"programs[{index}]")
+                check_profile_and_tenant(program.call, f"programs[{index}]", self.config, self.owner)
             except InvalidCall as error:
                 yield MalformedCall(index, program_id, str(error))
                 continue
@@ -168,11 +168,6 @@ class ProgramsForm:
                 tests += len(program.tests)
                 self._check_count(tests)
             yield CheckedProgram(index, program)
-
-    def _check_profile_and_tenant(self, program: Program, where: str) -> None:
-        check_profile(program.call.get("profile", Profile.AUTO), self.config.own_profiles, where)
-        if self.owner is not None:
-            self.owner.check_owner(program.tenant, where)
 
     def _check_count(self, tests: int) -> None:
         if tests > self.config.batch_calls:

@@ -261,12 +261,20 @@ def _check_call(
     defaults: EncodedCall = NO_DEFAULTS,
 ) -> EncodedCall:
     call = check_call(raw, where)
+    check_profile_and_tenant(call, where, config, owner, defaults)
+    return call
+
+
+def check_profile_and_tenant(
+    call: EncodedCall, where: str, config: ServeConfig, owner: Tenant | None, defaults: EncodedCall = NO_DEFAULTS
+) -> None:
+    """Raises `InvalidCall` if the server has no profile of the call's name, or if the call names another tenant than
+    the owner, which is the tenant of the request's token."""
     profile = call.get("profile", defaults.get("profile", Profile.AUTO))
-    if profile.__class__ is not Profile:
+    if profile.__class__ is not Profile:  # every server has the built-in profiles
         check_profile(profile, config.own_profiles, where)
     if owner is not None:
         owner.check_owner(call.get("tenant", defaults.get("tenant", "")), where)
-    return call
 
 
 def check_fields(raw: Json, fields: Mapping[str, str], where: str, required: str) -> None:

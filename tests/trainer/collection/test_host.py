@@ -1,4 +1,4 @@
-"""Tests of the host of episodes, here in the process of the tests. An interrupted episode continues after its last
+"""Tests of `EpisodeHost`, which runs in the process of the tests here. An interrupted episode continues after its last
 finished turn, and each failure has the right kind."""
 
 from __future__ import annotations
