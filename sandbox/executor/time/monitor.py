@@ -9,6 +9,7 @@ restore its priority. The wall cap is the wall time after which a call is killed
     quantity       event                                consequence for the call
     virtual time   reaches `demote_after_s`             long: demoted, and moved to a long slot once one is free
                    lags behind 1/4 of the fair share    promoted until it has caught up
+    main thread    is exiting                           promoted
                    reaches `timeout_s`                  killed: timed out
     wall cap       is used up                           killed: timed out if it ever had two threads, else starved
                    half is used up, demoted, and the    killed, and started again at normal priority
@@ -318,7 +319,8 @@ class CallMonitor:
         owner = self._owner
         lag = lag_s(self._clock.elapsed_s - self._long_since[1], wall_s - self._long_since[0], calls_per_core)
         max_lag_s = 0.0 if self._is_promoted else MAX_LAG_S * crowding_factor(calls_per_core)
-        is_lagging = lag > max_lag_s
+        # An exiting process holds locks that the exits of all calls of its zygote wait for.
+        is_lagging = lag > max_lag_s or tree.is_exiting
         if owner.cpu_priority.can_promote:
             if is_lagging and not self._is_promoted:
                 owner.count("promoted")

@@ -43,7 +43,7 @@ _STAT_CHILDREN_CPU = slice(13, 15)
 _STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
 """Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
 _PF_EXITING = 0x4
-"""Flag of a process that has begun to exit. On an overloaded machine the exit waits seconds for a core and for kernel
+"""Flag of a thread that has begun to exit. On an overloaded machine the exit waits seconds for a core and for kernel
 locks; this time is not charged to the call."""
 _VOLUNTARY_KEY = b"\nvoluntary_ctxt_switches:"
 _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
@@ -122,6 +122,8 @@ class ProcessTree:
         self.runnable_threads = 0
         """Number of runnable threads in the last sample. If there are too many threads to sample, the number of all
         threads."""
+        self.is_exiting = False
+        """Whether the main thread of the first process was exiting in the last sample."""
         self._should_be_idle: bool | None = None
         """Whether the threads belong in the idle cgroup. None until they belong there for the first time."""
         self._moved: set[int] = set()
@@ -143,7 +145,7 @@ class ProcessTree:
             return None
         sample: dict[int, ProcessSample] = {}
         self._policy_by_thread, self._nice_by_thread, self._pid_by_session = {}, {}, {}
-        self.runnable_threads = 0
+        self.runnable_threads, self.is_exiting = 0, False
         self._previous_switches_by_thread, self._switches_by_thread = self._switches_by_thread, {}
         self.cpu_s = 0.0
         self._pids = self._list_pids()
@@ -280,12 +282,13 @@ class ProcessTree:
 
     def _sample_thread(self, tid: int, path: str, stat: list[bytes]) -> ThreadSample:
         self._policy_by_thread[tid], self._nice_by_thread[tid] = int(stat[_STAT_POLICY]), int(stat[_STAT_NICE])
-        is_exiting = stat[_STAT_STATE] in (b"S", b"D") and int(stat[_STAT_FLAGS]) & _PF_EXITING != 0
+        is_exiting = stat[_STAT_STATE] in (b"R", b"S", b"D") and int(stat[_STAT_FLAGS]) & _PF_EXITING != 0
         is_runnable = stat[_STAT_STATE] == b"R" or is_exiting
+        self.is_exiting = self.is_exiting or (is_exiting and tid == self.root)
         self.runnable_threads += is_runnable
         run_ns, delay_ns, timeslices = map(int, _read(f"{path}/schedstat").split())
         switches = self._voluntary_switches(tid, path, timeslices) if is_runnable else 0
-        return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable)
+        return ThreadSample(run_ns / 1e9, delay_ns / 1e9, timeslices, switches, is_runnable, is_exiting)
 
     def _voluntary_switches(self, tid: int, path: str, timeslices: int) -> int:
         """Return the number of voluntary switches. To read it takes as long as the rest of a thread's sample. So it is

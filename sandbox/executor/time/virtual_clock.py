@@ -52,6 +52,7 @@ class ThreadSample:
     """Number of times that the thread gave up its core by itself. May be 0 if the thread is not runnable."""
     is_runnable: bool
     """Whether the thread runs, waits for a core, or is exiting."""
+    is_exiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +224,19 @@ def _current_wait_s(
     """Return how long a runnable thread has been waiting for a core, and how much of that time is uncertain.
 
     The kernel adds a wait to the thread's run delay only when the wait ends. `unknown_s` is time that is neither CPU
-    time, nor run delay that the kernel has counted, nor known sleep. The next sample corrects an overestimate.
+    time, nor run delay that the kernel has counted, nor known sleep. The next sample corrects an overestimate. An
+    exiting thread also waits for locks of the kernel, which other calls may hold for seconds on a loaded machine. The
+    kernel never adds this time to its run delay.
 
         the thread                                             wait                 uncertain
+        is exiting                                             `unknown_s`          as before
         had no timeslice since it was last seen runnable       `unknown_s`          as before
         was runnable and made no voluntary switch since then   at most the span     as before
         otherwise                                              at most the span     all of it
     """
     if not thread.is_runnable:
         return 0.0, 0.0
-    if not thread.timeslices or (history.is_runnable and history.timeslices == thread.timeslices):
+    if thread.is_exiting or not thread.timeslices or (history.is_runnable and history.timeslices == thread.timeslices):
         return unknown_s, history.uncertain_s
     wait_s = min(unknown_s, span_s)
     has_not_slept = history.is_runnable and history.voluntary_switches == thread.voluntary_switches

@@ -164,6 +164,21 @@ class Batch:
             self.on_read(result)
         return result
 
+    def add_unread(self, size_bytes: int) -> None:
+        """Count bytes of a result that the client has not read."""
+        self.unread_bytes += size_bytes
+
+    def take_unread(self, size_bytes: int | None = None) -> int:
+        """Count up to `size_bytes` as read, all if None. Returns the number of bytes that were unread until now."""
+        read_bytes = self.unread_bytes if size_bytes is None else min(size_bytes, self.unread_bytes)
+        self.unread_bytes -= read_bytes
+        return read_bytes
+
+    def requeue(self, call: PendingCall, now: float) -> None:
+        """Let a call whose attempt was lost wait again, from `now` on."""
+        call.executor, call.waiting_since = None, now
+        self.requeued.append((now, call))
+
     def next_deadline(self) -> tuple[float, PendingCall] | None:
         """Return the earliest deadline of an unfinished call, and the call; None if no such call has one."""
         while self.deadlines:

@@ -230,9 +230,7 @@ class CallTable:
     def results_read(self, batch: Batch, size_bytes: int | None = None) -> None:
         """Count `size_bytes` of a batch's results as read by its client; all of them if None."""
         if batch.unread_bytes:
-            read_bytes = batch.unread_bytes if size_bytes is None else min(size_bytes, batch.unread_bytes)
-            batch.unread_bytes -= read_bytes
-            self.unread_result_bytes -= read_bytes
+            self.unread_result_bytes -= batch.take_unread(size_bytes)
             self._unread_batches -= not batch.unread_bytes
 
     def executor_lost(self, executor: ExecutorId, now: float) -> tuple[list[PendingCall], list[PendingCall]]:
@@ -263,12 +261,12 @@ class CallTable:
                 self._stop_running(executor, call)
             if attempts_left == 1:
                 self._waiting_last_attempts[call] = None
-            call.executor, call.waiting_since = None, now
             call.has_started |= has_started
             if attempts_left:
-                call.batch.requeued.append((now, call))
+                call.batch.requeue(call, now)
                 requeued.append(call)
             else:
+                call.executor = None
                 self._finish_with(call, used_up_result(call.id, call.attempts, reason, has_started=call.has_started))
                 failed.append(call)
         return requeued, failed
@@ -396,7 +394,7 @@ class CallTable:
             result.update({**replacement.encode(binary=True), "usage": result["usage"], "clamped": result["clamped"]})
             size_bytes = result_bytes(result)
         self._unread_batches += not batch.unread_bytes and size_bytes > 0
-        batch.unread_bytes += size_bytes
+        batch.add_unread(size_bytes)
         self.unread_result_bytes += size_bytes
 
     def check_capacity(

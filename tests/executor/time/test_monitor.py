@@ -131,6 +131,21 @@ async def test_a_starving_call_is_promoted_and_reaches_its_time_limit(
 
 
 @pytest.mark.trio
+async def test_a_long_call_exits_at_normal_priority(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
+    """An exiting process holds locks of the kernel that all forks of its zygote need for their own exits."""
+    scheduler = FakeScheduler(monkeypatch, delay_share=0.0)
+
+    def sample(tree: ProcessTree) -> TreeSample:
+        tree.is_exiting = trio.current_time() - scheduler.started > 2.0
+        return scheduler.sample()
+
+    monkeypatch.setattr(ProcessTree, "sample", sample)
+    await scheduler.run(timeout_s=4.0)
+    assert scheduler.demotions[0] is True
+    assert scheduler.demotions[-2:] == [False, False], "the last one is that of the kill"
+
+
+@pytest.mark.trio
 async def test_a_call_that_starves_and_cannot_be_promoted_runs_again_at_normal_priority(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:

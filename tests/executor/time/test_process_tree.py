@@ -54,11 +54,18 @@ def running(code: str, *arguments: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("state", "flags", "is_runnable"),
-    [(b"D", 4, True), (b"R", 4, True), (b"D", 0, False), (b"S", 4, True), (b"S", 0, False)],
+    ("state", "flags", "is_runnable", "is_exiting"),
+    [
+        (b"D", 4, True, True),
+        (b"R", 4, True, True),
+        (b"R", 0, True, False),
+        (b"D", 0, False, False),
+        (b"S", 4, True, True),
+        (b"S", 0, False, False),
+    ],
 )
 def test_an_exiting_process_is_runnable_and_not_asleep(
-    monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_runnable: bool
+    monkeypatch: pytest.MonkeyPatch, state: bytes, flags: int, is_runnable: bool, is_exiting: bool
 ) -> None:
     """Flag 4 is PF_EXITING. An exiting process may wait for locks of the kernel. This time must not count as sleep of
     the call."""
@@ -72,9 +79,11 @@ def test_an_exiting_process_is_runnable_and_not_asleep(
 
     with running("print(flush=True); input()") as pid:
         monkeypatch.setattr(process_tree, "_read_stat", read_changed_stat)
-        sample = ProcessTree(pid).sample()
+        tree = ProcessTree(pid)
+        sample = tree.sample()
         assert sample is not None
         assert sample[pid].is_runnable == is_runnable
+        assert sample[pid].threads[pid].is_exiting == tree.is_exiting == is_exiting
 
 
 def test_a_pidfd_gives_the_pid_while_its_process_exists() -> None:

@@ -172,11 +172,18 @@ def test_the_time_of_one_thread_is_exact_for_any_waits(mean_wait_s: float, mean_
 
 
 def advance(
-    clock: VirtualClock, wall_s: float, cpu_s: float, delay_s: float, timeslices: int, switches: int, is_runnable: bool
+    clock: VirtualClock,
+    wall_s: float,
+    cpu_s: float,
+    delay_s: float,
+    timeslices: int,
+    switches: int,
+    is_runnable: bool,
+    is_exiting: bool = False,
 ) -> None:
     """Advance a clock with a sample of one thread."""
     pid = 7
-    thread = ThreadSample(cpu_s, delay_s, timeslices, switches, is_runnable=is_runnable)
+    thread = ThreadSample(cpu_s, delay_s, timeslices, switches, is_runnable=is_runnable, is_exiting=is_exiting)
     clock.advance(wall_s, {pid: ProcessSample(1, wall_s, cpu_s, {pid: thread})}, cpu_s)
 
 
@@ -205,6 +212,19 @@ def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
     for n in range(1, 100):
         advance(clock, float(n), cpu_s=0.2, delay_s=0.1, timeslices=5, switches=5, is_runnable=True)
     assert clock.elapsed_s < 1.0
+
+
+def test_the_exit_of_a_thread_takes_no_virtual_time_but_its_cpu_time() -> None:
+    """An exiting thread waits for locks of the kernel. The kernel does not add these waits to its run delay, not even
+    after the thread has run again (more timeslices)."""
+    clock = VirtualClock(cores=2)
+    advance(clock, 1.0, cpu_s=0.4, delay_s=0.1, timeslices=5, switches=1, is_runnable=False)
+    assert clock.elapsed_s == pytest.approx(0.9)
+    for n in range(2, 30):
+        advance(clock, float(n), 0.4, delay_s=0.1, timeslices=5, switches=1, is_runnable=True, is_exiting=True)
+    advance(clock, 30.0, cpu_s=0.5, delay_s=0.3, timeslices=7, switches=3, is_runnable=True, is_exiting=True)
+    advance(clock, 31.0, cpu_s=0.5, delay_s=0.3, timeslices=8, switches=3, is_runnable=True, is_exiting=True)
+    assert clock.elapsed_s == pytest.approx(1.0)
 
 
 def test_all_cpu_time_counts_even_of_hidden_processes() -> None:
