@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 ROWS_PER_THREAD = 8
 """The number of rows of a pass is a multiple of this number times the number of threads. The matrix products of MKL
 divide the rows among the threads. If rows remain, another kernel computes them, and it rounds differently."""
+MEMORY_SHARE = 0.25
+"""Share of the memory that is available at the start of an engine, for the keys and values of its running requests. The
+prefix cache may take as much again. The rest is for the training."""
 NOT_FORCED = -1
 """Marks slots whose next id is sampled, not given."""
 TOP_P_DISABLED = 2.0
@@ -63,10 +66,20 @@ TOP_P_DISABLED = 2.0
 
 class LocalEngine:
     """Continuous batching over `max_num_seqs` slots of at most `max_model_len` tokens. The constructor starts the
-    engine's thread, and `close` ends it."""
+    engine's thread, and `close` ends it.
+
+    All slots together have at most `max_positions` positions, which take at most `max_cache_bytes`. Requests wait if
+    they would exceed this. The constructor raises `ValueError` if not even one request of `max_model_len` tokens fits.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, *, name: str = "local", max_num_seqs: int = 64, max_model_len: int = 1024
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str = "local",
+        max_num_seqs: int = 64,
+        max_model_len: int = 1024,
+        max_cache_bytes: float = math.inf,
     ) -> None:
         layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if layer_types != {"full_attention"}:
@@ -84,8 +97,17 @@ class LocalEngine:
         self._cache_argument = "cache" if takes_cache else "past_key_values"
         multiple = ROWS_PER_THREAD * torch.get_num_threads()
         self._num_unused_rows = -max_num_seqs % multiple
+        self.max_positions = int(min(max_num_seqs * max_model_len, max_cache_bytes // _bytes_per_position(model)))
+        if self.max_positions < max_model_len:
+            raise ValueError(
+                f"expected memory for the keys and values of max_model_len={max_model_len} tokens, "
+                f"{max_model_len * _bytes_per_position(model) / 1e9:.1f} GB, got {max_cache_bytes / 1e9:.1f} GB; lower "
+                "engines.max_model_len"
+            )
         self._cache = SlotCache(max_num_seqs + self._num_unused_rows, max_model_len)
-        self._prefix_cache = PrefixCache(max_num_seqs * max_model_len)
+        self._reserved_positions = [0] * max_num_seqs
+        """For each slot, the positions of its longest request so far."""
+        self._prefix_cache = PrefixCache(self.max_positions)
         self._running: dict[int, _LocalRequest] = {}
         self._free_slots = list(range(max_num_seqs))
         self._waiting: deque[_LocalRequest] = deque()
@@ -158,7 +180,7 @@ class LocalEngine:
         await self._submit(done, load)
 
     async def capacity(self) -> EngineCapacity:
-        return EngineCapacity(self.max_num_seqs * self.max_model_len, self.max_num_seqs)
+        return EngineCapacity(self.max_positions, self.max_num_seqs)
 
     async def stats(self) -> None:
         """Return None: every running request has its own slot, so no request is preempted."""
@@ -200,8 +222,8 @@ class LocalEngine:
                         done, job = self._inbox.get()
                         job()
                     self._discard_finished()
-                    while self._waiting and self._free_slots:
-                        self._start_request(self._waiting.popleft())
+                    while self._waiting and (slot := self._find_slot(self._waiting[0])) is not None:
+                        self._start_request(slot, self._waiting.popleft())
                     if self._running:
                         self._step()
         except BaseException as error:  # boundary: the thread ends, so all waiting callers must get the error
@@ -218,9 +240,24 @@ class LocalEngine:
         for slot in [slot for slot, request in self._running.items() if request.finished.done()]:
             self._release(slot)
 
-    def _start_request(self, request: _LocalRequest) -> None:
-        """Give a request a slot, and restore the longest cached prefix of its ids there."""
-        slot = self._free_slots.pop()
+    def _find_slot(self, request: _LocalRequest) -> int | None:
+        """Return a free slot for a request, and reserve its positions there. None if no slot is free, or if the memory
+        of the cache does not suffice: a slot keeps the memory of its longest request."""
+        if not self._free_slots:
+            return None
+        reserved, wanted = self._reserved_positions, request.max_positions
+        slot = min(self._free_slots, key=lambda slot: (reserved[slot] < wanted, abs(reserved[slot] - wanted)))
+        if sum(reserved) - reserved[slot] + max(reserved[slot], wanted) > self.max_positions:
+            if self._running:
+                return None
+            self._cache.free_memory()
+            reserved[:] = [0] * len(reserved)
+        reserved[slot] = max(reserved[slot], wanted)
+        return slot
+
+    def _start_request(self, slot: int, request: _LocalRequest) -> None:
+        """Run a request in a slot, and restore the longest cached prefix of its ids there."""
+        self._free_slots.remove(slot)
         self._running[slot] = request
         if request.sampling:  # not for a scoring request: it needs the logits of every position
             num_cached, states = self._prefix_cache.longest_prefix(request.ids)
@@ -234,7 +271,8 @@ class LocalEngine:
         request = self._running.pop(slot)
         self._free_slots.append(slot)
         if is_broken:
-            self._cache.clear(slot)  # a masked NaN would still make the next request's attention NaN
+            # A masked NaN would still make the next request's attention NaN.
+            self._cache.clear(slot, self._reserved_positions[slot])
         elif request.sampling and request.num_computed:
             states = self._cache.read(slot, request.num_computed)
             self._prefix_cache.store(request.ids[: request.num_computed], states)
@@ -289,11 +327,23 @@ class _LocalRequest:
     """Resolved when the request is complete or aborted."""
 
     @property
+    def max_positions(self) -> int:
+        """The positions that the request may need."""
+        return self.prompt_length + (self.sampling.max_tokens if self.sampling else 0)
+
+    @property
     def is_complete(self) -> bool:
         if self.sampling is None:
             return self.num_computed >= self.prompt_length - 1
         num_sampled = len(self.ids) - self.prompt_length
         return num_sampled > 0 and (num_sampled == self.sampling.max_tokens or self.ids[-1] in self.sampling.stop_ids)
+
+
+def _bytes_per_position(model: PreTrainedModel) -> int:
+    """Return the bytes of the keys and values of one position in all layers."""
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_size * model.dtype.itemsize)
 
 
 def _resolve(future: Future[None], error: Exception | None = None) -> None:

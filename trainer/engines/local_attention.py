@@ -8,6 +8,7 @@ Dimensions of tensors: S slots, B blocks, N blocks in use, K key heads, G query 
 from __future__ import annotations
 
 import math
+import mmap
 from bisect import bisect, bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,11 @@ MASKED_LOGIT = -1e9
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of all slots, each slot at its own position. Per layer: [2, B, S, K, D, ATTENTION_BLOCK]."""
+    """Keys and values of all slots, each slot at its own position. Per layer: [2, B, S, K, D, ATTENTION_BLOCK].
+
+    The kernel gives a page of memory only when it is written, so the cache takes memory for the longest context that
+    each slot has had.
+    """
 
     def __init__(self, num_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
@@ -50,24 +55,38 @@ class SlotCache(Cache):  # type: ignore[misc]
         if layer_idx not in self._layers:
             num_slots, _, heads, size = states.shape
             shape = (2, self._num_blocks, num_slots, heads, size, ATTENTION_BLOCK)
-            self._layers[layer_idx] = states.new_zeros(shape)
+            self._layers[layer_idx] = _lazy_zeros(shape, states.dtype)
         layer = self._layers[layer_idx]
         layer[:, self._block_S, self._slots, :, :, self._offset_S] = states
         return layer[0, : self._num_used], layer[1, : self._num_used]
 
-    def clear(self, slot: int) -> None:
-        for layer in self._layers.values():
-            layer[:, :, slot] = 0
+    def free_memory(self) -> None:
+        """Clear all slots, and give their memory back to the kernel."""
+        for layer_idx, layer in self._layers.items():
+            self._layers[layer_idx] = _lazy_zeros(layer.shape, layer.dtype)
+
+    def clear(self, slot: int, num_positions: int) -> None:
+        for blocks in self._blocks(slot, num_positions):
+            blocks.zero_()
 
     def read(self, slot: int, num_positions: int) -> list[torch.Tensor]:
         """Return a copy of the blocks that hold a slot's first `num_positions`, for each layer."""
+        return [blocks.clone() for blocks in self._blocks(slot, num_positions)]
+
+    def _blocks(self, slot: int, num_positions: int) -> list[torch.Tensor]:
         num_blocks = -(-num_positions // ATTENTION_BLOCK)  # rounded up
-        return [layer[:, :num_blocks, slot].clone() for layer in self._layers.values()]
+        return [layer[:, :num_blocks, slot] for layer in self._layers.values()]
 
     def write(self, slot: int, states: Sequence[torch.Tensor]) -> None:
         """Restore what `read` has returned."""
         for layer, layer_states in zip(self._layers.values(), states, strict=True):
             layer[:, : layer_states.shape[1], slot] = layer_states
+
+
+def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that take no memory until they are written. `torch.zeros` writes them."""
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class PrefixCache:
@@ -126,8 +145,8 @@ def _attend(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for one token per slot. Blocks after a slot's position add exact zeros, so they change no bit
-    of the slot's result."""
+    """Compute attention for one token per slot, with sums in float32. Blocks after a slot's position add exact zeros,
+    so they change no bit of the slot's result."""
     num_used, num_slots, key_heads, size, _ = key.shape
     query_SKGD = query.reshape(num_slots, key_heads, -1, size) * scaling
     scores = attention_mask.view(num_used, num_slots, 1, 1, ATTENTION_BLOCK) + query_SKGD @ key
@@ -135,8 +154,8 @@ def _attend(
     weights = threshold(weights, 2 * math.exp(MIN_LOG_WEIGHT), 0.0)
     # `sum` adds the blocks one after another, so the order of the additions is fixed.
     total = sum(weights.sum(-1, keepdim=True))
-    output_SKGD = sum(weights @ value.transpose(-1, -2)) / total
-    return output_SKGD.reshape(num_slots, 1, -1, size), None
+    output_SKGD = sum((weights.to(value.dtype) @ value.transpose(-1, -2)).float()) / total
+    return output_SKGD.to(query.dtype).reshape(num_slots, 1, -1, size), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -15,9 +15,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from sandbox.machine import memory_available
 from trainer.config import ConfigError, EnginesConfig, ModelConfig, RunConfig, SandboxConfig, expand_urls
 from trainer.engines.engine import Engine, WeightTransfer
-from trainer.engines.local import LocalEngine
+from trainer.engines.local import MEMORY_SHARE, LocalEngine
 from trainer.engines.openai_client import OpenAIEngine
 from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
@@ -119,7 +120,12 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
             weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         if engines.kind == "local":
             with model_errors_as_config_errors(model):
-                local = LocalEngine(weights, max_num_seqs=engines.max_num_seqs, max_model_len=engines.max_model_len)
+                local = LocalEngine(
+                    weights,
+                    max_num_seqs=engines.max_num_seqs,
+                    max_model_len=engines.max_model_len,
+                    max_cache_bytes=MEMORY_SHARE * memory_available(),
+                )
             transfer: dict[str, Any] = {"transfer": load_by_engine}
             pool_engines: Sequence[LocalEngine | VllmEngine] = [local]
         else:

@@ -1,4 +1,4 @@
-"""A random Qwen3 model of two layers, and the log-probabilities that the trainer computes with it."""
+"""A random model of two layers, and the log-probabilities that the trainer computes with it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+import transformers  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
 
 VOCAB_SIZE = 96
 
 
-def make_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+def make_model(seed: int = 0, architecture: str = "Qwen3", **changes: Any) -> PreTrainedModel:
     """Return a model whose weights follow from `seed`. `changes` are fields of its configuration."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     vocabulary = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": True}
-    model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **vocabulary, **changes}))
+    config_class, model_class = (getattr(transformers, architecture + suffix) for suffix in ("Config", "ForCausalLM"))
+    model: PreTrainedModel = model_class(config_class(**{**sizes, **heads, **vocabulary, **changes}))
     with torch.no_grad():  # a random model samples almost uniformly; larger logits make the context matter
         model.model.embed_tokens.weight.mul_(3)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 
 import pytest
 
@@ -73,13 +74,16 @@ def set_num_threads():
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("slots", [5, 9, 64])
-async def test_every_slot_computes_the_same_bits(slots, num_threads, set_num_threads):
+async def test_every_slot_computes_the_same_bits(slots, num_threads, dtype, set_num_threads):
     """The same ids give the same bits in every slot of the batch, alone or beside longer contexts. The tested positions
     are at the beginning, and at the border of two blocks of attention."""
     set_num_threads(num_threads)
-    same_ids_engine, mixed_engine = await make_engine(max_num_seqs=slots), await make_engine(max_num_seqs=slots)
+    same_ids_engine, mixed_engine = [
+        LocalEngine(make_model().to(dtype), max_num_seqs=slots, max_model_len=256) for _ in range(2)
+    ]
     generator = torch.Generator().manual_seed(0)
     for position in (*range(8), *range(60, 68)):
         token_id = int(torch.randint(0, VOCAB_SIZE, (), generator=generator))
@@ -102,6 +106,50 @@ async def test_logprobs_equal_the_trainers():
         assert generation.logprobs == pytest.approx(expected, abs=1e-4)
     assert await engine.logprobs(ids) == pytest.approx(trainer_logprobs(model, ids), abs=1e-4)
     await engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3"])
+async def test_logprobs_equal_the_trainers_in_each_architecture_and_dtype(architecture, dtype):
+    """In bfloat16 both round their activations, so their log-probabilities differ by rounding."""
+    model = make_model(architecture=architecture).to(dtype)
+    engine = LocalEngine(make_model(architecture=architecture).to(dtype), max_num_seqs=8, max_model_len=256)
+    prompt = random_prompts(1)[0]
+    generation = await engine.generate(prompt, SamplingParams(100, seed=3))
+    expected = trainer_logprobs(model, [*prompt, *generation.ids])[len(prompt) - 1 :]
+    differences = torch.tensor(generation.logprobs) - torch.tensor(expected)
+    assert differences.square().mean().sqrt() < (1e-4 if dtype == torch.float32 else 0.05)
+    assert generation == await engine.generate(prompt, SamplingParams(100, seed=3))
+    await engine.close()
+
+
+async def test_the_cache_takes_memory_only_for_contexts_that_were_computed():
+    """The cache of 64 sequences of 65,536 tokens would take 4 GiB."""
+    engine = await make_engine(max_num_seqs=64, max_model_len=65_536, seed=0)
+    await engine.generate([1, 2, 3], SamplingParams(100, seed=1))
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    await asyncio.gather(*(engine.generate([seed, 2, 3], SamplingParams(100, seed=seed)) for seed in range(64)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 << 10
+    await engine.close()
+
+
+async def test_requests_wait_for_memory_and_sample_the_same_tokens():
+    """The cache has room for two requests of 70 positions and 30 tokens. Eight run, with contexts of other lengths
+    before and after them."""
+    requests = [([seed, *range(69)], SamplingParams(30, seed=seed)) for seed in range(8)]
+    requests += [([7], SamplingParams(length, seed=length)) for length in (1, 180, 5, 199)]
+    engine, small_engine = await make_engine(), await make_engine(max_model_len=200, max_cache_bytes=200 * 1024)
+    expected = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    assert await asyncio.gather(*(small_engine.generate(*request) for request in requests)) == expected
+    assert (await small_engine.capacity()).kv_tokens == 200
+    await asyncio.gather(engine.close(), small_engine.close())
+
+
+async def test_too_little_memory_for_one_request_is_refused_before_the_start():
+    with pytest.raises(
+        ValueError, match=r"values of max_model_len=256 tokens, .*; lower engines.max_model_len"
+    ):
+        await make_engine(max_cache_bytes=255 * 1024)
 
 
 async def test_a_cached_prefix_changes_no_bit():
