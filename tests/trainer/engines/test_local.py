@@ -146,9 +146,7 @@ async def test_requests_wait_for_memory_and_sample_the_same_tokens():
 
 
 async def test_too_little_memory_for_one_request_is_refused_before_the_start():
-    with pytest.raises(
-        ValueError, match=r"values of max_model_len=256 tokens, .*; lower engines.max_model_len"
-    ):
+    with pytest.raises(ValueError, match=r"values of max_model_len=256 tokens, .*; lower engines.max_model_len"):
         await make_engine(max_cache_bytes=255 * 1024)
 
 
