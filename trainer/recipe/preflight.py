@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -33,11 +36,18 @@ from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import GENERATED_SOURCES, check_source, is_on_hub, iter_problems
 from trainer.engines.engine import EngineError
-from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, WORKER_EXTENSION, option_words
+from trainer.engines.vllm_servers import (
+    CHECK_MODEL_CODE,
+    CHECK_OPTIONS_CODE,
+    WORKER_EXTENSION,
+    VllmServers,
+    option_words,
+)
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.environments.registry import check_problem, check_shared
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
+from trainer.json_files import RecordError, read_json
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
 from trainer.recipe.resource_plan import GB, LESS_MEMORY_ADVICE, disk_bytes, known_shape, misfits, resource_plan
 from trainer.recipe.runner import NotReady
@@ -293,9 +303,12 @@ def _available_bytes() -> int:
 
 
 def _check_packages(config: RunConfig) -> Iterator[str]:
-    launcher = config.hardware.launcher
+    hardware, launcher = config.hardware, config.hardware.launcher
+    ranks = hardware.nodes * max(1, hardware.gpus_per_node)
     if launcher and not shutil.which(launcher[0]):
         yield f"hardware.launcher: {launcher[0]}: no such command on PATH; install it, or name another"
+    if not launcher and ranks > 1 and os.environ.get("WORLD_SIZE") != str(ranks):  # torchrun has started this process
+        yield f"hardware.launcher: expected a command for {ranks} processes, got none; set it, for example to torchrun"
     for package in config.tracking.trackers:
         if not find_spec(package):
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
@@ -334,14 +347,27 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
             )
     if not starts_servers:
         return
+    try:
+        VllmServers("", Path(), 0, gpus_per_server=hardware.gpus_per_node, args=engines.args).command(0)
+    except ConfigError as error:
+        yield str(error)
     python = engines.vllm_python or sys.executable
-    words = [word for name, value in engines.args.items() for word in option_words(name, value)]
     if _python_error(python, FIND_VLLM_CODE):
         yield (
             f"engines: {python} has no vLLM; name a Python that has it in engines.vllm_python, or set engines.endpoints"
         )
-    elif words and (reason := _python_error(python, CHECK_OPTIONS_CODE, *words)):
+        return
+    words = [word for name, value in engines.args.items() for word in option_words(name, value)]
+    if words and (reason := _python_error(python, CHECK_OPTIONS_CODE, *words)):
         yield f"engines.args: {reason}"
+    model: Mapping[str, Any] = {}
+    with suppress(RecordError):  # reported by `_check_model`
+        model = read_json(Path(config.model.path, "config.json")) or {}
+    if (names := model.get("architectures")) and (reason := _python_error(python, CHECK_MODEL_CODE, *names)):
+        yield f"model {config.model.path}: {reason}; name another model, or a Python with another vLLM"
+    heads, size = model.get("num_attention_heads", 0), engines.tensor_parallel_size
+    if heads % size:
+        yield f"engines.tensor_parallel_size={size}: expected a divisor of the {heads} attention heads; change it"
 
 
 def _python_error(python: str, code: str, *words: str) -> str:
