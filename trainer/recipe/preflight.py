@@ -34,7 +34,7 @@ import aiohttp
 
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
-from trainer.data.sources import GENERATED_SOURCES, check_source, is_on_hub, iter_problems
+from trainer.data.sources import GENERATED, check_source, is_on_hub, iter_problems
 from trainer.engines.engine import EngineError
 from trainer.engines.vllm_servers import (
     CHECK_MODEL_CODE,
@@ -186,7 +186,7 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
         # refuses environments with state for them.
         is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
-            if source.startswith(GENERATED_SOURCES):
+            if source.startswith(GENERATED):
                 continue
             lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
             yield from (f"{setting}: {source}: {line}" for line in lines)

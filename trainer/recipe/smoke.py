@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from trainer.config import ConfigError, RunConfig, SamplingConfig
 from trainer.data.problems import write_problems
-from trainer.data.sources import GENERATED_SOURCES, iter_problems, read_conversations
+from trainer.data.sources import GENERATED, iter_problems, read_conversations
 from trainer.json_files import write_rows
 from trainer.recipe.phase_server import phase_server
 from trainer.recipe.phases import RecipeRun
@@ -103,7 +103,7 @@ class _Data:
         return tuple(map(self._conversations_of, sources))
 
     def _problems_of(self, source: str) -> str:
-        if source.startswith(GENERATED_SOURCES):
+        if source.startswith(GENERATED):
             return _first_generated(source, NUM_PROBLEMS)
         if source not in self._files:
             file = self._folder / f"problems-{len(self._files)}.jsonl"
@@ -112,7 +112,7 @@ class _Data:
         return self._files[source]
 
     def _conversations_of(self, source: str) -> str:
-        if source.startswith(GENERATED_SOURCES):
+        if source.startswith(GENERATED):
             return _first_generated(source, NUM_CONVERSATIONS)
         file = self._folder / f"conversations-{len(list(self._folder.glob('*')))}.jsonl"
         rows = read_conversations(source, seed=self._seed)[:NUM_CONVERSATIONS]

@@ -88,6 +88,7 @@ steps = 6
 steps = 1
 difficulty_filter_samples = 3
 """
+GAMES = "examples.games:GameEnvironment"
 GUESSES = ("1", "2")
 """The answers that the model learns to give to every problem, equally often. The first is the correct one."""
 STEP_TIMEOUT_S = 600
@@ -222,8 +223,11 @@ def test_a_malformed_row_of_the_evaluation_is_named_and_ends_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A recipe must read all rows of the evaluation, because it compares the training problems with each of them."""
-    file, message = tmp_path / "some.jsonl", "choices: expected a list of 4 texts, got ['a', 'b']"
-    _write_rows(file, [{"problem": "What is 1 + 2?", "answer": "3"}, {"question": "Which?", "choices": ["a", "b"]}])
+    file, message = (
+        tmp_path / "some.jsonl",
+        "expected a problem as problem | question | prompt | text, got {'answer': '3'}",
+    )
+    _write_rows(file, [{"problem": "What is 1 + 2?", "answer": "3"}, {"answer": "3"}])
     run = RecipeRun(_config(tmp_path, "data.train=generated:3", f"eval.data={file}"))
     with pytest.raises(DataError, match=re.escape(f"{file}: row 1: {message}")):
         phase_work.prepare(run, Phase("prepare"))
@@ -252,8 +256,8 @@ def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_r
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        ("txet", {}, "environment 'txet': did you mean text?"),
-        ("text", {"game": "tower_of_hanoi", "disks": 2}, "environment 'text': expected one whose responses do not"),
+        ("pyhton", {}, "environment 'pyhton': did you mean python?"),
+        (GAMES, {"game": "tower_of_hanoi", "disks": 2}, f"environment '{GAMES}': expected one whose responses do not"),
         ("qa", {"file": "a.csv"}, "options.file: "),
     ],
 )
@@ -298,7 +302,7 @@ def test_every_end_token_of_the_model_ends_a_turn(tmp_path: Path, file: str, eos
 
 def test_an_environment_with_a_state_is_accepted_for_stages_that_do_not_sample_here(tmp_path: Path) -> None:
     options = {"game": "tower_of_hanoi", "disks": 2}
-    row = {"text": "Go.", "answer": "", "source": "s", "environment": "text", "options": options}
+    row = {"text": "Go.", "answer": "", "source": "s", "environment": GAMES, "options": options}
     _write_rows(
         tmp_path / "some.jsonl",
         [{"id": f"h{disks}", **row, "options": {**options, "disks": disks}} for disks in (2, 3)],
@@ -306,7 +310,7 @@ def test_an_environment_with_a_state_is_accepted_for_stages_that_do_not_sample_h
     collected = [f"stages.{name}.episodes=collected" for name in ("rl1", "rl2")]
     run = RecipeRun(_config(tmp_path, f"data.train={tmp_path / 'some.jsonl'}", *collected))
     phase_work.prepare(run, Phase("prepare"))
-    assert [problem.environment for problem in read_problems(str(run.dir / "data/train.jsonl"))] == ["text"] * 2
+    assert [problem.environment for problem in read_problems(str(run.dir / "data/train.jsonl"))] == [GAMES] * 2
 
 
 def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

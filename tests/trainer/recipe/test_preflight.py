@@ -207,7 +207,7 @@ def test_all_that_is_missing_is_named_at_once(
         ({"environment": "pyhton"}, "environment 'pyhton': did you mean python?"),
         ({"options": {"timeout": 3}}, "options.timeout: Unexpected keyword argument"),
         (
-            {"environment": "text", "options": {"game": "tower_of_hanoi"}},
+            {"environment": "examples.games:GameEnvironment", "options": {"game": "tower_of_hanoi"}},
             "expected one whose responses do not depend on",
         ),
     ],
@@ -223,7 +223,7 @@ def test_an_environment_that_cannot_be_used_is_found_before_anything_starts(
 
 
 def test_a_stage_whose_episodes_are_collected_may_have_stateful_environments(tmp_path: Path) -> None:
-    row = {"environment": "text", "options": {"game": "tower_of_hanoi"}}
+    row = {"environment": "examples.games:GameEnvironment", "options": {"game": "tower_of_hanoi"}}
     sets = [f"stages.rl1.data={_problems(tmp_path / 'games.jsonl', row)}", "stages.rl1.episodes=collected"]
     assert _missing(_config(tmp_path, *sets), "prepare") == []
 

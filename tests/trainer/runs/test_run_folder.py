@@ -257,3 +257,12 @@ def test_docs_runs_md_describes_every_key_of_an_episode(folder: RunFolder) -> No
     (row, *_) = folder.read_episodes(1)
     text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
     assert [key for key in row if f"`{key}`" not in text] == []
+
+
+def test_a_continued_run_forgets_the_entropies_after_its_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_entropies(4, [{"step": 4}])
+    folder.truncate_after(4)
+    assert list(folder.read_entropies(4)) == [{"step": 4}]
+    folder.truncate_after(3)
+    assert list(folder.read_entropies(4)) == []
