@@ -21,8 +21,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -64,6 +64,8 @@ REPORT_TIMEOUT_S = 60.0
 a vLLM server describes its settings and its machine."""
 MAX_PROBLEM_ERRORS = 5
 """Maximum number of lines about the problems of one source."""
+Check = Callable[[], list[str]]
+"""Returns a line for each thing that is missing."""
 FIND_VLLM_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -108,66 +110,50 @@ def _problem_sources(config: RunConfig) -> dict[str, Sequence[str]]:
 
 def _check_sources_and_model(config: RunConfig, phases: Sequence[Phase], *, needs_weights: bool) -> Iterator[str]:
     """Check that all sources and the model exist. Those on a hub are all checked at the same time, within
-    `HUB_TIMEOUT_S`."""
-    sources: dict[str, Sequence[str]] = {}
-    if any(phase.command == "prepare" for phase in phases):
-        problem_sources = _problem_sources(config)
-        sources |= {"data.train": problem_sources.pop("data.train")}
-        sources |= {"data.decontaminate_against": config.data.decontaminate_against, **problem_sources}
-    if any(phase.command == "sft" for phase in phases):
-        sources |= {"sft.data": config.sft.data}
-    # A source that several settings name is checked once, and reported under the first of these settings. In a dict the
-    # last entry for a key wins, so the entries are in reverse order. The second `reversed` restores the order.
-    setting_of = {source: setting for setting, names in reversed(sources.items()) for source in reversed(names)}
-    checks = {
-        f"{setting}: {source}": (is_on_hub(source), partial(_source_errors, setting, source))
-        for source, setting in reversed(setting_of.items())
-    }
-    model = config.model.path
-    if model != TINY_MODEL:
-        checks[f"model.path: {model}"] = (
-            not Path(model).exists(),
-            partial(_check_model, config, needs_weights=needs_weights),
-        )
-    remote = {title: check for title, (is_remote, check) in checks.items() if is_remote}
-    results = _within_limit(remote) if remote else {}
-    for title, (_, check) in checks.items():
-        if title not in remote:
-            _log(title)
-        yield from results[title] if title in remote else check()
+    `HUB_TIMEOUT_S`. A source that several settings name is reported under the first of them."""
+    commands, sources = {phase.command for phase in phases}, dict[str, Sequence[str]]()
+    if "prepare" in commands:
+        sources = {**_problem_sources(config), "data.decontaminate_against": config.data.decontaminate_against}
+    if "sft" in commands:
+        sources["sft.data"] = config.sft.data
+    local, remote, setting_of = dict[str, Check](), dict[str, Check](), dict[str, str]()
+    for setting, names in sources.items():
+        for source in names:
+            setting_of.setdefault(source, setting)
+    for source, setting in setting_of.items():
+        checks = remote if is_on_hub(source) else local
+        checks[f"{setting}: {source}"] = partial(_source_errors, setting, source)
+    if (model := config.model.path) != TINY_MODEL:
+        checks = local if Path(model).exists() else remote
+        checks[f"model.path: {model}"] = partial(_check_model, config, needs_weights=needs_weights)
+    for title, check in local.items():
+        _log(title)
+        yield from check()
+    if remote:
+        yield from _within_limit(remote)
 
 
-def _within_limit(checks: Mapping[str, Callable[[], list[str]]]) -> dict[str, list[str]]:
-    """Run the checks that ask a hub, all at the same time, and return the lines of each. A check that has not ended
+def _within_limit(checks: Mapping[str, Check]) -> Iterator[str]:
+    """Run the checks that ask a hub, all at the same time, and yield the lines of each. A check that has not ended
     after `HUB_TIMEOUT_S` gets one line that says so. Its thread ends with the process, since nothing can interrupt the
     hub's client."""
     import datasets  # noqa: F401  imported before the time limit starts, since the imports take seconds
     import transformers  # noqa: F401
 
-    for title in checks:
-        _log(f"{title} (at most {HUB_TIMEOUT_S:g} s)")
-    results: dict[str, list[str] | BaseException] = {}
-
-    def work(title: str) -> None:
+    def work(check: Check, result: Future[list[str]]) -> None:
         try:
-            results[title] = checks[title]()
+            result.set_result(check())
         except BaseException as error:
-            results[title] = error
+            result.set_exception(error)
 
-    threads = [threading.Thread(target=work, args=[title], daemon=True) for title in checks]
-    for thread in threads:
-        thread.start()
-    give_up_at = time.monotonic() + HUB_TIMEOUT_S
-    for thread in threads:
-        thread.join(max(0.0, give_up_at - time.monotonic()))
+    results: dict[str, Future[list[str]]] = {title: Future() for title in checks}
+    for title, result in results.items():
+        _log(f"{title} (at most {HUB_TIMEOUT_S:g} s)")
+        threading.Thread(target=work, args=[checks[title], result], daemon=True).start()
+    wait(results.values(), HUB_TIMEOUT_S)
     late = f"the hub gave no answer within {HUB_TIMEOUT_S:g} s; repair the network, or name a file or a folder here"
-    lines: dict[str, list[str]] = {}
-    for title in checks:
-        result = results.get(title, [f"{title}: {late}"])
-        if isinstance(result, BaseException):
-            raise result
-        lines[title] = result
-    return lines
+    for title, result in results.items():
+        yield from result.result() if result.done() else [f"{title}: {late}"]
 
 
 def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
@@ -175,53 +161,48 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
     problems are also evaluation problems."""
     if all(phase.command != "prepare" for phase in phases):
         return
-    evaluated: set[str] = set()
+    evaluated = set[str]()
     # `eval.data` is the last setting. It comes first here, since the others are compared with its problems.
     for setting, names in reversed(_problem_sources(config).items()):
         is_eval = setting == "eval.data"
-        stage_name = setting.removeprefix("stages.").removesuffix(".data")
         # A stage without sources of its own trains on `data.train`.
-        stages = [s for s in config.stages.values() if s.name == stage_name or (setting == "data.train" and not s.data)]
+        stages = [s for s in config.stages.values() if setting == (f"stages.{s.name}.data" if s.data else "data.train")]
         # The evaluation and online stages share one environment among the episodes of a group, so `check_shared`
         # refuses environments with state for them.
         is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
-            if source.startswith(GENERATED):
-                continue
             lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
             yield from (f"{setting}: {source}: {line}" for line in lines)
             if is_eval:
-                evaluated |= {source, *texts}
-            elif source in evaluated or (texts and texts <= evaluated):
+                evaluated |= texts
+            elif texts and texts <= evaluated:
                 yield f"{setting}: {source}: all its problems are also in eval.data; train or evaluate on others"
 
 
 def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list[str], set[str]]:
     """Return the errors in a file's environments and options, and the texts of its problems.
 
-    Problems with equal environments and options give one line. Both results are empty for a source on the hub, which is
-    not read. They are also empty for a source that cannot be read: `_source_errors` reports that.
+    Problems with equal environments and options give one line. The problems of other sources are not read: there are no
+    errors, and the only text is the source. So is it for a file that cannot be read, which `_source_errors` reports.
     """
-    if is_on_hub(source):
+    if source.startswith(GENERATED):
         return [], set()
+    if is_on_hub(source):
+        return [], {source}
     _log(f"the problems of {source}")
-    lines: dict[str, str] = {}
-    texts: set[str] = set()
-    try:
+    kinds, texts = dict[str, Problem](), set[str]()
+    with suppress(DataError, OSError):
         for problem in iter_problems(source, lambda *_: None):
             texts.add(problem.text)
-            kind = f"{problem.environment} {problem.options}"
-            if kind not in lines:
-                lines[kind] = ""
-                try:
-                    check(problem)
-                except ConfigError as error:
-                    lines[kind] = str(error)
-    except (DataError, OSError):
-        return [], set()
-    found = [line for line in lines.values() if line]
-    more = [f"{len(found) - MAX_PROBLEM_ERRORS} more like these"] if len(found) > MAX_PROBLEM_ERRORS else []
-    return [*found[:MAX_PROBLEM_ERRORS], *more], texts
+            kinds.setdefault(f"{problem.environment} {problem.options}", problem)
+    lines = []
+    for problem in kinds.values():
+        try:
+            check(problem)
+        except ConfigError as error:
+            lines.append(str(error))
+    more = [f"{len(lines) - MAX_PROBLEM_ERRORS} more like these"] if len(lines) > MAX_PROBLEM_ERRORS else []
+    return [*lines[:MAX_PROBLEM_ERRORS], *more], texts
 
 
 def _source_errors(setting: str, source: str) -> list[str]:

@@ -197,10 +197,10 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_training_loads_it(tmp
     run.write_result(Phase("prepare"), TrainResult(str(model), 0))
     checkpoint = run.stage_dir("sft") / "checkpoints/checkpoint-1"
     content = read_json(model / "config.json") or {}
-    layers, heads = content["num_hidden_layers"], content["num_key_value_heads"]
-    write_json(checkpoint / "config.json", {**content, "num_hidden_layers": layers + 1, "num_key_value_heads": 1})
+    size, heads = content["intermediate_size"], content["num_key_value_heads"]
+    write_json(checkpoint / "config.json", {**content, "intermediate_size": size + 1, "num_key_value_heads": 1})
     (checkpoint / COMPLETE_MARK).touch()
-    message = f"num_hidden_layers is {layers + 1} and not {layers}, num_key_value_heads is 1 and not {heads}"
+    message = f"intermediate_size is {size + 1} and not {size}, num_key_value_heads is 1 and not {heads}"
     with pytest.raises(ConfigError, match=rf"^{checkpoint}: expected a checkpoint of {model}, got .* \({message}\)"):
         phase_work.sft(run, Phase("sft", "sft"))
 

@@ -245,7 +245,7 @@ def test_a_run_folder_that_lacks_a_newer_setting_continues_with_the_default_of_t
 
 def test_a_run_folder_of_an_older_layout_is_refused(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    write_json(tmp_path / "run/config.json", {"version": 1, "config": {}})
+    write_json(tmp_path / "run/config.json", {"layout_version": 1, "config": {}})
     with pytest.raises(RecordError, match=r"expected layout_version 2, got 1"):
         run_recipe(config, run_phase=FakeChildren(config))
 
