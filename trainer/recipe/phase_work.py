@@ -246,7 +246,7 @@ def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime,
     shutil.rmtree(out, ignore_errors=True)
     model = run.relative(run.stage_dir(stage.name) / "model") + ("" if is_last else f" after {steps} steps")
     problems = read_problems(str(run.eval_problems_path()))
-    reports = run_evaluation(run, model, problems, out, run.config.eval, _eval_samples(run), rollouts=rollouts)
+    reports = run_evaluation(run, model, problems, out, rollouts=rollouts)
     report = reports[evaluation.ALL]
     if report.unavailable > stage.max_unavailable_share * (report.episodes + report.unavailable):
         raise NoRewardsError(
@@ -300,9 +300,8 @@ PHASE_FUNCTIONS: Mapping[str, Callable[[RecipeRun, Phase], None]] = {
 
 def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:
     """Evaluate the model of a stage on the run's held-out problems."""
-    model, limits = run.trained_model(phase.stage).model, run.config.eval
-    problems = read_problems(str(run.eval_problems_path()))
-    reports = run_evaluation(run, model, problems, run.stage_dir(phase.stage) / "eval", limits, _eval_samples(run))
+    problems, out = read_problems(str(run.eval_problems_path())), run.stage_dir(phase.stage) / "eval"
+    reports = run_evaluation(run, run.trained_model(phase.stage).model, problems, out)
     content = {source: asdict(report) for source, report in reports.items()}
     run.write_result(phase, EvalResult(evaluation.summary_scores(reports), content))
     return reports
@@ -325,7 +324,7 @@ def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[
         problems, _ = _prepare_problems(config, EVAL_SET, sources, chat_format, response_tokens, check_shared)
         problem_data.write_problems(problems, file)
     problems = read_problems(str(file))
-    return run_evaluation(run, model, problems, out, config.eval, _eval_samples(run), identity=identity)
+    return run_evaluation(run, model, problems, out, identity=identity)
 
 
 def _file_identity(file: Path) -> tuple[str, int, int]:
@@ -333,24 +332,21 @@ def _file_identity(file: Path) -> tuple[str, int, int]:
     return file.name, stat.st_size, stat.st_mtime_ns
 
 
-def _eval_samples(run: RecipeRun) -> int:
-    return run.config.eval.samples_per_problem
-
-
 def run_evaluation(
     run: RecipeRun,
     model: str,
     problems: Sequence[Problem],
     out: Path,
-    limits: SamplingConfig,
-    samples: int,
+    limits: SamplingConfig | None = None,
+    samples: int = 0,
     *,
     seed_name: str = "eval",
     outcomes_only: bool = False,
     identity: Mapping[str, object] | None = None,
     rollouts: RolloutRuntime | None = None,
 ) -> dict[str, evaluation.EvalReport]:
-    """Collect `samples` episodes per problem in the folder `out`. Return the reports by source and over all sources.
+    """Collect `samples` episodes per problem in the folder `out`. Return the reports by source and over all sources. By
+    default `limits` and `samples` are those of `[eval]`.
 
     `rollouts`: engines that have the weights of the model. Without it, engines are opened.
     `identity`: more values that must be equal for all episodes in `out`, such as the sizes of files.
@@ -360,6 +356,7 @@ def run_evaluation(
     """
     for problem in problems:
         check_shared(problem)
+    limits, samples = limits or run.config.eval, samples or run.config.eval.samples_per_problem
     seed, run_folder = derive_seed(run.config, seed_name), RunFolder(out)
     run_folder.bind_config(
         {
