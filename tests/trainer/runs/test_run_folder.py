@@ -207,9 +207,8 @@ def test_another_layout_version_is_refused(folder: RunFolder) -> None:
     write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
         folder.read_config()
-    # In a folder of layout version 1, the key of the layout version is "version".
-    write_json(folder.path / "config.json", {"version": 1, "config": {}})
-    with pytest.raises(RecordError, match="expected layout_version 2, got 1; read this folder with the version"):
+    write_json(folder.path / "config.json", {"config": {}})
+    with pytest.raises(RecordError, match="expected layout_version 2, got None; read this folder with the version"):
         folder.read_config()
 
 
