@@ -14,8 +14,9 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -212,12 +213,6 @@ class StageConfig(SamplingConfig):
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     save_steps: PositiveInt = 10  # training steps between checkpoints
     grpo: dict[str, Any] = field(default_factory=dict)  # more arguments of TRL's GRPOConfig
-
-    @property
-    def shares_environments(self) -> bool:
-        """Whether the episodes of a group have one environment, which then may not be stateful: where the stage or its
-        difficulty filter samples in this process."""
-        return self.episodes == "online" or self.difficulty_filter_samples > 0
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -477,17 +472,17 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
     )
 
 
-def expand_urls(endpoints: Iterable[str]) -> tuple[str, ...]:
+def expand_urls(endpoints: Sequence[str]) -> tuple[str, ...]:
     """Expand ranges in URLs: http://node[08-10] becomes three URLs, with the same number of digits in each."""
-    urls: list[str] = []
-    for url in endpoints:
-        if match := re.search(r"\[(\d+)-(\d+)\]", url):
-            numbers = range(int(match[1]), int(match[2]) + 1)
-            one_range_less = (url[: match.start()] + str(n).zfill(len(match[1])) + url[match.end() :] for n in numbers)
-            urls += expand_urls(one_range_less)
-        else:
-            urls.append(url)
-    return tuple(urls)
+    split = (re.split(r"(\[\d+-\d+\])", url) for url in endpoints)
+    return tuple("".join(parts) for url in split for parts in product(*map(_expand_range, url)))
+
+
+def _expand_range(part: str) -> list[str]:
+    if not (match := re.fullmatch(r"\[(\d+)-(\d+)\]", part)):
+        return [part]
+    low, high = match.groups()
+    return [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

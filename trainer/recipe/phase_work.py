@@ -93,8 +93,8 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         training_stages = [s for s in stages if name != EVAL_SET and run.unfiltered_path(s) == path]
         limits: Sequence[SamplingConfig] = [config.eval] if name == EVAL_SET else training_stages
         response_tokens = max((limit.max_response_tokens for limit in limits), default=0)
-        is_shared = name == EVAL_SET or any(stage.shares_environments for stage in training_stages)
-        check = check_shared if is_shared else check_problem
+        is_online = name == EVAL_SET or any(stage.episodes == "online" for stage in training_stages)
+        check = check_shared if is_online else check_problem
         problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens, check)
         problem_data.write_problems(problems, path)
         reports[name] = asdict(report)

@@ -167,9 +167,11 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
         is_eval = setting == "eval.data"
         # A stage without sources of its own trains on `data.train`.
         stages = [s for s in config.stages.values() if setting == (f"stages.{s.name}.data" if s.data else "data.train")]
-        is_shared = is_eval or any(stage.shares_environments for stage in stages)
+        # The evaluation and online stages share one environment among the episodes of a group, so `check_shared`
+        # refuses environments with state for them.
+        is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
-            lines, texts = _problem_errors(source, check_shared if is_shared else check_problem)
+            lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
             yield from (f"{setting}: {source}: {line}" for line in lines)
             if is_eval:
                 evaluated |= texts
