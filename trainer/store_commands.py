@@ -8,30 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 
 
 def episodes(args: argparse.Namespace) -> None:
     """List the episodes of a store, and what share of the problems they solve."""
     from rich.console import Console
 
-    from trainer.collection.store import COLUMNS, StoreReader
-    from trainer.recipe.pass_at_k import Attempt, pass_reports, pass_table
-    from trainer.runs.text_tables import format_number, table
+    from trainer.collection.store import StoreReader
+    from trainer.recipe.episode_table import episode_report
 
-    names = [name for name in COLUMNS if name not in ("shard", "offset", "length")]
     with StoreReader(args.store) as reader:
-        rows = reader.query(", ".join(names), args.where, limit=args.limit)
-        reports = pass_reports(map(Attempt.of, reader.episodes(args.where)))
+        content, tables = episode_report(reader, args.where, args.limit)
     if args.json:
-        listed = [dict(zip(names, row, strict=True)) for row in rows]
-        return print(
-            json.dumps({"episodes": listed, "reports": {name: asdict(report) for name, report in reports.items()}})
-        )
-    shown = table(*(f"{name}…" for name in names))
-    for row in rows:
-        shown.add_row(*(value if isinstance(value, str) else format_number(value) for value in row))
-    Console().print(shown, pass_table(reports, title="solved"))
+        print(json.dumps(content))
+    else:
+        Console().print(*tables)
 
 
 def replay(args: argparse.Namespace) -> None:

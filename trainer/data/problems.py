@@ -93,14 +93,8 @@ def prepare_problems(
     for number, problem in enumerate(_read(sources, seed, held_out, report)):
         if not number % PROGRESS_INTERVAL:
             on_progress(number)
-        for label, apply in filters.items():
-            passed = apply(problem)
-            if isinstance(passed, str):
-                report.drop(problem.source, problem.id, label, passed)
-                break
-            problem = passed
-        else:
-            kept.append(problem)
+        if passed := _apply(filters, problem, report):
+            kept.append(passed)
     answers = dict.fromkeys(
         problem.answer
         for problem in kept
@@ -140,6 +134,17 @@ def _read(sources: Iterable[str], seed: int, held_out: bool, report: PrepareRepo
         for problem in iter_problems(source, on_malformed, seed=seed, held_out=held_out):
             report.count(problem.source, "rows")
             yield problem
+
+
+def _apply(filters: dict[str, Filter], problem: Problem, report: PrepareReport) -> Problem | None:
+    """Return the problem after all filters. None if a filter drops it."""
+    for label, apply in filters.items():
+        passed = apply(problem)
+        if isinstance(passed, str):
+            report.drop(problem.source, problem.id, label, passed)
+            return None
+        problem = passed
+    return problem
 
 
 def _unique() -> Filter:

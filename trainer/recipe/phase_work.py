@@ -64,6 +64,7 @@ from trainer.training.context import (
     TrainingContext,
     checkpoint_step,
     distributed_state,
+    latest_checkpoint,
     leave_ranks,
     model_errors_as_config_errors,
     wait_for_ranks,
@@ -246,7 +247,7 @@ def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime,
     shutil.rmtree(out, ignore_errors=True)
     model = run.relative(run.stage_dir(stage.name) / "model") + ("" if is_last else f" after {steps} steps")
     problems = read_problems(str(run.eval_problems_path()))
-    reports = run_evaluation(run, model, problems, out, rollouts=rollouts)
+    reports = run_evaluation(run, model, problems, out, run.config.eval, _eval_samples(run), rollouts=rollouts)
     report = reports[evaluation.ALL]
     if report.unavailable > stage.max_unavailable_share * (report.episodes + report.unavailable):
         raise NoRewardsError(
@@ -300,8 +301,9 @@ PHASE_FUNCTIONS: Mapping[str, Callable[[RecipeRun, Phase], None]] = {
 
 def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:
     """Evaluate the model of a stage on the run's held-out problems."""
-    problems, out = read_problems(str(run.eval_problems_path())), run.stage_dir(phase.stage) / "eval"
-    reports = run_evaluation(run, run.trained_model(phase.stage).model, problems, out)
+    model, limits = run.trained_model(phase.stage).model, run.config.eval
+    problems = read_problems(str(run.eval_problems_path()))
+    reports = run_evaluation(run, model, problems, run.stage_dir(phase.stage) / "eval", limits, _eval_samples(run))
     content = {source: asdict(report) for source, report in reports.items()}
     run.write_result(phase, EvalResult(evaluation.summary_scores(reports), content))
     return reports
@@ -324,7 +326,7 @@ def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[
         problems, _ = _prepare_problems(config, EVAL_SET, sources, chat_format, response_tokens, check_shared)
         problem_data.write_problems(problems, file)
     problems = read_problems(str(file))
-    return run_evaluation(run, model, problems, out, identity=identity)
+    return run_evaluation(run, model, problems, out, config.eval, _eval_samples(run), identity=identity)
 
 
 def _file_identity(file: Path) -> tuple[str, int, int]:
@@ -332,21 +334,24 @@ def _file_identity(file: Path) -> tuple[str, int, int]:
     return file.name, stat.st_size, stat.st_mtime_ns
 
 
+def _eval_samples(run: RecipeRun) -> int:
+    return run.config.eval.samples_per_problem
+
+
 def run_evaluation(
     run: RecipeRun,
     model: str,
     problems: Sequence[Problem],
     out: Path,
-    limits: SamplingConfig | None = None,
-    samples: int = 0,
+    limits: SamplingConfig,
+    samples: int,
     *,
     seed_name: str = "eval",
     outcomes_only: bool = False,
     identity: Mapping[str, object] | None = None,
     rollouts: RolloutRuntime | None = None,
 ) -> dict[str, evaluation.EvalReport]:
-    """Collect `samples` episodes per problem in the folder `out`. Return the reports by source and over all sources. By
-    default `limits` and `samples` are those of `[eval]`.
+    """Collect `samples` episodes per problem in the folder `out`. Return the reports by source and over all sources.
 
     `rollouts`: engines that have the weights of the model. Without it, engines are opened.
     `identity`: more values that must be equal for all episodes in `out`, such as the sizes of files.
@@ -356,7 +361,6 @@ def run_evaluation(
     """
     for problem in problems:
         check_shared(problem)
-    limits, samples = limits or run.config.eval, samples or run.config.eval.samples_per_problem
     seed, run_folder = derive_seed(run.config, seed_name), RunFolder(out)
     run_folder.bind_config(
         {
@@ -398,23 +402,10 @@ def rollout(run: RecipeRun, stage: str, *, num_problems: int, samples: int, out:
 @contextmanager
 def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[TrainingContext]:
     """Yield the inputs of a training. Its metrics go to the trackers and a progress bar as well."""
-    config, stage = run.config, phase.stage
+    config, stage, run_folder = run.config, phase.stage, run.run_folder
     before = run.trained_model(stage, of_previous_stage=True)
-    context = TrainingContext(
-        run.model_path(before.model),
-        run.stage_dir(stage),
-        run.run_folder,
-        seed=derive_seed(config, stage),
-        first_step=before.step,
-        dtype=config.model.dtype,
-        attn_implementation=config.model.attn_implementation,
-        peft=config.model.peft,
-        eval_steps=config.eval.every_steps,
-        hardware=config.hardware,
-        engines_sleep=config.engines.sleep_mode,
-    )
-    if checkpoint := context.latest_checkpoint():
-        _check_same_model(context.model, checkpoint)
+    if checkpoint := latest_checkpoint(run.stage_dir(stage) / "checkpoints"):
+        _check_same_model(run.model_path(before.model), checkpoint)
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
             tracking = config.tracking
@@ -428,8 +419,26 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
                 shown = [f"{name} {row[name]:.3g}" for name in PROGRESS_METRICS if row.get(name) is not None]
                 advance(row["step"] - before.step, "  ".join(shown))
 
-            context = replace(context, run_folder=replace(run.run_folder, on_metrics=on_metrics))
-        yield context
+            run_folder = replace(run_folder, on_metrics=on_metrics)
+        yield TrainingContext(
+            run.model_path(before.model),
+            run.stage_dir(stage),
+            run_folder,
+            seed=derive_seed(config, stage),
+            first_step=before.step,
+            dtype=config.model.dtype,
+            attn_implementation=config.model.attn_implementation,
+            peft=config.model.peft,
+            eval_steps=config.eval.every_steps,
+            hardware=config.hardware,
+            engines_sleep=config.engines.sleep_mode,
+        )
+
+
+def derive_seed(config: RunConfig, name: str) -> int:
+    """Return a seed for the phase or stage `name`. Different names give different seeds, so that two stages do not have
+    the same order of problems."""
+    return random.Random(f"{config.seed} {name}").getrandbits(31)
 
 
 def _join_ranks(config: RunConfig) -> bool:
@@ -461,9 +470,3 @@ def _check_same_model(model: Path, checkpoint: Path) -> None:
             f"{checkpoint}: expected a checkpoint of {model}, got another model's ({', '.join(differing)}); delete "
             "the checkpoints of this stage, or give another --run-dir"
         )
-
-
-def derive_seed(config: RunConfig, name: str) -> int:
-    """Return a seed for the phase or stage `name`. Different names give different seeds, so that two stages do not have
-    the same order of problems."""
-    return random.Random(f"{config.seed} {name}").getrandbits(31)

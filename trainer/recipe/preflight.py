@@ -161,48 +161,53 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
     problems are also evaluation problems."""
     if all(phase.command != "prepare" for phase in phases):
         return
-    evaluated = set[str]()
+    evaluated: set[str] = set()
     # `eval.data` is the last setting. It comes first here, since the others are compared with its problems.
     for setting, names in reversed(_problem_sources(config).items()):
         is_eval = setting == "eval.data"
+        stage_name = setting.removeprefix("stages.").removesuffix(".data")
         # A stage without sources of its own trains on `data.train`.
-        stages = [s for s in config.stages.values() if setting == (f"stages.{s.name}.data" if s.data else "data.train")]
+        stages = [s for s in config.stages.values() if s.name == stage_name or (setting == "data.train" and not s.data)]
         # The evaluation and online stages share one environment among the episodes of a group, so `check_shared`
         # refuses environments with state for them.
         is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
+            if source.startswith(GENERATED):
+                continue
             lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
             yield from (f"{setting}: {source}: {line}" for line in lines)
             if is_eval:
-                evaluated |= texts
-            elif texts and texts <= evaluated:
+                evaluated |= {source, *texts}
+            elif source in evaluated or (texts and texts <= evaluated):
                 yield f"{setting}: {source}: all its problems are also in eval.data; train or evaluate on others"
 
 
 def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list[str], set[str]]:
     """Return the errors in a file's environments and options, and the texts of its problems.
 
-    Problems with equal environments and options give one line. The problems of other sources are not read: there are no
-    errors, and the only text is the source. So is it for a file that cannot be read, which `_source_errors` reports.
+    Problems with equal environments and options give one line. Both results are empty for a source on the hub, which is
+    not read. They are also empty for a source that cannot be read: `_source_errors` reports that.
     """
-    if source.startswith(GENERATED):
-        return [], set()
     if is_on_hub(source):
-        return [], {source}
+        return [], set()
     _log(f"the problems of {source}")
-    kinds, texts = dict[str, Problem](), set[str]()
-    with suppress(DataError, OSError):
+    lines: dict[str, str] = {}
+    texts: set[str] = set()
+    try:
         for problem in iter_problems(source, lambda *_: None):
             texts.add(problem.text)
-            kinds.setdefault(f"{problem.environment} {problem.options}", problem)
-    lines = []
-    for problem in kinds.values():
-        try:
-            check(problem)
-        except ConfigError as error:
-            lines.append(str(error))
-    more = [f"{len(lines) - MAX_PROBLEM_ERRORS} more like these"] if len(lines) > MAX_PROBLEM_ERRORS else []
-    return [*lines[:MAX_PROBLEM_ERRORS], *more], texts
+            kind = f"{problem.environment} {problem.options}"
+            if kind not in lines:
+                lines[kind] = ""
+                try:
+                    check(problem)
+                except ConfigError as error:
+                    lines[kind] = str(error)
+    except (DataError, OSError):
+        return [], set()
+    found = [line for line in lines.values() if line]
+    more = [f"{len(found) - MAX_PROBLEM_ERRORS} more like these"] if len(found) > MAX_PROBLEM_ERRORS else []
+    return [*found[:MAX_PROBLEM_ERRORS], *more], texts
 
 
 def _source_errors(setting: str, source: str) -> list[str]:
