@@ -12,6 +12,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     && /opt/rstar-sandbox/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --editable /src
 COPY docker /src/docker
 COPY bench /src/bench
+COPY examples /src/examples
 COPY tests /src/tests
 WORKDIR /src
 USER 10001:10001

@@ -10,6 +10,7 @@ COPY requirements /src/requirements
 COPY sandbox /src/sandbox
 COPY trainer /src/trainer
 COPY configs /opt/configs
+COPY examples /opt/lib/examples
 # If pip needs a configuration to reach an index, pass it as a secret (--secret id=pip,src=FILE): it stays out of the image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c 'import torch; assert torch.version.cuda, "BASE has no torch for CUDA"' \
@@ -21,6 +22,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     && /opt/rstar/bin/python -c 'import trl, torch; assert torch.version.cuda'
 # Engines run in BASE's own Python.
 ENV PATH=/opt/rstar/bin:${PATH} \
+    PYTHONPATH=/opt/lib \
     RSTAR_RUNTIME=/opt/runtime \
     RSTAR_TRAIN_ENGINES__VLLM_PYTHON=/usr/bin/python3
 WORKDIR /runs

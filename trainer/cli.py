@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,29 +255,7 @@ def show(args: argparse.Namespace) -> None:
     """Show a run in the terminal or as a page, also while it goes on."""
     from trainer.runs.show import show_run
 
-    show_run(args, _decoder(args))
-
-
-def entropy(args: argparse.Namespace) -> None:
-    """Show which tokens of the trained episodes had the highest entropy, if the run has storage.save_entropies."""
-    from trainer.runs.entropy import show_entropy
-
-    show_entropy(args, _decoder(args))
-
-
-def _decoder(args: argparse.Namespace) -> Callable[[Sequence[int]], str]:
-    """Return the function from token ids to text. Its first call loads the tokenizer; without one it shows the ids."""
-    found = sorted(args.run.glob("stages/*/model/tokenizer_config.json"))  # every model of a run has the same
-    if not args.model and not found:
-        return lambda ids: "".join(f"[{token}]" for token in ids)
-
-    @cache
-    def tokenizer() -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(args.model or found[0].parent)
-
-    return lambda ids: str(tokenizer().decode(ids))
+    show_run(args)
 
 
 # The command line
@@ -305,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         return subparser
 
     # Options that several commands share.
-    run, skip, stage, store, where, out, shown, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(8))
+    run, skip, stage, store, where, out, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(7))
     run.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file, or a run folder")
     run.add_argument("--run-dir", metavar="DIR", help="the run folder (default: run_dir in CONFIG)")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for example stages.rl1.steps=3")
@@ -317,13 +294,6 @@ def _parser() -> argparse.ArgumentParser:
         "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'reward = 1 AND turns > 2'"
     )
     out.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
-    shown.add_argument("run", type=Path, help="the run folder")
-    shown.add_argument("--step", type=int, metavar="STEP", help="only the episodes and entropies of this step")
-    shown.add_argument(
-        "--model",
-        metavar="PATH",
-        help="tokenizer of the shown tokens (default: the run's own; without one, ids are shown)",
-    )
 
     add("preflight", preflight, run)
     option = add("recipe", recipe, run, skip, as_json).add_argument
@@ -385,11 +355,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--answer-check", default="strict", choices=("strict", "math-verify"), help=rules)
     option("--answer-rounding", action="store_true", help="with strict: a decimal may be rounded")
     option = add("export", export, store, where, out).add_argument
-    option("--format", required=True, choices=("tokens", "chat", "gaia"), help="what each row has")
+    option("--format", required=True, choices=("tokens", "chat"), help="what each row has")
     option("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
 
     option = add("data", data, out, as_json).add_argument
-    sources = "generated:N, gaia:PATH[:SPLIT], a file, or owner/name[@config][:split]"
+    sources = "generated:N, a file, or owner/name[@config][:split]"
     option("source", nargs="+", metavar="SOURCE", help=sources)
     option(
         "--decontaminate-against",
@@ -401,13 +371,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--allow-non-integer", action="store_true", help="keep answers that are not integers")
     option("--seed", type=int, default=0, help="seed of generated problems (default: 0)")
 
-    option = add("show", show, shown).add_argument
+    option = add("show", show).add_argument
+    option("run", type=Path, help="the run folder")
+    option("--step", type=int, metavar="STEP", help="only the episodes of this step")
     option("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
     option("--max-episodes", type=int, default=400, metavar="N", help="episodes in the page (default: 400)")
-    option(
-        "--episode", metavar="STEP/PROBLEM/SAMPLE", help="print this episode, with its tokens of high entropy marked"
-    )
-    add("entropy", entropy, shown)
     return parser
 
 

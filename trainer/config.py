@@ -294,9 +294,19 @@ class RunConfig:
             f"engines.args: {', '.join(engines.args)}: expected kind=vllm without endpoints, since these are arguments "
             "of servers that the run starts",
         )
+        _require(
+            not engines.endpoints or engines.kind != "local",
+            "engines.endpoints: expected engines.kind=vllm or openai, got local, which runs in this process",
+        )
+        _require(
+            not model.attn_implementation.startswith("flash")
+            or (model.dtype == "bfloat16" and self.hardware.gpus_per_node > 0),
+            f"model.attn_implementation={model.attn_implementation}: expected bfloat16 and GPUs, got {model.dtype}, "
+            f"gpus_per_node={self.hardware.gpus_per_node}",
+        )
         for name in self.stages:
             _require(
-                re.fullmatch("[a-z0-9_-]+", name) is not None and name not in RESERVED_STAGES,
+                re.fullmatch("[a-z0-9_-]+", name) and name not in RESERVED_STAGES,
                 f"stages.{name}: expected a name of a-z, 0-9, _ and -, other than {', '.join(RESERVED_STAGES)}",
             )
         ranks, sft = self.hardware.nodes * max(1, self.hardware.gpus_per_node), self.sft
@@ -306,23 +316,37 @@ class RunConfig:
             f"{ranks} ranks",
         )
         _require(
-            self.hardware.sharding == "none" or self.hardware.gpus_per_node > 0,
-            f"hardware: sharding={self.hardware.sharding}: expected GPUs, got gpus_per_node=0; set sharding to none",
-        )
-        _require(
             self.hardware.sharding == "none" or not self.model.peft,
             "hardware: sharding=full: expected none with [model.peft], since only whole layers can be merged",
         )
-        if self.engines.kind == "openai":
+        if engines.kind == "openai":
             self._check_openai()
-        if self.engines.sleep_mode:
+        self._check_gpus_and_processes()
+        if engines.sleep_mode:
             self._check_sleep_mode()
+        _require(
+            self.eval.data or not (sft.data or self.stages),
+            "eval.data: expected sources of problems, got none, since the model is evaluated after sft and each stage",
+        )
+        _require(
+            self.collect.executor != "ray" or engines.kind != "vllm" or engines.endpoints,
+            "collect.executor=ray: expected engines.endpoints, URLs of vLLM servers that all nodes can reach, got none",
+        )
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
         for table, stage in stages.items():
             _check_stage(table, stage, ranks)
             _require(
                 stage.episodes == "online" or not self.eval.every_steps,
                 f"eval: every_steps={self.eval.every_steps}: expected 0, since {table} has episodes={stage.episodes}",
+            )
+            _require(
+                stage.data or self.data.train,
+                f"{table}.data: expected sources of problems, got none there and in data.train; set one of them",
+            )
+            _require(
+                stage.episodes != "cluster" or (engines.kind == "vllm" and engines.endpoints),
+                f"{table}: episodes=cluster: expected engines.kind=vllm with endpoints that all nodes can reach, whose "
+                "servers get new weights in each step",
             )
         for table, limits in {**stages, "eval": self.eval}.items():
             self.check_model_len(table, limits)
@@ -336,8 +360,8 @@ class RunConfig:
             "cannot load trained weights; use it for collect, eval --model and rollout, and one with another kind for "
             "training",
         )
-        _require(bool(engines.endpoints), "engines.endpoints: kind=openai: expected URLs of servers, got none")
-        _require(bool(engines.model_name), "engines.model_name: kind=openai: expected the model's name, got none")
+        _require(engines.endpoints, "engines.endpoints: kind=openai: expected URLs of servers, got none")
+        _require(engines.model_name, "engines.model_name: kind=openai: expected the model's name, got none")
         _require(
             not any(re.search(r"[@?#]", url) for url in engines.endpoints),
             "engines.endpoints: expected URLs without user, password or query, since URLs are stored; put the API key "
@@ -345,13 +369,49 @@ class RunConfig:
         )
         check_options("engines.extra_body", engines.extra_body, RESERVED_BODY_FIELDS, engines.extra_body, "field")
 
+    def _check_gpus_and_processes(self) -> None:
+        """Raise `ConfigError` unless training, engines and the launcher can share the GPUs as the settings say."""
+        engines, hardware = self.engines, self.hardware
+        gpus, per_node = hardware.nodes * hardware.gpus_per_node, hardware.gpus_per_node
+        _require(
+            hardware.sharding == "none" or gpus > 1,
+            f"hardware: sharding=full: expected several GPUs, got nodes={hardware.nodes} x gpus_per_node={per_node}; "
+            "set sharding to none",
+        )
+        if engines.kind == "vllm":
+            _require(
+                engines.weight_sync != "nccl" or (gpus and hardware.engine_gpus),
+                f"engines.weight_sync=nccl: expected engines on GPUs of their own, got gpus_per_node={per_node} and "
+                f"engine_gpus={hardware.engine_gpus}, since NCCL allows one rank per GPU; set weight_sync to file or "
+                "gloo, or raise hardware.engine_gpus",
+            )
+        if engines.kind == "vllm" and not engines.endpoints:
+            size, available = engines.tensor_parallel_size, hardware.engine_gpus or per_node
+            _require(
+                per_node > 0 or (size == 1 and not hardware.engine_gpus),
+                f"engines: tensor_parallel_size={size}, hardware.engine_gpus={hardware.engine_gpus}: expected 1 and 0 "
+                "with gpus_per_node=0, since the run then starts its servers on the CPU; set engines.endpoints",
+            )
+            _require(
+                not per_node or engines.count * size <= available,
+                f"engines: count={engines.count} x tensor_parallel_size={size} GPUs: expected at most {available}; "
+                "lower one of them, or raise hardware.engine_gpus",
+            )
+        numbers = {"nnodes": hardware.nodes, "nproc[-_]per[-_]node": max(1, per_node)}
+        for option, expected in numbers.items():
+            for given in re.finditer(rf"--{option}[= ](\d+)(?!\S)", " ".join(hardware.launcher)):
+                _require(
+                    int(given[1]) == expected,
+                    f"hardware.launcher: {given[0]}: expected {expected}, got {given[1]}, since the run has "
+                    f"nodes={hardware.nodes} and gpus_per_node={per_node} (0 is one process per node)",
+                )
+
     def _check_sleep_mode(self) -> None:
         engines, hardware, stages = self.engines, self.hardware, self.stages.items()
         unfit = [name for name, stage in stages if stage.episodes != "online" or stage.one_step_off_policy]
         online = "episodes=online and one_step_off_policy=false, since engines sleep while the trainer optimizes"
         for holds, got, expected in (
             (engines.kind == "vllm", f"engines.kind={engines.kind}", "vllm, since no other engine has a sleep mode"),
-            (engines.weight_sync != "nccl", "engines.weight_sync=nccl", "file or gloo: NCCL allows one rank per GPU"),
             (hardware.gpus_per_node > 0, "hardware.gpus_per_node=0", "GPUs, since only their memory is freed"),
             (not hardware.engine_gpus, f"hardware.engine_gpus={hardware.engine_gpus}", "0, since GPUs are shared"),
             (not unfit, f"stages {', '.join(unfit)}", online),
@@ -445,6 +505,6 @@ def check_options(
         _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, sorted({*known} - {*own}))}")
 
 
-def _require(holds: bool, message: str) -> None:
+def _require(holds: object, message: str) -> None:
     if not holds:
         raise ConfigError(message)

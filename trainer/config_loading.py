@@ -104,16 +104,13 @@ def validate_tree(kind: type[T], tree: Mapping[str, Any], source: str, origins: 
     raise ConfigError(f"{where}: {error['msg'].replace('Input should be', 'expected')}, got {error['input']!r:.80}")
 
 
-def _advice(kind: type, path: Sequence[str]) -> str:
-    *parents, name = path
-    return suggestion(name, _known_settings(kind, parents))
-
-
-def _known_settings(kind: Any, path: Iterable[str]) -> list[str]:
+def _advice(kind: Any, path: Sequence[str]) -> str:
+    """Return the last part of the message about an unknown setting: similar settings of the same table."""
+    *parents, unknown = path
     table = kind()
-    for name in path:
+    for name in parents:
         table = getattr(table, name) if is_dataclass(table) else StageConfig()
-    return [setting.name for setting in fields(table or ModelShape)]
+    return suggestion(unknown, [setting.name for setting in fields(table or ModelShape)])
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def rescore(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write stored episodes as JSONL: token ids as they were generated, chat messages, or a GAIA submission."""
+    """Write stored episodes as JSONL: token ids as they were generated, or chat messages."""
     from trainer.collection.store import StoreReader
     from trainer.recipe.stored_episodes import export
 

@@ -165,7 +165,8 @@ async def run_collection(store: EpisodeStore, executor: EpisodeExecutor, num_epi
     if num_episodes % SAMPLES_PER_PROBLEM:
         raise command.Misuse(f"expected a multiple of {SAMPLES_PER_PROBLEM} episodes, got {num_episodes}")
     num_problems = num_episodes // SAMPLES_PER_PROBLEM
-    problems = (Problem(f"game-{index}", "Play.", "1", "", "text", options) for index in range(num_problems))
+    environment = "examples.games:GameEnvironment"
+    problems = (Problem(f"game-{index}", "Play.", "1", "", environment, options) for index in range(num_problems))
     limits = CollectConfig(samples_per_problem=SAMPLES_PER_PROBLEM, max_infrastructure_failures=1000)
     return await Collection(store, executor, problems, limits).run()
 

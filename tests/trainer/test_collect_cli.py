@@ -17,7 +17,8 @@ from trainer.recipe.phases import RecipeRun
 
 pytest.importorskip("transformers")
 
-NUMBER_GAME = {"id": "a", "text": "Play.", "answer": "", "source": "games", "environment": "text"}
+GAMES = "examples.games:GameEnvironment"
+NUMBER_GAME = {"id": "a", "text": "Play.", "answer": "", "source": "games", "environment": GAMES}
 
 
 def config(tmp_path: Path, rows: list[object], **collect: object) -> str:

@@ -179,7 +179,7 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         ),
         (
             "hardware.sharding=full",
-            "hardware: sharding=full: expected GPUs, got gpus_per_node=0; set sharding to none",
+            "hardware: sharding=full: expected several GPUs, got nodes=1 x gpus_per_node=0; set sharding to none",
         ),
         (
             "engines.sleep_mode=true",
@@ -199,6 +199,14 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         ),
         ("engines.args.dtype=half", "engines.args: dtype: expected kind=vllm without endpoints, since these are"),
         ("stages=1", "--set stages: expected a valid dictionary, got '1'"),
+        ("engines.endpoints=http://a", "engines.endpoints: expected engines.kind=vllm or openai, got local, which"),
+        (
+            "model.attn_implementation=flash_attention_2",
+            "model.attn_implementation=flash_attention_2: expected bfloat16 and GPUs, got bfloat16, gpus_per_node=0",
+        ),
+        ("eval.data=[]", "eval.data: expected sources of problems, got none, since the model is evaluated after sft"),
+        ("data.train=[]", "stages.first.data: expected sources of problems, got none there and in data.train; set one"),
+        ("rl.episodes=cluster", "stages.first: episodes=cluster: expected engines.kind=vllm with endpoints that all"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_the_expected_value(file: Path, override: str, message: str) -> None:
@@ -208,9 +216,63 @@ def test_a_wrong_setting_is_refused_with_the_expected_value(file: Path, override
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hardware.sharding=full"], "hardware: sharding=full: expected several GPUs, got nodes=1 x gpus_per_node=1; "),
+        (
+            ["engines.weight_sync=nccl"],
+            "engines.weight_sync=nccl: expected engines on GPUs of their own, got gpus_per_node=1 and engine_gpus=0, ",
+        ),
+        (
+            ["engines.weight_sync=nccl", "hardware.gpus_per_node=0", "engines.endpoints=http://a"],
+            "engines.weight_sync=nccl: expected engines on GPUs of their own, got gpus_per_node=0 and engine_gpus=0, ",
+        ),
+        (["engines.count=2"], "engines: count=2 x tensor_parallel_size=1 GPUs: expected at most 1; lower one of them"),
+        (
+            ["engines.tensor_parallel_size=4", "hardware.engine_gpus=2"],
+            "engines: count=1 x tensor_parallel_size=4 GPUs: expected at most 2; lower one of them, or raise",
+        ),
+        (
+            ["engines.tensor_parallel_size=2", "hardware.gpus_per_node=0"],
+            "engines: tensor_parallel_size=2, hardware.engine_gpus=0: expected 1 and 0 with gpus_per_node=0, since the",
+        ),
+        (["collect.executor=ray"], "collect.executor=ray: expected engines.endpoints, URLs of vLLM servers that all"),
+        (
+            ['hardware.launcher=["torchrun", "--nproc-per-node=8"]'],
+            "hardware.launcher: --nproc-per-node=8: expected 1, got 8, since the run has nodes=1 and gpus_per_node=1",
+        ),
+        (
+            ['hardware.launcher=["torchrun", "--nnodes", "2", "--nproc_per_node", "1"]'],
+            "hardware.launcher: --nnodes 2: expected 1, got 2, since",
+        ),
+    ],
+)
+def test_gpus_that_training_engines_and_launcher_cannot_share_are_refused(
+    file: Path, overrides: list[str], message: str
+) -> None:
+    sets = ["engines.kind=vllm", "hardware.gpus_per_node=1"]
+    with pytest.raises(ConfigError) as error:
+        load_config(file, {}, [*sets, *overrides])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engines.weight_sync=nccl", "hardware.engine_gpus=1"],
+        ["engines.tensor_parallel_size=4", "engines.count=2", "hardware.engine_gpus=8"],
+        ["engines.tensor_parallel_size=8", "engines.endpoints=http://a"],
+        ["hardware.nodes=2", "hardware.sharding=full", 'hardware.launcher=["torchrun", "--nnodes=2"]'],
+        ["hardware.gpus_per_node=0", 'hardware.launcher=["torchrun", "--nproc-per-node=1", "--nnodes=1:4"]'],
+    ],
+)
+def test_gpus_that_training_engines_and_launcher_can_share_are_accepted(file: Path, overrides: list[str]) -> None:
+    assert load_config(file, {}, ["engines.kind=vllm", "hardware.gpus_per_node=1", *overrides]).stages
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("engines.weight_sync=nccl", "engines.weight_sync=nccl: expected file or gloo: NCCL allows one rank per GPU"),
         ("hardware.gpus_per_node=0", "hardware.gpus_per_node=0: expected GPUs, since only their memory is freed"),
         ("hardware.engine_gpus=1", "hardware.engine_gpus=1: expected 0, since GPUs are shared"),
         ("stages.first.episodes=cluster", "stages first: expected episodes=online and one_step_off_policy=false"),

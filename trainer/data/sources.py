@@ -3,17 +3,14 @@
 | source                                | rows                                                                      |
 |---------------------------------------|---------------------------------------------------------------------------|
 | `generated:N`                         | N problems, see `trainer.data.synthetic`                                  |
-| `generated-gaia-format:N`             | N problems with attached files, see `trainer.data.generated_gaia_format`  |
-| `gaia:PATH[:SPLIT]`                   | a data set in GAIA's file format, see `trainer.data.gaia_format`          |
 | `.jsonl`, `.json`, `.csv`, `.parquet` | the rows of a file                                                        |
 | `owner/name[@config][:split]`         | the rows of a data set on the hub                                         |
 
 A row is read by its keys. The text of a problem is at the first of `TEXT_PATHS` that the row has, and its answer is at
-the first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others. A row with
-choices is read by `trainer.data.multiple_choice`.
+the first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others.
 
-A row of a file may name an environment and its options. A row from the hub may name only one of `HUB_ENVIRONMENTS`,
-since other environments can start programs on this machine.
+A row of a file may name an environment and its options. A row from the hub may name none but `python`, since other
+environments can start programs on this machine.
 """
 
 from __future__ import annotations
@@ -24,16 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.data import gaia_format, generated_gaia_format, synthetic
-from trainer.data.multiple_choice import read_multiple_choice
+from trainer.data import synthetic
 from trainer.data.rows import FILE_SUFFIXES, DataError, file_rows
 from trainer.episodes.episode import Problem
 from trainer.episodes.turn_parser import boxed_answer
 
 GENERATED = "generated:"
-GENERATED_GAIA_FORMAT = "generated-gaia-format:"
-GENERATED_SOURCES = (GENERATED, GENERATED_GAIA_FORMAT)
-GAIA_FORMAT = "gaia:"
 CONVERSATION_SEED_OFFSET = 1 << 20
 """Added to the seed for conversations, so that they are not about the problems of the training."""
 # Paths of keys and indices. A row of ORZ is itself a list of messages (0 and 1); DAPO and verl have a list of messages
@@ -48,7 +41,8 @@ ANSWER_PATHS = (
     "expected_answer",
 )
 ID_PATHS = ("id", "extra_info.index", "unique_id", "record id")
-HUB_ENVIRONMENTS = ("python", "multiple_choice")
+CHOICE_FIELDS = frozenset({"choices", "correct answer"})
+"""A row with one of these fields is no mathematical problem, whatever else it has."""
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _PROBLEM_FIELDS = {"id", "text", "answer", "source"}
 _OPTIONAL_PROBLEM_FIELDS = {"environment", "options"}
@@ -82,19 +76,13 @@ def iter_problems(
     if source.startswith(GENERATED):
         yield from synthetic.generate(_generated_count(source), seed, held_out=held_out)
         return
-    if source.startswith(GENERATED_GAIA_FORMAT):
-        yield from generated_gaia_format.generate(_generated_count(source), seed, held_out=held_out)
-        return
-    if source.startswith(GAIA_FORMAT):
-        yield from gaia_format.iter_problems(source.removeprefix(GAIA_FORMAT), on_malformed)
-        return
     name = Path(source).stem if source.endswith(FILE_SUFFIXES) else source
-    for number, row in enumerate(_rows(source)):
+    for number, row in enumerate(iter_rows(source)):
         try:
             if isinstance(row, bytes):
                 raise DataError(f"expected a row in JSON without unpaired surrogates, got {row!r:.200}")
             problem = _problem(row, name, number)
-            if _match_hub_name(source) and problem.environment not in HUB_ENVIRONMENTS:
+            if _match_hub_name(source) and problem.environment != "python":
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
         except DataError as error:
             on_malformed(name, number, error)
@@ -107,7 +95,7 @@ def read_conversations(source: str, *, seed: int = 0) -> list[synthetic.Messages
     if source.startswith(GENERATED):
         # The second seed chooses the faults that the conversations contain on purpose (`trainer.data.synthetic`).
         return synthetic.conversations(_generated_count(source), seed + CONVERSATION_SEED_OFFSET, fault_seed=seed)
-    return [_conversation(source, number, row) for number, row in enumerate(_rows(source))]
+    return [_conversation(source, number, row) for number, row in enumerate(iter_rows(source))]
 
 
 def check_source(source: str, *, has_conversations: bool = False) -> None:
@@ -116,11 +104,8 @@ def check_source(source: str, *, has_conversations: bool = False) -> None:
     With `has_conversations`, raise it also if the first row of a file is not a conversation. For a data set on the hub,
     only its description is read, not its rows.
     """
-    if source.startswith(GENERATED_SOURCES):
+    if source.startswith(GENERATED):
         _generated_count(source)
-        return
-    if source.startswith(GAIA_FORMAT):
-        gaia_format.find_metadata(source.removeprefix(GAIA_FORMAT))
         return
     if match := _match_hub_name(source):
         import datasets
@@ -131,7 +116,7 @@ def check_source(source: str, *, has_conversations: bool = False) -> None:
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(f"{name}: cannot be loaded from the hub ({error})") from None
         return
-    if (row := next(_rows(source), None)) is None:
+    if (row := next(iter_rows(source), None)) is None:
         raise DataError(f"{source}: expected rows, got none")
     if has_conversations:
         _conversation(source, 0, row)
@@ -148,22 +133,22 @@ def _conversation(source: str, number: int, row: Any) -> synthetic.Messages:
 
 
 def _generated_count(source: str) -> int:
-    kind, _, count = source.partition(":")
+    count = source.removeprefix(GENERATED)
     if not (count.isdecimal() and count.isascii()):
-        raise DataError(f"{source}: expected {kind}:N with a whole number")
+        raise DataError(f"{source}: expected {GENERATED}N with a whole number")
     return int(count)
 
 
 def is_on_hub(source: str) -> bool:
     """Return whether a source names a data set on the hub."""
-    return not source.startswith((*GENERATED_SOURCES, GAIA_FORMAT)) and _match_hub_name(source) is not None
+    return _match_hub_name(source) is not None
 
 
 def _match_hub_name(source: str) -> re.Match[str] | None:
     return None if source.endswith(FILE_SUFFIXES) else _HUB_NAME.fullmatch(source)
 
 
-def _rows(source: str) -> Iterator[Any]:
+def iter_rows(source: str) -> Iterator[Any]:
     """Yield the decoded rows of a file or a data set.
 
     A line that is not JSON is yielded as bytes, so that the caller reports it as a malformed row with its number.
@@ -174,10 +159,7 @@ def _rows(source: str) -> Iterator[Any]:
 def _hub_rows(source: str) -> Iterator[Any]:
     if not (match := _match_hub_name(source)):
         suffixes = " | ".join(FILE_SUFFIXES)
-        raise DataError(
-            f"{source}: expected {GENERATED}N, {GENERATED_GAIA_FORMAT}N, {GAIA_FORMAT}PATH[:SPLIT], a {suffixes} file, "
-            "or owner/name[@config][:split]"
-        )
+        raise DataError(f"{source}: expected {GENERATED}N, a {suffixes} file, or owner/name[@config][:split]")
     import datasets
 
     name, config, split = match.groups()
@@ -202,8 +184,8 @@ def _problem(row: Any, source: str, number: int) -> Problem:
         raise DataError(f"expected at most {len(row) - 1} cells, as in the first line, got more: {row[None]!r:.200}")
     id = _first_present(row, ID_PATHS)
     id = f"{source}-{number}" if id in (None, "") else str(id)
-    if environment in ("", "multiple_choice") and (problem := read_multiple_choice(row, id, source)):
-        return problem
+    if not environment and isinstance(row, Mapping) and CHOICE_FIELDS & {str(name).lower() for name in row}:
+        raise DataError("a row with choices: convert its file by `python -m examples.multiple_choice`")
     text, answer = _first_present(row, TEXT_PATHS), _first_present(row, ANSWER_PATHS)
     if not isinstance(text, str) or not (text := text.strip()):
         raise DataError(f"expected a problem as {_fields(TEXT_PATHS)}, got {row!r:.200}")

@@ -79,6 +79,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(sys.argv[1:])
 """
 """Ends with exit code 2, and the reason in the last line of stderr, if vLLM does not accept its arguments."""
+CHECK_MODEL_CODE = """\
+import sys
+import transformers
+from vllm import ModelRegistry
+known = ModelRegistry.get_supported_archs()
+if not any(name in known or hasattr(transformers, name) for name in sys.argv[1:]):
+    sys.exit(f"vLLM does not know the architecture {', '.join(sys.argv[1:])}")
+"""
+"""Ends with exit code 1 if no argument is an architecture of vLLM, or of transformers, whose models vLLM can run."""
 
 
 @dataclass(frozen=True, slots=True)

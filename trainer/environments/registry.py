@@ -16,11 +16,9 @@ from trainer.episodes.episode import Problem
 
 ENVIRONMENTS = {
     "python": "trainer.environments.python_environment:PythonEnvironment",
-    "multiple_choice": "trainer.environments.multiple_choice_environment:MultipleChoiceEnvironment",
     "code": "trainer.environments.code_environment:CodeEnvironment",
     "qa": "trainer.environments.qa_environment:QaEnvironment",
     "mcp": "trainer.environments.mcp_environment:McpEnvironment",
-    "text": "trainer.environments.text_environment:TextEnvironment",
 }
 """The class of each environment, as module:Class."""
 

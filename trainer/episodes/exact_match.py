@@ -14,7 +14,6 @@ Two consequences: the right answer "1,000" is a list of two numbers, and "inf" e
 
 from __future__ import annotations
 
-import math
 import re
 import string
 
@@ -39,14 +38,6 @@ def is_exact_match(answer: str | None, truth: str) -> bool:
         elements, true_elements = _SEPARATOR.split(answer), _SEPARATOR.split(truth)
         return len(elements) == len(true_elements) and all(map(_elements_match, elements, true_elements))
     return _text(answer).translate(_PUNCTUATION) == _text(truth).translate(_PUNCTUATION)
-
-
-def has_answers(truth: str) -> bool:
-    """Return whether some texts match `truth` and others do not. Three kinds of right answers cannot be used: "inf"
-    matches every text that is no number, "nan" matches nothing, and punctuation matches any punctuation."""
-    if _is_number(truth):
-        return math.isfinite(float(truth))
-    return bool(_text(truth).translate(_PUNCTUATION))
 
 
 def plain_answer(boxed: str) -> str:

@@ -96,9 +96,6 @@ def open_cluster_rollout(run: RecipeRun, stage: StageConfig, model: Path) -> Ite
     """Open vLLM servers, which get the weights of `model`, and the nodes of a Ray cluster, on which episodes run."""
     config = replace(run.config, collect=stage_settings(run.config, stage))
     collect = config.collect
-    if config.engines.kind != "vllm":
-        raise ConfigError("episodes=cluster: expected engines.kind=vllm, whose servers get new weights in each step")
-    _require_shared_servers(config)
     connect(collect.ray_address)
     spec = HostSpec(config, model, run.dir.resolve(), has_sandbox=True, share=1 / num_nodes())
     with LoopThread() as loop_thread:
@@ -149,14 +146,8 @@ def _max_down_s(config: RunConfig) -> float:
     return config.engines.max_down_s if config.engines.weight_sync == "file" else 0.0
 
 
-def _require_shared_servers(config: RunConfig) -> None:
-    if not config.engines.endpoints:
-        raise ConfigError("engines.endpoints: expected the URLs of vLLM servers that all nodes can reach, got none")
-
-
 async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
     """Give the servers their weights before the workers start, and return the settings of the workers."""
-    _require_shared_servers(spec.config)
     async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
         await require_weights(pool, _max_down_s(spec.config))
     return replace(spec, share=1 / num_nodes())

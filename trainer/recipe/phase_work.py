@@ -11,17 +11,21 @@ from __future__ import annotations
 import random
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import torch
+from transformers import AutoConfig
+
 from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
-from trainer.config import ONLINE_SETTINGS, ConfigError, RunConfig, SamplingConfig, StageConfig
+from trainer.config import ONLINE_SETTINGS, ConfigError, ModelShape, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import read_conversations, read_problems
@@ -29,7 +33,7 @@ from trainer.environments.registry import check_problem, check_shared, environme
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
-from trainer.json_files import read_json, write_json
+from trainer.json_files import differing_settings, read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe import collect_work, evaluation
 from trainer.recipe.phases import (
@@ -60,8 +64,11 @@ from trainer.training.context import (
     TrainingContext,
     checkpoint_step,
     distributed_state,
+    latest_checkpoint,
     leave_ranks,
+    model_errors_as_config_errors,
     wait_for_ranks,
+    waiting_group,
 )
 from trainer.training.grpo import NoRewardsError, train_stage
 from trainer.training.sft import train_sft
@@ -93,7 +100,22 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         problem_data.write_problems(problems, path)
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
+    for stage in stages:
+        _check_enough_problems(run, stage, reports[run.unfiltered_path(stage).stem]["counts"])
     run.write_result(phase, TrainResult(model, step=0))
+
+
+def _check_enough_problems(run: RecipeRun, stage: StageConfig, counts: Mapping[str, Mapping[str, int]]) -> None:
+    """Raise `ConfigError` with the reasons for which problems were dropped, if a stage has too few of them."""
+    total = Counter[str]()
+    for source_counts in counts.values():
+        total.update(source_counts)
+    if total["kept"] < stage.problems_per_step:
+        raise ConfigError(
+            f"stages.{stage.name}: expected at least problems_per_step={stage.problems_per_step} problems, got "
+            f"{total['kept']}: its data has {', '.join(f'{n} {label}' for label, n in total.items())}; "
+            f"{run.dir}/data/report.json names dropped rows. Give other problems, or lower problems_per_step"
+        )
 
 
 def _prepare_problems(
@@ -148,7 +170,7 @@ def _unparsable_answers(config: RunConfig, answers: Sequence[str]) -> Collection
 
 def sft(run: RecipeRun, phase: Phase) -> None:
     """Train the first model on conversations."""
-    config = run.config
+    config, is_first_rank = run.config, _join_ranks(run.config)
     conversations = [
         messages for source in config.sft.data for messages in read_conversations(source, seed=config.seed)
     ]
@@ -156,7 +178,7 @@ def sft(run: RecipeRun, phase: Phase) -> None:
     with _training_context(run, phase, steps) as context:
         chat_format = load_chat_format(config, context.model)
         trained = train_sft(config.sft, context, conversations=conversations, chat_format=chat_format)
-    if distributed_state(config.hardware).is_main_process:
+    if is_first_rank:
         step = context.first_step + checkpoint_step(trained.checkpoint)
         run.write_result(phase, TrainResult(run.relative(trained.model), step))
     leave_ranks()
@@ -178,7 +200,7 @@ def collect(run: RecipeRun, phase: Phase) -> None:
 
 def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
     """Train one RL stage. With `store`, train on the episodes in this store, and sample nothing."""
-    stage, is_first_rank = run.config.stage_config(phase.stage), distributed_state(run.config.hardware).is_main_process
+    stage, is_first_rank = run.config.stage_config(phase.stage), _join_ranks(run.config)
     checkpoint = run.trained_model(phase.stage, of_previous_stage=True).checkpoint
     if stage.difficulty_filter_samples:
         run.require_result(Phase("filter", phase.stage))
@@ -382,6 +404,8 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
     """Yield the inputs of a training. Its metrics go to the trackers and a progress bar as well."""
     config, stage, run_folder = run.config, phase.stage, run.run_folder
     before = run.trained_model(stage, of_previous_stage=True)
+    if checkpoint := latest_checkpoint(run.stage_dir(stage) / "checkpoints"):
+        _check_same_model(run.model_path(before.model), checkpoint)
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
             tracking = config.tracking
@@ -415,3 +439,34 @@ def derive_seed(config: RunConfig, name: str) -> int:
     """Return a seed for the phase or stage `name`. Different names give different seeds, so that two stages do not have
     the same order of problems."""
     return random.Random(f"{config.seed} {name}").getrandbits(31)
+
+
+def _join_ranks(config: RunConfig) -> bool:
+    """Wait for all ranks, and return whether this is the first one. Raises `ConfigError` on every rank if their
+    settings differ."""
+    state, group = distributed_state(config.hardware), waiting_group()
+    if group is not None:
+        settings: list[dict[str, Any]] = [{}] * state.num_processes
+        torch.distributed.all_gather_object(settings, asdict(config), group=group)
+        if names := sorted({name for other in settings for name in differing_settings(settings[0], other)}):
+            raise ConfigError(
+                f"rank {state.process_index}: the ranks have different settings ({', '.join(names[:5])}); start all of "
+                "them with the same file, variables and --set"
+            )
+    return bool(state.is_main_process)
+
+
+def _check_same_model(model: Path, checkpoint: Path) -> None:
+    """Raise `ConfigError` if a checkpoint has another architecture or other sizes than the model that is trained. The
+    checkpoint of an adapter has no config of a model, and is not compared."""
+    if not (checkpoint / "config.json").exists():
+        return
+    with model_errors_as_config_errors(model):
+        mine, theirs = (AutoConfig.from_pretrained(path).get_text_config() for path in (model, checkpoint))
+    names = ["model_type", *(size.name for size in fields(ModelShape) if size.name != "tie_word_embeddings")]
+    values = {name: [getattr(config, name, None) for config in (mine, theirs)] for name in names}
+    if differing := [f"{name} is {new} and not {old}" for name, (old, new) in values.items() if old != new]:
+        raise ConfigError(
+            f"{checkpoint}: expected a checkpoint of {model}, got another model's ({', '.join(differing)}); delete "
+            "the checkpoints of this stage, or give another --run-dir"
+        )

@@ -16,28 +16,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
 from trainer.data.rows import DataError
-from trainer.data.sources import GENERATED_SOURCES, check_source, is_on_hub, iter_problems
+from trainer.data.sources import GENERATED, check_source, is_on_hub, iter_problems
 from trainer.engines.engine import EngineError
-from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, WORKER_EXTENSION, option_words
+from trainer.engines.vllm_servers import (
+    CHECK_MODEL_CODE,
+    CHECK_OPTIONS_CODE,
+    WORKER_EXTENSION,
+    VllmServers,
+    option_words,
+)
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
 from trainer.environments.registry import check_problem, check_shared
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
+from trainer.json_files import RecordError, read_json
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
 from trainer.recipe.resource_plan import GB, LESS_MEMORY_ADVICE, disk_bytes, known_shape, misfits, resource_plan
 from trainer.recipe.runner import NotReady
@@ -54,6 +64,8 @@ REPORT_TIMEOUT_S = 60.0
 a vLLM server describes its settings and its machine."""
 MAX_PROBLEM_ERRORS = 5
 """Maximum number of lines about the problems of one source."""
+Check = Callable[[], list[str]]
+"""Returns a line for each thing that is missing."""
 FIND_VLLM_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -98,66 +110,50 @@ def _problem_sources(config: RunConfig) -> dict[str, Sequence[str]]:
 
 def _check_sources_and_model(config: RunConfig, phases: Sequence[Phase], *, needs_weights: bool) -> Iterator[str]:
     """Check that all sources and the model exist. Those on a hub are all checked at the same time, within
-    `HUB_TIMEOUT_S`."""
-    sources: dict[str, Sequence[str]] = {}
-    if any(phase.command == "prepare" for phase in phases):
-        problem_sources = _problem_sources(config)
-        sources |= {"data.train": problem_sources.pop("data.train")}
-        sources |= {"data.decontaminate_against": config.data.decontaminate_against, **problem_sources}
-    if any(phase.command == "sft" for phase in phases):
-        sources |= {"sft.data": config.sft.data}
-    # A source that several settings name is checked once, and reported under the first of these settings. In a dict the
-    # last entry for a key wins, so the entries are in reverse order. The second `reversed` restores the order.
-    setting_of = {source: setting for setting, names in reversed(sources.items()) for source in reversed(names)}
-    checks = {
-        f"{setting}: {source}": (is_on_hub(source), partial(_source_errors, setting, source))
-        for source, setting in reversed(setting_of.items())
-    }
-    model = config.model.path
-    if model != TINY_MODEL:
-        checks[f"model.path: {model}"] = (
-            not Path(model).exists(),
-            partial(_check_model, config, needs_weights=needs_weights),
-        )
-    remote = {title: check for title, (is_remote, check) in checks.items() if is_remote}
-    results = _within_limit(remote) if remote else {}
-    for title, (_, check) in checks.items():
-        if title not in remote:
-            _log(title)
-        yield from results[title] if title in remote else check()
+    `HUB_TIMEOUT_S`. A source that several settings name is reported under the first of them."""
+    commands, sources = {phase.command for phase in phases}, dict[str, Sequence[str]]()
+    if "prepare" in commands:
+        sources = {**_problem_sources(config), "data.decontaminate_against": config.data.decontaminate_against}
+    if "sft" in commands:
+        sources["sft.data"] = config.sft.data
+    local, remote, setting_of = dict[str, Check](), dict[str, Check](), dict[str, str]()
+    for setting, names in sources.items():
+        for source in names:
+            setting_of.setdefault(source, setting)
+    for source, setting in setting_of.items():
+        checks = remote if is_on_hub(source) else local
+        checks[f"{setting}: {source}"] = partial(_source_errors, setting, source)
+    if (model := config.model.path) != TINY_MODEL:
+        checks = local if Path(model).exists() else remote
+        checks[f"model.path: {model}"] = partial(_check_model, config, needs_weights=needs_weights)
+    for title, check in local.items():
+        _log(title)
+        yield from check()
+    if remote:
+        yield from _within_limit(remote)
 
 
-def _within_limit(checks: Mapping[str, Callable[[], list[str]]]) -> dict[str, list[str]]:
-    """Run the checks that ask a hub, all at the same time, and return the lines of each. A check that has not ended
+def _within_limit(checks: Mapping[str, Check]) -> Iterator[str]:
+    """Run the checks that ask a hub, all at the same time, and yield the lines of each. A check that has not ended
     after `HUB_TIMEOUT_S` gets one line that says so. Its thread ends with the process, since nothing can interrupt the
     hub's client."""
     import datasets  # noqa: F401  imported before the time limit starts, since the imports take seconds
     import transformers  # noqa: F401
 
-    for title in checks:
-        _log(f"{title} (at most {HUB_TIMEOUT_S:g} s)")
-    results: dict[str, list[str] | BaseException] = {}
-
-    def work(title: str) -> None:
+    def work(check: Check, result: Future[list[str]]) -> None:
         try:
-            results[title] = checks[title]()
+            result.set_result(check())
         except BaseException as error:
-            results[title] = error
+            result.set_exception(error)
 
-    threads = [threading.Thread(target=work, args=[title], daemon=True) for title in checks]
-    for thread in threads:
-        thread.start()
-    give_up_at = time.monotonic() + HUB_TIMEOUT_S
-    for thread in threads:
-        thread.join(max(0.0, give_up_at - time.monotonic()))
+    results: dict[str, Future[list[str]]] = {title: Future() for title in checks}
+    for title, result in results.items():
+        _log(f"{title} (at most {HUB_TIMEOUT_S:g} s)")
+        threading.Thread(target=work, args=[checks[title], result], daemon=True).start()
+    wait(results.values(), HUB_TIMEOUT_S)
     late = f"the hub gave no answer within {HUB_TIMEOUT_S:g} s; repair the network, or name a file or a folder here"
-    lines: dict[str, list[str]] = {}
-    for title in checks:
-        result = results.get(title, [f"{title}: {late}"])
-        if isinstance(result, BaseException):
-            raise result
-        lines[title] = result
-    return lines
+    for title, result in results.items():
+        yield from result.result() if result.done() else [f"{title}: {late}"]
 
 
 def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:
@@ -176,7 +172,7 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
         # refuses environments with state for them.
         is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
-            if source.startswith(GENERATED_SOURCES):
+            if source.startswith(GENERATED):
                 continue
             lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
             yield from (f"{setting}: {source}: {line}" for line in lines)
@@ -293,9 +289,12 @@ def _available_bytes() -> int:
 
 
 def _check_packages(config: RunConfig) -> Iterator[str]:
-    launcher = config.hardware.launcher
+    hardware, launcher = config.hardware, config.hardware.launcher
+    ranks = hardware.nodes * max(1, hardware.gpus_per_node)
     if launcher and not shutil.which(launcher[0]):
         yield f"hardware.launcher: {launcher[0]}: no such command on PATH; install it, or name another"
+    if not launcher and ranks > 1 and os.environ.get("WORLD_SIZE") != str(ranks):  # torchrun has started this process
+        yield f"hardware.launcher: expected a command for {ranks} processes, got none; set it, for example to torchrun"
     for package in config.tracking.trackers:
         if not find_spec(package):
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
@@ -334,14 +333,27 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
             )
     if not starts_servers:
         return
+    try:
+        VllmServers("", Path(), 0, gpus_per_server=hardware.gpus_per_node, args=engines.args).command(0)
+    except ConfigError as error:
+        yield str(error)
     python = engines.vllm_python or sys.executable
-    words = [word for name, value in engines.args.items() for word in option_words(name, value)]
     if _python_error(python, FIND_VLLM_CODE):
         yield (
             f"engines: {python} has no vLLM; name a Python that has it in engines.vllm_python, or set engines.endpoints"
         )
-    elif words and (reason := _python_error(python, CHECK_OPTIONS_CODE, *words)):
+        return
+    words = [word for name, value in engines.args.items() for word in option_words(name, value)]
+    if words and (reason := _python_error(python, CHECK_OPTIONS_CODE, *words)):
         yield f"engines.args: {reason}"
+    model: Mapping[str, Any] = {}
+    with suppress(RecordError):  # reported by `_check_model`
+        model = read_json(Path(config.model.path, "config.json")) or {}
+    if (names := model.get("architectures")) and (reason := _python_error(python, CHECK_MODEL_CODE, *names)):
+        yield f"model {config.model.path}: {reason}; name another model, or a Python with another vLLM"
+    heads, size = model.get("num_attention_heads", 0), engines.tensor_parallel_size
+    if heads % size:
+        yield f"engines.tensor_parallel_size={size}: expected a divisor of the {heads} attention heads; change it"
 
 
 def _python_error(python: str, code: str, *words: str) -> str:

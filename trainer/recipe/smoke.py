@@ -10,13 +10,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from trainer.config import ConfigError, RunConfig, SamplingConfig
 from trainer.data.problems import write_problems
-from trainer.data.sources import GENERATED_SOURCES, iter_problems, read_conversations
+from trainer.data.sources import GENERATED, iter_problems, read_conversations
 from trainer.json_files import write_rows
 from trainer.recipe.phase_server import phase_server
 from trainer.recipe.phases import RecipeRun
@@ -26,9 +27,9 @@ from trainer.rollout.loop_thread import LoopThread
 
 LOCK_FILE = "lock"
 """The file that every run folder has (`trainer.recipe.runner`)."""
-NUM_PROBLEMS = 8
-"""Problems of each source. Some may be dropped, for example because their answers are no integers."""
-NUM_CONVERSATIONS = 8
+NUM_ROWS = 8
+"""Problems or conversations of each source, if few ranks train. Some problems may be dropped, for example because their
+answers are no integers."""
 MAX_RESPONSE_TOKENS = 64
 MAX_TURNS = 2
 SamplingT = TypeVar("SamplingT", bound=SamplingConfig)
@@ -53,13 +54,21 @@ def smoke_config(config: RunConfig) -> RunConfig:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / LOCK_FILE).touch()
-    data = _Data(folder / "smoke", config.seed)
+    # A training step has at least one row per rank.
+    ranks = config.hardware.nodes * max(1, config.hardware.gpus_per_node)
+
+    # A source that several settings name has one file.
+    first_rows = cache(partial(_first_rows, max(NUM_ROWS, 2 * ranks), folder / "smoke", config.seed))
+
+    def problems(sources: Sequence[str]) -> tuple[str, ...]:
+        return tuple(first_rows(source, is_conversations=False) for source in sources)
+
     stages = {
         name: replace(
             _short(stage),
             steps=1,
-            data=data.problems(stage.data),
-            problems_per_step=2,
+            data=problems(stage.data),
+            problems_per_step=max(2, ranks),
             samples_per_problem=2,
             kept_per_problem=2,
             difficulty_filter_samples=min(stage.difficulty_filter_samples, 2),
@@ -71,11 +80,17 @@ def smoke_config(config: RunConfig) -> RunConfig:
     return replace(
         config,
         run_dir=str(folder),
-        data=replace(config.data, train=data.problems(config.data.train), decontaminate_against=()),
-        sft=replace(config.sft, data=data.conversations(config.sft.data), epochs=1.0, batch_size=4, micro_batch_size=4),
+        data=replace(config.data, train=problems(config.data.train), decontaminate_against=()),
+        sft=replace(
+            config.sft,
+            data=tuple(first_rows(source, is_conversations=True) for source in config.sft.data),
+            epochs=1.0,
+            batch_size=4 * ranks,
+            micro_batch_size=4,
+        ),
         stages=stages,
-        eval=replace(_short(config.eval), data=data.problems(config.eval.data), samples_per_problem=1, every_steps=0),
-        collect=replace(_short(config.collect), data=data.problems(config.collect.data), samples_per_problem=2),
+        eval=replace(_short(config.eval), data=problems(config.eval.data), samples_per_problem=1, every_steps=0),
+        collect=replace(_short(config.collect), data=problems(config.collect.data), samples_per_problem=2),
         tracking=replace(config.tracking, trackers=()),
     )
 
@@ -88,40 +103,15 @@ def _short(sampling: SamplingT) -> SamplingT:
     )
 
 
-class _Data:
-    """The first rows of each source, in files of a folder."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed = folder, seed
-        self._files: dict[str, str] = {}
-
-    def problems(self, sources: Sequence[str]) -> tuple[str, ...]:
-        return tuple(map(self._problems_of, sources))
-
-    def conversations(self, sources: Sequence[str]) -> tuple[str, ...]:
-        """Return sources with the first conversations of `sources`."""
-        return tuple(map(self._conversations_of, sources))
-
-    def _problems_of(self, source: str) -> str:
-        if source.startswith(GENERATED_SOURCES):
-            return _first_generated(source, NUM_PROBLEMS)
-        if source not in self._files:
-            file = self._folder / f"problems-{len(self._files)}.jsonl"
-            write_problems(islice(iter_problems(source, lambda *_: None, seed=self._seed), NUM_PROBLEMS), file)
-            self._files[source] = str(file)
-        return self._files[source]
-
-    def _conversations_of(self, source: str) -> str:
-        if source.startswith(GENERATED_SOURCES):
-            return _first_generated(source, NUM_CONVERSATIONS)
-        file = self._folder / f"conversations-{len(list(self._folder.glob('*')))}.jsonl"
-        rows = read_conversations(source, seed=self._seed)[:NUM_CONVERSATIONS]
-        write_rows(file, ({"messages": messages} for messages in rows))
-        return str(file)
-
-
-def _first_generated(source: str, count: int) -> str:
-    """Return the source `generated:N` with N reduced to at most `count`. An invalid source is returned unchanged, since
-    the preflight reports it."""
-    kind, _, number = source.partition(":")
-    return f"{kind}:{min(int(number), count)}" if number.isdecimal() and number.isascii() else source
+def _first_rows(count: int, folder: Path, seed: int, source: str, *, is_conversations: bool) -> str:
+    """Return a source with the first `count` rows of `source`, in a file of `folder` unless they are generated. An
+    invalid source is returned unchanged, since the preflight reports it."""
+    if source.startswith(GENERATED):
+        number = source.removeprefix(GENERATED)
+        return f"{GENERATED}{min(int(number), count)}" if number.isdecimal() and number.isascii() else source
+    file = folder / f"rows-{len([*folder.glob('*')])}.jsonl"
+    if is_conversations:
+        write_rows(file, ({"messages": messages} for messages in read_conversations(source, seed=seed)[:count]))
+    else:
+        write_problems(islice(iter_problems(source, lambda *_: None, seed=seed), count), file)
+    return str(file)

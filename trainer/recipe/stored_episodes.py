@@ -23,7 +23,6 @@ from trainer.collection.host import replay_actions
 from trainer.collection.store import Key, StoreReader
 from trainer.collection.work import TryError
 from trainer.config import ConfigError, ModelConfig, RunConfig, SamplingConfig
-from trainer.data.gaia_format import write_submission
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import Generation, SamplingParams
 from trainer.engines.episode_handle import EpisodeHandle
@@ -210,10 +209,7 @@ def export(reader: StoreReader, form: str, out: Path, *, where: str = "1", rewar
     |----------|--------------------------------------------------------------------------------------------|
     | "tokens" | token ids, log-probabilities and loss mask as they were generated                          |
     | "chat"   | messages with the roles system, user, assistant and tool; only for episodes that have a turn |
-    | "gaia"   | the submission for GAIA's leaderboard; one row per problem                                 |
     """
-    if form == "gaia":
-        return write_submission(out, reader.episodes(where))
     rescored = {(row["problem"], row["sample"]): row["reward"] for row in read_rows(rewards)} if rewards else {}
     to_row = partial(_chat_row, _chat_format(reader)) if form == "chat" else _token_row
     count = 0

@@ -138,7 +138,7 @@ class RunFolder:
         content = read_json(self.path / "config.json")
         if content is None:
             return None
-        check_layout(self.path, content.get("layout_version", content.get("version")), LAYOUT_VERSION)
+        check_layout(self.path, content.get("layout_version"), LAYOUT_VERSION)
         return dict(content["config"])
 
     def read_summary(self) -> dict[str, Any] | None:
@@ -155,10 +155,6 @@ class RunFolder:
     def read_episodes(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's episodes in the order in which they were written."""
         return read_rows(self._step_path("episodes", step))
-
-    def entropy_steps(self) -> list[int]:
-        """Return the training steps that have entropies, ascending."""
-        return sorted(map(_step_of, self.path.glob("entropies/step_*.jsonl")))
 
     def read_entropies(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of a step's entropies."""

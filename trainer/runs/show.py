@@ -18,41 +18,38 @@ from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import groupby
 from secrets import token_hex
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from trainer.episodes.metrics import METRICS, warnings
-from trainer.runs.entropy import Decode, Row, add_marked_text, print_episode, print_tables, read_steps
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.text_tables import ShowError, escape_controls, format_number, sparkline, spread, table
 
+Row = dict[str, Any]
 MAX_EPISODE_BYTES = 32 << 20
 """Maximum number of bytes of JSON for all episodes of a page together."""
 
 
-def show_run(args: argparse.Namespace, decode: Decode) -> None:
-    """Show a run as the command line asks. Raises `ShowError`, or `RecordError` for another layout.
-
-    `decode` turns token ids into text. It is called only if the run has entropies.
-    """
+def show_run(args: argparse.Namespace) -> None:
+    """Show a run as the command line asks. Raises `ShowError`, or `RecordError` for another layout."""
     folder = RunFolder(args.run)
     has_metrics = (args.run / "metrics.jsonl").exists()
     if folder.read_config() is None and not has_metrics and not folder.episode_steps():
         raise ShowError(f"{args.run}: expected a run folder, but it has no config, metrics or episodes")
-    if args.episode:
-        print_episode(folder, args.episode, decode)
+    if args.html:
+        _write_page(folder, args)
     else:
-        show = _write_page if args.html else _print_run
-        show(folder, args, decode)
+        _print_run(folder)
 
 
 # The page
 
 
-def _write_page(folder: RunFolder, args: argparse.Namespace, decode: Decode) -> None:
+def _write_page(folder: RunFolder, args: argparse.Namespace) -> None:
     steps = folder.episode_steps() if args.step is None else [args.step]
-    metrics, episodes = list(folder.read_metrics()), sample_episodes(folder, steps, args.max_episodes, decode)
+    metrics, episodes = list(folder.read_metrics()), sample_episodes(folder, steps, args.max_episodes)
     text = page({
         "name": folder.path.resolve().name,
         "made_at": time.time(),
@@ -76,11 +73,8 @@ def page(data: Row) -> str:
     return text.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
 
 
-def sample_episodes(folder: RunFolder, steps: list[int], max_episodes: int, decode: Decode) -> list[Row]:
-    """Return at most `max_episodes` episodes: the first groups of some steps, which are spread over `steps`.
-
-    Tokens with high entropy are marked.
-    """
+def sample_episodes(folder: RunFolder, steps: list[int], max_episodes: int) -> list[Row]:
+    """Return at most `max_episodes` episodes: the first groups of some steps, which are spread over `steps`."""
     group_size = next((len(group) for step in steps for group in _groups(folder, step)), 1)
     steps = spread(steps, max(1, max_episodes // group_size))
     episodes: list[Row] = []
@@ -90,9 +84,8 @@ def sample_episodes(folder: RunFolder, steps: list[int], max_episodes: int, deco
             if len(episodes) + len(group) > limit:
                 break
             episodes += group
-    add_marked_text(folder, episodes, decode)
     is_too_large = max_episodes > 1 and sum(len(json.dumps(row)) for row in episodes) > MAX_EPISODE_BYTES
-    return sample_episodes(folder, steps, max_episodes // 2, decode) if is_too_large else episodes[:max_episodes]
+    return sample_episodes(folder, steps, max_episodes // 2) if is_too_large else episodes[:max_episodes]
 
 
 def _groups(folder: RunFolder, step: int) -> Iterator[list[Row]]:
@@ -105,7 +98,7 @@ def _groups(folder: RunFolder, step: int) -> Iterator[list[Row]]:
 # The terminal
 
 
-def _print_run(folder: RunFolder, args: argparse.Namespace, decode: Decode) -> None:
+def _print_run(folder: RunFolder) -> None:
     console = Console(highlight=False, markup=False)
     rows = list(folder.read_metrics())
     if rows:
@@ -117,9 +110,6 @@ def _print_run(folder: RunFolder, args: argparse.Namespace, decode: Decode) -> N
         console.print(_stage_table(rows, folder.read_summary()), _metric_table(rows, console.width), sep="\n")
     else:
         console.print(f"{folder.path}: no training step is finished yet")
-    if steps := [step for step in folder.entropy_steps() if args.step in (None, step)][-1:]:
-        console.print(f"\nTokens of step {steps[0]}; --episode STEP/PROBLEM/SAMPLE marks them in an episode")
-        print_tables(read_steps(folder, steps), decode, max_kinds=5)
     if folder.episode_steps():
         console.print(f"--html FILE also shows episodes of {len(folder.episode_steps())} steps.")
 

@@ -180,7 +180,7 @@ def test_the_data_sets_in_configs_exist_on_the_hub(file: Path, monkeypatch: pyte
     config = load_config(file, {})
     stage_sources = [source for stage in config.stages.values() for source in stage.data]
     for source in (*config.data.train, *config.data.decontaminate_against, *config.eval.data, *stage_sources):
-        if not source.startswith(("data/", "gaia:data/")):  # files that the user supplies
+        if not source.startswith("data/"):  # files that the user supplies
             assert read_problems(source)
 
 

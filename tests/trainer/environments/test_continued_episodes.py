@@ -26,7 +26,7 @@ from trainer.episodes.episode import Episode, Problem
 pytest.importorskip("transformers")
 pytest.importorskip("mcp")
 
-HANOI = problem("text", {"game": "tower_of_hanoi", "disks": 2})
+HANOI = problem("examples.games:GameEnvironment", {"game": "tower_of_hanoi", "disks": 2})
 HANOI_MOVES = [("move", {"source": source, "target": target}) for source, target in [(1, 2), (1, 3), (2, 3)]]
 COUNTER = problem("mcp", {"command": [sys.executable, SERVER]}, answer="a is 3")
 QUESTION = problem("qa", {"texts": {"a.txt": "7"}}, answer="7")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from examples.generated_gaia import generate
 from sandbox.errors import ConfigError as SandboxConfigError
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
@@ -19,7 +20,6 @@ from tests.trainer.environments.episodes import ended_episode, opened_environmen
 from tests.trainer.environments.test_python_tool import SMALL_SERVICE
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
 from trainer.config import ConfigError
-from trainer.data.generated_gaia_format import generate
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.environment import EnvironmentFailure
 from trainer.environments.registry import check_problem, environment_class

@@ -53,10 +53,7 @@ def test_an_environment_that_cannot_be_found_is_an_error_with_the_reason(name: s
     ("name", "options", "expected_text"),
     [
         ("python", {"timeout": 3}, "problem p0: options.timeout: Unexpected keyword argument, got 3"),
-        ("text", {}, "options: Unable to extract tag using discriminator 'game'"),
-        ("text", {"game": "chess"}, "'chess' found using 'game' does not match"),
-        ("text", {"game": "tower_of_hanoi", "disks": 0}, "options.tower_of_hanoi.disks: Input should be greater"),
-        ("text", {"game": "number_guessing", "low": 3, "high": 2}, "expected low <= high, got low=3 and high=2"),
+        ("qa", {"level": "x"}, "problem p0: options.level: Input should be a valid integer"),
     ],
 )
 def test_a_wrong_option_is_an_error_that_names_it(name: str, options: dict[str, object], expected_text: str) -> None:
@@ -116,7 +113,7 @@ def test_any_error_of_the_import_of_an_environment_is_reported(tmp_path: Path, m
 
 def test_only_environments_that_run_code_need_a_sandbox() -> None:
     assert needs_sandbox(problem("python"))
-    assert not needs_sandbox(problem("text"))
+    assert not needs_sandbox(problem("mcp"))
     with pytest.raises(ConfigError, match="expected a sandbox, got none"):
         open_environment(problem("python"), Services())
 
@@ -147,6 +144,6 @@ def test_the_problems_in_docs_environments_md_are_valid(tmp_path: Path) -> None:
     rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     problems = read_problems(str(tmp_path / "rows.jsonl"))
-    assert [row.environment for row in problems] == ["text", "code", "mcp"]
+    assert [row.environment for row in problems] == ["python", "code", "mcp"]
     for row in problems:
         check_problem(row)

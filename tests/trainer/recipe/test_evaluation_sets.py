@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import multiple_choice
 from sandbox.errors import ConfigError as SandboxConfigError
 from sandbox.errors import IsolationError
 from sandbox.jail import choose_level
@@ -48,7 +49,10 @@ def documented_sets(folder: Path) -> list[Problem]:
     files = [folder / f"{name}.jsonl" for name in SETS[:-1]] + [folder / "gpqa.csv"]
     for file, content in zip(files, [*rows.splitlines(), table], strict=True):
         file.write_text(content, encoding="utf-8")
-    return [problem for file in files for problem in read_problems(str(file))]
+    return [
+        *(problem for file in files[:3] for problem in read_problems(str(file))),
+        *(problem for file in files[3:] for problem in multiple_choice.read_problems(str(file))),
+    ]
 
 
 def answers(problem: Problem) -> list[str | None]:
@@ -90,7 +94,7 @@ def test_the_documented_rows_are_read_and_each_set_has_avg_at_k_and_pass_at_k(tm
     problems = documented_sets(tmp_path)
     assert [problem.source for problem in problems] == list(SETS)
     assert [problem.id for problem in problems] == ["aime24-60", "test/algebra/0.json", "hmmt-0", "c1", "rec1"]
-    assert [problem.environment for problem in problems] == ["python"] * 3 + ["multiple_choice"] * 2
+    assert [problem.environment for problem in problems] == ["python"] * 3 + [multiple_choice.ENVIRONMENT] * 2
     reports, episodes = evaluate(problems, tmp_path / "eval")
     assert list(reports) == [*SETS, ALL]
     for report in reports.values():

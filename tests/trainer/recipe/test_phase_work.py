@@ -48,9 +48,10 @@ from trainer.json_files import read_json, read_rows, write_json  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
 from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
 from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
-from trainer.recipe.runner import RunPhase, run_recipe  # noqa: E402
+from trainer.recipe.runner import NO_PREFLIGHT, RunPhase, run_recipe  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
+from trainer.training.context import COMPLETE_MARK  # noqa: E402
 from trainer.training.grpo import NoRewardsError  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
@@ -87,6 +88,7 @@ steps = 6
 steps = 1
 difficulty_filter_samples = 3
 """
+GAMES = "examples.games:GameEnvironment"
 GUESSES = ("1", "2")
 """The answers that the model learns to give to every problem, equally often. The first is the correct one."""
 STEP_TIMEOUT_S = 600
@@ -179,12 +181,53 @@ def test_problems_whose_prompt_leaves_no_tokens_for_an_answer_are_dropped_and_re
     assert re.search(r"^eval: some: some-1: too_long: \d+, the limit is 72$", printed, re.MULTILINE)
 
 
+def test_a_stage_with_too_few_problems_ends_the_preparation_with_the_reason(tmp_path: Path) -> None:
+    file = tmp_path / "same.jsonl"
+    _write_rows(file, [{"problem": f"What is {number} + {number}?", "answer": "3"} for number in range(8)])
+    run = RecipeRun(_config(tmp_path, f"data.train={file}", f"eval.data={file}"))
+    message = "stages.rl1: expected at least problems_per_step=2 problems, got 0: its data has 8 rows, 8 contaminated; "
+    with pytest.raises(ConfigError, match=f"^{message}{run.dir}/data/report.json names dropped rows"):
+        phase_work.prepare(run, Phase("prepare"))
+    assert read_json(run.dir / "data/report.json")
+    assert not run.result(Phase("prepare"))
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_a_training_loads_it(tmp_path: Path) -> None:
+    model, run = model_folder(tmp_path / "model"), RecipeRun(_config(tmp_path, "sft.data=generated:4"))
+    run.write_result(Phase("prepare"), TrainResult(str(model), 0))
+    checkpoint = run.stage_dir("sft") / "checkpoints/checkpoint-1"
+    content = read_json(model / "config.json") or {}
+    size, heads = content["intermediate_size"], content["num_key_value_heads"]
+    write_json(checkpoint / "config.json", {**content, "intermediate_size": size + 1, "num_key_value_heads": 1})
+    (checkpoint / COMPLETE_MARK).touch()
+    message = f"intermediate_size is {size + 1} and not {size}, num_key_value_heads is 1 and not {heads}"
+    with pytest.raises(ConfigError, match=rf"^{checkpoint}: expected a checkpoint of {model}, got .* \({message}\)"):
+        phase_work.sft(run, Phase("sft", "sft"))
+
+
+def test_ranks_with_different_settings_end_with_a_line_that_names_them(tmp_path: Path) -> None:
+    _config(tmp_path)
+    program = "import os, sys; os.environ['RSTAR_TRAIN_SEED'] = os.environ['RANK']; from trainer.cli import main; "
+    (tmp_path / "rank.py").write_text(f"{program} sys.exit(main(sys.argv[1:]))\n", encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["sft", tmp_path / "run.toml", "--run-dir", tmp_path / "run", "--set=hardware.nodes=2", NO_PREFLIGHT]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, tmp_path / "rank.py", *arguments]
+    ranks = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert ranks.returncode
+    for rank in (0, 1):
+        assert f"rstar-train: rank {rank}: the ranks have different settings (seed); start all of them" in ranks.stderr
+
+
 def test_a_malformed_row_of_the_evaluation_is_named_and_ends_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A recipe must read all rows of the evaluation, because it compares the training problems with each of them."""
-    file, message = tmp_path / "some.jsonl", "choices: expected a list of 4 texts, got ['a', 'b']"
-    _write_rows(file, [{"problem": "What is 1 + 2?", "answer": "3"}, {"question": "Which?", "choices": ["a", "b"]}])
+    file, message = (
+        tmp_path / "some.jsonl",
+        "expected a problem as problem | question | prompt | text, got {'answer': '3'}",
+    )
+    _write_rows(file, [{"problem": "What is 1 + 2?", "answer": "3"}, {"answer": "3"}])
     run = RecipeRun(_config(tmp_path, "data.train=generated:3", f"eval.data={file}"))
     with pytest.raises(DataError, match=re.escape(f"{file}: row 1: {message}")):
         phase_work.prepare(run, Phase("prepare"))
@@ -213,8 +256,8 @@ def test_problems_with_an_answer_that_the_checker_cannot_parse_are_dropped_and_r
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        ("txet", {}, "environment 'txet': did you mean text?"),
-        ("text", {"game": "tower_of_hanoi", "disks": 2}, "environment 'text': expected one whose responses do not"),
+        ("pyhton", {}, "environment 'pyhton': did you mean python?"),
+        (GAMES, {"game": "tower_of_hanoi", "disks": 2}, f"environment '{GAMES}': expected one whose responses do not"),
         ("qa", {"file": "a.csv"}, "options.file: "),
     ],
 )
@@ -259,12 +302,15 @@ def test_every_end_token_of_the_model_ends_a_turn(tmp_path: Path, file: str, eos
 
 def test_an_environment_with_a_state_is_accepted_for_stages_that_do_not_sample_here(tmp_path: Path) -> None:
     options = {"game": "tower_of_hanoi", "disks": 2}
-    row = {"id": "h1", "text": "Go.", "answer": "", "source": "s", "environment": "text", "options": options}
-    _write_rows(tmp_path / "some.jsonl", [row])
+    row = {"text": "Go.", "answer": "", "source": "s", "environment": GAMES, "options": options}
+    _write_rows(
+        tmp_path / "some.jsonl",
+        [{"id": f"h{disks}", **row, "options": {**options, "disks": disks}} for disks in (2, 3)],
+    )
     collected = [f"stages.{name}.episodes=collected" for name in ("rl1", "rl2")]
     run = RecipeRun(_config(tmp_path, f"data.train={tmp_path / 'some.jsonl'}", *collected))
     phase_work.prepare(run, Phase("prepare"))
-    assert [problem.environment for problem in read_problems(str(run.dir / "data/train.jsonl"))] == ["text"]
+    assert [problem.environment for problem in read_problems(str(run.dir / "data/train.jsonl"))] == [GAMES] * 2
 
 
 def test_all_ranks_wait_for_the_engines_before_a_stage_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,13 +64,24 @@ def _config(folder: Path, *sets: str, text: str = SMALL_RUN) -> RunConfig:
     return load_config(file, {}, [f"run_dir={folder / 'run'}", *sets])
 
 
-OPTIONS_OF_FAKE_VLLM = """
+FAKE_VLLM = {
+    "transformers.py": "class LlamaForCausalLM: ...",
+    "vllm/__init__.py": """
+class ModelRegistry:
+    @staticmethod
+    def get_supported_archs():
+        return {"Qwen3ForCausalLM"}
+""",
+    "vllm/engine/arg_utils.py": """
 class AsyncEngineArgs:
     @staticmethod
     def add_cli_args(parser):
         parser.add_argument("--kv-cache-dtype")
         return parser
-"""
+""",
+    "vllm/utils/argparse_utils.py": "from argparse import ArgumentParser as FlexibleArgumentParser",
+}
+"""The modules of a Python in which vLLM has one model and one option."""
 
 
 def _missing(config: RunConfig, *commands: str) -> list[str]:
@@ -196,7 +207,7 @@ def test_all_that_is_missing_is_named_at_once(
         ({"environment": "pyhton"}, "environment 'pyhton': did you mean python?"),
         ({"options": {"timeout": 3}}, "options.timeout: Unexpected keyword argument"),
         (
-            {"environment": "text", "options": {"game": "tower_of_hanoi"}},
+            {"environment": "examples.games:GameEnvironment", "options": {"game": "tower_of_hanoi"}},
             "expected one whose responses do not depend on",
         ),
     ],
@@ -212,7 +223,7 @@ def test_an_environment_that_cannot_be_used_is_found_before_anything_starts(
 
 
 def test_a_stage_whose_episodes_are_collected_may_have_stateful_environments(tmp_path: Path) -> None:
-    row = {"environment": "text", "options": {"game": "tower_of_hanoi"}}
+    row = {"environment": "examples.games:GameEnvironment", "options": {"game": "tower_of_hanoi"}}
     sets = [f"stages.rl1.data={_problems(tmp_path / 'games.jsonl', row)}", "stages.rl1.episodes=collected"]
     assert _missing(_config(tmp_path, *sets), "prepare") == []
 
@@ -295,26 +306,60 @@ def test_an_adapter_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None
 
 
 def test_options_that_vllm_rejects_are_named(tmp_path: Path) -> None:
-    module = tmp_path / "site/vllm/engine/arg_utils.py"
-    parsers = tmp_path / "site/vllm/utils/argparse_utils.py"
-    for file, code in (
-        (module, OPTIONS_OF_FAKE_VLLM),
-        (parsers, "from argparse import ArgumentParser as FlexibleArgumentParser"),
-    ):
-        file.parent.mkdir(parents=True)
-        file.write_text(code)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    sets = ["engines.kind=vllm", f"engines.vllm_python={python}", f"sandbox.endpoints={UNUSED_URL}"]
+    sets = [f"engines.vllm_python={_python_with_fake_vllm(tmp_path)}", f"sandbox.endpoints={UNUSED_URL}"]
     good, bad = (
-        [line for line in _missing(_config(tmp_path, *sets, f"engines.args.{option}"), "eval") if "engines" in line]
+        [line for line in _missing(_config(tmp_path, "engines.kind=vllm", *sets, f"engines.args.{option}"), "eval")]
         for option in ("kv_cache_dtype=fp8", "kv_cash_dtype=fp8")
     )
-    assert good == []
-    assert len(bad) == 1
+    assert [line.split(":")[0] for line in good] == ["sandbox"]
     assert bad[0].startswith("engines.args: ")
     assert bad[0].endswith("error: unrecognized arguments: --kv-cash-dtype fp8")
+    own = _missing(_config(tmp_path, "engines.kind=vllm", *sets, "engines.args.dtype=half"), "eval")[0]
+    assert own == "engines.args: --dtype: expected other options, since the trainer sets these"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, ""),
+        ({"architectures": ["LlamaForCausalLM"]}, ""),  # vLLM can run models of transformers
+        ({"architectures": ["NewForCausalLM"]}, "model {}: vLLM does not know the architecture NewForCausalLM; name"),
+        ({"num_attention_heads": 3}, "engines.tensor_parallel_size=2: expected a divisor of the 3 attention heads; "),
+    ],
+)
+def test_a_model_that_vllm_cannot_run_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, **changes}))
+    sets = [f"engines.vllm_python={_python_with_fake_vllm(tmp_path)}", f"model.path={folder}"]
+    config = _config(
+        tmp_path, "engines.kind=vllm", "engines.tensor_parallel_size=2", "engines.endpoints=http://a", *sets
+    )
+    config = replace(config, engines=replace(config.engines, endpoints=()), hardware=HardwareConfig(1, 2))
+    lines = [line for line in preflight._check_own_engines(config) if not line.startswith("GPUs: ")]
+    assert [line.startswith(expected.format(folder)) for line in lines] == [True] * bool(expected)
+
+
+@pytest.mark.parametrize(("world_size", "num_lines"), [("", 1), ("1", 1), ("2", 0)])
+def test_several_ranks_need_a_launcher_unless_one_has_started_the_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, num_lines: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    lines = list(preflight._check_packages(_config(tmp_path, "hardware.nodes=2")))
+    assert len(lines) == num_lines
+    assert all(line.startswith("hardware.launcher: expected a command for 2 processes, got none; ") for line in lines)
+
+
+def _python_with_fake_vllm(folder: Path) -> Path:
+    """Write a Python that has the modules of `FAKE_VLLM`."""
+    for name, code in FAKE_VLLM.items():
+        file = folder / "site" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder}/site exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 @pytest.fixture

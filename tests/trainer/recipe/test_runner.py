@@ -206,10 +206,10 @@ def test_results_are_files_named_after_their_phase(tmp_path: Path) -> None:
 
 
 def test_the_launcher_starts_training_phases_only(tmp_path: Path) -> None:
-    config = _config(tmp_path, 'hardware.launcher=["torchrun", "--nproc-per-node=8"]')
+    config = _config(tmp_path, 'hardware.launcher=["torchrun", "--nproc-per-node=1"]')
     arguments = [str(tmp_path / "run"), "--stage", "rl1", NO_PREFLIGHT]
     assert phase_command(Phase("eval", "rl1"), config) == [sys.executable, "-m", "trainer", "eval", *arguments]
-    expected = ["torchrun", "--nproc-per-node=8", "-m", "trainer", "grpo", *arguments]
+    expected = ["torchrun", "--nproc-per-node=1", "-m", "trainer", "grpo", *arguments]
     assert phase_command(Phase("grpo", "rl1"), config) == expected
 
 
@@ -245,7 +245,7 @@ def test_a_run_folder_that_lacks_a_newer_setting_continues_with_the_default_of_t
 
 def test_a_run_folder_of_an_older_layout_is_refused(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    write_json(tmp_path / "run/config.json", {"version": 1, "config": {}})
+    write_json(tmp_path / "run/config.json", {"layout_version": 1, "config": {}})
     with pytest.raises(RecordError, match=r"expected layout_version 2, got 1"):
         run_recipe(config, run_phase=FakeChildren(config))
 

@@ -54,9 +54,17 @@ def test_a_smoke_run_has_the_phases_and_the_model_of_the_run_with_small_sizes(na
     for stage in small.stages.values():
         assert (stage.problems_per_step, stage.samples_per_problem, stage.kept_per_problem) == (2, 2, 2)
         assert stage.max_response_tokens <= smoke.MAX_RESPONSE_TOKENS and stage.max_turns <= smoke.MAX_TURNS
-    assert len(read_problems(*small.data.train)) == len(read_problems(*small.eval.data)) == smoke.NUM_PROBLEMS
-    assert len(read_conversations(*small.sft.data)) == smoke.NUM_CONVERSATIONS
+    assert len(read_problems(*small.data.train)) == len(read_problems(*small.eval.data)) == smoke.NUM_ROWS
+    assert len(read_conversations(*small.sft.data)) == smoke.NUM_ROWS
     assert (small.model, small.engines, small.hardware) == (config.model, config.engines, config.hardware)
+
+
+def test_a_smoke_run_has_rows_for_every_rank(tmp_path: Path) -> None:
+    sources = ("data.train=generated:512", "eval.data=generated:4", "sft.data=generated:512")
+    small = smoke.smoke_config(_load("qwen3-14b-mi300x.toml", tmp_path, "data.decontaminate_against=[]", *sources))
+    ranks = 8 * 8
+    assert {stage.problems_per_step for stage in small.stages.values()} == {ranks}
+    assert (small.sft.batch_size, small.data.train) == (4 * ranks, (f"generated:{2 * ranks}",))
 
 
 def test_a_smoke_run_replaces_the_folder_of_an_earlier_one_and_not_that_of_the_run(tmp_path: Path) -> None:
@@ -66,7 +74,7 @@ def test_a_smoke_run_replaces_the_folder_of_an_earlier_one_and_not_that_of_the_r
     for folder in (tmp_path / "run", tmp_path / "run-smoke"):
         (folder / "user_file").touch()
     small = smoke.smoke_config(config)
-    assert small.data.train == small.eval.data == (f"generated:{smoke.NUM_PROBLEMS}",)
+    assert small.data.train == small.eval.data == (f"generated:{smoke.NUM_ROWS}",)
     assert (tmp_path / "run" / "user_file").exists() and not (tmp_path / "run-smoke" / "user_file").exists()
 
 

@@ -125,13 +125,6 @@ def test_an_export_takes_the_rewards_of_a_rescore(reader: StoreReader, tmp_path:
     assert [row["reward"] for row in rows(tmp_path / "tokens")] == [1.0, 0.25]
 
 
-def test_an_export_for_gaia_is_a_submission(reader: StoreReader, tmp_path: Path) -> None:
-    assert export(reader, "gaia", tmp_path / "submission") == NUM_PROBLEMS
-    for index, row in enumerate(rows(tmp_path / "submission")):
-        assert (row["task_id"], row["model_answer"]) == (f"p{index}", str(NUM_TURNS - 1))
-        assert row["reasoning_trace"].count("<tool_call>") == NUM_TURNS - 1
-
-
 def test_another_environment_scores_problems_that_have_options_of_their_own(
     settings: dict[str, object], tmp_path: Path
 ) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from trainer import cli
 
-GAME = {"environment": "text", "options": {"game": "tower_of_hanoi", "disks": 1}}
+GAMES = "examples.games:GameEnvironment"
+GAME = {"environment": GAMES, "options": {"game": "tower_of_hanoi", "disks": 1}}
 CODE = {"environment": "code", "options": {"tests": [{"stdin": "3 4\n", "expected": "7\n"}]}}
 
 
@@ -31,7 +32,7 @@ def test_prompts_tool_responses_and_rewards_are_printed(tmp_path: Path, capsys: 
     won = [_call("move", source=2, target=1), _call("move", source=1, target=3)]
     lost = {"problem": "p0", "turns": ["I do not know."]}
     assert _try(tmp_path, GAME, {"problem": "p0", "turns": won}, lost) == 0
-    first, second = capsys.readouterr().out.split("=== problem p0, environment text\n")[1:]
+    first, second = capsys.readouterr().out.split(f"=== problem p0, environment {GAMES}\n")[1:]
     assert "--- prompt\nDo it.\n\n" in first and '--- tool\n{"name": "move"' in first
     assert f"--- turn 1\n{won[0]}\n--- tool response: error\nIllegalMove: " in first
     assert f"--- turn 2\n{won[1]}\n--- tool response: ok\n" in first

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from examples.multiple_choice import ENVIRONMENT, MultipleChoiceEnvironment
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.fakes import (
     END,
@@ -38,7 +39,6 @@ from trainer.config import ConfigError, SamplingConfig
 from trainer.engines.engine import EngineError, Generation
 from trainer.engines.pool import EnginePool
 from trainer.environments.environment import Environment, InitialState
-from trainer.environments.multiple_choice_environment import MultipleChoiceEnvironment
 from trainer.environments.python_environment import PythonEnvironment
 from trainer.environments.registry import check_shared
 from trainer.episodes.episode import Problem, StopReason, ToolCallStatus
@@ -214,7 +214,7 @@ async def test_an_unexpected_exception_of_an_engine_is_raised(chat_format):
     assert pool.open_groups == []
 
 
-CHOICE = Problem("c0", "Which?\n\n(A) one\n(B) two", "B", "test", "multiple_choice")
+CHOICE = Problem("c0", "Which?\n\n(A) one\n(B) two", "B", "test", ENVIRONMENT)
 
 
 class Failing(Environment):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +24,6 @@ characters that change the direction of writing, a lone surrogate, placeholders 
 
 def show_arguments(*args: str) -> argparse.Namespace:
     return cli._parser().parse_args(["show", *args])
-
-
-def decode_words(ids: Sequence[int]) -> str:
-    """Return a text for token ids: a word for each."""
-    return "".join(f" w{token}" for token in ids)
 
 
 def all_episodes(folder: RunFolder) -> list[dict[str, Any]]:

@@ -207,9 +207,8 @@ def test_another_layout_version_is_refused(folder: RunFolder) -> None:
     write_json(folder.path / "config.json", {"layout_version": 99, "config": {}})
     with pytest.raises(RecordError, match="expected layout_version 2, got 99"):
         folder.read_config()
-    # In a folder of layout version 1, the key of the layout version is "version".
-    write_json(folder.path / "config.json", {"version": 1, "config": {}})
-    with pytest.raises(RecordError, match="expected layout_version 2, got 1; read this folder with the version"):
+    write_json(folder.path / "config.json", {"config": {}})
+    with pytest.raises(RecordError, match="expected layout_version 2, got None; read this folder with the version"):
         folder.read_config()
 
 
@@ -257,3 +256,12 @@ def test_docs_runs_md_describes_every_key_of_an_episode(folder: RunFolder) -> No
     (row, *_) = folder.read_episodes(1)
     text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
     assert [key for key in row if f"`{key}`" not in text] == []
+
+
+def test_a_continued_run_forgets_the_entropies_after_its_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_entropies(4, [{"step": 4}])
+    folder.truncate_after(4)
+    assert list(folder.read_entropies(4)) == [{"step": 4}]
+    folder.truncate_after(3)
+    assert list(folder.read_entropies(4)) == []

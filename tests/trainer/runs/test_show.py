@@ -18,7 +18,6 @@ from tests.trainer.runs.show_cases import (
     HOSTILE_TEXTS,
     LAST_STEP,
     all_episodes,
-    decode_words,
     hostile_episode,
     show_arguments,
 )
@@ -39,7 +38,7 @@ def show_in_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "160")
 
     def run_show(folder: RunFolder, *args: str) -> str:
-        show.show_run(show_arguments(str(folder.path), *args), decode_words)
+        show.show_run(show_arguments(str(folder.path), *args))
         return capsys.readouterr().out
 
     return run_show
@@ -80,7 +79,7 @@ def test_a_run_can_be_shown_while_it_is_written(tmp_path: Path, show_in_terminal
             file.write(b'{"stage":"rl1","step"')  # the writer has not finished this line yet
     shown = show_in_terminal(folder)
     assert "step 1, rl1" in shown and "episodes of 2 steps" in shown
-    assert len(show.sample_episodes(folder, folder.episode_steps(), 100, decode_words)) == SAMPLES_PER_PROBLEM
+    assert len(show.sample_episodes(folder, folder.episode_steps(), 100)) == SAMPLES_PER_PROBLEM
 
 
 def test_the_terminal_warns_of_the_last_step_only(tmp_path: Path, show_in_terminal: Show) -> None:
@@ -107,23 +106,21 @@ def test_untrusted_text_cannot_control_the_terminal(tmp_path: Path, show_in_term
 
 def test_the_page_of_a_big_run_has_whole_groups_spread_over_its_steps(tiny_run: RunFolder) -> None:
     steps = tiny_run.episode_steps()
-    chosen = show.sample_episodes(tiny_run, steps, 40, decode_words)
+    chosen = show.sample_episodes(tiny_run, steps, 40)
     groups = {(row["step"], row["group"]) for row in chosen}
     assert len(chosen) == 40 == len(groups) * SAMPLES_PER_PROBLEM
     chosen_steps = sorted({step for step, _ in groups})
     assert chosen_steps[0] == FIRST_RL_STEP and chosen_steps[-1] == LAST_STEP and len(chosen_steps) == 5
     assert all(row.keys().isdisjoint({"response_ids", "prompt_ids", "logprobs"}) for row in chosen)
-    assert len(show.sample_episodes(tiny_run, steps, 10_000, decode_words)) == len(all_episodes(tiny_run))
-    assert {row["step"] for row in show.sample_episodes(tiny_run, [LAST_STEP], 400, decode_words)} == {LAST_STEP}
-    assert len(show.sample_episodes(tiny_run, steps, SAMPLES_PER_PROBLEM + 1, decode_words)) == SAMPLES_PER_PROBLEM
-    assert len(show.sample_episodes(tiny_run, steps, 3, decode_words)) == 3, (
-        "a part of a group, since no whole one fits"
-    )
+    assert len(show.sample_episodes(tiny_run, steps, 10_000)) == len(all_episodes(tiny_run))
+    assert {row["step"] for row in show.sample_episodes(tiny_run, [LAST_STEP], 400)} == {LAST_STEP}
+    assert len(show.sample_episodes(tiny_run, steps, SAMPLES_PER_PROBLEM + 1)) == SAMPLES_PER_PROBLEM
+    assert len(show.sample_episodes(tiny_run, steps, 3)) == 3, "a part of a group, since no whole one fits"
 
 
 def test_a_page_that_cannot_be_written_is_named_in_the_error(tiny_run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(ShowError, match="expected a writable file, got: Is a directory"):
-        show.show_run(show_arguments(str(tiny_run.path), "--html", str(tmp_path)), decode_words)
+        show.show_run(show_arguments(str(tiny_run.path), "--html", str(tmp_path)))
 
 
 def test_the_episodes_of_a_page_have_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +128,7 @@ def test_the_episodes_of_a_page_have_a_bounded_size(tmp_path: Path, monkeypatch:
     folder = RunFolder(tmp_path)
     for step in range(1, 6):
         folder.write_episodes(step, "rl1", [[hostile_episode("x" * 1_000)] * 4] * 4, [[0]] * 4)
-    chosen = show.sample_episodes(folder, folder.episode_steps(), 1000, decode_words)
+    chosen = show.sample_episodes(folder, folder.episode_steps(), 1000)
     # The number of episodes is halved until they fit, so they use at least a part of the limit.
     assert 80_000 < len(json.dumps(chosen)) < 200_000
     assert len({row["step"] for row in chosen}) > 1

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.trainer.runs.show_cases import (
     HOSTILE_TEXTS,
     LAST_STEP,
     all_episodes,
-    decode_words,
     hostile_episode,
     show_arguments,
 )
@@ -55,7 +53,7 @@ async def browser() -> AsyncIterator[Browser]:
 def write_page(folder: RunFolder, tmp_path: Path, *args: str) -> str:
     """Write the page of a run folder and return its URL."""
     path = tmp_path / "run.html"
-    show.show_run(show_arguments(str(folder.path), "--html", str(path), *args), decode_words)
+    show.show_run(show_arguments(str(folder.path), "--html", str(path), *args))
     return path.as_uri()
 
 
@@ -256,29 +254,6 @@ async def test_text_of_a_model_is_inserted_as_text_only(browser: Browser, tmp_pa
         assert await page.run("document.querySelectorAll('img, iframe, body script ~ script ~ script').length") == 0
         assert await page.run("performance.getEntriesByType('resource').length") == 0
         assert page.faults == []
-
-
-@pytest.mark.parametrize("dark", [False, True])
-async def test_tokens_with_high_entropy_are_marked_and_listed_as_text(
-    browser: Browser, tmp_path: Path, dark: bool
-) -> None:
-    folder, texts = RunFolder(tmp_path / "run"), [HOSTILE_TEXTS[0], "so", "out", "wait"]
-    row = {"problem": "p", "sample": 0, "response_ids": [0, 1, 2, 3, *[1] * 7], "entropies": [3, 0, None, 2, *[0] * 7]}
-    write_step(folder, 1, "rl1", [[hostile_episode("p"), replace(hostile_episode("p"), sample=1)]])
-    folder.write_entropies(1, [{"step": 1, **row}])
-    show.show_run(
-        show_arguments(str(folder.path), "--html", str(tmp_path / "run.html")),
-        lambda ids: "".join(texts[token] for token in ids),
-    )
-    async with browser.page((tmp_path / "run.html").as_uri(), dark=dark) as page:
-        marks = "JSON.stringify([...document.querySelectorAll('mark')].map(m => [m.className, m.textContent]))"
-        assert json.loads(await page.run(marks)) == [["forking", texts[0]], ["reflection", "wait"]]
-        assert await page.run("document.querySelector('.entropy').textContent") == f"{texts[0]}sooutwait{'so' * 7}"
-        shown = await page.text("#episode")
-        assert f'In the model\'s own text: "{texts[0]}" 1' in shown
-        assert 'Right after a tool response: "wait" 1' in shown
-        assert await page.lowest_contrast() >= 4.5, "the minimum of WCAG 2.2, 1.4.3"
-        assert await page.run("typeof hacked") == "undefined"
 
 
 async def test_the_content_policy_blocks_inserted_scripts_and_images(

@@ -1,4 +1,9 @@
-"""Games for one player that need no sandbox. Each has one tool, whose arguments are whole numbers.
+"""An environment of games for one player, which needs no sandbox. The reward is 1 for a win.
+
+    {"id": "h1", "text": "Play.", "answer": "", "source": "games", "environment": "examples.games:GameEnvironment",
+     "options": {"game": "tower_of_hanoi", "disks": 3}}
+
+Each game has one tool, whose arguments are whole numbers.
 
 Invariants:
 - The state depends on the problem and on the moves only.
@@ -7,16 +12,20 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import random
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from trainer.config import STRICT
+from trainer.environments.environment import Environment, InitialState
 from trainer.episodes.chat_format import ToolSchema
-from trainer.episodes.episode import Problem
+from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
+from trainer.episodes.reward import INFRASTRUCTURE_STOPS
+from trainer.episodes.turn_parser import ToolCallRequest
 
 
 class IllegalMove(ValueError):
@@ -52,8 +61,8 @@ class Game(ABC):
     rules: str
     """The text that the model reads after the problem."""
 
-    def __init__(self, max_moves: int) -> None:
-        self.moves_left, self.is_won = max_moves, False
+    def __init__(self, problem: Problem, options: Any) -> None:
+        self.moves_left, self.is_won = options.max_moves, False
 
     @property
     def is_over(self) -> bool:
@@ -80,7 +89,7 @@ class NumberGuessing(Game):
     parameters: ClassVar = {"number": "your guess"}
 
     def __init__(self, problem: Problem, options: NumberGuessingOptions) -> None:
-        super().__init__(options.max_moves)
+        super().__init__(problem, options)
         self._number = random.Random(problem.id).randint(options.low, options.high)
         self.rules = (
             f"There is a secret whole number from {options.low} to {options.high}. Find it with the tool guess, in at "
@@ -100,7 +109,7 @@ class TowerOfHanoi(Game):
     parameters: ClassVar = {"source": "the peg to take the disk from: 1, 2 or 3", "target": "the peg to put it on"}
 
     def __init__(self, problem: Problem, options: TowerOfHanoiOptions) -> None:
-        super().__init__(options.max_moves)
+        super().__init__(problem, options)
         self._pegs: list[list[int]] = [list(range(options.disks, 0, -1)), [], []]
         self.rules = (
             f"Peg 1 holds {options.disks} disks, the smallest (1) on top; pegs 2 and 3 are empty. Move all disks to "
@@ -126,9 +135,44 @@ class TowerOfHanoi(Game):
 
 
 GameOptions = Annotated[NumberGuessingOptions | TowerOfHanoiOptions, Field(discriminator="game")]
+GAMES: dict[type, type[Game]] = {NumberGuessingOptions: NumberGuessing, TowerOfHanoiOptions: TowerOfHanoi}
 
 
-def create_game(problem: Problem, options: NumberGuessingOptions | TowerOfHanoiOptions) -> Game:
-    if isinstance(options, NumberGuessingOptions):
-        return NumberGuessing(problem, options)
-    return TowerOfHanoi(problem, options)
+class GameEnvironment(Environment):
+    is_stateful = True
+    options_type = GameOptions
+
+    async def reset(self, problem: Problem) -> InitialState:
+        self._game = GAMES[type(self.options)](problem, self.options)
+        return InitialState(f"{problem.text}\n\n{self._game.rules}".strip(), (self._game.schema,))
+
+    async def step(self, action: ToolCallRequest) -> ToolCall:
+        game = self._game
+        if game.is_over:
+            return self._response(action, ToolCallStatus.ERROR, "The game is over.")
+        if action.name != game.tool:
+            message = f"NameError: there is no tool {action.name!r:.80}; there is {game.tool}"
+            return self._response(action, ToolCallStatus.MALFORMED, message)
+        try:
+            arguments = json.loads(action.arguments) if isinstance(action.arguments, str) else action.arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict) or {name: type(value) for name, value in arguments.items()} != dict.fromkeys(
+            game.parameters, int
+        ):
+            message = f"TypeError: expected whole numbers for {', '.join(game.parameters)}"
+            return self._response(action, ToolCallStatus.MALFORMED, message)
+        try:
+            response = game.move(**arguments)
+        except IllegalMove as error:
+            return self._response(action, ToolCallStatus.ERROR, f"IllegalMove: {error}")
+        return self._response(action, ToolCallStatus.OK, response)
+
+    async def score(self, episode: Episode) -> float | None:
+        return None if episode.stop_reason in INFRASTRUCTURE_STOPS else float(self._game.is_won)
+
+    def _response(self, action: ToolCallRequest, status: ToolCallStatus, text: str) -> ToolCall:
+        game = self._game
+        if game.is_over and not game.is_won:
+            text += " There are no moves left."
+        return ToolCall(action.name, action.arguments, status, text, ends_episode=game.is_over)

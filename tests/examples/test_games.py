@@ -1,19 +1,24 @@
-"""Tests of the environment `text`, whose problems are games. A game can be won, refuses illegal moves, and ends after
-its last move."""
+"""Tests of the environment of games. A game can be won, refuses illegal moves, and ends after its last move."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
+from trainer.config import ConfigError
+from trainer.data.sources import read_problems
+from trainer.environments.registry import check_problem
 from trainer.episodes.episode import Problem, StopReason, ToolCallStatus
 from trainer.episodes.turn_parser import ToolCallRequest
 
-HANOI = problem("text", {"game": "tower_of_hanoi", "disks": 2, "max_moves": 4}, text="Play.")
-GUESSING = problem("text", {"game": "number_guessing", "low": 1, "high": 8, "max_moves": 4})
+GAMES = "examples.games:GameEnvironment"
+HANOI = problem(GAMES, {"game": "tower_of_hanoi", "disks": 2, "max_moves": 4}, text="Play.")
+GUESSING = problem(GAMES, {"game": "number_guessing", "low": 1, "high": 8, "max_moves": 4})
 
 
 @pytest.mark.asyncio
@@ -63,7 +68,7 @@ async def test_a_secret_number_is_found_by_bisection_and_is_the_same_in_each_epi
             assert await environment.score(ended_episode(GUESSING)) == 1
             secrets.append(guess)
     assert secrets[0] == secrets[1]
-    others = {Problem(f"p{number}", "", "", "", "text", GUESSING.options) for number in range(20)}
+    others = {Problem(f"p{number}", "", "", "", GAMES, GUESSING.options) for number in range(20)}
     assert len({await secret(other) for other in others}) > 1
 
 
@@ -100,3 +105,25 @@ async def test_a_malformed_move_is_answered_and_costs_no_move(request_: Any) -> 
             assert len(call.response) < 200
         call = await environment.step(ToolCallRequest("guess", json.dumps({"number": 3})))
         assert call.status is ToolCallStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("options", "expected_text"),
+    [
+        ({}, "options: Unable to extract tag using discriminator 'game'"),
+        ({"game": "chess"}, "'chess' found using 'game' does not match"),
+        ({"game": "tower_of_hanoi", "disks": 0}, "options.tower_of_hanoi.disks: Input should be greater"),
+        ({"game": "number_guessing", "low": 3, "high": 2}, "expected low <= high, got low=3 and high=2"),
+    ],
+)
+def test_a_wrong_option_of_a_game_is_an_error_that_names_it(options: dict[str, object], expected_text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected_text)):
+        check_problem(problem(GAMES, options))
+
+
+def test_the_problem_in_the_readme_is_valid(tmp_path: Path) -> None:
+    readme = Path(__file__).parents[2] / "examples/README.md"
+    (row,) = re.findall(r"^{.*GameEnvironment.*}$", readme.read_text(encoding="utf-8"), re.MULTILINE)
+    (tmp_path / "games.jsonl").write_text(row, encoding="utf-8")
+    (game,) = read_problems(str(tmp_path / "games.jsonl"))
+    check_problem(game)

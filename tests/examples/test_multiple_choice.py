@@ -1,4 +1,5 @@
-"""Multiple-choice problems: both forms of rows, the order of the choices, and errors that name file, row and field."""
+"""Tests of the converter of multiple-choice problems: both forms of rows, the order of the choices, and errors that
+name file, row and field."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from trainer.data.multiple_choice import LETTERS, SINGLE_CHOICES
+from examples.multiple_choice import ENVIRONMENT, LETTERS, SINGLE_CHOICES, main, read_problems
+from trainer.data import sources
 from trainer.data.problems import prepare_problems, write_problems
 from trainer.data.rows import DataError
-from trainer.data.sources import read_problems
 from trainer.episodes.episode import Problem
 
 TEXTS = ("the right one", "a text, with a comma", 'one\nof "two" lines', "none")
@@ -53,7 +54,7 @@ def chosen_text(problem: Problem) -> str:
 
 def test_a_csv_file_in_the_form_of_gpqa_is_read(tmp_path: Path) -> None:
     (problem,) = read_problems(write_gpqa(tmp_path / "gpqa.csv", "rec7"))
-    assert (problem.id, problem.source, problem.environment) == ("rec7", "gpqa", "multiple_choice")
+    assert (problem.id, problem.source, problem.environment) == ("rec7", "gpqa", ENVIRONMENT)
     assert problem.text.startswith("Which one, rec7?\n\n(A) ")
     assert [f"({letter}) " in problem.text for letter in LETTERS] == [True] * 4
     assert [problem.text.count(f") {text}") for text in TEXTS] == [1] * 4
@@ -63,7 +64,7 @@ def test_a_csv_file_in_the_form_of_gpqa_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("answer", "right"), [(0, 0), (3, 3), ("A", 0), ("d", 3), (" C ", 2)])
 def test_a_list_of_choices_has_an_index_or_a_letter_as_its_answer(tmp_path: Path, answer: Any, right: int) -> None:
     (problem,) = read_problems(write_json(tmp_path / "file.json", listed(answer=answer)))
-    assert (problem.id, problem.environment, chosen_text(problem)) == ("rec", "multiple_choice", TEXTS[right])
+    assert (problem.id, problem.environment, chosen_text(problem)) == ("rec", ENVIRONMENT, TEXTS[right])
 
 
 def test_the_order_of_the_choices_follows_from_the_id_alone(tmp_path: Path) -> None:
@@ -80,13 +81,18 @@ def test_the_order_of_the_choices_follows_from_the_id_alone(tmp_path: Path) -> N
     assert len(orders) == 24, "the wrong choices change places, too"
 
 
-def test_prepared_problems_read_back_equal_and_are_not_checked_as_mathematics(tmp_path: Path) -> None:
-    problems, report = prepare_problems(
-        [write_gpqa(tmp_path / "gpqa.csv", "x", "y")], find_unparsable=lambda answers: answers
-    )
+def test_converted_problems_read_back_equal_and_are_not_checked_as_mathematics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_gpqa(tmp_path / "gpqa.csv", "x", "y"), tmp_path / "gpqa.jsonl"
+    monkeypatch.setattr(sys, "argv", ["multiple_choice", source, "--out", str(out)])
+    main()
+    assert capsys.readouterr().out == f"{out}: 2 problems\n"
+    problems, report = prepare_problems([str(out)], find_unparsable=lambda answers: answers)
     assert report.counts["gpqa"] == {"rows": 2, "kept": 2}
+    assert problems == read_problems(source)
     write_problems(problems, tmp_path / "eval.jsonl")
-    assert read_problems(str(tmp_path / "eval.jsonl")) == problems
+    assert sources.read_problems(str(tmp_path / "eval.jsonl")) == problems
 
 
 @pytest.mark.parametrize(
@@ -116,42 +122,25 @@ def test_a_wrong_or_missing_field_is_an_error_that_names_file_row_and_field(
     assert str(raised.value) == f"{source}: row 1: {message}"
 
 
-def test_an_empty_cell_or_a_cell_too_many_is_a_malformed_row(tmp_path: Path) -> None:
+def test_an_empty_cell_or_a_cell_too_many_is_an_error(tmp_path: Path) -> None:
     heads, row = ("Question", *SINGLE_CHOICES), ["q", "a", "b", "c", "d"]
-    source = write_csv(tmp_path / "gpqa.csv", heads, row, ["q", "a", "", "c", "d"], [*row, "e", "f"], row[:3])
-    kept, report = prepare_problems([source])
-    assert [problem.id for problem in kept] == ["gpqa-0"]
-    assert [(example["row"], example["details"]) for example in report.examples] == [
-        ("row 1", "Incorrect Answer 1: expected text, got ''"),
-        ("row 2", "expected at most 5 cells, as in the first line, got more: ['e', 'f']"),
-        ("row 3", "Incorrect Answer 2: expected text, got None"),
-    ]
+    for wrong, message in (
+        (["q", "a", "", "c", "d"], "Incorrect Answer 1: expected text, got ''"),
+        ([*row, "e", "f"], "expected an object, or as many cells as in the first line, got "),
+        (row[:3], "Incorrect Answer 2: expected text, got None"),
+    ):
+        source = write_csv(tmp_path / "gpqa.csv", heads, row, wrong)
+        with pytest.raises(DataError, match=f"^{source}: row 1: {message}"):
+            read_problems(source)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"problem,answer\np,1\n\xff,2\n", "expected CSV in UTF-8 ("), (b'problem,answer\n"p" x,1\n', "expected CSV in")],
-)
-def test_a_file_that_is_no_csv_is_an_error_that_names_it(tmp_path: Path, content: bytes, message: str) -> None:
-    file = tmp_path / "file.csv"
-    file.write_bytes(content)
-    with pytest.raises(DataError) as raised:
-        read_problems(str(file))
-    assert str(raised.value).startswith(f"{file}: after line ")
-    assert message in str(raised.value)
+def test_rows_with_choices_are_refused_as_mathematical_problems(tmp_path: Path) -> None:
+    for row in (listed(), dict.fromkeys(("Question", *SINGLE_CHOICES), "a") | {"Answer": "7"}):
+        with pytest.raises(DataError, match=r"row 0: a row with choices: convert its file by `python -m examples\.mul"):
+            sources.read_problems(write_json(tmp_path / "file.json", row))
 
 
-def test_a_csv_file_has_mathematical_problems_too(tmp_path: Path) -> None:
-    file = tmp_path / "hmmt.csv"
-    file.write_text('\ufeffproblem_idx,problem,answer\n1,"Find $x$, or $y$.",\\frac{1}{2}\n', encoding="utf-8")
-    assert read_problems(str(file)) == [Problem("hmmt-0", "Find $x$, or $y$.", r"\frac{1}{2}", "hmmt")]
-
-
-def test_the_hub_may_have_multiple_choice_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [listed(), {"id": "i", "text": "t", "answer": "a", "source": "s", "environment": "mcp"}]
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, split: rows))
-    kept, report = prepare_problems(["owner/name"])
-    assert [problem.environment for problem in kept] == ["multiple_choice"]
-    assert [example["details"] for example in report.examples] == [
-        "a row of the hub cannot choose the environment 'mcp'"
-    ]
+def test_a_data_set_on_the_hub_can_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, split: [listed()]))
+    (problem,) = read_problems("owner/name")
+    assert (problem.source, problem.environment) == ("name", ENVIRONMENT)

@@ -22,9 +22,10 @@ from hashlib import blake2b
 from typing import NamedTuple
 from uuid import UUID
 
-from trainer.data.gaia_format import SOURCE
 from trainer.episodes.episode import Problem
 
+SOURCE = "gaia-format-level-{}"
+"""`Problem.source`, in which {} is the level. So a report by source is also a report by level."""
 HELD_OUT_MODULUS = 8
 """One in this number of problems is held out for evaluation."""
 LEVELS = (1, 2, 3)

@@ -1,4 +1,4 @@
-"""Tests of data sets in GAIA's file format: how they are read, malformed rows, generated problems, and submissions."""
+"""Tests of data sets in GAIA's file format: their conversion, malformed rows, generated problems, and submissions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from trainer.data import gaia_format, generated_gaia_format
-from trainer.data.gaia_format import write_submission
+from examples import gaia, generated_gaia
+from examples.gaia import write_submission
+from trainer.collection.store import EpisodeStore
 from trainer.data.problems import prepare_problems, write_problems
 from trainer.data.rows import DataError
-from trainer.data.sources import check_source, iter_problems, read_problems
+from trainer.data.sources import read_problems
 from trainer.episodes.episode import Episode, Problem, StopReason, Turn
 
 ROW: dict[str, Any] = {
@@ -38,7 +40,12 @@ def write_metadata(folder: Path, *rows: Any) -> Path:
 
 
 def read(path: Path | str) -> list[Problem]:
-    return read_problems(f"gaia:{path}")
+    return gaia.read_problems(str(path))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["gaia", *map(str, arguments)])
+    gaia.main()
 
 
 def test_a_row_becomes_a_qa_problem(tmp_path: Path) -> None:
@@ -81,17 +88,27 @@ def test_a_hidden_answer_is_marked(tmp_path: Path) -> None:
         ({"file_name": ["a"]}, "file_name: expected the name"),
     ],
 )
-def test_a_malformed_row_is_named_and_the_others_are_read(
-    tmp_path: Path, change: dict[str, Any], expected_text: str
+def test_a_malformed_row_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], expected_text: str
 ) -> None:
-    folder = write_metadata(tmp_path, {**ROW, **change}, {**ROW, "task_id": "other"}, [1], {**ROW, "task_id": "other"})
-    errors: list[str] = []
-    problems = list(iter_problems(f"gaia:{folder}", lambda name, number, error: errors.append(f"{number}: {error}")))
-    assert [problem.id for problem in problems] == ["other"]
-    assert errors[0].startswith(f"0: {expected_text}")
-    assert errors[1:] == ["2: expected a JSON object, got [1]", "3: task_id 'other' occurs a second time"]
-    with pytest.raises(DataError, match="row 0: "):
-        read(folder)
+    folder = write_metadata(tmp_path, {**ROW, "task_id": "other"}, {**ROW, **change})
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "convert", folder, "--out", tmp_path / "out.jsonl")
+    assert str(ended.value.code).startswith(f"{folder / 'metadata.jsonl'}: row 1: {expected_text}")
+
+
+def test_a_row_that_is_no_object_and_an_id_that_occurs_twice_are_malformed(tmp_path: Path) -> None:
+    for row, expected_text in (([1], r"expected a JSON object, got \[1\]"), (ROW, "task_id '.*' occurs a second time")):
+        with pytest.raises(DataError, match=f"row 1: {expected_text}"):
+            read(write_metadata(tmp_path, ROW, row))
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [("17", True), ("Paris", True), ("a, b", True), ("inf", False), ("1e400", False), ("nan", False), ("+", False)],
+)
+def test_a_right_answer_must_differ_from_some_texts_and_equal_others(truth: str, expected: bool) -> None:
+    assert gaia._has_answers(truth) == expected
 
 
 def test_the_metadata_is_found_in_all_layouts(tmp_path: Path) -> None:
@@ -109,7 +126,7 @@ def test_the_metadata_is_found_in_all_layouts(tmp_path: Path) -> None:
     assert {path: read(path)[0].text for path in texts} == texts
     for path in ("nowhere", f"{root}/2023/test:validation", f"{root}/2023/test/metadata.jsonl:test"):
         with pytest.raises(DataError, match="expected a metadata file, or a directory with metadata"):
-            check_source(f"gaia:{path}")
+            read(path)
 
 
 def test_parquet_is_read_with_its_file_path(tmp_path: Path) -> None:
@@ -170,8 +187,10 @@ def solve(problem: Problem) -> str:
     return str(totals("customer")[0][0] - totals("customer")[-1][0])
 
 
-def test_every_generated_answer_follows_from_its_file() -> None:
-    problems = read_problems("generated-gaia-format:120", seed=3)
+def test_every_generated_answer_follows_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, "generate", 120, "--seed", 3, "--out", tmp_path / "orders.jsonl")
+    problems = read_problems(str(tmp_path / "orders.jsonl"))
+    assert problems == generated_gaia.generate(120, 3)
     assert [problem.options["level"] for problem in problems] == [1, 2, 3] * 40
     assert all(solve(problem) == problem.answer for problem in problems)
     suffixes = {Path(name).suffix for problem in problems for name in problem.options["texts"]}
@@ -181,17 +200,15 @@ def test_every_generated_answer_follows_from_its_file() -> None:
 
 def test_generated_problems_follow_from_the_seed_and_held_out_ones_differ_from_training() -> None:
     def ids(seed: int, held_out: bool) -> set[str]:
-        return {problem.id for problem in generated_gaia_format.generate(60, seed, held_out=held_out)}
+        return {problem.id for problem in generated_gaia.generate(60, seed, held_out=held_out)}
 
     assert ids(0, False) == ids(0, False)
     assert not ids(0, False) & ids(1, False)
     assert not ids(0, False) & ids(0, True)
-    with pytest.raises(DataError, match="expected generated-gaia-format:N with a whole number"):
-        check_source("generated-gaia-format:x")
 
 
 def test_generated_problems_in_the_file_format_are_read_back(tmp_path: Path) -> None:
-    rows, expected = [], generated_gaia_format.generate(9, 4)
+    rows, expected = [], generated_gaia.generate(9, 4)
     for problem in expected:
         ((name, text),) = problem.options["texts"].items()
         (tmp_path / name).write_text(text)
@@ -207,23 +224,15 @@ def test_preparing_keeps_problems_with_equal_questions_and_other_files(tmp_path:
     def refuse(answers: Any) -> Iterator[str]:
         raise AssertionError("answers of the environment qa are no mathematics")
 
-    problems, report = prepare_problems(["generated-gaia-format:90"], find_unparsable=refuse)
+    write_problems(generated_gaia.generate(90, 0), tmp_path / "orders.jsonl")
+    problems, report = prepare_problems([str(tmp_path / "orders.jsonl")], find_unparsable=refuse)
     assert len(problems) == 90 > len({problem.text for problem in problems})
     assert {counts["kept"] for counts in report.counts.values()} == {30}
     write_problems(problems, tmp_path / "problems.jsonl")
     assert read_problems(str(tmp_path / "problems.jsonl")) == problems
 
 
-def test_a_row_from_the_hub_cannot_choose_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"id": "1", "text": "t", "answer": "", "source": "s", "environment": "mcp", "options": {"command": ["rm"]}}
-    monkeypatch.setattr("trainer.data.sources._hub_rows", lambda source: iter([row]))
-    with pytest.raises(DataError, match="a row of the hub cannot choose the environment 'mcp'"):
-        read_problems("owner/name")
-    write_metadata(tmp_path, row)
-    assert read_problems(str(tmp_path / "metadata.jsonl"))[0].environment == "mcp"
-
-
-def test_a_submission_has_the_first_attempt_at_each_task(tmp_path: Path) -> None:
+def test_a_submission_has_the_first_attempt_at_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def episode(task: str, sample: int, answer: str | None, reward: float | None = 0.0) -> Episode:
         problem = Problem(task, "", "?", "", "qa")
         turns = [Turn(0, 1, f"turn {sample}"), Turn(1, 2, "last")]
@@ -245,9 +254,13 @@ def test_a_submission_has_the_first_attempt_at_each_task(tmp_path: Path) -> None
         {"task_id": "d", "model_answer": "", "reasoning_trace": "turn 0\n\nlast"},
         {"task_id": "b", "model_answer": "", "reasoning_trace": "turn 1\n\nlast"},
     ]
+    with EpisodeStore(tmp_path / "store", {}) as store:
+        store.write([episode("a", 0, "Rome")])
+    run(monkeypatch, "submission", tmp_path / "store", "--out", tmp_path / "of_a_store.jsonl")
+    assert json.loads((tmp_path / "of_a_store.jsonl").read_text())["model_answer"] == "Rome"
 
 
 def test_the_source_of_generated_problems_is_not_named_gaia() -> None:
-    names = {problem.source for problem in generated_gaia_format.generate(6, 0)}
-    assert names == {gaia_format.SOURCE.format(level) for level in (1, 2, 3)}
+    names = {problem.source for problem in generated_gaia.generate(6, 0)}
+    assert names == {generated_gaia.SOURCE.format(level) for level in (1, 2, 3)}
     assert all(name.startswith("gaia-format") for name in names)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.episodes.forking_tokens import (
+from examples.entropy import (
     REFLECTION_TOKENS,
     TokenKind,
     entropy_table,

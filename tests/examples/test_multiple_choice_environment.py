@@ -1,4 +1,4 @@
-"""Tests of the environment `multiple_choice`: its prompt, and the scores of answers, which are letters."""
+"""Tests of the environment of multiple-choice problems: its prompt, and the scores of answers, which are letters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from examples.multiple_choice import ENVIRONMENT
 from sandbox.tool import TOOL_NAMES
 from tests.trainer.environments.episodes import ended_episode, opened_environment, problem, tool_call_request
 from tests.trainer.fakes import FakePythonTool, FakeVerifier
@@ -16,9 +17,9 @@ from trainer.episodes.episode import StopReason
 
 VERIFIER = FakeVerifier()
 SERVICES = Services(SandboxConnection((), FakePythonTool(), VERIFIER, None))  # type: ignore[arg-type]
-QUESTION = problem("multiple_choice", text="Which?\n\n(A) this\n(B) that", answer="B")
+QUESTION = problem(ENVIRONMENT, text="Which?\n\n(A) this\n(B) that", answer="B")
 PARTICLES = problem(
-    "multiple_choice",
+    ENVIRONMENT,
     text="Which has no charge?\n\n(A) $p$,\na proton\n(B) A neutron\n(C) 5 C\n(D) -5 C",
     answer="B",
 )

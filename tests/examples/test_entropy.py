@@ -1,4 +1,4 @@
-"""Tests of tokens with high entropy in `rstar-train entropy` and `rstar-train show`.
+"""Tests of the example that shows the tokens with high entropy of a run.
 
 A reflection token is one of the first ten sampled tokens after a tool response. A forking token is any other sampled
 token with high entropy.
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from examples import entropy
+from examples.entropy import marked_text
 from tests.trainer.fakes import qwen_tokenizer
 from tests.trainer.run_folders import episode
-from trainer import cli
-from trainer.runs.entropy import marked_text
 from trainer.runs.run_folder import RunFolder
-from trainer.runs.show import sample_episodes
 
 WORDS = ["but", " 1", "wait", "\x1b[31m", "so"]
 ROW = {"problem": "p", "sample": 3, "response_ids": [0, 1, 3, 2, 4], "entropies": [3.0, 0.1, None, 2.0, 0.2]}
@@ -35,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_decoder", lambda args: decode)
+    monkeypatch.setattr(entropy, "decoder", lambda run, model: decode)
 
 
 def decode(ids: object) -> str:
@@ -44,16 +43,16 @@ def decode(ids: object) -> str:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Return what a command prints, with its lines joined."""
-    assert cli.main(list(argv)) == 0
+    """Return what the example prints, with its lines joined."""
+    entropy.main(argv)
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("command", ["entropy", "show"])
+@pytest.mark.parametrize("step", [[], ["--step", "4"]])
 def test_the_tables_separate_own_text_and_reactions_to_tools(
-    run: Path, capsys: pytest.CaptureFixture[str], command: str
+    run: Path, capsys: pytest.CaptureFixture[str], step: list[str]
 ) -> None:
-    own, reactions = shown(capsys, command, str(run)).split("Right after a tool response")
+    own, reactions = shown(capsys, str(run), *step).split("Right after a tool response")
     assert "'but' 1 3.000" in own and "'wait'" not in own
     assert "2 tokens, mean entropy 1.1 nats, 0.0% with high entropy" in reactions
 
@@ -61,7 +60,7 @@ def test_the_tables_separate_own_text_and_reactions_to_tools(
 def test_tokens_with_high_entropy_are_in_brackets_and_control_characters_escaped_in_a_pipe(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = shown(capsys, "show", str(run), "--episode", "4/p/3")
+    text = shown(capsys, str(run), "--episode", "4/p/3")
     assert "⟦but⟧ 1⟨1b⟩[31mwaitso" in text
     assert "'but' 1 3.000" in text
 
@@ -71,19 +70,18 @@ def test_tokens_with_high_entropy_have_reversed_colours_in_a_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    text = shown(capsys, "show", str(run), "--episode", "4/p/3")
+    text = shown(capsys, str(run), "--episode", "4/p/3")
     assert "\x1b[7mbut\x1b[0m 1\x1b[2m⟨1b⟩[31m\x1b[0mwaitso" in text
 
 
-def test_an_episode_without_entropies_is_an_error_that_names_one(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["show", str(run), "--episode", "4/p/9"]) == 2
-    assert "expected STEP/PROBLEM/SAMPLE with entropies, such as 4/p/3" in capsys.readouterr().err
+def test_an_episode_without_entropies_is_an_error_that_names_one(run: Path) -> None:
+    with pytest.raises(SystemExit, match="expected STEP/PROBLEM/SAMPLE with entropies, such as 4/p/3"):
+        entropy.main([str(run), "--episode", "4/p/9"])
+    with pytest.raises(SystemExit, match=r"set storage\.save_entropies"):
+        entropy.main([str(run), "--step", "5"])
     (run / "entropies/step_000004.jsonl").unlink()
-    for argv in (["show", str(run), "--episode", "4/p/3"], ["entropy", str(run)]):
-        assert cli.main(argv) == 2
-        assert "set storage.save_entropies" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"set storage\.save_entropies"):
+        entropy.main([str(run)])
 
 
 def test_one_fifth_of_the_tokens_of_an_episode_are_marked_as_forking_or_reflection_tokens() -> None:
@@ -103,29 +101,12 @@ def test_a_token_without_entropy_is_never_marked() -> None:
     assert list(marked_text(row, decode)) == [("sampled", "but 1 1 1 1")]
 
 
-def test_the_episodes_of_a_page_have_their_marked_text(run: Path) -> None:
-    folder = RunFolder(run)
-    (row,) = sample_episodes(folder, [4], 10, decode)
-    assert row["marked_text"] == list(marked_text(ROW, decode))
-    (run / "entropies/step_000004.jsonl").unlink()
-    (row,) = sample_episodes(folder, [4], 10, decode)
-    assert "marked_text" not in row
-
-
-def test_a_continued_run_forgets_the_entropies_after_its_checkpoint(run: Path) -> None:
-    folder = RunFolder(run)
-    folder.truncate_after(4)
-    assert folder.entropy_steps() == [4]
-    folder.truncate_after(3)
-    assert folder.entropy_steps() == []
-
-
 def test_the_tokenizer_of_the_run_decodes_and_without_one_the_ids_are_shown(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    assert "⟦[0]⟧[1][3][2][4]" in shown(capsys, "show", str(run), "--episode", "4/p/3")
+    assert "⟦[0]⟧[1][3][2][4]" in shown(capsys, str(run), "--episode", "4/p/3")
     tokenizer = qwen_tokenizer()
     tokenizer.save_pretrained(run / "stages/sft/model")
     text = tokenizer.decode([0])
-    assert f"⟦{text}⟧" in shown(capsys, "show", str(run), "--episode", "4/p/3")
+    assert f"⟦{text}⟧" in shown(capsys, str(run), "--episode", "4/p/3")
