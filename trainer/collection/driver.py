@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key
+from trainer.collection.store import EpisodeStore, Failure, Growth, Key
 from trainer.collection.work import CollectionError, EpisodeExecutor, Event, Finished, Progress, Try, TryFailed
 from trainer.config import CollectConfig
-from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason
 
 logger = logging.getLogger(__name__)
 

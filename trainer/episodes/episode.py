@@ -56,6 +56,16 @@ class StopReason(StrEnum):
     None."""
 
 
+class FailureKind(StrEnum):
+    """What failed. In a collection, each kind of failure has a budget of its own."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """A node, an actor, an engine or the sandbox."""
+    ENVIRONMENT = "environment"
+    """The problem's environment failed, or gave another response when its actions were replayed, or no engine can serve
+    a context as long as the problem's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A text with a checkable answer. `source` names its data set."""

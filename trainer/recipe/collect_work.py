@@ -30,8 +30,7 @@ from trainer.collection.work import EpisodeExecutor, RunEpisode
 from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
-from trainer.engines.pool import EnginePool
-from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
+from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
@@ -48,6 +47,7 @@ from trainer.recipe.rollout_session import (
     prompt_settings,
     vllm_clients,
 )
+from trainer.rollout.episode_runner import EpisodeRunner
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training.context import model_errors_as_config_errors
@@ -170,14 +170,9 @@ async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
         sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
         services = await stack.enter_async_context(open_services(sandbox))
         pool = await stack.enter_async_context(_open_pool(spec))
-        yield EpisodeHost(
-            pool,
-            chat_formats(config, spec.model),
-            partial(open_environment, services=services),
-            limits,
-            config.seed,
-            limits.deadline_s,
-        ).run
+        create = partial(open_environment, services=services)
+        formats = chat_formats(config, spec.model)
+        yield EpisodeHost(EpisodeRunner(pool, formats, create, limits, config.seed, limits.deadline_s)).run
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ from tests.trainer.engines.markov_pool import (
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, SamplingParams
-from trainer.engines.pool import BRING_UP_TIMEOUT_S
+from trainer.engines.engine_state import BRING_UP_TIMEOUT_S
 
 SAMPLING = SamplingParams(4, seed=0)
 
