@@ -71,7 +71,7 @@ class EngineState:
         self.requests: dict[object, asyncio.Timeout] = {}
         """The timeouts of the requests in flight, by their owners: the handle of a turn, or another object."""
         self._pool = pool
-        self._retry_at = 0.0
+        self.retry_at = 0.0
         """Time of the next bring-up."""
         self._missed_scrapes = 0
         """Failed scrapes in a row."""
@@ -138,7 +138,7 @@ class EngineState:
         delay_s = self._pool.retry_after_s
         logger.warning("engine %s is down, next attempt in %g s: %s", self.engine.name, delay_s, reason)
         self.down_reason, self.is_unresponsive = reason, True
-        self._retry_at = self._pool.now() + delay_s
+        self.retry_at = self._pool.now() + delay_s
 
     def invalidate_weights(self) -> None:
         """Mark the engine down, since new weights invalidate its KV cache."""
@@ -195,7 +195,7 @@ class EngineState:
                 pass  # a request would delay the weight sync
             elif self.is_unresponsive and not pool.is_sleeping:
                 await self._probe_liveness()
-            elif self._retry_at <= pool.now():
+            elif self.retry_at <= pool.now():
                 if pool.is_sleeping:
                     await self.put_to_sleep(unless_sleeping=True)
                 elif pool.stored is not None or self.engine.weight_version == pool.weight_version:

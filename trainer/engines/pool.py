@@ -98,7 +98,7 @@ class EnginePool:
         self.engine_states = {engine.name: EngineState(engine, self) for engine in engines}
         self.weight_version = 0
         self.expected: ExpectedLogprobs | None = None
-        """The log-probabilities of the probe with the weights of the last sync."""
+        """The log-probabilities of the probe with the weights of the last sync. None if they are unknown."""
         self.stored: Path | None = None
         """The stored weights of the last sync."""
         self.is_sleeping = False
@@ -216,6 +216,15 @@ class EnginePool:
         if self._store is not None:
             await self._store.delete_others(stored)
         return version
+
+    def set_weight_version(self, version: int) -> None:
+        """Report that another process has given weights of this version to all engines. An engine that is down because
+        it has restarted since the last sync is tried again."""
+        if version != self.weight_version:
+            self.weight_version, self.expected = version, None
+            for state in self.engine_states.values():
+                state.engine.weight_version, state.retry_at = version, 0.0
+            self.scheduler.start_training_step()
 
     async def load_stored_weights(self, engine: Engine) -> None:
         """Give an engine the weights of the last sync again."""

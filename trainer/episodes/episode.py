@@ -165,6 +165,8 @@ class Episode:
     seed: int | None = None
     """The seed from which the seeds of the turns are computed. With None, the process that runs the episode gives the
     seed."""
+    weight_version: int | None = None
+    """The version of the weights that another process has given to the engines. None if no other process does that."""
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, weight_version: int) -> None:
         """Append tokens that weights of `weight_version` sampled. `logprobs` is None if they are unknown."""

@@ -31,6 +31,7 @@ from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
+from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
@@ -67,6 +68,9 @@ class HostSpec:
     share: float | None = None
     """The part of each server's capacity that this process may use. The servers have their weights already. With None,
     this process opens engines of its own."""
+    expected: ExpectedLogprobs | None = None
+    """What servers with the right weights compute, if these weights stay the same. A server that restarts is used again
+    only if it computes the same."""
 
 
 def store_dir(run: RecipeRun) -> Path:
@@ -159,7 +163,7 @@ async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
     _require_shared_servers(spec.config)
     async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
         await require_weights(pool, _max_down_s(spec.config))
-    return replace(spec, share=1 / num_nodes())
+        return replace(spec, share=1 / num_nodes(), expected=pool.expected)
 
 
 @asynccontextmanager
@@ -190,7 +194,10 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
     clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
     max_down_s = engines.max_down_s or ALL_DOWN_TIMEOUT_S  # with 0, episodes would fail before the engines are up
-    async with create_pool(engines, clients, all_down_timeout_s=max_down_s) as pool:
+    probe = SyncProbe(spec.model, spec.config.model.dtype) if spec.expected else None
+    pool = create_pool(engines, clients, probe=probe, all_down_timeout_s=max_down_s)
+    pool.expected = spec.expected
+    async with pool:
         yield pool
 
 

@@ -154,6 +154,8 @@ class EpisodeRunner:
         seed = self._seed if episode.seed is None else episode.seed
         turns = TurnLoop(chat_format, tool, limits, seed, pool.busy_timer, on_turn=on_growth)
         max_context_tokens = len(episode.prompt_ids) + limits.max_response_tokens
+        if episode.weight_version is not None:
+            pool.set_weight_version(episode.weight_version)
         with _recorded(failures, [episode]):
             try:
                 async with pool.open_episode(group=episode.problem.id, max_context_tokens=max_context_tokens) as handle:

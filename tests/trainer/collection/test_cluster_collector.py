@@ -101,6 +101,7 @@ async def test_an_episode_that_fails_for_good_is_unavailable_and_its_group_keeps
         (1, 1.0, StopReason.FINISHED),
         (0, None, StopReason.UNAVAILABLE),
     ]
+    assert group[1].error == "it does not work"
 
 
 async def test_a_step_is_continued_after_a_kill_and_dropped_when_a_later_one_begins(tmp_path: Path) -> None:
