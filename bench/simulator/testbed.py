@@ -27,8 +27,7 @@ from bench.simulator.placement import POLICIES
 from bench.simulator.scripts import EpisodeScript, Workload
 from bench.simulator.simulation import TurnTrace, teach_lengths
 from trainer.engines.engine import SamplingParams
-from trainer.engines.pool import EnginePool
-from trainer.engines.pool_state import TurnRecord
+from trainer.engines.pool import EnginePool, TurnRecord
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 

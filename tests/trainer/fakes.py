@@ -134,6 +134,9 @@ class ScriptedPool:
         finally:
             self.open_groups.remove(group)
 
+    def set_weight_version(self, version: int) -> None:
+        self.weight_version = version
+
     async def abort(self, handles: Sequence[ScriptedHandle]) -> None:
         for handle in handles:
             handle.is_aborted = True

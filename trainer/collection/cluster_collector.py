@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.collection.driver import Collection
-from trainer.collection.store import EpisodeStore, StoreReader, remove_episodes
+from trainer.collection.store import EpisodeStore, Key, StoreReader, remove_episodes
 from trainer.collection.work import CollectionError, EpisodeExecutor
 from trainer.config import CollectConfig
 from trainer.engines.pool import EnginePool
@@ -47,9 +47,9 @@ async def require_weights(engines: EnginePool, max_down_s: float) -> None:
 class ClusterCollector:
     """Collects groups as `EpisodeCollector` does, and passes weight syncs on to `engines`.
 
-    The workers' clients of the servers do not know which version of the weights the servers have. But `sync_weights` is
-    called only between steps, and all servers must load the weights. So all tokens of a step are of the last version.
-    There is one exception: a server that restarts within a step is not noticed.
+    `sync_weights` is called only between steps, and all servers must load the weights. The episodes of a step tell the
+    workers the version. A server that restarts within a step gets no more turns of the workers until the next sync,
+    except from a worker that starts later in this step.
     """
 
     overhead_cpu_s = overhead_s = 0.0
@@ -94,22 +94,16 @@ class ClusterCollector:
         limits = replace(self._limits, samples_per_problem=samples_per_problem)
         identity = {"weight_version": self._weight_version, "problems": [problem.id for problem in problems]}
         with EpisodeStore(path, identity) as store:
-            await Collection(store, self._executor, problems, limits, seed=seed).run()
+            version = self._weight_version
+            collection = Collection(store, self._executor, problems, limits, seed=seed, weight_version=version)
+            await collection.run()
         with StoreReader(path) as reader:
-            return [self._group(reader, problem, samples_per_problem) for problem in problems]
+            return [self._group(reader, problem, samples_per_problem, collection.lost) for problem in problems]
 
-    def _group(self, reader: StoreReader, problem: Problem, size: int) -> list[Episode]:
-        episodes = [self._with_version(episode) for episode in reader.episodes("problem = ?", (problem.id,))]
+    def _group(self, reader: StoreReader, problem: Problem, size: int, lost: Mapping[Key, str]) -> list[Episode]:
+        episodes = list(reader.episodes("problem = ?", (problem.id,)))
         unused = sorted(set(range(size + self._limits.max_refills)) - {episode.sample for episode in episodes})
-        error = "each try of the episode failed; the log has the reasons"
-        episodes += [
-            Episode(problem, sample, stop_reason=StopReason.UNAVAILABLE, error=error)
-            for sample in unused[: size - len(episodes)]
-        ]
+        for sample in unused[: size - len(episodes)]:
+            error = lost.get(Key(problem.id, sample), "each try of the episode failed; an earlier log has the reasons")
+            episodes.append(Episode(problem, sample, stop_reason=StopReason.UNAVAILABLE, error=error))
         return episodes
-
-    def _with_version(self, episode: Episode) -> Episode:
-        version = self._weight_version
-        turns = [replace(turn, weight_version=version) for turn in episode.turns]
-        versions = [(0, version)] if episode.response_ids else []
-        return replace(episode, weight_versions=versions, turns=turns)

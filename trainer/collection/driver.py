@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key
+from trainer.collection.store import EpisodeStore, Failure, Growth, Key
 from trainer.collection.work import CollectionError, EpisodeExecutor, Event, Finished, Progress, Try, TryFailed
 from trainer.config import CollectConfig
-from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Collection:
 
     `problems`: used in place of `limits.data`. A problem is read when it is needed.
     `num_problems`: the number of problems, if it is known.
-    `seed`: the seed of new episodes.
+    `seed`, `weight_version`: the fields of new episodes.
     `on_status`: called every `STATUS_INTERVAL_S` and at the end.
     """
 
@@ -139,11 +139,14 @@ class Collection:
         *,
         num_problems: int | None = None,
         seed: int | None = None,
+        weight_version: int | None = None,
         on_status: Callable[[CollectionStatus], None] = lambda _status: None,
     ) -> None:
         self.status = CollectionStatus(None if num_problems is None else num_problems * limits.samples_per_problem)
         self._store, self._executor, self._limits = store, executor, limits
-        self._on_status, self._seed = on_status, seed
+        self._on_status, self._seed, self._weight_version = on_status, seed, weight_version
+        self.lost: dict[Key, str] = {}
+        """The last failure of each episode that this process has given up."""
         # The turns and the score have one deadline each. A try that takes longer than both hangs, and counts as a
         # failure of the environment.
         self._max_try_s = 2 * limits.deadline_s + TRY_GRACE_S
@@ -240,7 +243,9 @@ class Collection:
             return None
         key = Key(group.problem.id, sample)
         failures = Counter({FailureKind.ENVIRONMENT: self._store.failures[key, FailureKind.ENVIRONMENT]})
-        episode = self._store.take_unfinished(key) or Episode(group.problem, sample, seed=self._seed)
+        episode = self._store.take_unfinished(key) or Episode(
+            group.problem, sample, seed=self._seed, weight_version=self._weight_version
+        )
         self._pending[key] = _Pending(group, episode, failures)
         self._ready.append(key)
         group.num_open += 1
@@ -309,6 +314,7 @@ class Collection:
             heapq.heappush(self._retries, (time.monotonic() + delay_s, key))
             return
         self.status.failed += 1
+        self.lost[key] = event.error
         refill = self._open_sample(pending.group)
         self.status.refills += refill is not None
         logger.warning(

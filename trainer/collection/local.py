@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from trainer.collection.work import Event, EventQueue, Finished, Progress, RunEpisode, Try, TryError, TryFailed
+from trainer.collection.work import Event, EventQueue, Finished, Progress, RunEpisode, Try, TryFailed
 from trainer.episodes.episode import Episode
+from trainer.rollout.episode_runner import EpisodeError
 
 
 class LocalExecutor:
-    """Runs at most `max_episodes` at once, each with `run_episode`. If `run_episode` raises anything but `TryError`,
-    `next_events` raises it too, since it is a bug."""
+    """Runs at most `max_episodes` at once, each with `run_episode`. If `run_episode` raises anything but
+    `EpisodeError`, `next_events` raises it too, since it is a bug."""
 
     def __init__(self, run_episode: RunEpisode, max_episodes: int) -> None:
         self._run_episode, self._max_episodes = run_episode, max_episodes
@@ -43,7 +44,7 @@ class LocalExecutor:
     async def _run(self, by: Try, episode: Episode) -> None:
         try:
             reward = await self._run_episode(episode, lambda growth: self._events.put(Progress(by, growth)))
-        except TryError as error:
+        except EpisodeError as error:
             self._events.put(TryFailed(by, error.kind, str(error)))
         except Exception as error:
             self._events.fail(error)

@@ -25,10 +25,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self
 
 from trainer.collection.local import LocalExecutor
-from trainer.collection.store import FailureKind
 from trainer.collection.work import CollectionError, Event, EventQueue, Progress, RunEpisode, Try, TryFailed
 from trainer.config import ConfigError
-from trainer.episodes.episode import Episode
+from trainer.episodes.episode import Episode, FailureKind
 
 logger = logging.getLogger(__name__)
 

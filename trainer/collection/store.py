@@ -25,14 +25,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.episodes.episode import Episode, StopReason
+from trainer.episodes.episode import Episode, FailureKind, StopReason
 from trainer.json_files import (
     RecordError,
     check_layout,
@@ -79,15 +78,6 @@ class Key(NamedTuple):
 
 BEFORE_ALL = Key("", -1)
 """A key that is less than the key of every episode."""
-
-
-class FailureKind(StrEnum):
-    """What failed. Each kind of failure has a budget of its own."""
-
-    INFRASTRUCTURE = "infrastructure"
-    """A node, an actor, an engine or the sandbox."""
-    ENVIRONMENT = "environment"
-    """The problem's environment failed, or gave another response when its actions were replayed."""
 
 
 @dataclass(frozen=True, slots=True)

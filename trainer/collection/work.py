@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from trainer.collection.store import FailureKind, Growth, Key
-from trainer.episodes.episode import Episode
+from trainer.collection.store import Growth, Key
+from trainer.episodes.episode import Episode, FailureKind
 
 
 class Try(NamedTuple):
@@ -54,17 +54,9 @@ class TryFailed:
 Event = Progress | Finished | TryFailed
 
 
-class TryError(Exception):
-    """A try of an episode failed."""
-
-    def __init__(self, kind: FailureKind, error: str) -> None:
-        super().__init__(error.encode("utf-8", "replace").decode())  # a store holds no unpaired surrogates
-        self.kind = kind
-
-
 RunEpisode = Callable[[Episode, Callable[[Growth], None]], Awaitable[float | None]]
-"""Completes an episode in place and returns its reward. Calls its second argument after each turn. Raises `TryError`.
-"""
+"""Completes an episode in place and returns its reward. Calls its second argument after each turn. Raises
+`trainer.rollout.episode_runner.EpisodeError`."""
 
 
 class EventQueue:

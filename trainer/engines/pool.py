@@ -1,30 +1,13 @@
 """The engine pool: reports events to the scheduler, runs the turns that it places, and handles engine failures.
-
-An engine is up or down. After a failure it is also unresponsive, until it answers a liveness probe. A *scrape* reads an
-engine's counters. A *bring-up* checks an engine and marks it up.
-
-    engine is               event                                                 engine becomes
-    down                    bring-up (weights checked, capacity and stats read)   up
-    up                      a turn failed or timed out, the token counter         down and unresponsive
-                            stalled, or `MAX_MISSED_SCRAPES` scrapes failed
-    down and unresponsive   the liveness probe ran the model                      down; bring-up after `retry_after_s`
-    up or down              weight sync                                           down; bring-up with the new weights
-    up or down              sleep                                                 down until the next weight sync
+`trainer.engines.engine_state` has the states of an engine.
 
 Invariants:
 - A turn is sent to an engine only after the scheduler has placed the turn. Until then the turn waits in the pool,
   without polling.
 - The turns of an engine that is marked down do not fail. Each turn runs again from the same ids: on another engine or,
   if all are down, on the first engine that comes back.
-- An engine generates only after its weights have been checked since the last sync. With a weight store, a failed engine
-  gets the last weights again before its bring-up, since it may have restarted. Without a store it waits for the next
-  sync.
 - A weight sync waits for running turns; new turns wait for the sync. An engine that hangs delays one sync at most.
-- Engines that sleep get no turn and no liveness probe. An engine that restarts meanwhile is awake, so it is put to
-  sleep again.
-- A turn that fails with a `TurnError` runs again. A turn with log-probabilities of NaN is returned as it is. Both count
-  against the engine: it is marked down after such turns of several problems in a row. Turns of a single problem do not
-  suffice, since the problem itself may be the cause.
+- A turn that fails with a `TurnError` runs again. A turn with log-probabilities of NaN is returned as it is.
 - However a turn ends, also by cancellation, the scheduler is updated before anything else runs.
 - All tasks run in one event loop and end with the pool's `async with` block.
 """
@@ -35,36 +18,55 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from trainer.engines.engine import Engine, EngineError, Weights, WeightStore, WeightTransfer
-from trainer.engines.engine_state import EngineState
-from trainer.engines.episode_handle import EpisodeHandle
-from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S, PoolState, TurnRecord
-from trainer.scheduling.scheduler import Scheduler
+from trainer.engines.busy_timer import BusyTimer
+from trainer.engines.engine import (
+    Engine,
+    EngineError,
+    Generation,
+    SamplingParams,
+    TurnError,
+    Weights,
+    WeightStore,
+    WeightTransfer,
+)
+from trainer.engines.engine_state import SCRAPE_TIMEOUT_S, UNKNOWN_VERSION, EngineState
+from trainer.scheduling.scheduler import Placement, Scheduler
 
 if TYPE_CHECKING:
     from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 
 logger = logging.getLogger(__name__)
 
-SCRAPE_TIMEOUT_S = 20.0
-"""Seconds that a metrics scrape or an abort request may take. A server with a thousand running requests answers slowly
-but is not dead."""
-MAX_MISSED_SCRAPES = 3
-"""An engine is marked down after this number of failed scrapes in a row."""
-STALL_TIMEOUT_S = 120.0
-"""An engine with running turns is marked down if its token counter has not changed for this number of seconds."""
-BRING_UP_TIMEOUT_S = 60.0
-"""Seconds that a bring-up or a liveness probe may take."""
-UNKNOWN_VERSION = -1
-"""The weight version of an engine whose weights are not those of the last sync."""
+ALL_DOWN_TIMEOUT_S = 60.0
+"""Seconds after which episodes fail because all engines are down."""
+MAX_FAILURES_PER_TURN = 3
+"""If a turn fails this number of times, its episode fails, because the turn itself may be the cause."""
 
 
-class EnginePool(PoolState):
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A finished turn. Times are the event loop's, in seconds."""
+
+    episode: int
+    group: Hashable
+    engine: str
+    requested_at: float
+    started_at: float
+    ended_at: float
+    context_tokens: int
+    """Tokens of the context before the turn."""
+    sampled_tokens: int
+    is_migration: bool
+    """True if the episode's previous turn ran on another engine."""
+
+
+class EnginePool:
     """A context manager that owns its engines and its scheduler, and closes the engines. No other pool may use them.
 
     `transfer`, `probe`: needed only for `sync_weights`.
@@ -91,19 +93,28 @@ class EnginePool(PoolState):
     ) -> None:
         if not engines or len({engine.name for engine in engines}) < len(engines):
             raise ValueError(f"expected engines with different names, got {[engine.name for engine in engines]}")
-        super().__init__(
-            engines,
-            scheduler,
-            turn_timeout_s=turn_timeout_s,
-            retry_after_s=retry_after_s,
-            all_down_timeout_s=all_down_timeout_s,
-            on_turn=on_turn,
-        )
+        self.scheduler, self.probe, self.on_turn = scheduler, probe, on_turn
+        self.turn_timeout_s, self.retry_after_s = turn_timeout_s, retry_after_s
+        self.engine_states = {engine.name: EngineState(engine, self) for engine in engines}
+        self.weight_version = 0
+        self.expected: ExpectedLogprobs | None = None
+        """The log-probabilities of the probe with the weights of the last sync. None if they are unknown."""
+        self.stored: Path | None = None
+        """The stored weights of the last sync."""
+        self.is_sleeping = False
+        """True from `sleep` to the next weight sync. All engines are then down."""
+        self.busy_timer = BusyTimer()
+        """Runs while an engine generates, a tool call runs or an answer is checked. The rest of a rollout's wall time
+        is overhead."""
+        self.handles: dict[Hashable, EpisodeHandle] = {}
+        self.scheduler_event = asyncio.Event()
+        """Set after each event that was reported to the scheduler."""
+        self.request_ended = asyncio.Event()
+        """Set when a request or a placed turn has ended."""
         self._name = token_hex(4)  # prefix of request ids, because other clients may use the same servers
-        self._transfer, self._store, self._probe = transfer, store, probe
-        self._scrape_interval_s = scrape_interval_s
-        self._expected: ExpectedLogprobs | None = None  # for the weights of the last sync
-        self._stored: Path | None = None  # the last sync's weights
+        self._transfer, self._store = transfer, store
+        self._scrape_interval_s, self._all_down_timeout_s = scrape_interval_s, all_down_timeout_s
+        self._all_down_since = 0.0
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
         self._background_tasks: list[asyncio.Task[None]] = []
@@ -111,8 +122,10 @@ class EnginePool(PoolState):
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         self._all_down_since = self.now()
-        coroutines = [self._dispatch_placements(), *map(self._monitor, self.engine_states.values())]
-        self._background_tasks = [self._tasks.create_task(coroutine) for coroutine in coroutines]
+        monitors = [state.monitor(self._scrape_interval_s) for state in self.engine_states.values()]
+        self._background_tasks = [
+            self._tasks.create_task(coroutine) for coroutine in (self._dispatch_placements(), *monitors)
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -152,10 +165,12 @@ class EnginePool(PoolState):
     async def _abort_requests(self, state: EngineState, request_ids: Sequence[str]) -> None:
         try:
             # The key of the request is a new object, since several aborts may be in flight at the same time.
-            async with self.request(state, object(), SCRAPE_TIMEOUT_S):
+            async with state.request(object(), SCRAPE_TIMEOUT_S):
                 await state.engine.abort(request_ids)
         except (EngineError, TimeoutError) as error:  # the turns then run to their normal end
             logger.warning("engine %s could not abort %d requests: %r", state.engine.name, len(request_ids), error)
+
+    # --- weights ---
 
     async def sync_weights(self, weights: Weights, version: int | None = None) -> int:
         """Give all responsive engines `weights` and check them. Return `version` (default: the last version plus 1).
@@ -166,23 +181,30 @@ class EnginePool(PoolState):
         Raises `WeightSyncError` when an engine's log-probabilities differ from the trainer's, and `EngineError` when no
         engine has loaded the weights.
         """
-        if self._transfer is None or self._probe is None:
+        if self._transfer is None or self.probe is None:
             raise ValueError("expected a pool with `transfer` and `probe`, got one without; see engines.weight_sync")
         async with self._paused():
-            expected = await asyncio.to_thread(self._probe.expected_logprobs, weights)
+            expected = await asyncio.to_thread(self.probe.expected_logprobs, weights)
             version = self.weight_version + 1 if version is None else version
             stored = await self._store.save(weights, version) if self._store else None
-            may_wait = self._stored is not None
-            self.weight_version, self._expected, self._stored = version, expected, stored
-            states = self._invalidate_weights()
+            may_wait = self.stored is not None
+            self.weight_version, self.expected, self.stored = version, expected, stored
+            all_states = list(self.engine_states.values())
+            for state in all_states:
+                state.invalidate_weights()
+            states = [state for state in all_states if not state.is_unresponsive] or all_states
+            for state in states:
+                state.down_reason = "it does not have the weights of the last sync"
             engines = [state.engine for state in states]
             errors = await self._transfer(engines, weights if stored is None else stored, version)
+            loaded = []
             for state, error in zip(states, errors, strict=True):
-                if error is not None:
+                if error is None:
+                    loaded.append(state)
+                else:
                     state.engine.weight_version = UNKNOWN_VERSION  # it may have the weights and lack a KV cache
-                    self._schedule_retry(state, str(error) or repr(error))
-            loaded = [state for state, error in zip(states, errors, strict=True) if error is None]
-            results = await asyncio.gather(*map(self._bring_up_after_sync, loaded), return_exceptions=True)
+                    state.schedule_retry(str(error) or repr(error))
+            results = await asyncio.gather(*(state.bring_up_after_sync() for state in loaded), return_exceptions=True)
             for exception in filter(None, results):
                 raise exception
         self.scheduler.start_training_step()
@@ -195,6 +217,22 @@ class EnginePool(PoolState):
             await self._store.delete_others(stored)
         return version
 
+    def set_weight_version(self, version: int) -> None:
+        """Report that another process has given weights of this version to all engines. An engine that is down because
+        it has restarted since the last sync is tried again."""
+        if version != self.weight_version:
+            self.weight_version, self.expected = version, None
+            for state in self.engine_states.values():
+                state.engine.weight_version, state.retry_at = version, 0.0
+            self.scheduler.start_training_step()
+
+    async def load_stored_weights(self, engine: Engine) -> None:
+        """Give an engine the weights of the last sync again."""
+        assert self._transfer is not None
+        (error,) = await self._transfer([engine], self.stored, self.weight_version)
+        if error is not None:
+            raise error
+
     async def sleep(self) -> None:
         """Make the engines free their memory until the next weight sync. They must have vLLM's sleep mode, and the
         `transfer` of the pool has to wake them. Running turns end first; new turns wait for the sync.
@@ -203,7 +241,7 @@ class EnginePool(PoolState):
         """
         async with self._paused():
             self.is_sleeping = True
-            await asyncio.gather(*map(self._put_to_sleep, self.engine_states.values()))
+            await asyncio.gather(*(state.put_to_sleep() for state in self.engine_states.values()))
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -219,125 +257,50 @@ class EnginePool(PoolState):
             self.scheduler.is_paused = False
             self.scheduler_event.set()
 
-    # --- bring-up and monitoring ---
+    async def _wait_until_idle(self) -> None:
+        """Wait until no request is in flight. Bring-ups are cancelled, because the engines get new weights anyway."""
+        for state in self.engine_states.values():
+            if not state.is_up:
+                state.cancel_requests()
+        while any(state.requests for state in self.engine_states.values()) or self.scheduler.num_running:
+            self.request_ended.clear()
+            await self.request_ended.wait()
 
-    def _invalidate_weights(self) -> list[EngineState]:
-        """Mark all engines down, since new weights invalidate their KV caches. Return the engines that get the new
-        weights: the responsive engines, or all engines if none is responsive."""
-        all_states = list(self.engine_states.values())
-        for state in all_states:
-            self._mark_down(state)
-            state.engine.weight_version = UNKNOWN_VERSION
-        states = [state for state in all_states if not state.is_unresponsive] or all_states
-        for state in states:
-            state.down_reason = "it does not have the weights of the last sync"
-        return states
+    # --- engines that are down ---
 
-    async def _bring_up_after_sync(self, state: EngineState) -> None:
-        try:
-            await self._bring_up(state, self._turn_timeout_s)  # a long timeout, so that a slow engine is not lost
-        except (EngineError, TimeoutError) as error:
-            reason = str(error) or f"no log-probabilities after the weight sync in {self._turn_timeout_s:g} s"
-            self._schedule_retry(state, reason)
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
 
-    async def _bring_up(self, state: EngineState, timeout_s: float) -> None:
-        """Check the engine's weights, since the engine may have restarted, and mark it up."""
-        engine = state.engine
-        async with self.request(state, state, timeout_s):
-            if self._probe is not None and self._expected is not None:
-                await self._probe.check(engine, self._expected)
-            capacity, stats = await engine.capacity(), await engine.stats()
-        self.scheduler.add_engine(
-            engine.name,
-            capacity.kv_tokens,
-            capacity.max_running,
-            block_size=capacity.block_size,
-            preemptions=0 if stats is None else stats.preemptions,
-        )
-        state.is_up, state.is_unresponsive, state.missed_scrapes = True, False, 0
-        state.last_progress_at = self.now()
-        state.failed_problems.clear()
+    def remove_engine(self, name: str) -> None:
+        """Place the turns of an engine again that is no longer up."""
+        for key in self.scheduler.remove_engine(name):
+            self.handles[key].placement = None
+        if not self._is_any_up():
+            self._all_down_since = self.now()
         self.scheduler_event.set()
+        self.request_ended.set()
 
-    async def _retry(self, state: EngineState) -> None:
-        try:
-            if self._stored is not None:
-                await self._load_stored_weights(state)
-            await self._bring_up(state, BRING_UP_TIMEOUT_S)
-        except Exception as error:  # boundary: no failure of one engine may end the pool; `all_down_error` reports it
-            if not self.scheduler.is_paused:  # during a weight sync, the sync itself brings the engine up
-                self._schedule_retry(state, str(error) or repr(error))
+    def has_given_up(self) -> bool:
+        """Return whether all engines have been down for `all_down_timeout_s`."""
+        is_down = not (self.scheduler.is_paused or self.is_sleeping or self._is_any_up())
+        return is_down and self.now() - self._all_down_since >= self._all_down_timeout_s
 
-    async def _load_stored_weights(self, state: EngineState) -> None:
-        """Give the engine the last sync's weights, since the probe may not detect weights that miss a small step."""
-        assert self._transfer is not None
-        async with self.request(state, state, self._turn_timeout_s):
-            (error,) = await self._transfer([state.engine], self._stored, self.weight_version)
-        if error is not None:
-            raise error
+    def notify_if_given_up(self) -> None:
+        if self.has_given_up():
+            for handle in self.handles.values():
+                handle.notify()
 
-    async def _probe_liveness(self, state: EngineState) -> None:
-        with suppress(Exception):  # boundary: whatever the probe raises, the engine stays down
-            async with self.request(state, state, BRING_UP_TIMEOUT_S):
-                await state.engine.check_alive()
-                state.is_unresponsive = False
+    def down_reasons(self) -> dict[str, str]:
+        """Return the engines that are down, each with its reason."""
+        return {name: state.down_reason for name, state in self.engine_states.items() if not state.is_up}
 
-    async def _put_to_sleep(self, state: EngineState, *, unless_sleeping: bool = False) -> None:
-        self._mark_down(state)
-        engine: Any = state.engine
-        try:
-            async with self.request(state, state, BRING_UP_TIMEOUT_S):
-                if not (unless_sleeping and await engine.is_sleeping()):
-                    await engine.sleep()
-                state.is_unresponsive = False
-        except (EngineError, TimeoutError) as error:
-            if self.is_sleeping:  # otherwise a weight sync has cancelled the request
-                self.mark_failed(state, f"it does not sleep and may keep its memory: {error!r}")
+    def all_down_error(self) -> EngineError:
+        """Return an error with the reason of each engine."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.down_reasons().items())
+        return EngineError(f"all {len(self.engine_states)} engines are down: {reasons}")
 
-    async def _monitor(self, state: EngineState) -> None:
-        while True:
-            if state.is_up:
-                await self._scrape(state)
-            elif self.scheduler.is_paused:
-                pass  # a request would delay the weight sync
-            elif self.is_sleeping:
-                if state.retry_at <= self.now():
-                    await self._put_to_sleep(state, unless_sleeping=True)
-            elif state.is_unresponsive:
-                await self._probe_liveness(state)
-            elif state.retry_at <= self.now() and (
-                self._stored is not None or state.engine.weight_version == self.weight_version
-            ):
-                await self._retry(state)
-            if self.has_given_up():
-                for handle in self.handles.values():
-                    handle.notify()
-            await asyncio.sleep(self._scrape_interval_s)
-
-    async def _scrape(self, state: EngineState) -> None:
-        """Pass the engine's stats to the scheduler. `MAX_MISSED_SCRAPES` missed scrapes in a row mark the engine down.
-        A single one does not, since a failed turn is better evidence."""
-        try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                stats = await state.engine.stats()
-        except (EngineError, TimeoutError) as error:
-            state.missed_scrapes += 1
-            has_ended = state.engine.weight_version != self.weight_version  # the server refused the connection
-            if state.is_up and (has_ended or state.missed_scrapes >= MAX_MISSED_SCRAPES):
-                self.mark_failed(state, f"no answer to {state.missed_scrapes} scrapes: {error!r}")
-            return
-        state.missed_scrapes = 0
-        if stats is None or not state.is_up:
-            return
-        now = self.now()
-        self.scheduler.update_stats(state.engine.name, stats, now)
-        self.scheduler_event.set()
-        if stats.computed_tokens != state.computed_tokens or not state.requests:
-            state.computed_tokens, state.last_progress_at = stats.computed_tokens, now
-        elif now - state.last_progress_at > STALL_TIMEOUT_S:
-            self.mark_failed(state, f"no token computed in {STALL_TIMEOUT_S:g} s")
-
-    # --- placements ---
+    def _is_any_up(self) -> bool:
+        return any(state.is_up for state in self.engine_states.values())
 
     async def _dispatch_placements(self) -> None:
         """Call the scheduler once for all events of the same moment, and start the turns that it places."""
@@ -345,13 +308,132 @@ class EnginePool(PoolState):
             await self.scheduler_event.wait()
             self.scheduler_event.clear()
             for placement in self.scheduler.place(self.now()):
-                self.handles[placement.episode].set_placement(placement)
+                handle = self.handles[placement.episode]
+                handle.placement = placement
+                handle.notify()
 
-    async def _wait_until_idle(self) -> None:
-        """Wait until no request is in flight. Bring-ups are cancelled, because the engines get new weights anyway."""
-        for state in self.engine_states.values():
-            if not state.is_up:
-                state.cancel_requests(self.now())
-        while any(state.requests for state in self.engine_states.values()) or self.scheduler.num_running:
-            self.request_ended.clear()
-            await self.request_ended.wait()
+
+class _Aborted(Exception):
+    """The handle was aborted before its turn was placed."""
+
+
+class EpisodeHandle:
+    """An episode's access to the pool. It generates one turn after another. Each turn continues the context of the
+    previous turn."""
+
+    def __init__(self, pool: EnginePool, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
+        self.key = key
+        self.length = 0
+        """Tokens of the context after the last turn."""
+        self.request_id = request_id
+        self.placement: Placement | None = None
+        """The placement of the requested turn. None until the turn is placed, and after its engine is marked down."""
+        self.is_aborted = False
+        self._pool, self._group, self._max_context_tokens = pool, group, max_context_tokens
+        self._is_submitted = False
+        self._placement_changed: asyncio.Future[None] | None = None
+
+    async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Continue `ids`. If an engine fails, another engine continues them.
+
+        Raises `EngineError` when all engines are down or the turn has failed `MAX_FAILURES_PER_TURN` times. After an
+        exception the scheduler drops the episode; the next call submits it as a new one.
+        """
+        pool, requested_at, context_tokens = self._pool, self._pool.now(), len(ids)
+        sampling = replace(sampling, request_id=self.request_id)
+        self._request_turn(context_tokens)
+        try:
+            generation, placement, started_at = await self._generate_with_failover(ids, sampling)
+            ended_at, length = pool.now(), context_tokens + len(generation.ids)
+            pool.scheduler.park(self.key, length, ended_at)
+        except _Aborted:
+            self.close(None)
+            wait_s = pool.now() - requested_at
+            return Generation((), (), False, "", pool.weight_version, is_aborted=True, wait_s=wait_s)
+        except BaseException:
+            self.close(None)
+            raise
+        self.placement, self.length = None, length
+        pool.scheduler_event.set()
+        if pool.on_turn is not None:
+            record = TurnRecord(
+                episode=self.key,
+                group=self._group,
+                engine=placement.engine,
+                requested_at=requested_at,
+                started_at=started_at,
+                ended_at=ended_at,
+                context_tokens=context_tokens,
+                sampled_tokens=len(generation.ids),
+                is_migration=placement.is_migration,
+            )
+            pool.on_turn(record)
+        return replace(generation, wait_s=started_at - requested_at)
+
+    def notify(self) -> None:
+        """Make a waiting `generate` check again its placement, its abort flag and whether the pool has given up."""
+        if self._placement_changed is not None and not self._placement_changed.done():
+            self._placement_changed.set_result(None)
+
+    def close(self, length: int | None) -> None:
+        """Complete the episode with `length` tokens; None means that it was cancelled. Later calls do nothing."""
+        if self._is_submitted:
+            self._is_submitted, self.placement = False, None
+            pool = self._pool
+            del pool.handles[self.key]
+            pool.scheduler.complete(self.key, pool.now(), length)
+            pool.scheduler_event.set()
+            pool.request_ended.set()
+
+    def _request_turn(self, length: int) -> None:
+        pool = self._pool
+        if self._is_submitted:
+            pool.scheduler.resume(self.key, length, pool.now())
+        else:
+            pool.scheduler.submit(self.key, self._group, length, self._max_context_tokens)
+            pool.handles[self.key] = self
+            self._is_submitted = True
+        pool.scheduler_event.set()
+
+    async def _generate_with_failover(
+        self, ids: Sequence[int], sampling: SamplingParams
+    ) -> tuple[Generation, Placement, float]:
+        """Return the turn, its placement and its start time."""
+        pool, failures = self._pool, 0
+        while True:
+            placement = await self._wait_for_placement()
+            started_at = pool.now()
+            state = pool.engine_states[placement.engine]
+            timeout_s = state.turn_timeout_s(sampling.max_tokens)
+            try:
+                with pool.busy_timer:
+                    async with state.request(self, timeout_s):
+                        generation = await state.engine.generate(ids, sampling)
+                # If the placement has changed, the engine was marked down meanwhile, and the turn is placed again.
+                if self.placement is placement:
+                    if failures + 1 == MAX_FAILURES_PER_TURN or state.accepts(generation, self._group):
+                        return generation, placement, started_at
+                    failures += 1
+            except TurnError as error:
+                failures += 1
+                if failures == MAX_FAILURES_PER_TURN:
+                    raise
+                if self.placement is placement:
+                    state.blame(self._group, str(error))
+            except (EngineError, TimeoutError) as error:
+                if self.placement is placement:  # otherwise the engine is already down, because of another request
+                    reason = str(error) or f"engine {placement.engine}: no answer in {timeout_s:.0f} s"
+                    state.mark_failed(reason)
+                    failures += 1
+                    if failures == MAX_FAILURES_PER_TURN:
+                        raise EngineError(f"the same turn failed {failures} times, the last: {reason}") from error
+
+    async def _wait_for_placement(self) -> Placement:
+        while self.placement is None or self.is_aborted:
+            if self.is_aborted:
+                raise _Aborted
+            if self._pool.has_given_up():
+                raise self._pool.all_down_error()
+            self._placement_changed = asyncio.get_running_loop().create_future()
+            await self._placement_changed
+        return self.placement

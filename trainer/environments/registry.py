@@ -51,16 +51,6 @@ def check_problem(problem: Problem) -> None:
         raise ConfigError(f"problem {problem.id}: {error}") from error
 
 
-def check_shared(problem: Problem) -> None:
-    """Check a problem whose episodes share one environment (`trainer.rollout.collector`). Raises `ConfigError`."""
-    check_problem(problem)
-    if environment_class(problem.environment).is_stateful:
-        raise ConfigError(
-            f"problem {problem.id}: environment {problem.environment!r}: expected one whose responses do not depend on "
-            "earlier calls; use `rstar-train collect` for others, or a stage with episodes=collected or cluster"
-        )
-
-
 def needs_sandbox(problem: Problem) -> bool:
     """Return whether the environment of a problem needs `Services.sandbox`. Raises `ConfigError`."""
     return environment_class(problem.environment).needs_sandbox

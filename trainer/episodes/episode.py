@@ -56,6 +56,16 @@ class StopReason(StrEnum):
     None."""
 
 
+class FailureKind(StrEnum):
+    """What failed. In a collection, each kind of failure has a budget of its own."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """A node, an actor, an engine or the sandbox."""
+    ENVIRONMENT = "environment"
+    """The problem's environment failed, or gave another response when its actions were replayed, or no engine can serve
+    a context as long as the problem's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A text with a checkable answer. `source` names its data set."""
@@ -155,6 +165,8 @@ class Episode:
     seed: int | None = None
     """The seed from which the seeds of the turns are computed. With None, the process that runs the episode gives the
     seed."""
+    weight_version: int | None = None
+    """The version of the weights that another process has given to the engines. None if no other process does that."""
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float] | None, weight_version: int) -> None:
         """Append tokens that weights of `weight_version` sampled. `logprobs` is None if they are unknown."""

@@ -30,8 +30,8 @@ from trainer.collection.work import EpisodeExecutor, RunEpisode
 from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
-from trainer.engines.pool import EnginePool
-from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
+from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
+from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
@@ -48,6 +48,7 @@ from trainer.recipe.rollout_session import (
     prompt_settings,
     vllm_clients,
 )
+from trainer.rollout.episode_runner import EpisodeRunner
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training.context import model_errors_as_config_errors
@@ -67,6 +68,9 @@ class HostSpec:
     share: float | None = None
     """The part of each server's capacity that this process may use. The servers have their weights already. With None,
     this process opens engines of its own."""
+    expected: ExpectedLogprobs | None = None
+    """What servers with the right weights compute, if these weights stay the same. A server that restarts is used again
+    only if it computes the same."""
 
 
 def store_dir(run: RecipeRun) -> Path:
@@ -150,7 +154,7 @@ async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
     """Give the servers their weights before the workers start, and return the settings of the workers."""
     async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
         await require_weights(pool, _max_down_s(spec.config))
-    return replace(spec, share=1 / num_nodes())
+        return replace(spec, share=1 / num_nodes(), expected=pool.expected)
 
 
 @asynccontextmanager
@@ -161,14 +165,9 @@ async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
         sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
         services = await stack.enter_async_context(open_services(sandbox))
         pool = await stack.enter_async_context(_open_pool(spec))
-        yield EpisodeHost(
-            pool,
-            chat_formats(config, spec.model),
-            partial(open_environment, services=services),
-            limits,
-            config.seed,
-            limits.deadline_s,
-        ).run
+        create = partial(open_environment, services=services)
+        formats = chat_formats(config, spec.model)
+        yield EpisodeHost(EpisodeRunner(pool, formats, create, limits, config.seed, limits.deadline_s)).run
 
 
 @asynccontextmanager
@@ -186,7 +185,10 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
     clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
     max_down_s = engines.max_down_s or ALL_DOWN_TIMEOUT_S  # with 0, episodes would fail before the engines are up
-    async with create_pool(engines, clients, all_down_timeout_s=max_down_s) as pool:
+    probe = SyncProbe(spec.model, spec.config.model.dtype) if spec.expected else None
+    pool = create_pool(engines, clients, probe=probe, all_down_timeout_s=max_down_s)
+    pool.expected = spec.expected
+    async with pool:
         yield pool
 
 

@@ -29,7 +29,7 @@ from trainer.config import ONLINE_SETTINGS, ConfigError, ModelShape, RunConfig, 
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import read_conversations, read_problems
-from trainer.environments.registry import check_problem, check_shared, environment_class
+from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
@@ -90,13 +90,10 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
     reports = {}
     for name, sources in {"train": config.data.train, EVAL_SET: config.eval.data, **own_data}.items():
         path = run.dir / "data" / f"{name}.jsonl"
-        # The stages that train on these problems.
-        training_stages = [s for s in stages if name != EVAL_SET and run.unfiltered_path(s) == path]
+        training_stages = [stage for stage in stages if run.unfiltered_path(stage) == path]
         limits: Sequence[SamplingConfig] = [config.eval] if name == EVAL_SET else training_stages
         response_tokens = max((limit.max_response_tokens for limit in limits), default=0)
-        is_online = name == EVAL_SET or any(stage.episodes == "online" for stage in training_stages)
-        check = check_shared if is_online else check_problem
-        problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens, check)
+        problems, report = _prepare_problems(config, name, sources, chat_format, response_tokens)
         problem_data.write_problems(problems, path)
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
@@ -124,17 +121,14 @@ def _prepare_problems(
     sources: Sequence[str],
     chat_format: ChatFormat,
     response_tokens: int,
-    check: Callable[[Problem], None],
 ) -> tuple[list[Problem], problem_data.PrepareReport]:
-    """Return the problems whose prompts leave `response_tokens` for a response, and whose answers can be parsed.
-
-    `check` raises `ConfigError` for a problem whose environment cannot be used.
-    """
+    """Return the problems whose prompts leave `response_tokens` for a response, and whose answers can be parsed. Raises
+    `ConfigError` for a problem whose environment cannot be used."""
     is_eval = name == EVAL_SET
     max_prompt_tokens = config.engines.max_model_len - response_tokens
 
     def prompt_tokens(problem: Problem) -> int:
-        check(problem)
+        check_problem(problem)
         return len(chat_format.encode_prompt(environment_class(problem.environment).prompt(problem)))
 
     with progress_bar(name) as advance:
@@ -323,7 +317,7 @@ def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[
     if not (file := out / "problems.jsonl").exists():
         chat_format, sources = load_chat_format(config, path), config.eval.data
         response_tokens = config.eval.max_response_tokens
-        problems, _ = _prepare_problems(config, EVAL_SET, sources, chat_format, response_tokens, check_shared)
+        problems, _ = _prepare_problems(config, EVAL_SET, sources, chat_format, response_tokens)
         problem_data.write_problems(problems, file)
     problems = read_problems(str(file))
     return run_evaluation(run, model, problems, out, config.eval, _eval_samples(run), identity=identity)
@@ -360,7 +354,7 @@ def run_evaluation(
     model, other settings or other values of `identity`, and `NoRewardsError` if no episode has a reward.
     """
     for problem in problems:
-        check_shared(problem)
+        check_problem(problem)
     seed, run_folder = derive_seed(run.config, seed_name), RunFolder(out)
     run_folder.bind_config(
         {

@@ -44,8 +44,7 @@ from trainer.engines.vllm_servers import (
     option_words,
 )
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
-from trainer.environments.registry import check_problem, check_shared
-from trainer.episodes.episode import Problem
+from trainer.environments.registry import check_problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError, read_json
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
@@ -165,16 +164,10 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
     # `eval.data` is the last setting. It comes first here, since the others are compared with its problems.
     for setting, names in reversed(_problem_sources(config).items()):
         is_eval = setting == "eval.data"
-        stage_name = setting.removeprefix("stages.").removesuffix(".data")
-        # A stage without sources of its own trains on `data.train`.
-        stages = [s for s in config.stages.values() if s.name == stage_name or (setting == "data.train" and not s.data)]
-        # The evaluation and online stages share one environment among the episodes of a group, so `check_shared`
-        # refuses environments with state for them.
-        is_online = is_eval or any(stage.episodes == "online" for stage in stages)
         for source in names:
             if source.startswith(GENERATED):
                 continue
-            lines, texts = _problem_errors(source, check_shared if is_online else check_problem)
+            lines, texts = _problem_errors(source)
             yield from (f"{setting}: {source}: {line}" for line in lines)
             if is_eval:
                 evaluated |= {source, *texts}
@@ -182,7 +175,7 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
                 yield f"{setting}: {source}: all its problems are also in eval.data; train or evaluate on others"
 
 
-def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list[str], set[str]]:
+def _problem_errors(source: str) -> tuple[list[str], set[str]]:
     """Return the errors in a file's environments and options, and the texts of its problems.
 
     Problems with equal environments and options give one line. Both results are empty for a source on the hub, which is
@@ -200,7 +193,7 @@ def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list
             if kind not in lines:
                 lines[kind] = ""
                 try:
-                    check(problem)
+                    check_problem(problem)
                 except ConfigError as error:
                     lines[kind] = str(error)
     except (DataError, OSError):

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from trainer.config import ConfigError, EnginesConfig, ModelConfig, RunConfig, S
 from trainer.engines.engine import Engine, WeightTransfer
 from trainer.engines.local import MEMORY_SHARE, LocalEngine
 from trainer.engines.openai_client import OpenAIEngine
-from trainer.engines.pool import EnginePool
-from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
+from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
 from trainer.engines.weight_sync import BroadcastTransfer, FileWeightStore, SyncProbe, WakingTransfer, load_by_engine
@@ -101,9 +100,8 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # otherwise each garbage collection visits all objects of the libraries, which takes 0.2 s
         services = loop_thread.enter(open_services(sandbox))
-        collector = EpisodeCollector(
-            pool, chat_formats(config, model), lambda problem: open_environment(problem, services)
-        )
+        create = partial(open_environment, services=services)
+        collector = EpisodeCollector(pool, chat_formats(config, model), create, config.collect.episodes_per_worker)
         yield RolloutRuntime(loop_thread, collector, pool, sleep=pool.sleep if config.engines.sleep_mode else None)
 
 

@@ -19,13 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.collection.host import replay_actions
 from trainer.collection.store import Key, StoreReader
-from trainer.collection.work import TryError
 from trainer.config import ConfigError, ModelConfig, RunConfig, SamplingConfig
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import Generation, SamplingParams
-from trainer.engines.episode_handle import EpisodeHandle
+from trainer.engines.pool import EpisodeHandle
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import Services, open_services
@@ -36,7 +34,8 @@ from trainer.json_files import read_rows, write_rows
 from trainer.progress_bar import progress_bar
 from trainer.recipe.collect_work import LIMIT_NAMES
 from trainer.recipe.rollout_session import PROMPT_SETTINGS, load_chat_format
-from trainer.rollout.episode_runner import EpisodeRunner
+from trainer.rollout.episode_runner import EpisodeError, replay_actions
+from trainer.rollout.turn_loop import TurnLoop
 
 SCORES_AT_ONCE = 64
 REPLAYED_FIELDS = ("response_ids", "logprobs", "loss_mask", "weight_versions", "stop_reason", "answer", "answer_blocks")
@@ -61,8 +60,8 @@ def replay(reader: StoreReader, key: Key) -> Episode:
     settings = reader.settings
     limits = SamplingConfig(**{name: settings[name] for name in LIMIT_NAMES})
     again = Episode(stored.problem, stored.sample, prompt_ids=stored.prompt_ids)
-    runner = EpisodeRunner(_chat_format(reader), _RecordedTool(stored), limits, settings["seed"], BusyTimer())
-    asyncio.run(runner.run(again, cast(EpisodeHandle, _RecordedHandle(stored))))
+    turns = TurnLoop(_chat_format(reader), _RecordedTool(stored), limits, settings["seed"], BusyTimer())
+    asyncio.run(turns.run(again, cast(EpisodeHandle, _RecordedHandle(stored))))
     for name in REPLAYED_FIELDS:
         if getattr(again, name) != getattr(stored, name):
             raise ReplayError(
@@ -195,8 +194,8 @@ async def _score(episode: Episode, services: Services, max_response_chars: int) 
             await replay_actions(episode, environment, max_response_chars)
         return Score(*key, stored_reward, await environment.score(episode))
     except Exception as error:  # a failure of one environment does not stop the scoring of other episodes
-        # A `TryError` is the failure of one attempt at an episode, here of the replay of its actions.
-        text = str(error) if isinstance(error, TryError) else f"{type(error).__name__}: {error}"
+        # An `EpisodeError` is a failure of the replay, which says so.
+        text = str(error) if isinstance(error, EpisodeError) else f"{type(error).__name__}: {error}"
         return Score(*key, stored_reward, None, text)
     finally:
         await environment.close()

@@ -1,7 +1,7 @@
 """Runs scripted turns in the environments of problems, without a model: `rstar-train try-env CONFIG --answers FILE`.
 
-A row of FILE is `{"problem": ID, "turns": [TEXT, ...]}`. An `EpisodeRunner` treats the turns like the turns of a model,
-with the limits of `[eval]`. There is no tokenizer: each character counts as a token, so `max_response_tokens` does not
+A row of FILE is `{"problem": ID, "turns": [TEXT, ...]}`. A `TurnLoop` treats the turns like the turns of a model, with
+the limits of `[eval]`. There is no tokenizer: each character counts as a token, so `max_response_tokens` does not
 apply.
 """
 
@@ -25,7 +25,7 @@ from trainer.environments.services import open_services
 from trainer.episodes.episode import Episode, Problem, ToolCall
 from trainer.episodes.turn_parser import ToolCallRequest
 from trainer.recipe.rollout_session import connect_sandbox
-from trainer.rollout.episode_runner import EpisodeRunner
+from trainer.rollout.turn_loop import TurnLoop
 
 STOP_ID = 0x110000
 """The token id that ends a turn. It is larger than every code point, so it is not the id of a character."""
@@ -92,7 +92,7 @@ async def _episode(
         yield f"--- tool\n{json.dumps(tool['function'])}"
     episode, limits = Episode(problem, 0), replace(config.eval, max_response_tokens=1 << 62)
     chat_format, script = cast(Any, _CharacterFormat()), cast(Any, _Script(iter(turns)))
-    await EpisodeRunner(chat_format, _Tool(environment), limits, 0, BusyTimer()).run(episode, script)
+    await TurnLoop(chat_format, _Tool(environment), limits, 0, BusyTimer()).run(episode, script)
     for number, turn in enumerate(episode.turns, 1):
         yield f"--- turn {number}\n{turn.text}"
         for call in turn.tool_calls:

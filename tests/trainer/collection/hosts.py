@@ -21,6 +21,7 @@ from trainer.environments.environment import Environment, InitialState
 from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, ToolCall, ToolCallStatus
 from trainer.episodes.turn_parser import ToolCallRequest
+from trainer.rollout.episode_runner import EpisodeRunner
 
 NUM_TURNS = 4
 """Turns of an episode. The last one has the answer."""
@@ -77,7 +78,7 @@ def make_host(
 ) -> EpisodeHost:
     pool = pool or ScriptedPool(count_to_answer)
     tokenizer = qwen_tokenizer()
-    return EpisodeHost(
+    runner = EpisodeRunner(
         pool,  # type: ignore[arg-type]
         lambda tools: rstar2_format(tokenizer, tools=tools, system_prompt=system_prompt),
         environment,
@@ -85,6 +86,7 @@ def make_host(
         seed=1,
         deadline_s=deadline_s,
     )
+    return EpisodeHost(runner)
 
 
 @asynccontextmanager

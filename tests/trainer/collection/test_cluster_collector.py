@@ -16,11 +16,12 @@ from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, journ
 from trainer.collection import driver
 from trainer.collection.cluster_collector import ClusterCollector, CollectionError
 from trainer.collection.local import LocalExecutor
-from trainer.collection.store import FailureKind, Growth
+from trainer.collection.store import Growth
 from trainer.collection.stored_collector import NoEngines
-from trainer.collection.work import RunEpisode, TryError
+from trainer.collection.work import RunEpisode
 from trainer.config import CollectConfig
-from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason
+from trainer.rollout.episode_runner import EpisodeError
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio
@@ -92,7 +93,7 @@ async def test_an_episode_that_fails_for_good_is_unavailable_and_its_group_keeps
 
     async def run(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
         if episode.problem.id == "p1" and episode.sample != 1:
-            raise TryError(FailureKind.ENVIRONMENT, "it does not work")
+            raise EpisodeError(FailureKind.ENVIRONMENT, "it does not work")
         return await host.run(episode, on_growth)
 
     _, group, _ = await collect(tmp_path, run, version=1, max_refills=1)
@@ -100,6 +101,7 @@ async def test_an_episode_that_fails_for_good_is_unavailable_and_its_group_keeps
         (1, 1.0, StopReason.FINISHED),
         (0, None, StopReason.UNAVAILABLE),
     ]
+    assert group[1].error == "it does not work"
 
 
 async def test_a_step_is_continued_after_a_kill_and_dropped_when_a_later_one_begins(tmp_path: Path) -> None:

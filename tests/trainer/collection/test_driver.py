@@ -17,10 +17,11 @@ from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, journ
 from trainer.collection import driver
 from trainer.collection.driver import Collection, CollectionStatus
 from trainer.collection.local import LocalExecutor
-from trainer.collection.store import EpisodeStore, FailureKind, Growth, Key, StoreReader
-from trainer.collection.work import CollectionError, RunEpisode, TryError
+from trainer.collection.store import EpisodeStore, Growth, Key, StoreReader
+from trainer.collection.work import CollectionError, RunEpisode
 from trainer.config import CollectConfig
-from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason
+from trainer.rollout.episode_runner import EpisodeError
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio
@@ -69,7 +70,7 @@ class FailingRuns:
         key = Key.of(episode)
         self.tries[key] += 1
         if kinds := self.failures.get(key):
-            raise TryError(kinds.pop(0), "it failed")
+            raise EpisodeError(kinds.pop(0), "it failed")
         return await self._host.run(episode, on_growth)
 
 
@@ -120,7 +121,7 @@ async def test_a_group_that_cannot_be_refilled_is_closed_as_incomplete(tmp_path:
 @pytest.mark.parametrize("kind", FailureKind)
 async def test_a_long_outage_ends_the_collection_with_the_reason(tmp_path: Path, kind: FailureKind) -> None:
     async def outage(episode: Episode, on_growth: Callable[[Growth], None]) -> float | None:
-        raise TryError(kind, "it is down")
+        raise EpisodeError(kind, "it is down")
 
     what = "episodes" if kind is FailureKind.INFRASTRUCTURE else "problems"
     with pytest.raises(CollectionError, match=rf"^11 of \d+ {what} failed because of the {kind}, .*: it is down"):

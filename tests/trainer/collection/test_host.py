@@ -10,11 +10,11 @@ import pytest
 
 from tests.trainer.collection.hosts import NUM_TURNS, CountingEnvironment, count_to_answer, make_host
 from tests.trainer.fakes import END, ScriptedPool, call_text
-from trainer.collection.store import FailureKind, Growth
-from trainer.collection.work import TryError
+from trainer.collection.store import Growth
 from trainer.engines.engine import EngineError
 from trainer.environments.environment import EnvironmentFailure, InitialState
-from trainer.episodes.episode import Episode, Problem, StopReason, ToolCall, ToolCallStatus
+from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason, ToolCall, ToolCallStatus
+from trainer.rollout.episode_runner import EpisodeError
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio
@@ -71,7 +71,7 @@ async def test_a_stateless_environment_repeats_no_action() -> None:
 async def test_a_response_that_differs_on_replay_fails_the_try() -> None:
     _, growth = await run(make_host(), Episode(PROBLEM, 0))
     environment = CountingEnvironment(num_actions=5)
-    with pytest.raises(TryError, match="expected the recorded response '1', got '6'") as error:
+    with pytest.raises(EpisodeError, match="expected the recorded response '1', got '6'") as error:
         await run(make_host(lambda _: environment), merged(growth[:2]))
     assert error.value.kind is FailureKind.ENVIRONMENT
     assert environment.num_closed == 1
@@ -87,11 +87,14 @@ def fail(error: Exception):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(EnvironmentFailure("the server ended"), "^the server ended$"), (TimeoutError("slow"), "^TimeoutError: slow$")],
+    [
+        (EnvironmentFailure("the server ended"), "^environment: the server ended$"),
+        (TimeoutError("slow"), "^environment: TimeoutError: slow$"),
+    ],
 )
 async def test_an_exception_of_the_environment_is_a_failure_of_the_environment(error, message) -> None:
     environment = fail(error)
-    with pytest.raises(TryError, match=message) as raised:
+    with pytest.raises(EpisodeError, match=message) as raised:
         await run(make_host(lambda _: environment), Episode(PROBLEM, 0))
     assert raised.value.kind is FailureKind.ENVIRONMENT
     assert environment.num_closed == 1
@@ -99,7 +102,9 @@ async def test_an_exception_of_the_environment_is_a_failure_of_the_environment(e
 
 async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment() -> None:
     environment = CountingEnvironment(scores=lambda _: float("nan"))
-    with pytest.raises(TryError, match=f"^{PROBLEM.environment}: expected a finite score or None, got nan$") as raised:
+    with pytest.raises(
+        EpisodeError, match=f"^environment: {PROBLEM.environment}: expected a finite score or None, got nan$"
+    ) as raised:
         await run(make_host(lambda _: environment), Episode(PROBLEM, 0))
     assert raised.value.kind is FailureKind.ENVIRONMENT
 
@@ -133,7 +138,7 @@ async def test_an_unavailable_tool_engine_or_score_is_an_infrastructure_failure(
         "the answer could not be checked": make_host(lambda _: CountingEnvironment(scores=lambda _: None)),
     }
     for message, host in hosts.items():
-        with pytest.raises(TryError) as error:
+        with pytest.raises(EpisodeError) as error:
             await run(host, Episode(PROBLEM, 0))
         assert (error.value.kind, str(error.value)) == (FailureKind.INFRASTRUCTURE, message)
 
@@ -192,7 +197,7 @@ async def test_the_environment_of_a_finished_episode_without_a_score_is_reset_an
             return float(episode.answer == self.expected)
 
     finished = Episode(PROBLEM, 0)
-    with pytest.raises(TryError, match="the answer could not be checked"):
+    with pytest.raises(EpisodeError, match="the answer could not be checked"):
         await run(make_host(lambda _: CountingEnvironment(scores=lambda _: None)), finished)
     host = make_host(lambda _: Answered(is_stateful=is_stateful), pool=ScriptedPool(no_turn), deadline_s=60)
     reward, growth = await run(host, replace(finished, duration_s=59.9999))
@@ -215,5 +220,5 @@ async def test_unpaired_surrogates_of_an_environment_are_replaced() -> None:
     episode = Episode(PROBLEM, 0)
     await run(make_host(lambda _: environment), episode)
     assert episode.turns[0].tool_calls[0].response == "a?"
-    with pytest.raises(TryError, match=r"OSError: no file \?$"):
+    with pytest.raises(EpisodeError, match=r"OSError: no file \?$"):
         await run(make_host(lambda _: CountingEnvironment(before_step=fail)), Episode(PROBLEM, 0))

@@ -21,8 +21,8 @@ import pytest
 
 from tests.trainer.run_folders import episode
 from trainer.collection import store as store_module
-from trainer.collection.store import EpisodeStore, Failure, FailureKind, Growth, Key, StoreReader, remove_episodes
-from trainer.episodes.episode import Episode, Problem, StopReason
+from trainer.collection.store import EpisodeStore, Failure, Growth, Key, StoreReader, remove_episodes
+from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason
 from trainer.json_files import RecordError
 
 ROOT = Path(__file__).parents[3]

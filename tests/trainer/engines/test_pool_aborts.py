@@ -20,7 +20,7 @@ from tests.trainer.engines.markov_pool import (
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineCapacity, EngineError, SamplingParams
-from trainer.engines.pool import SCRAPE_TIMEOUT_S
+from trainer.engines.engine_state import SCRAPE_TIMEOUT_S
 
 SAMPLING = SamplingParams(9, seed=0)
 LATER_CONTEXT = [1] * 20
@@ -80,7 +80,7 @@ async def test_an_engine_that_hangs_does_not_block_an_abort(is_marked_down):
             aborting = asyncio.create_task(pool.abort([handle]))
             await asyncio.sleep(1)
             if is_marked_down:
-                pool.mark_failed(pool.engine_states["e0"], "gone")
+                pool.engine_states["e0"].mark_failed("gone")
             await aborting
             assert pool.now() == (2 if is_marked_down else 1 + SCRAPE_TIMEOUT_S)
             assert (await turn).is_aborted
@@ -102,7 +102,7 @@ async def test_an_aborted_turn_does_not_run_again_after_its_engine_dies():
             await is_generating.wait()
             await pool.abort([handle])
             (busy_engine,) = [engine for engine in engines if engine.requests]
-            pool.mark_failed(pool.engine_states[busy_engine.name], "gone")
+            pool.engine_states[busy_engine.name].mark_failed("gone")
             assert (await turn).is_aborted
             assert sum(len(engine.requests) for engine in engines) == 1
         assert has_no_load(pool)

@@ -26,8 +26,8 @@ from tests.trainer.engines.markov_pool import (
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, SamplingParams, TurnError
-from trainer.engines.episode_handle import MAX_FAILED_PROBLEMS, MAX_FAILURES_PER_TURN
-from trainer.engines.pool import MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
+from trainer.engines.engine_state import MAX_FAILED_PROBLEMS, MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
+from trainer.engines.pool import MAX_FAILURES_PER_TURN
 
 RETRY_AFTER_S = 30
 """The pool's default."""

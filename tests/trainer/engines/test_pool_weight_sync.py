@@ -30,7 +30,7 @@ from tests.trainer.engines.markov_pool import (
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, SamplingParams
-from trainer.engines.pool import BRING_UP_TIMEOUT_S
+from trainer.engines.engine_state import BRING_UP_TIMEOUT_S
 
 SAMPLING = SamplingParams(4, seed=0)
 
@@ -337,3 +337,27 @@ async def test_after_a_cancelled_sync_only_checked_engines_generate():
         assert [engine.salt for engine in engines] == [6, 5]
         assert not pool.engine_states["e1"].is_up
         assert await pool.sync_weights({"salt": 7}) == 3
+
+
+@virtual_time
+async def test_an_engine_that_restarts_waits_for_the_next_weights_if_another_process_gives_them():
+    engines = make_engines(2)
+    async with make_pool(engines) as pool:
+        pool.set_weight_version(3)
+        assert {(await generate_once(pool)).weight_version for _ in range(2)} == {3}
+        kill(engines[0])
+        engines[0].weight_version = 0  # as `VllmEngine` reports once the server refuses a connection
+        await asyncio.sleep(5)
+        engines[0].before_generate = engines[0].before_scrape = wait_loop_steps(1)
+        pool.set_weight_version(3)  # each episode of the step reports the same version
+        await asyncio.sleep(100)
+        assert [state.is_up for state in pool.engine_states.values()] == [False, True]
+        pool.set_weight_version(4)
+        await asyncio.sleep(2)
+        assert [state.is_up for state in pool.engine_states.values()] == [True, True]
+        assert {(await generate_once(pool)).weight_version for _ in range(2)} == {4}
+
+
+async def generate_once(pool):
+    async with open_episode(pool) as handle:
+        return await handle.generate([1], SAMPLING)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.engine_loads import engine_loads
-from trainer.engines import pool as pool_module
+from trainer.engines import engine_state
 from trainer.engines.engine import SamplingParams
 from trainer.engines.pool import EnginePool
 from trainer.engines.vllm_client import VllmEngine
@@ -77,7 +77,7 @@ async def test_every_episode_has_the_same_tokens_although_servers_hang_and_die(t
     from tests.trainer.engines.qwen_model import VOCAB_SIZE
     from tests.trainer.real_vllm import save_model
 
-    monkeypatch.setattr(pool_module, "SCRAPE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(engine_state, "SCRAPE_TIMEOUT_S", 2.0)
     servers = VllmServers(
         VLLM_PYTHON, save_model(tmp_path / "model"), max_model_len=MAX_CONTEXT, max_num_seqs=8, dtype="float32"
     )

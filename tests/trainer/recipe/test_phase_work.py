@@ -43,7 +43,6 @@ from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
-from trainer.environments.registry import check_shared  # noqa: E402
 from trainer.json_files import read_json, read_rows, write_json  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
 from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
@@ -232,7 +231,7 @@ def test_a_malformed_row_of_the_evaluation_is_named_and_ends_a_recipe(
     with pytest.raises(DataError, match=re.escape(f"{file}: row 1: {message}")):
         phase_work.prepare(run, Phase("prepare"))
     chat_format = rollout_session.load_chat_format(run.config, run.stage_dir("initial") / "model")
-    kept, _ = phase_work._prepare_problems(run.config, "eval", [str(file)], chat_format, 24, check_shared)
+    kept, _ = phase_work._prepare_problems(run.config, "eval", [str(file)], chat_format, 24)
     assert [problem.id for problem in kept] == ["some-0"]
     assert f"eval: some: row 1: malformed: {message}\n" in capsys.readouterr().err
 

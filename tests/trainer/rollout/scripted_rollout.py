@@ -11,7 +11,7 @@ from trainer.environments.registry import open_environment
 from trainer.environments.services import Services
 from trainer.episodes.episode import Episode, Problem
 from trainer.rollout.collector import EpisodeCollector
-from trainer.rollout.episode_runner import EpisodeRunner
+from trainer.rollout.turn_loop import TurnLoop
 
 PROBLEM = Problem("p0", "What is 12 + 30?", "42", "test")
 LIMITS = SamplingConfig(max_response_tokens=2000, max_turns=5, temperature=0.7, top_p=0.9)
@@ -41,8 +41,8 @@ def text_by_seed(context, sampling):
 async def run_episode(chat_format, pool, tools=None, *, limits=LIMITS, sample=0, **options):
     """Run one episode on a scripted pool, which also acts as the episode's handle. The episode is not scored."""
     episode = Episode(PROBLEM, sample, tuple(chat_format.encode_prompt(PROBLEM.text)))
-    runner = EpisodeRunner(chat_format, tools or ScriptedTools(), limits, SEED, pool.busy_timer, **options)
-    await runner.run(episode, pool)
+    turns = TurnLoop(chat_format, tools or ScriptedTools(), limits, SEED, pool.busy_timer, **options)
+    await turns.run(episode, pool)
     return episode
 
 

@@ -24,7 +24,7 @@ from tests.trainer.rollout.scripted_rollout import (
     text_by_seed,
 )
 from trainer.episodes.episode import Episode, Problem, StopReason
-from trainer.rollout.episode_runner import turn_seed
+from trainer.rollout.turn_loop import turn_seed
 
 
 def decided_by(num_rewards):

@@ -35,12 +35,11 @@ from tests.trainer.rollout.scripted_rollout import (
     token_ids,
     turns,
 )
-from trainer.config import ConfigError, SamplingConfig
+from trainer.config import SamplingConfig
 from trainer.engines.engine import EngineError, Generation
 from trainer.engines.pool import EnginePool
 from trainer.environments.environment import Environment, InitialState
 from trainer.environments.python_environment import PythonEnvironment
-from trainer.environments.registry import check_shared
 from trainer.episodes.episode import Problem, StopReason, ToolCallStatus
 from trainer.scheduling.scheduler import Scheduler
 
@@ -214,6 +213,28 @@ async def test_an_unexpected_exception_of_an_engine_is_raised(chat_format):
     assert pool.open_groups == []
 
 
+@pytest.mark.asyncio
+async def test_a_prompt_that_is_too_long_costs_only_its_episodes_and_is_named_once(chat_format, caplog):
+    answer_ids = tuple(token_ids(answer_text("42") + END))
+
+    class ShortEngine(MarkovEngine):
+        async def generate(self, ids, sampling):
+            if len(ids) + sampling.max_tokens > self.max_model_len:
+                raise ValueError(f"expected at most {self.max_model_len} tokens")
+            return Generation(answer_ids, (-1.0,) * len(answer_ids), True, self.name, self.weight_version)
+
+    long = Problem("long", "1 + " * 1000, "42")
+    max_tokens = LIMITS.max_response_tokens + len(chat_format.encode_prompt(PROBLEM.text))
+    async with EnginePool([ShortEngine(max_model_len=max_tokens)], scheduler=Scheduler(9000)) as pool:
+        groups = await collect(pool, chat_format, ScriptedTools(), [PROBLEM, long], 3)
+    error = f"engine: expected at most {max_tokens} tokens"
+    assert [[(episode.reward, episode.stop_reason, episode.error) for episode in group] for group in groups] == [
+        [(1.0, StopReason.FINISHED, "")] * 3,
+        [(None, StopReason.UNAVAILABLE, error)] * 3,
+    ]
+    assert [record.getMessage() for record in caplog.records] == [f"problem long, sample 0, 1, 2: no reward: {error}"]
+
+
 CHOICE = Problem("c0", "Which?\n\n(A) one\n(B) two", "B", "test", ENVIRONMENT)
 
 
@@ -247,10 +268,6 @@ class OwnRule(PythonEnvironment):
         return 0.5
 
 
-class Stateful(Failing):
-    is_stateful = True
-
-
 def problem_of(kind, *failing):
     return Problem("p0", "Go.", "42", "test", f"{__name__}:{kind.__name__}", {name: "" for name in failing})
 
@@ -276,7 +293,7 @@ async def test_a_subclass_of_the_python_environment_has_its_own_rule(chat_format
     ("method", "stop_reason", "error", "reward"),
     [
         ("reset", StopReason.UNAVAILABLE, "environment: ZeroDivisionError: reset", None),
-        ("step", StopReason.UNAVAILABLE, "tool: environment: ZeroDivisionError: step", None),
+        ("step", StopReason.UNAVAILABLE, "environment: ZeroDivisionError: step", None),
         ("score", StopReason.FINISHED, "environment: ZeroDivisionError: score", None),
         ("close", StopReason.FINISHED, "", 1.0),
     ],
@@ -310,17 +327,8 @@ async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment_by_nam
     assert [episode.reward for episode in episodes] == [None, None, 1.0]
     name = problem_of(ScoresNan).environment
     assert [episode.error for episode in episodes] == [
-        f"environment: EnvironmentFailure: {name}: expected a finite score or None, got {score}"
-        for score in ("nan", "inf")
+        f"environment: {name}: expected a finite score or None, got {score}" for score in ("nan", "inf")
     ] + [""]
-
-
-@pytest.mark.asyncio
-async def test_an_environment_with_a_state_is_refused(chat_format):
-    with pytest.raises(ConfigError, match=r"^problem p0: environment '.*:Stateful' is stateful$"):
-        await collect(ScriptedPool(turns()), chat_format, ScriptedTools(), [problem_of(Stateful)], 1)
-    with pytest.raises(ConfigError, match=r"^problem p0: environment .* use `rstar-train collect` for others"):
-        check_shared(problem_of(Stateful))
 
 
 @pytest.mark.asyncio

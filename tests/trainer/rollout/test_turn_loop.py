@@ -33,7 +33,7 @@ from trainer.config import SamplingConfig
 from trainer.engines.engine import EngineError
 from trainer.episodes.episode import StopReason, ToolCallStatus
 from trainer.episodes.turn_parser import parse_turn
-from trainer.rollout.episode_runner import turn_seed
+from trainer.rollout.turn_loop import turn_seed
 
 
 @pytest.mark.asyncio
