@@ -380,6 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     option("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
     option = add("rescore", rescore, store, where, out, as_json).add_argument
     option("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
+    option("--reward", default="", metavar="NAME", help="a reward function, as package.module:function")
     option("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
     rules = "rules by which an answer is right (default: strict)"
     option("--answer-check", default="strict", choices=("strict", "math-verify"), help=rules)

@@ -12,8 +12,9 @@ A row is read by its keys. The text of a problem is at the first of `TEXT_PATHS`
 the first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others. A row with
 choices is read by `trainer.data.multiple_choice`.
 
-A row of a file may name an environment and its options. A row from the hub may name only one of `HUB_ENVIRONMENTS`,
-since other environments can start programs on this machine.
+A row of a file may name an environment, its options and, if it has all fields of a problem, a reward function. A row
+from the hub may name no function and only one of `HUB_ENVIRONMENTS`, since the others can start programs on this
+machine.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ID_PATHS = ("id", "extra_info.index", "unique_id", "record id")
 HUB_ENVIRONMENTS = ("python", "multiple_choice")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _PROBLEM_FIELDS = {"id", "text", "answer", "source"}
-_OPTIONAL_PROBLEM_FIELDS = {"environment", "options"}
+_OPTIONAL_PROBLEM_FIELDS = {"environment", "options", "reward"}
 # DAPO-Math-17k puts this text around each problem; the chat format has its own instructions.
 _DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
@@ -96,6 +97,8 @@ def iter_problems(
             problem = _problem(row, name, number)
             if _match_hub_name(source) and problem.environment not in HUB_ENVIRONMENTS:
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
+            if _match_hub_name(source) and problem.reward:
+                raise DataError(f"a row of the hub cannot choose the reward {problem.reward!r:.80}")
         except DataError as error:
             on_malformed(name, number, error)
         else:
@@ -196,7 +199,7 @@ def _problem(row: Any, source: str, number: int) -> Problem:
         environment, options = row.get("environment", ""), row.get("options", {})
     if (is_own or environment) and not (isinstance(environment, str) and isinstance(options, Mapping)):
         raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
-    if is_own and all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
+    if is_own and all(isinstance(row.get(name, ""), str) for name in (*_PROBLEM_FIELDS, "reward")):
         return Problem(**row)
     if isinstance(row, Mapping) and None in row:
         raise DataError(f"expected at most {len(row) - 1} cells, as in the first line, got more: {row[None]!r:.200}")

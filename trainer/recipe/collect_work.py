@@ -168,7 +168,7 @@ async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
     config, limits = spec.config, spec.config.collect
     async with AsyncExitStack() as stack:
         sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
-        services = await stack.enter_async_context(open_services(sandbox))
+        services = await stack.enter_async_context(open_services(sandbox, config.reward))
         pool = await stack.enter_async_context(_open_pool(spec))
         yield EpisodeHost(
             pool,
@@ -221,7 +221,8 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         raise DataError(f"{source}, row {number}: {error}") from error
 
     for source in config.collect.data or config.data.train:
-        yield from iter_problems(source, refuse, seed=config.seed)
+        for problem in iter_problems(source, refuse, seed=config.seed):
+            yield problem.with_default_reward(config.reward.function)
 
 
 def model_of(run: RecipeRun, stage: str) -> Path:
@@ -245,6 +246,7 @@ def _store_settings(run: RecipeRun, model: Path) -> dict[str, Any]:
         **limits,
         "answer_check": config.sandbox.answer_check,
         "answer_rounding": config.sandbox.answer_rounding,
+        **config.reward.recorded(),
         **endpoint_settings(config.engines),
     }
 

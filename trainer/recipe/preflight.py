@@ -35,6 +35,7 @@ from trainer.data.sources import GENERATED_SOURCES, check_source, is_on_hub, ite
 from trainer.engines.engine import EngineError
 from trainer.engines.vllm_servers import CHECK_OPTIONS_CODE, WORKER_EXTENSION, option_words
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
+from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, check_shared
 from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
@@ -71,6 +72,7 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     config, commands = run.config, {phase.command for phase in phases}
     needs_weights = commands != {"prepare"} and config.engines.kind != "openai"
     lines = [*_check_sources_and_model(config, phases, needs_weights=needs_weights), *_check_problems(config, phases)]
+    lines += _check_reward(config)
     try:
         shape = known_shape(config)
     except ConfigError:  # reported by `_check_model`
@@ -200,7 +202,7 @@ def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list
     try:
         for problem in iter_problems(source, lambda *_: None):
             texts.add(problem.text)
-            kind = f"{problem.environment} {problem.options}"
+            kind = f"{problem.environment} {problem.options} {problem.reward}"
             if kind not in lines:
                 lines[kind] = ""
                 try:
@@ -212,6 +214,13 @@ def _problem_errors(source: str, check: Callable[[Problem], None]) -> tuple[list
     found = [line for line in lines.values() if line]
     more = [f"{len(found) - MAX_PROBLEM_ERRORS} more like these"] if len(found) > MAX_PROBLEM_ERRORS else []
     return [*found[:MAX_PROBLEM_ERRORS], *more], texts
+
+
+def _check_reward(config: RunConfig) -> Iterator[str]:
+    try:
+        check_reward(config)
+    except ConfigError as error:
+        yield f"{error}; see reward.function, whose module is in a directory of PYTHONPATH"
 
 
 def _source_errors(setting: str, source: str) -> list[str]:

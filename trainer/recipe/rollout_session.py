@@ -99,7 +99,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
         sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # otherwise each garbage collection visits all objects of the libraries, which takes 0.2 s
-        services = loop_thread.enter(open_services(sandbox))
+        services = loop_thread.enter(open_services(sandbox, config.reward))
         collector = EpisodeCollector(
             pool, chat_formats(config, model), lambda problem: open_environment(problem, services)
         )

@@ -37,6 +37,7 @@ from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import cli  # noqa: E402
 from trainer.config import ConfigError, RunConfig  # noqa: E402
 from trainer.config_loading import load_config  # noqa: E402
+from trainer.data.problems import write_problems  # noqa: E402
 from trainer.data.rows import DataError  # noqa: E402
 from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
@@ -44,9 +45,10 @@ from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
 from trainer.environments.registry import check_shared  # noqa: E402
+from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
 from trainer.json_files import read_json, read_rows, write_json  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
-from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
+from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize, write_outcomes  # noqa: E402
 from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
 from trainer.recipe.runner import RunPhase, run_recipe  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
@@ -503,6 +505,28 @@ def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds
     assert sorted(read_rows(stage_dir / "eval/outcomes.jsonl"), key=by_problem) == sorted(in_stage, key=by_problem)
 
 
+def test_the_difficulty_filter_drops_problems_of_which_all_samples_are_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecipeRun(_config(tmp_path, "reward.correct_above=0.5"))
+    rewards = {"a": [0.9, 0.6, 2.0], "b": [0.9, 0.5, 1.0], "c": [1.0, None, 1.0], "d": [1.0, 1.0, 1.0]}
+    problems = [Problem(name, name, "1") for name in rewards]
+    write_problems(problems, run.unfiltered_path(run.config.stages["rl2"]))
+    for phase in (Phase("prepare"), Phase("sft", "sft"), Phase("grpo", "rl1")):
+        run.write_result(phase, TrainResult("model", 0))
+    monkeypatch.setattr(phase_work, "run_evaluation", lambda *_, **__: {})
+    write_outcomes(
+        run.stage_dir("rl2") / "filter",
+        (
+            Episode(problem, sample, stop_reason=StopReason.FINISHED, reward=reward)
+            for problem in problems
+            for sample, reward in enumerate(rewards[problem.id])
+        ),
+    )
+    phase_work.filter_problems(run, Phase("filter", "rl2"))
+    assert stage_problems(run, "rl2") == ["b", "c"]
+
+
 def test_a_training_on_stored_episodes_refuses_evaluations_inside_it(tmp_path: Path) -> None:
     run = RecipeRun(_config(tmp_path, "eval.every_steps=2"))
     for phase in (Phase("prepare"), Phase("sft", "sft")):
@@ -527,7 +551,7 @@ def test_an_outage_during_an_evaluation_inside_a_stage_marks_no_best_model(
         reports = {ALL: summarize([[outcome]] * (10 - num_lost) + [[lost]] * num_lost, 1)}
         monkeypatch.setattr(phase_work, "run_evaluation", lambda *_, reports=reports, **__: reports)
         if num_lost == 2:
-            assert phase_work._evaluate_step(run, stage, None, 2) == 1.0
+            assert phase_work._evaluate_step(run, stage, None, 2) is reports
         else:
             with pytest.raises(
                 NoRewardsError, match="3 episodes have no reward, since the infrastructure failed; at most 20%"

@@ -195,6 +195,7 @@ def test_all_that_is_missing_is_named_at_once(
         ({"environment": "json:Decoder"}, "environment 'json:Decoder': cannot be imported"),
         ({"environment": "pyhton"}, "environment 'pyhton': did you mean python?"),
         ({"options": {"timeout": 3}}, "options.timeout: Unexpected keyword argument"),
+        ({"reward": "no_such_module:score"}, "reward 'no_such_module:score': expected package.module:function; cannot"),
         (
             {"environment": "text", "options": {"game": "tower_of_hanoi"}},
             "expected one whose responses do not depend on",
@@ -209,6 +210,18 @@ def test_an_environment_that_cannot_be_used_is_found_before_anything_starts(
     assert line.startswith(f"data.train: {file}: problem p1: ") and expected in line
     (line,) = _missing(_config(tmp_path, f"eval.data={file}"), "prepare")
     assert line.startswith(f"eval.data: {file}: problem p1: ") and expected in line
+
+
+def test_a_reward_function_that_cannot_be_imported_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(tmp_path, "reward.function=no_such_module:score")
+    (line,) = _missing(config, "prepare")
+    assert line.startswith("reward 'no_such_module:score': expected package.module:function; cannot be imported (No ")
+    options = ["--no-preflight", "--set=reward.function=no_such_module:score", f"--run-dir={tmp_path / 'run'}"]
+    assert cli.main(["prepare", str(tmp_path / "run.toml"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "reward 'no_such_module:score'" in line
 
 
 def test_a_stage_whose_episodes_are_collected_may_have_stateful_environments(tmp_path: Path) -> None:
