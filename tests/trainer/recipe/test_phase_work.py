@@ -91,6 +91,8 @@ difficulty_filter_samples = 3
 """
 GUESSES = ("1", "2")
 """The answers that the model learns to give to every problem, equally often. The first is the correct one."""
+OWN_REWARD = "tests.trainer.environments.test_own_reward:length"
+"""The function returns the number of characters of a response."""
 STEP_TIMEOUT_S = 600
 """Seconds for one training step on a machine that runs other tests, too."""
 
@@ -482,6 +484,8 @@ def test_a_finished_evaluation_or_rollout_samples_nothing_again_and_show_reads_i
 def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds(
     tuned_run: RecipeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(phase_work, "open_trackers", lambda *_, **__: contextlib.nullcontext(sent.append))
     run = _copy(tuned_run, tmp_path / "run", "eval.every_steps=2", "stages.rl1.steps=3")
     stage_dir, phase = run.stage_dir("rl1"), Phase("eval", "rl1")
     left_by_a_kill = stage_dir / "eval_steps/step_000002/outcomes.jsonl"
@@ -493,6 +497,11 @@ def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds
         without_engines.setattr(phase_work, "open_rollout", None)
         reports = phase_work.evaluate(run, phase)
     assert reports["all"].measures["accuracy"].value == row["eval_accuracy"]
+    evaluations = [(each["step"], each["eval/accuracy"]) for each in sent if "eval/accuracy" in each]
+    # The phase sends the last evaluation once more, since the training may have been killed before it sent it.
+    assert evaluations[1:] == [(row["step"], row["eval_accuracy"])] * 2
+    assert evaluations[0][0] == row["step"] - 1
+    assert [each["step"] for each in sent if "stage" in each] == [row["step"] - 2, row["step"] - 1, row["step"]]
     trained = run.trained_model("rl1")
     assert trained.best["step"] in (row["step"] - 1, row["step"])
     assert trained.best["accuracy"] >= row["eval_accuracy"]
@@ -503,6 +512,33 @@ def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds
     phase_work.evaluate(run, phase)
     by_problem = operator.itemgetter("problem")
     assert sorted(read_rows(stage_dir / "eval/outcomes.jsonl"), key=by_problem) == sorted(in_stage, key=by_problem)
+
+
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_a_reward_function_scores_an_evaluation(tuned_run: RecipeRun, tmp_path: Path) -> None:
+    run = _copy(tuned_run, tmp_path / "run", "reward.correct_above=5")
+    problems = read_problems(str(run.eval_problems_path()))
+    own = [problem.with_default_reward(OWN_REWARD) for problem in problems]
+    write_problems(own, run.eval_problems_path())
+    run.result_path(Phase("eval", "sft")).unlink()
+    measures = phase_work.evaluate(run, Phase("eval", "sft"))[ALL].measures
+    episodes = list(RunFolder(run.stage_dir("sft") / "eval").read_episodes(0))
+    lengths = [len("\n".join(turn["text"] for turn in episode["turns"])) for episode in episodes]
+    assert [episode["reward"] for episode in episodes] == lengths
+    assert measures["reward"].value == sum(lengths) / len(lengths)
+    assert measures["accuracy"].value == sum(length > 5 for length in lengths) / len(lengths)
+    (scores,) = run.summary()["stages"]
+    assert scores["reward"] == measures["reward"].value
+
+
+def test_prepared_problems_have_the_reward_function_of_the_run(tmp_path: Path) -> None:
+    run = RecipeRun(
+        _config(tmp_path, f"reward.function={OWN_REWARD}", "data.train=generated:8", "eval.data=generated:4")
+    )
+    phase_work.prepare(run, Phase("prepare"))
+    for file, count in (("train", 8), ("eval", 4)):
+        rewards = [problem.reward for problem in read_problems(str(run.dir / f"data/{file}.jsonl"))]
+        assert rewards == [OWN_REWARD] * count
 
 
 def test_the_difficulty_filter_drops_problems_of_which_all_samples_are_correct(

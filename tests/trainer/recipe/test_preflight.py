@@ -220,7 +220,7 @@ def test_a_reward_function_that_cannot_be_imported_is_found_before_anything_star
     assert line.startswith("reward 'no_such_module:score': expected package.module:function; cannot be imported (No ")
     options = ["--no-preflight", "--set=reward.function=no_such_module:score", f"--run-dir={tmp_path / 'run'}"]
     assert cli.main(["prepare", str(tmp_path / "run.toml"), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = _without_progress(capsys.readouterr().err)
     assert "reward 'no_such_module:score'" in line
 
 
