@@ -170,9 +170,10 @@ def evaluate(args: argparse.Namespace) -> None:
     reports = reports_from_json(result.reports) if isinstance(result, EvalResult) else {}
     if phase and reports:
         folder = run.stage_dir(phase.stage) / "eval"
-        mine = sampling_settings(run.config.eval, run.config.eval.samples_per_problem)
+        mine = sampling_settings(run.config.eval, run.config.eval.samples_per_problem) | run.config.reward.recorded()
         stored = RunFolder(folder).read_config() or mine
-        check_same_settings(folder, mine, {name: stored[name] for name in mine})
+        compared = {name: value for name, value in stored.items() if name in mine or name.startswith("reward.")}
+        check_same_settings(folder, mine, compared)
     if not reports or reports[ALL].unavailable:  # not done yet, or an outage left episodes without a reward
         _require(args, run, phase or Phase("eval", stage=""))
         from trainer.recipe import phase_work

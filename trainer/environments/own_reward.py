@@ -84,16 +84,18 @@ def load_reward(name: str) -> RewardFunction:
     )
 
 
-def check_reward(config: RunConfig) -> None:
-    """Check that `reward.function` can be imported, and that it gets the groups that it needs. Raises `ConfigError`."""
-    if not (name := config.reward.function):
-        return
-    is_group = load_reward(name).is_group
-    alone = [key for key, stage in config.stages.items() if stage.episodes != "online" or stage.cancel_stragglers]
-    if is_group and alone:
+def check_reward(config: RunConfig, *, is_collection: bool = False) -> None:
+    """Check that `reward.function` can be imported, and that it gets the groups that it needs. Raises `ConfigError`.
+
+    `is_collection`: whether the settings are for `rstar-train collect`, which scores each episode alone.
+    """
+    name, stages = config.reward.function, config.stages.items()
+    alone = [f"stages.{key}" for key, stage in stages if stage.episodes != "online" or stage.cancel_stragglers]
+    alone += ["collect"] if is_collection else []
+    if name and load_reward(name).is_group and alone:
         raise ConfigError(
-            f"reward.function={name} scores the episodes of a problem together: expected episodes=online and "
-            f"cancel_stragglers=false in stages.{alone[0]}, since it scores each episode alone otherwise"
+            f"reward.function={name} scores the episodes of a problem together, but {alone[0]} scores each one alone: "
+            "expected a function of one episode, or stages with episodes=online and cancel_stragglers=false"
         )
 
 

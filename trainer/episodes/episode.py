@@ -156,7 +156,7 @@ class Episode:
     reward: float | None = None
     duration_s: float = 0.0
     error: str = ""
-    """The infrastructure failure behind `StopReason.UNAVAILABLE`."""
+    """The infrastructure failure behind `StopReason.UNAVAILABLE`, or why a finished episode has no reward."""
     steps_carried: int = 0
     """How many times this episode was unfinished at the end of a training step and was continued in the next step."""
     seed: int | None = None

@@ -153,8 +153,8 @@ METRICS = {
         "skipped update",
     ),
     "unavailable_episodes": Metric(
-        "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
-        is_unavailable,
+        "episodes without a reward, since infrastructure or their scoring failed", _LEFT_OUT, "unavailable episodes",
+        "count", is_unavailable,
     ),
     "nan_logprobs": Metric(
         "sampled tokens with a log-probability that was not finite; their probability ratio counts as 1",

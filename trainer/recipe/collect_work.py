@@ -32,6 +32,7 @@ from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import EnginePool
 from trainer.engines.pool_state import ALL_DOWN_TIMEOUT_S
+from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
@@ -80,6 +81,7 @@ def collect(run: RecipeRun, model: Path) -> CollectionStatus:
     """
     config = run.config.collect
     run.config.check_model_len("collect", config)
+    check_reward(run.config, is_collection=True)
     num_problems, has_sandbox = _count_problems(run.config)
     spec = HostSpec(run.config, model, run.dir.resolve(), has_sandbox)
     with (

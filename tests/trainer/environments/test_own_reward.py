@@ -7,6 +7,7 @@ import asyncio
 import math
 import re
 import threading
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -296,8 +297,10 @@ def test_a_function_for_groups_is_refused_where_each_episode_is_scored_alone() -
     check_reward(config(ranks))
     check_reward(config(length, episodes="cluster"))
     for stage in ({"episodes": "cluster"}, {"cancel_stragglers": True}):
-        with pytest.raises(ConfigError, match=r"expected episodes=online and cancel_stragglers=false in stages\.a"):
+        with pytest.raises(ConfigError, match=r"together, but stages\.a scores each one alone: expected a function of"):
             check_reward(config(ranks, **stage))
+    with pytest.raises(ConfigError, match="together, but collect scores each one alone"):
+        check_reward(config(ranks), is_collection=True)
 
 
 @pytest.mark.asyncio
@@ -334,6 +337,8 @@ async def test_the_documented_functions_work_as_written(tmp_path: Path, monkeypa
     episodes = episodes_with("It is 42.", "41", "42" + "." * 9998)
     for episode, size in zip(episodes, (30, 20, 40), strict=True):
         episode.append_sampled(range(size), None, 0)
+    (toml,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    assert RewardConfig(**tomllib.loads(toml)["reward"]) == RewardConfig("my_rewards:score", correct_above=0.5)
     calls = RewardCalls()
     assert await calls.score(load_reward("my_rewards:score"), episodes) == pytest.approx([0.9991, -0.0002, 0.5])
     assert await calls.score(load_reward("my_rewards:rank"), episodes) == [0.5, 1, 0]
