@@ -169,9 +169,10 @@ def evaluate(args: argparse.Namespace) -> None:
     reports = reports_from_json(result.reports) if isinstance(result, EvalResult) else {}
     if phase and reports:
         folder = run.stage_dir(phase.stage) / "eval"
-        mine = sampling_settings(run.config.eval, run.config.eval.samples_per_problem)
+        mine = sampling_settings(run.config.eval, run.config.eval.samples_per_problem) | run.config.reward.recorded()
         stored = RunFolder(folder).read_config() or mine
-        check_same_settings(folder, mine, {name: stored[name] for name in mine})
+        compared = {name: value for name, value in stored.items() if name in mine or name.startswith("reward.")}
+        check_same_settings(folder, mine, compared)
     if not reports or reports[ALL].unavailable:  # not done yet, or an outage left episodes without a reward
         _require(args, run, phase or Phase("eval", stage=""))
         from trainer.recipe import phase_work
@@ -350,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     option("sample", type=int, metavar="SAMPLE", help="the index of one of its episodes")
     option = add("rescore", rescore, store, where, out, as_json).add_argument
     option("--environment", default="", metavar="NAME", help="the environment (default: the problem's)")
+    option("--reward", default="", metavar="NAME", help="a reward function, as package.module:function")
     option("--sandbox", default="", metavar="URL", help="a sandbox service (default: start one)")
     rules = "rules by which an answer is right (default: strict)"
     option("--answer-check", default="strict", choices=("strict", "math-verify"), help=rules)

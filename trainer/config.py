@@ -243,6 +243,22 @@ class CollectConfig(SamplingConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class RewardConfig:
+    """The rewards of training, collection and evaluation (docs/environments.md)."""
+
+    function: str = ""  # package.module:function, for problems without a reward of their own; if empty, the environment
+    timeout_s: PositiveFloat = 60.0  # seconds for one call of a function
+    max_concurrent: PositiveInt = 32  # calls of functions at once in one process
+    correct_above: float = 0.0  # an episode with a larger reward is correct: for RoC, metrics, filter and evaluation
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings that decide which episodes are correct, as an evaluation and a store record them. A
+        default is left out."""
+        values = {name: getattr(self, name) for name in ("function", "correct_above")}
+        return {f"reward.{name}": value for name, value in values.items() if value}
+
+
+@dataclass(frozen=True, config=STRICT)
 class TrackingConfig:
     """Trackers that receive the metrics besides the run folder."""
 
@@ -272,6 +288,7 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     rl: StageConfig = field(default_factory=StageConfig)  # defaults of all stages
     stages: dict[str, StageConfig] = field(default_factory=dict)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -52,6 +52,7 @@ def rescore(args: argparse.Namespace) -> None:
             sandbox=args.sandbox,
             answer_check=args.answer_check,
             answer_rounding=args.answer_rounding,
+            reward=args.reward,
         )
     print(json.dumps(changes) if args.json else "\n".join(f"{change}: {n}" for change, n in sorted(changes.items())))
     changed = sum(n for change, n in changes.items() if len(set(change.split(" -> "))) == 2)

@@ -71,16 +71,18 @@ def prepare_problems(
     held_out: bool = False,
     max_length: MaxLength | None = None,
     find_unparsable: Callable[[Sequence[str]], Collection[str]] = lambda answers: (),
+    reward: str = "",
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Problem], PrepareReport]:
     """Return the usable problems of `sources`, each text and each id once, and a report on all rows.
 
     `find_unparsable`: called once with all answers that are not plain integers. It returns the answers among them that
     the answer checker cannot parse.
+    `reward`: the reward function of the problems that name none.
     `on_progress`: receives the number of rows read so far.
 
-    The rules on answers apply only to problems with the environment `python`, since other environments do not compare
-    answers as mathematics.
+    The rules on answers apply only to problems with the environment `python` and without a reward function, since no
+    others compare answers as mathematics.
     """
     filters: dict[str, Filter] = {"duplicate": _unique()}
     if integer_answers_only:
@@ -93,7 +95,7 @@ def prepare_problems(
     for number, problem in enumerate(_read(sources, seed, held_out, report)):
         if not number % PROGRESS_INTERVAL:
             on_progress(number)
-        if passed := _apply(filters, problem, report):
+        if passed := _apply(filters, problem.with_default_reward(reward), report):
             kept.append(passed)
     answers = dict.fromkeys(
         problem.answer
@@ -173,7 +175,7 @@ def _unique() -> Filter:
 
 
 def _is_mathematical(problem: Problem) -> bool:
-    return problem.environment == "python"
+    return problem.environment == "python" and not problem.reward
 
 
 def _integer_answer(problem: Problem) -> Problem | str:

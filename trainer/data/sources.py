@@ -9,8 +9,8 @@
 A row is read by its keys. The text of a problem is at the first of `TEXT_PATHS` that the row has, and its answer is at
 the first of `ANSWER_PATHS`. These are the keys of DAPO, verl, ORZ, GSM8K, AIME, HMMT and MATH, among others.
 
-A row of a file may name an environment and its options. A row from the hub may name none but `python`, since other
-environments can start programs on this machine.
+A row of a file may name an environment, its options and, if it has all fields of a problem, a reward function. A row
+from the hub may name no function and no environment but `python`, since the others can start programs on this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHOICE_FIELDS = frozenset({"choices", "correct answer"})
 """A row with one of these fields is no mathematical problem, whatever else it has."""
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?")
 _PROBLEM_FIELDS = {"id", "text", "answer", "source"}
-_OPTIONAL_PROBLEM_FIELDS = {"environment", "options"}
+_OPTIONAL_PROBLEM_FIELDS = {"environment", "options", "reward"}
 # DAPO-Math-17k puts this text around each problem; the chat format has its own instructions.
 _DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
@@ -84,6 +84,8 @@ def iter_problems(
             problem = _problem(row, name, number)
             if _match_hub_name(source) and problem.environment != "python":
                 raise DataError(f"a row of the hub cannot choose the environment {problem.environment!r:.80}")
+            if _match_hub_name(source) and problem.reward:
+                raise DataError(f"a row of the hub cannot choose the reward {problem.reward!r:.80}")
         except DataError as error:
             on_malformed(name, number, error)
         else:
@@ -178,7 +180,7 @@ def _problem(row: Any, source: str, number: int) -> Problem:
         environment, options = row.get("environment", ""), row.get("options", {})
     if (is_own or environment) and not (isinstance(environment, str) and isinstance(options, Mapping)):
         raise DataError(f"expected environment as text and options as an object, got {row!r:.200}")
-    if is_own and all(isinstance(row[name], str) for name in _PROBLEM_FIELDS):
+    if is_own and all(isinstance(row.get(name, ""), str) for name in (*_PROBLEM_FIELDS, "reward")):
         return Problem(**row)
     if isinstance(row, Mapping) and None in row:
         raise DataError(f"expected at most {len(row) - 1} cells, as in the first line, got more: {row[None]!r:.200}")

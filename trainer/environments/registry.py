@@ -6,11 +6,12 @@ of `Environment` elsewhere. A class is imported when the first problem names it.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 
 from trainer.config import ConfigError, suggestion
 from trainer.environments.environment import Environment, parse_options
+from trainer.environments.imports import import_named
+from trainer.environments.own_reward import load_reward, with_own_reward
 from trainer.environments.services import Services
 from trainer.episodes.episode import Problem
 
@@ -26,27 +27,27 @@ ENVIRONMENTS = {
 @cache
 def environment_class(name: str) -> type[Environment]:
     """Return the class of an environment. Raises `ConfigError` if there is none of this name."""
-    module_name, colon, class_name = ENVIRONMENTS.get(name, name).partition(":")
-    if not colon:
+    path = ENVIRONMENTS.get(name, name)
+    if ":" not in path:
         raise ConfigError(
             f"environment {name!r}: {suggestion(name, ENVIRONMENTS)} Environments are {', '.join(ENVIRONMENTS)}, or "
             "package.module:Class"
         )
     try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"environment {name!r}: cannot be imported ({error})") from error
-    except Exception as error:  # of the module's own code
-        raise ConfigError(f"environment {name!r}: cannot be imported ({type(error).__name__}: {error})") from error
+        kind = import_named(path)
+    except ImportError as error:
+        raise ConfigError(f"environment {name!r}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment {name!r}: expected a subclass of {Environment.__module__}.Environment")
     return kind
 
 
 def check_problem(problem: Problem) -> None:
-    """Check the environment's name and the options of a problem, and start nothing. Raises `ConfigError`."""
+    """Check the environment, its options and the reward of a problem, and start nothing. Raises `ConfigError`."""
     try:
         parse_options(environment_class(problem.environment), problem.options)
+        if problem.reward:
+            load_reward(problem.reward)
     except ConfigError as error:
         raise ConfigError(f"problem {problem.id}: {error}") from error
 
@@ -62,4 +63,4 @@ def open_environment(problem: Problem, services: Services) -> Environment:
     Raises `ConfigError` for a problem that `check_problem` refuses, and if a sandbox is needed and there is none.
     """
     kind = environment_class(problem.environment)
-    return kind(services, parse_options(kind, problem.options))
+    return (with_own_reward(kind) if problem.reward else kind)(services, parse_options(kind, problem.options))

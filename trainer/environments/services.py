@@ -1,4 +1,4 @@
-"""The services that the environments of one process share: the sandbox, and sessions with MCP servers."""
+"""The services that the environments of one process share: the sandbox, sessions with MCP servers, reward functions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, RewardConfig
 from trainer.environments.connection import SandboxConnection
 from trainer.environments.mcp_session import SharedSessions
+from trainer.environments.own_reward import RewardCalls
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     sandbox: SandboxConnection | None = None
     mcp_sessions: SharedSessions = field(default_factory=SharedSessions)
+    reward_calls: RewardCalls = field(default_factory=RewardCalls)
 
     @property
     def required_sandbox(self) -> SandboxConnection:
@@ -24,9 +26,11 @@ class Services:
 
 
 @asynccontextmanager
-async def open_services(sandbox: SandboxConnection | None = None) -> AsyncIterator[Services]:
+async def open_services(
+    sandbox: SandboxConnection | None = None, rewards: RewardConfig | None = None
+) -> AsyncIterator[Services]:
     """Open the services of one process. At the end the sessions with MCP servers are closed; `sandbox` stays open."""
-    services = Services(sandbox)
+    services = Services(sandbox, reward_calls=RewardCalls(rewards))
     try:
         yield services
     finally:

@@ -89,11 +89,14 @@ class ChatFormat:
         system_prompt: str,
         answer_instructions: str,
         eos_ids: Iterable[int] = (),
+        needs_answer_tags: bool = True,
     ) -> None:
         """Render conversations of placeholders, to find the text around messages. Three kinds of ids end a turn: the
         template's end of turn, the tokenizer's end token, and `eos_ids`. Raises `ValueError` if `render` is not
         append-only."""
         self._tokenizer, self._render = tokenizer, render
+        self.needs_answer_tags = needs_answer_tags
+        """Whether only the content of `<answer>` is an answer. Otherwise, a last turn without it is the answer."""
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
         # The special tokens that `_encode_untrusted` must avoid: it splits their text in two. Two kinds are left out:
         # tokens of one character, which cannot be split, and tokens of blanks, which have no special meaning.
@@ -304,7 +307,14 @@ def tokenizer_format(
     _check_earlier_turns(tokenizer, render)
     if not system_prompt:
         _check_tool_call(render)
-    return ChatFormat(tokenizer, render, system_prompt=system_prompt, answer_instructions=instructions, eos_ids=eos_ids)
+    return ChatFormat(
+        tokenizer,
+        render,
+        system_prompt=system_prompt,
+        answer_instructions=instructions,
+        eos_ids=eos_ids,
+        needs_answer_tags=False,
+    )
 
 
 def _check_earlier_turns(tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str]) -> None:

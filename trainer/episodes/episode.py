@@ -78,6 +78,12 @@ class Problem:
     """The name of the environment in which its episodes act (`trainer.environments.registry`)."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The environment's settings for this problem, as JSON values."""
+    reward: str = ""
+    """The function that scores the episodes, as package.module:function. If empty, the environment scores them."""
+
+    def with_default_reward(self, name: str) -> Problem:
+        """Return this problem with the reward function `name`, unless it has one of its own."""
+        return replace(self, reward=name) if name and not self.reward else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +159,14 @@ class Episode:
     """Seconds in which engines have generated the unfinished turn, over all its aborts."""
     stop_reason: StopReason | None = None
     answer: str | None = None
-    """The content of the last closed box in the last `<answer>` block of the episode. The block may be in any turn."""
+    """The content of the last closed box in the last `<answer>` block of the episode. The block may be in any turn. If
+    there is none, and the chat format needs no tags, the text of the last turn without its thoughts."""
     answer_blocks: int = 0
     """The number of closed `<answer>` blocks in all turns. Blocks in thoughts do not count."""
     reward: float | None = None
     duration_s: float = 0.0
     error: str = ""
-    """The infrastructure failure behind `StopReason.UNAVAILABLE`."""
+    """The infrastructure failure behind `StopReason.UNAVAILABLE`, or why a finished episode has no reward."""
     steps_carried: int = 0
     """How many times this episode was unfinished at the end of a training step and was continued in the next step."""
     seed: int | None = None

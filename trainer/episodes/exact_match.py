@@ -17,6 +17,8 @@ from __future__ import annotations
 import re
 import string
 
+from trainer.episodes.turn_parser import boxed_answer
+
 _SEPARATOR = re.compile("[,;]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER_SIGNS = str.maketrans("", "", "$%,")
@@ -42,7 +44,8 @@ def is_exact_match(answer: str | None, truth: str) -> bool:
 
 def plain_answer(boxed: str) -> str:
     r"""Return the content of a box without LaTeX that has no meaning in the answer: `\textbf{\text{Paris}}` becomes
-    Paris, `5\%` becomes 5%, and `17{,}000` becomes 17,000."""
+    Paris, `5\%` becomes 5%, and `17{,}000` becomes 17,000. If the text has a box itself, its last box is meant."""
+    boxed = boxed_answer(boxed) or boxed
     for _ in range(MAX_LATEX_DEPTH):
         boxed = _LATEX_TEXT.sub(r"\1", boxed)
     return _LATEX_ESCAPE.sub(r"\1", _LATEX_SPACE.sub(" ", boxed.replace("{,}", ","))).strip()

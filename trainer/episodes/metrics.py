@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias
 
 from trainer.episodes.episode import Episode, StopReason
+from trainer.episodes.reward import is_correct
 
 Axis = Literal["count", "free", "log", "positive", "ratio", "share", "stacked", "unit"]
 """The axis of a chart.
@@ -66,18 +67,21 @@ class Metric:
     denominator: Measure | None = None
     """Its values are summed over episodes too, and the metric is the numerator's sum divided by this sum. None if the
     metric is the numerator's sum."""
+    is_of_correct: bool = False
+    """Whether only correct episodes count."""
 
-    def sums(self, episodes: Iterable[ScoredEpisode]) -> tuple[float, float]:
+    def sums(self, episodes: Iterable[ScoredEpisode], correct_above: float = 0.0) -> tuple[float, float]:
         """Return numerator and denominator, summed over the episodes that have a reward."""
         assert self.numerator and self.denominator
-        scored = [episode for episode in episodes if episode.reward is not None]
+        least = correct_above if self.is_of_correct else -inf
+        scored = [episode for episode in episodes if is_correct(episode.reward, least)]
         return sum(map(self.numerator, scored)), sum(map(self.denominator, scored))
 
-    def value(self, episodes: Sequence[Episode]) -> float:
+    def value(self, episodes: Sequence[Episode], correct_above: float = 0.0) -> float:
         """Return the metric over `episodes`; NaN if the denominator is 0."""
         if self.numerator and not self.denominator:
             return sum(map(self.numerator, episodes))
-        numerator, denominator = self.sums(episodes)
+        numerator, denominator = self.sums(episodes, correct_above)
         return numerator / denominator if denominator else nan
 
 
@@ -114,8 +118,8 @@ METRICS = {
         lambda e: e.num_failed_tool_calls, lambda e: e.num_tool_calls,
     ),
     "tool_error_ratio_correct": Metric(
-        "tool_error_ratio over episodes with reward 1", _FAILED, "correct episodes", "ratio",
-        lambda e: e.num_failed_tool_calls * (e.reward > 0), lambda e: e.num_tool_calls * (e.reward > 0),
+        "tool_error_ratio over correct episodes", _FAILED, "correct episodes", "ratio",
+        lambda e: e.num_failed_tool_calls, lambda e: e.num_tool_calls, is_of_correct=True,
     ),
     "repeated_call_share": Metric(
         "share of tool calls that repeat a failed call of their episode and fail again", _FAILED, "repeated", "ratio",
@@ -149,8 +153,8 @@ METRICS = {
         "skipped update",
     ),
     "unavailable_episodes": Metric(
-        "episodes without a reward, since infrastructure failed", _LEFT_OUT, "unavailable episodes", "count",
-        is_unavailable,
+        "episodes without a reward, since infrastructure or their scoring failed", _LEFT_OUT, "unavailable episodes",
+        "count", is_unavailable,
     ),
     "nan_logprobs": Metric(
         "sampled tokens with a log-probability that was not finite; their probability ratio counts as 1",
@@ -236,11 +240,13 @@ def warnings(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def step_metrics(groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence[int]]) -> dict[str, float]:
+def step_metrics(
+    groups: Sequence[Sequence[Episode]], in_loss: Sequence[Sequence[int]], correct_above: float = 0.0
+) -> dict[str, float]:
     """Return the metrics that follow from a step's episodes; `in_loss` has the indices in the loss of each group."""
     episodes = [episode for group in groups for episode in group]
     episodes_in_loss = [group[index] for group, indices in zip(groups, in_loss, strict=True) for index in indices]
-    return {name: metric.value(episodes) for name, metric in METRICS.items() if metric.numerator} | {
+    return {name: metric.value(episodes, correct_above) for name, metric in METRICS.items() if metric.numerator} | {
         "reward_in_loss": METRICS["reward"].value(episodes_in_loss),
         "episodes_in_loss": len(episodes_in_loss),
         "episodes_not_in_loss": len(episodes) - len(episodes_in_loss),

@@ -37,6 +37,11 @@ INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE, StopReason.
 """Stop reasons that the model may not have caused. An episode with one of them has no reward."""
 
 
+def is_correct(reward: float | None, correct_above: float) -> bool:
+    """Return whether a reward is that of a correct episode. `correct_above` is the setting of this name."""
+    return reward is not None and reward > correct_above
+
+
 async def score_episodes(episodes: Sequence[Episode], verify: VerifyPairs) -> list[float | None]:
     """Return the rewards of finished episodes, in order. Equal answers to one problem are checked once."""
     answered = [e for e in episodes if e.stop_reason not in INFRASTRUCTURE_STOPS and e.answer is not None]

@@ -9,6 +9,7 @@ often. The reward stays the correctness of the answer.
 Invariants:
 - Pure: no clock and no global random state. The same group, mode and state of `rng` give the same indices.
 - The result has exactly `num_kept` different indices in ascending order.
+- An episode is correct if its reward is above `correct_above`, the setting `reward.correct_above`.
 - The shares are computed over the scored episodes. An unscored episode (reward None) is selected only if the scored
   ones cannot fill the group.
 """
@@ -21,6 +22,7 @@ from random import Random
 from typing import Literal, get_args
 
 from trainer.episodes.episode import Episode
+from trainer.episodes.reward import is_correct
 
 Mode = Literal["paper", "released", "uniform"]
 
@@ -53,7 +55,13 @@ def p_total(episode: Episode) -> float:
 
 
 def resample_on_correct(
-    group: Sequence[Episode], num_kept: int, *, mode: Mode, rng: Random, epsilon: float = EPSILON
+    group: Sequence[Episode],
+    num_kept: int,
+    *,
+    mode: Mode,
+    rng: Random,
+    epsilon: float = EPSILON,
+    correct_above: float = 0.0,
 ) -> list[int]:
     """Return the indices of the `num_kept` episodes of `group` to train on, ascending.
 
@@ -74,9 +82,10 @@ def resample_on_correct(
         raise ValueError(f"mode={mode!r} is unknown; expected {', '.join(get_args(Mode))}")
     if not epsilon > 0:
         raise ValueError(f"epsilon={epsilon}: expected more than 0, since p_total can be 0")
-    positives = [i for i, episode in enumerate(group) if episode.reward is not None and episode.reward > 0]
-    negatives = [i for i, episode in enumerate(group) if episode.reward is not None and not episode.reward > 0]
-    unscored = [i for i, episode in enumerate(group) if episode.reward is None]
+    positives, negatives, unscored = (
+        [i for i, episode in enumerate(group) if _class_name(episode, correct_above) == name]
+        for name in ("correct", "wrong", "unscored")
+    )
 
     num_negatives, num_positives = _class_quotas(len(negatives), len(positives), num_kept, mode)
     penalties = {i: p_total(group[i]) for i in positives}
@@ -89,15 +98,17 @@ def resample_on_correct(
     return sorted(selected + unscored[: num_kept - len(selected)])
 
 
-def is_group_decided(rewards: Sequence[float | None], num_unfinished: int, *, num_kept: int, mode: Mode) -> bool:
+def is_group_decided(
+    rewards: Sequence[float | None], num_unfinished: int, *, num_kept: int, mode: Mode, correct_above: float = 0.0
+) -> bool:
     """Whether the finished episodes of a group suffice, so that the `num_unfinished` others can be cancelled.
 
     The unfinished episodes can end in every possible number of wrong and correct ones. The finished episodes suffice if
     in each of these cases, of either class, enough episodes have finished for the selection. So a group whose episodes
     might still differ in reward goes on.
     """
-    positives = sum(reward is not None and reward > 0 for reward in rewards)
-    negatives = sum(reward is not None and not reward > 0 for reward in rewards)
+    positives = sum(is_correct(reward, correct_above) for reward in rewards)
+    negatives = sum(reward is not None for reward in rewards) - positives
     quotas = [
         _class_quotas(negatives + wrong, positives + num_unfinished - wrong, num_kept, mode)
         for wrong in range(num_unfinished + 1)
@@ -112,15 +123,14 @@ def has_signal(group: Sequence[Episode], selected: Sequence[int]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) > MIN_SIGNAL
 
 
-def selection_reasons(group: Sequence[Episode], selected: Sequence[int]) -> list[str]:
+def selection_reasons(group: Sequence[Episode], selected: Sequence[int], correct_above: float = 0.0) -> list[str]:
     """Return a sentence for each episode of `group`: why it was selected or not."""
-    total = Counter(_class_name(episode) for episode in group)
-    chosen = Counter(_class_name(group[i]) for i in selected)
+    names = [_class_name(episode, correct_above) for episode in group]
+    total, chosen = Counter(names), Counter(names[i] for i in selected)
     note = "" if has_signal(group, selected) else "; not in the loss, since all selected rewards are equal"
     reasons = []
-    for i, episode in enumerate(group):
-        name = _class_name(episode)
-        reason = f"{name}, {chosen[name]} of {total[name]} selected, {_selection_rule(episode)}"
+    for i, (episode, name) in enumerate(zip(group, names, strict=True)):
+        reason = f"{name}, {chosen[name]} of {total[name]} selected, {_selection_rule(episode, name)}"
         reasons.append(f"selected: {reason}{note}" if i in selected else f"not selected: {reason}")
     return reasons
 
@@ -159,16 +169,16 @@ def _weighted_sample(items: Sequence[int], weights: Sequence[float], count: int,
     return drawn
 
 
-def _class_name(episode: Episode) -> str:
+def _class_name(episode: Episode, correct_above: float) -> str:
     if episode.reward is None:
         return "unscored"
-    return "correct" if episode.reward > 0 else "wrong"
+    return "correct" if is_correct(episode.reward, correct_above) else "wrong"
 
 
-def _selection_rule(episode: Episode) -> str:
-    if episode.reward is None:
+def _selection_rule(episode: Episode, class_name: str) -> str:
+    if class_name == "unscored":
         return "only if scored episodes cannot fill the group: cancelled, or infrastructure failed"
-    if not episode.reward > 0:
+    if class_name == "wrong":
         return "whatever the penalty"
     failed, total, blocks = episode.num_failed_tool_calls, episode.num_tool_calls, episode.answer_blocks
     calls = f"{failed} of {total} tool calls failed" if total else "no tool call"

@@ -71,7 +71,7 @@ def parse_turn(text: str) -> ParsedTurn:
     """
     calls: list[ToolCallRequest | MalformedCall] = []
     outside, position = [], 0
-    text = _without_thoughts(text)
+    text = without_thoughts(text)
     while (start := text.find(TOOL_CALL_OPEN, position)) >= 0:
         outside.append(text[position:start])
         call, position = _parse_call(text, start + len(TOOL_CALL_OPEN))
@@ -102,11 +102,11 @@ def boxed_answer(text: str) -> str | None:
 def fenced_block(text: str) -> str | None:
     """Return the content of the last closed block between lines of three backquotes. Blocks in thoughts do not count.
     None if there is no block. The first line of a block may name a language."""
-    blocks = _FENCED_BLOCK.findall(_without_thoughts(text))
+    blocks = _FENCED_BLOCK.findall(without_thoughts(text))
     return str(blocks[-1]) if blocks else None
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
     """Return the text without its thoughts.
 
     A thought ends at its first closing tag. If the turn has no opening tag for it, the prompt has opened the thought,

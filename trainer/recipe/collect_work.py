@@ -32,6 +32,7 @@ from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
 from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
+from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
@@ -84,6 +85,7 @@ def collect(run: RecipeRun, model: Path) -> CollectionStatus:
     """
     config = run.config.collect
     run.config.check_model_len("collect", config)
+    check_reward(run.config, is_collection=True)
     num_problems, has_sandbox = _count_problems(run.config)
     spec = HostSpec(run.config, model, run.dir.resolve(), has_sandbox)
     with (
@@ -163,7 +165,7 @@ async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
     config, limits = spec.config, spec.config.collect
     async with AsyncExitStack() as stack:
         sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
-        services = await stack.enter_async_context(open_services(sandbox))
+        services = await stack.enter_async_context(open_services(sandbox, config.reward))
         pool = await stack.enter_async_context(_open_pool(spec))
         create = partial(open_environment, services=services)
         formats = chat_formats(config, spec.model)
@@ -214,7 +216,8 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         raise DataError(f"{source}, row {number}: {error}") from error
 
     for source in config.collect.data or config.data.train:
-        yield from iter_problems(source, refuse, seed=config.seed)
+        for problem in iter_problems(source, refuse, seed=config.seed):
+            yield problem.with_default_reward(config.reward.function)
 
 
 def model_of(run: RecipeRun, stage: str) -> Path:
@@ -238,6 +241,7 @@ def _store_settings(run: RecipeRun, model: Path) -> dict[str, Any]:
         **limits,
         "answer_check": config.sandbox.answer_check,
         "answer_rounding": config.sandbox.answer_rounding,
+        **config.reward.recorded(),
         **endpoint_settings(config.engines),
     }
 

@@ -1,11 +1,15 @@
-"""Comparison of two evaluations of the same problems: the difference in accuracy, with a paired 95 % interval.
+"""Comparison of two evaluations of the same problems: the differences in accuracy and in mean reward, each with a
+paired 95 % interval.
 
-- The accuracy of a problem is the mean reward of its episodes with a reward. Its difference is the accuracy after minus
-  the accuracy before. Problems without a reward in one of the evaluations are left out and counted.
+- The accuracy of a problem is the share of correct episodes among its episodes with a reward. Its difference is the
+  accuracy after minus the accuracy before. Problems without a reward in one of the evaluations are left out and
+  counted.
 - The interval of the mean difference says what to expect for other problems of the same kind. It is computed in two
   steps. First two problems are added, which both models solve with probability 1/2. Then the interval is the normal
   approximation. Without the added problems, it would be empty if no problem changed. With one episode per problem, this
   is the interval Wald+2 of Agresti and Min (Statistics in Medicine 24, 2005).
+- If a reward is neither 0 nor 1, the mean rewards are compared too. The interval of their difference is Student's t
+  interval over the problems.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from typing import Any
 
 from trainer.data.sources import read_problems
 from trainer.episodes.episode import Problem
-from trainer.episodes.metrics import METRICS
+from trainer.episodes.reward import is_correct
 from trainer.json_files import RecordError, differing_settings
-from trainer.recipe.evaluation import ALL, Estimate, Z, read_outcomes
+from trainer.recipe.evaluation import ALL, Estimate, Z, read_outcomes, reward_estimate
 from trainer.recipe.phases import EVAL_SET
 from trainer.runs.run_folder import RunFolder
 
@@ -33,10 +37,13 @@ problems themselves are compared."""
 ADDED_PROBLEMS = 2
 """The number of problems added for the interval."""
 
+RewardPair = tuple[list[float], list[float]]
+"""The rewards of a problem's scored episodes in the first and in the second evaluation."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationComparison:
-    """Two evaluations of one set of problems. If no problem is scored in both, the last three values are None."""
+    """Two evaluations of one set of problems. If no problem is scored in both, the values after `worse` are None."""
 
     problems: int
     samples: int
@@ -51,12 +58,13 @@ class EvaluationComparison:
     after: float | None
     """Mean accuracy over the problems in the second evaluation."""
     difference: Estimate | None
+    reward_difference: Estimate | None = None
+    """The mean reward after minus the mean reward before. None if all rewards are 0 or 1."""
 
     def row(self) -> dict[str, Any]:
         """Return the numbers for a table."""
-        estimate = self.difference
-        cell = f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]" if estimate else None
-        return asdict(self) | {"difference": cell}
+        cells = {name: _cell(getattr(self, name)) for name in ("difference", "reward_difference")}
+        return {name: value for name, value in (asdict(self) | cells).items() if value or name != "reward_difference"}
 
 
 def compare_evaluations(before: Path, after: Path) -> dict[str, EvaluationComparison]:
@@ -66,27 +74,31 @@ def compare_evaluations(before: Path, after: Path) -> dict[str, EvaluationCompar
     finished evaluation, or if the evaluations have different problems or different sampling settings.
     """
     (problems, others), settings = map(_read_problems, (before, after)), _read_settings(before)
-    asked, asked_after = ({(p.id, p.text, p.answer, p.environment) for p in each} for each in (problems, others))
+    asked, asked_after = (
+        {(p.id, p.text, p.answer, p.environment, p.reward) for p in each} for each in (problems, others)
+    )
     if different := sorted({id for id, *_ in asked ^ asked_after}):
         raise RecordError(
             f"the evaluations are over different problems: {len(different)}, such as {different[0]!r:.80}"
         )
     if names := list(differing_settings(settings, _read_settings(after))):
         raise RecordError(f"the evaluations have different sampling settings ({', '.join(names)})")
-    samples = settings["samples"]
-    accuracies = [_accuracies(folder, problems, samples) for folder in (before, after)]
-    by_source: dict[str, list[tuple[float | None, float | None]]] = {}
-    for problem, *pair in zip(problems, *accuracies, strict=True):
+    samples, correct_above = settings["samples"], settings.get("reward.correct_above", 0.0)
+    rewards = [_rewards(folder, problems, samples) for folder in (before, after)]
+    by_source: dict[str, list[RewardPair]] = {}
+    for problem, *pair in zip(problems, *rewards, strict=True):
         by_source.setdefault(problem.source, []).append((pair[0], pair[1]))
     by_source[ALL] = [pair for pairs in by_source.values() for pair in pairs]
-    return {source: compare_accuracies(pairs, samples) for source, pairs in by_source.items()}
+    return {source: compare_rewards(pairs, samples, correct_above) for source, pairs in by_source.items()}
 
 
-def compare_accuracies(pairs: Sequence[tuple[float | None, float | None]], samples: int) -> EvaluationComparison:
-    """Return the comparison of the accuracies (before, after) of each problem. An accuracy is None if no episode of the
-    problem has a reward."""
-    scored = [(before, after) for before, after in pairs if before is not None and after is not None]
+def compare_rewards(pairs: Sequence[RewardPair], samples: int, correct_above: float = 0.0) -> EvaluationComparison:
+    """Return the comparison of two evaluations. `pairs` has the rewards (before, after) of each problem's scored
+    episodes, at most `samples` in each evaluation."""
+    both = [pair for pair in pairs if all(pair)]
+    scored = [(_accuracy(before, correct_above), _accuracy(after, correct_above)) for before, after in both]
     differences = [after - before for before, after in scored]
+    is_binary = all(reward in (0, 1) for pair in both for rewards in pair for reward in rewards)
     return EvaluationComparison(
         problems=len(pairs),
         samples=samples,
@@ -96,6 +108,9 @@ def compare_accuracies(pairs: Sequence[tuple[float | None, float | None]], sampl
         before=fmean(before for before, _ in scored) if scored else None,
         after=fmean(after for _, after in scored) if scored else None,
         difference=paired_estimate(differences, samples) if scored else None,
+        reward_difference=(
+            None if is_binary else reward_estimate([(fmean(after) - fmean(before), 1) for before, after in both])
+        ),
     )
 
 
@@ -128,11 +143,21 @@ def _read_settings(eval_dir: Path) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in MAY_DIFFER and value}
 
 
-def _accuracies(eval_dir: Path, problems: Sequence[Problem], samples: int) -> list[float | None]:
-    """Return the accuracy of each problem; None if none of its episodes has a reward."""
+def _accuracy(rewards: Sequence[float], correct_above: float) -> float:
+    return fmean(is_correct(reward, correct_above) for reward in rewards)
+
+
+def _cell(estimate: Estimate | None) -> str | None:
+    if estimate is None:
+        return None
+    bounds = "–" if estimate.low is None else f"{estimate.low:+.3f}, {estimate.high:+.3f}"
+    return f"{estimate.value:+.3f} [{bounds}]"
+
+
+def _rewards(eval_dir: Path, problems: Sequence[Problem], samples: int) -> list[list[float]]:
+    """Return the rewards of each problem's scored episodes."""
     outcomes = read_outcomes(eval_dir)
     keys = [[(problem.id, sample) for sample in range(samples)] for problem in problems]
     if unfinished := sum(not outcomes.keys() >= set(group) for group in keys):
         raise RecordError(f"{eval_dir}: {unfinished} of {len(keys)} problems are unfinished; repeat `rstar-train eval`")
-    sums = [METRICS["reward"].sums(outcomes[key] for key in group) for group in keys]
-    return [total / count if count else None for total, count in sums]
+    return [[reward for key in group if (reward := outcomes[key].reward) is not None] for group in keys]

@@ -20,7 +20,8 @@ def episode_report(reader: StoreReader, where: str, max_rows: int) -> tuple[dict
     Raises `RecordError` for a condition that is no SQL.
     """
     rows = reader.query(", ".join(SHOWN_COLUMNS), where, limit=max_rows)
-    reports = pass_reports(map(Attempt.of, reader.episodes(where)))
+    correct_above = reader.settings.get("reward.correct_above", 0.0)
+    reports = pass_reports(map(Attempt.of, reader.episodes(where)), correct_above)
     shown = table(*(f"{name}…" for name in SHOWN_COLUMNS))
     for row in rows:
         shown.add_row(*(value if isinstance(value, str) else format_number(value) for value in row))

@@ -6,8 +6,9 @@ Invariants:
 - An episode has one row, even if the command was killed and repeated.
 - An interval says what to expect for other problems of the same kind. So it follows from the variance over problems.
 
-avg@k is the mean accuracy of k samples per problem. pass@k is the probability that at least one of k samples is
-correct. A name with the suffix _P has one item per problem.
+An episode is correct if its reward is above `correct_above`, the setting `reward.correct_above`. avg@k is the mean
+accuracy of k samples per problem. pass@k is the probability that at least one of k samples is correct. A name with the
+suffix _P has one item per problem.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rich.table import Table
 from trainer.config import SamplingConfig
 from trainer.episodes.episode import Episode, Problem
 from trainer.episodes.metrics import METRICS
+from trainer.episodes.reward import is_correct
 from trainer.json_files import append_rows, read_rows
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.text_tables import table
@@ -59,25 +61,26 @@ class EpisodeOutcome(NamedTuple):
     error: str = ""
 
 
-RATIO_METRICS = {
-    "accuracy": METRICS["reward"],
-    **{name: METRICS[name] for name in ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer")},
-}
-"""Measures between 0 and 1. `accuracy` is avg@k."""
-EVAL_METRICS = {**RATIO_METRICS, **{name: METRICS[name] for name in ("tool_calls", "turns", "response_length")}}
+SHARES = ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answer")
+"""Metrics between 0 and 1."""
+EVAL_METRICS = {name: METRICS[name] for name in (*SHARES, "tool_calls", "turns", "response_length")}
+SMALL_T_QUANTILES = {1: 12.706, 2: 4.303}
+"""The 97.5 % quantiles of Student's t distribution for which `t_quantile` is too small."""
 SUMMARY_METRICS = ("accuracy", "tool_error_ratio", "one_answer")
 """The numbers in a recipe's table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with its 95 % interval."""
+    """A value with its 95 % interval. The bounds are None if no interval can be computed."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f} [–]"
         if self.high >= 100:
             return f"{self.value:,.0f} [{self.low:,.0f}–{self.high:,.0f}]"
         return f"{self.value:.3f} [{self.low:.2f}–{self.high:.2f}]"
@@ -94,7 +97,8 @@ class EvalReport:
     """The number of episodes with a reward."""
     unavailable: int
     measures: dict[str, Estimate]
-    """By the names in `EVAL_METRICS`, and pass@j: the probability that at least one of j samples is correct."""
+    """`accuracy` (avg@k), `reward` (the mean reward), those of `EVAL_METRICS`, and pass@j: the probability that at
+    least one of j samples is correct."""
     stop_reasons: dict[str, int]
 
 
@@ -142,14 +146,16 @@ async def evaluate_problems(
             tasks.create_task(evaluate(number, problem))
 
 
-def read_eval_reports(problems: Iterable[Problem], samples: int, eval_dir: Path) -> dict[str, EvalReport]:
+def read_eval_reports(
+    problems: Iterable[Problem], samples: int, eval_dir: Path, correct_above: float = 0.0
+) -> dict[str, EvalReport]:
     """Return the reports on the outcomes in `eval_dir`, by source and over `ALL`."""
     outcomes, by_source = read_outcomes(eval_dir), dict[str, list[list[EpisodeOutcome]]]()
     for problem in problems:
         group = [outcomes[problem.id, sample] for sample in range(samples)]
         by_source.setdefault(problem.source, []).append(group)
     by_source[ALL] = [group for groups in by_source.values() for group in groups]
-    return {source: summarize(groups, samples) for source, groups in by_source.items()}
+    return {source: summarize(groups, samples, correct_above) for source, groups in by_source.items()}
 
 
 def reports_from_json(content: Mapping[str, Any]) -> dict[str, EvalReport]:
@@ -158,9 +164,11 @@ def reports_from_json(content: Mapping[str, Any]) -> dict[str, EvalReport]:
 
 
 def summary_scores(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
-    """Return the numbers of a recipe's table over all sources, and the accuracies with their 95 % intervals."""
+    """Return the numbers of a recipe's table over all sources, and the accuracies with their 95 % intervals. The mean
+    reward is among the numbers if it differs from the accuracy."""
     measures = reports[ALL].measures
-    values = {name: measures[name].value if name in measures else None for name in SUMMARY_METRICS}
+    names = (*SUMMARY_METRICS, *(["reward"] if measures.get("reward") != measures.get("accuracy") else []))
+    values = {name: measures[name].value if name in measures else None for name in names}
     accuracies = {name: report.measures.get("accuracy") for name, report in reports.items() if name != ALL}
     accuracy = measures.get("accuracy")
     return {
@@ -168,6 +176,14 @@ def summary_scores(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
         "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
         "accuracy_by_source": {name: asdict(value) if value else None for name, value in accuracies.items()},
     }
+
+
+def tracker_row(reports: Mapping[str, EvalReport], step: int) -> dict[str, float]:
+    """Return the row that trackers get of an evaluation after the run's training step `step`: the measures over all
+    sources, and the accuracy of each source."""
+    accuracies = {name: report.measures.get("accuracy") for name, report in reports.items() if name != ALL}
+    by_source = {f"eval/{name}/accuracy": value.value for name, value in accuracies.items() if value}
+    return {"step": step, **by_source, **{f"eval/{name}": one.value for name, one in reports[ALL].measures.items()}}
 
 
 def write_outcomes(eval_dir: Path, episodes: Iterable[Episode]) -> None:
@@ -188,14 +204,18 @@ def read_outcomes(eval_dir: Path) -> dict[tuple[str, int], EpisodeOutcome]:
     return {(problem, sample): outcome for problem, sample, outcome in rows}
 
 
-def summarize(outcomes_P: Sequence[Sequence[EpisodeOutcome]], samples: int) -> EvalReport:
+def summarize(outcomes_P: Sequence[Sequence[EpisodeOutcome]], samples: int, correct_above: float = 0.0) -> EvalReport:
     """Return the report on the outcomes of P problems."""
     scored_P = [[outcome for outcome in group if outcome.reward is not None] for group in outcomes_P]
-    counts_P = [(len(group), sum((outcome.reward or 0) > 0 for outcome in group)) for group in scored_P]
+    counts_P = [(len(group), sum(is_correct(one.reward, correct_above) for one in group)) for group in scored_P]
+    is_binary = all(outcome.reward in (0, 1) for group in scored_P for outcome in group)
     measures = {
-        name: ratio_estimate([metric.sums(group) for group in scored_P], is_share=name in RATIO_METRICS)
-        for name, metric in EVAL_METRICS.items()
+        "accuracy": ratio_estimate([(correct, n) for n, correct in counts_P], is_share=True),
+        "reward": reward_estimate([METRICS["reward"].sums(group) for group in scored_P], is_share=is_binary),
     }
+    for name, metric in EVAL_METRICS.items():
+        sums_P = [metric.sums(group, correct_above) for group in scored_P]
+        measures[name] = ratio_estimate(sums_P, is_share=name in SHARES)
     for j in sorted({1 << n for n in range(samples.bit_length())} | {samples}):
         counted_P = [(n, correct) for n, correct in counts_P if n >= j]
         chances_P = [(pass_at(j, n, correct), 1.0) for n, correct in counted_P]
@@ -252,10 +272,8 @@ def ratio_estimate(
     if not sums:
         return None
     total = sum(denominator for _, denominator in sums)
-    value = sum(numerator for numerator, _ in sums) / total
-    degrees = max(1, len(sums) - 1)
-    squares = sum((numerator - value * denominator) ** 2 for numerator, denominator in sums)
-    variance, t = squares / total**2 * len(sums) / degrees, t_quantile(degrees)
+    value, variance = _ratio(sums)
+    t = t_quantile(max(1, len(sums) - 1))
     if not is_share:
         return Estimate(value, max(0.0, value - t * variance**0.5), value + t * variance**0.5)
     trials: float = len(sums)
@@ -266,6 +284,32 @@ def ratio_estimate(
     center = (value + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half_width = Z / (1 + Z**2 / trials) * (value * (1 - value) / trials + Z**2 / (4 * trials**2)) ** 0.5
     return Estimate(value, max(0.0, center - half_width), min(1.0, center + half_width))
+
+
+def reward_estimate(sums_P: Sequence[tuple[float, float]], *, is_share: bool = False) -> Estimate | None:
+    """Return the mean of rewards with its 95 % interval. None without data. `sums_P` has the sum and the number of the
+    rewards of each problem.
+
+    Rewards that are all 0 or 1 (`is_share`) have the interval of `ratio_estimate`. Other rewards may be any real
+    numbers. Their interval is Student's t interval over problems: the mean, plus and minus t times the standard error
+    that follows from the residuals of the problems. One problem has no interval, since its residual is 0.
+    """
+    sums = [(total, count) for total, count in sums_P if count]
+    if is_share or not sums:
+        return ratio_estimate(sums, is_share=True)
+    (value, variance), degrees = _ratio(sums), len(sums) - 1
+    if not degrees:
+        return Estimate(value)
+    half_width = SMALL_T_QUANTILES.get(degrees, t_quantile(degrees)) * variance**0.5
+    return Estimate(value, value - half_width, value + half_width)
+
+
+def _ratio(sums: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the sum of the numerators divided by the sum of the denominators, and the variance of this ratio."""
+    total = sum(denominator for _, denominator in sums)
+    value = sum(numerator for numerator, _ in sums) / total
+    squares = sum((numerator - value * denominator) ** 2 for numerator, denominator in sums)
+    return value, squares / total**2 * len(sums) / max(1, len(sums) - 1)
 
 
 def t_quantile(degrees: float) -> float:
@@ -280,12 +324,14 @@ def t_quantile(degrees: float) -> float:
 
 
 def report_table(reports: Mapping[str, EvalReport], title: str = "") -> Table:
-    """Return a table with one column per source. Each number has its interval."""
+    """Return a table with one column per source. Each number has its interval. The mean reward is left out if it is
+    equal to the accuracy."""
     shown = {name: report for name, report in reports.items() if name != ALL or len(reports) > 2}
     k = reports[ALL].samples
     rows = table("[95 %]", *(f"{name}…" for name in shown), title=title)
     rows.add_row("problems", *(str(report.problems) for report in shown.values()))
-    for name in dict.fromkeys(("accuracy", f"pass@{k}", *EVAL_METRICS)):
+    has_reward = any(each.measures.get("reward") != each.measures.get("accuracy") for each in shown.values())
+    for name in ("accuracy", f"pass@{k}", *(["reward"] if has_reward else []), *EVAL_METRICS):
         cells = (str(report.measures.get(name, "-")) for report in shown.values())
         rows.add_row(f"avg@{k}" if name == "accuracy" else name.replace("_", " "), *cells)
     rows.add_row("episodes without reward", *(str(report.unavailable) for report in shown.values()))

@@ -19,12 +19,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from math import comb
+from math import comb, inf
 from typing import NamedTuple
 
 from rich.table import Table
 
 from trainer.episodes.episode import Episode, StopReason
+from trainer.episodes.reward import is_correct
 from trainer.recipe.evaluation import ALL, Estimate, pass_at, ratio_estimate
 from trainer.runs.text_tables import table
 
@@ -49,7 +50,7 @@ class Attempt(NamedTuple):
         is_hidden = bool(options.get("answer_is_hidden"))
         # Training gives no reward to an attempt that passed its deadline. Here it counts as wrong, since it has not
         # solved the problem.
-        reward = 0.0 if episode.stop_reason is StopReason.DEADLINE else episode.reward
+        reward = -inf if episode.stop_reason is StopReason.DEADLINE else episode.reward
         return cls(problem.id, label, reward, episode.answer is not None, is_hidden)
 
 
@@ -73,8 +74,9 @@ class PassReport:
     problems."""
 
 
-def pass_reports(attempts: Iterable[Attempt]) -> dict[str, PassReport]:
-    """Return the reports by label and over `ALL`. k is 1, 2, 4, ... and the largest number of attempts."""
+def pass_reports(attempts: Iterable[Attempt], correct_above: float = 0.0) -> dict[str, PassReport]:
+    """Return the reports by label and over `ALL`. k is 1, 2, 4, ... and the largest number of attempts. An attempt is
+    correct if its reward is above `correct_above`."""
     by_label: defaultdict[str, defaultdict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for attempt in attempts:
         counts = by_label[attempt.label][attempt.problem]
@@ -84,7 +86,7 @@ def pass_reports(attempts: Iterable[Attempt]) -> dict[str, PassReport]:
             counts["hidden"] += 1
         else:
             counts["attempts"] += 1
-            counts["correct"] += attempt.reward > 0
+            counts["correct"] += is_correct(attempt.reward, correct_above)
             counts["without_answer"] += not attempt.has_answer
     problems = {label: list(by_problem.values()) for label, by_problem in sorted(by_label.items())}
     return {label: _report(counts) for label, counts in {**problems, ALL: [*chain(*problems.values())]}.items()}

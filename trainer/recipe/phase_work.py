@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from trainer.config import ONLINE_SETTINGS, ConfigError, ModelShape, RunConfig, 
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import read_conversations, read_problems
+from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
-from trainer.episodes.reward import VerifyOutcome
+from trainer.episodes.reward import VerifyOutcome, is_correct
 from trainer.json_files import differing_settings, read_json, write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe import collect_work, evaluation
@@ -58,7 +59,7 @@ from trainer.recipe.rollout_session import (
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
-from trainer.runs.trackers import open_trackers
+from trainer.runs.trackers import LogMetrics, open_trackers
 from trainer.training.context import (
     BEST_MARK,
     TrainingContext,
@@ -81,6 +82,7 @@ PROGRESS_METRICS = ("reward", "tool_error_ratio", "loss")
 def prepare(run: RecipeRun, phase: Phase) -> None:
     """Write the problems to train and to evaluate on and, if the run generates it, the tiny model."""
     config, model = run.config, run.config.model.path
+    check_reward(config)
     if model == TINY_MODEL:
         path = run.stage_dir(INITIAL_STAGE) / "model"
         tiny_model.write_tiny_model(path, config.seed)
@@ -140,6 +142,7 @@ def _prepare_problems(
             held_out=is_eval,
             max_length=problem_data.MaxLength(max_prompt_tokens, prompt_tokens),
             find_unparsable=partial(_unparsable_answers, config),
+            reward=config.reward.function,
             on_progress=advance,
         )
     for source, counts in report.counts.items():
@@ -214,13 +217,19 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
         _open_rollout(run, stage, context.model, store) if is_first_rank else nullcontext() as rollouts,
     ):
         wait_for_ranks(run.config.hardware)  # until the first rank has opened its engines, which may take minutes
+
+        def evaluate(steps: int) -> float:
+            reports = _evaluate_step(run, stage, rollouts, steps)
+            context.run_folder.on_metrics(evaluation.tracker_row(reports, context.first_step + steps))
+            return reports[evaluation.ALL].measures["accuracy"].value
+
         trained = train_stage(
             stage,
             context,
             problems=problems,
             rollouts=rollouts,
             optimizer_checkpoint=run.dir / checkpoint if checkpoint and not stage.reset_optimizer else None,
-            evaluate=partial(_evaluate_step, run, stage, rollouts) if rollouts else None,
+            evaluate=evaluate if rollouts else None,
         )
     if is_first_rank:
         model, checkpoint = run.relative(trained.model), run.relative(trained.checkpoint)
@@ -229,8 +238,10 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
     leave_ranks()
 
 
-def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime, steps: int) -> float:
-    """Return the accuracy of the weights in the engines, after `steps` steps of the stage.
+def _evaluate_step(
+    run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime | None, steps: int
+) -> dict[str, evaluation.EvalReport]:
+    """Evaluate the weights in the engines, after `steps` steps of the stage.
 
     The evaluation after the last step is also the one of the phase `eval`, which later finds its episodes in the
     folder.
@@ -248,7 +259,7 @@ def _evaluate_step(run: RecipeRun, stage: StageConfig, rollouts: RolloutRuntime,
             f"{out}: {report.unavailable} episodes have no reward, since the infrastructure failed; at most "
             f"{stage.max_unavailable_share:.0%} may (max_unavailable_share). Mend it and run the same command again"
         )
-    return report.measures["accuracy"].value
+    return reports
 
 
 @contextmanager
@@ -272,7 +283,8 @@ def filter_problems(run: RecipeRun, phase: Phase) -> None:
     samples = stage.difficulty_filter_samples
     run_evaluation(run, model, problems, filter_dir, stage, samples, seed_name=str(phase), outcomes_only=True)
     outcomes = evaluation.read_outcomes(filter_dir)
-    unsolved = {problem for (problem, _), outcome in outcomes.items() if outcome.reward != 1}
+    above = run.config.reward.correct_above
+    unsolved = {problem for (problem, _), outcome in outcomes.items() if not is_correct(outcome.reward, above)}
     kept = [problem for problem in problems if problem.id in unsolved]
     if len(kept) < stage.problems_per_step:
         raise ConfigError(
@@ -294,13 +306,20 @@ PHASE_FUNCTIONS: Mapping[str, Callable[[RecipeRun, Phase], None]] = {
 
 
 def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:
-    """Evaluate the model of a stage on the run's held-out problems."""
-    model, limits = run.trained_model(phase.stage).model, run.config.eval
-    problems = read_problems(str(run.eval_problems_path()))
-    reports = run_evaluation(run, model, problems, run.stage_dir(phase.stage) / "eval", limits, _eval_samples(run))
+    """Evaluate the model of a stage on the run's held-out problems. The results go to the trackers as well."""
+    trained, limits = run.trained_model(phase.stage), run.config.eval
+    problems, out = read_problems(str(run.eval_problems_path())), run.stage_dir(phase.stage) / "eval"
+    with _open_trackers(run) as track:
+        reports = run_evaluation(run, trained.model, problems, out, limits, _eval_samples(run))
+        track(evaluation.tracker_row(reports, trained.step))
     content = {source: asdict(report) for source, report in reports.items()}
     run.write_result(phase, EvalResult(evaluation.summary_scores(reports), content))
     return reports
+
+
+def _open_trackers(run: RecipeRun) -> AbstractContextManager[LogMetrics]:
+    tracking = run.config.tracking
+    return open_trackers(tracking.trackers, run.dir, asdict(run.config), project=tracking.project)
 
 
 def evaluate_model(run: RecipeRun, model: str, out: Path | None = None) -> dict[str, evaluation.EvalReport]:
@@ -364,6 +383,7 @@ def run_evaluation(
             "seed": seed,
             "model": model,
             **endpoint_settings(run.config.engines),
+            **run.config.reward.recorded(),
             **(identity or {}),
         }
     )
@@ -380,7 +400,7 @@ def run_evaluation(
                 outcomes_only=outcomes_only,
                 on_progress=lambda done: advance(done_before + done),
             )
-    reports = evaluation.read_eval_reports(problems, samples, out)
+    reports = evaluation.read_eval_reports(problems, samples, out, run.config.reward.correct_above)
     if not reports[evaluation.ALL].episodes:
         raise NoRewardsError(f"no episode of {len(problems)} problems has a reward; {out} has the errors")
     return reports
@@ -402,14 +422,13 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
         _check_same_model(run.model_path(before.model), checkpoint)
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
-            tracking = config.tracking
-            track = stack.enter_context(
-                open_trackers(tracking.trackers, run.dir, asdict(config), project=tracking.project)
-            )
+            track = stack.enter_context(_open_trackers(run))
             advance = stack.enter_context(progress_bar(stage, steps))
 
             def on_metrics(row: Mapping[str, Any]) -> None:
                 track(row)
+                if "stage" not in row:  # an evaluation, which is no progress
+                    return
                 shown = [f"{name} {row[name]:.3g}" for name in PROGRESS_METRICS if row.get(name) is not None]
                 advance(row["step"] - before.step, "  ".join(shown))
 
@@ -424,6 +443,7 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
             attn_implementation=config.model.attn_implementation,
             peft=config.model.peft,
             eval_steps=config.eval.every_steps,
+            correct_above=config.reward.correct_above,
             hardware=config.hardware,
             engines_sleep=config.engines.sleep_mode,
         )

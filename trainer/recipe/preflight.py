@@ -44,6 +44,7 @@ from trainer.engines.vllm_servers import (
     option_words,
 )
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
+from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError, read_json
@@ -82,6 +83,7 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     config, commands = run.config, {phase.command for phase in phases}
     needs_weights = commands != {"prepare"} and config.engines.kind != "openai"
     lines = [*_check_sources_and_model(config, phases, needs_weights=needs_weights), *_check_problems(config, phases)]
+    lines += _check_reward(config)
     try:
         shape = known_shape(config)
     except ConfigError:  # reported by `_check_model`
@@ -189,7 +191,7 @@ def _problem_errors(source: str) -> tuple[list[str], set[str]]:
     try:
         for problem in iter_problems(source, lambda *_: None):
             texts.add(problem.text)
-            kind = f"{problem.environment} {problem.options}"
+            kind = f"{problem.environment} {problem.options} {problem.reward}"
             if kind not in lines:
                 lines[kind] = ""
                 try:
@@ -201,6 +203,13 @@ def _problem_errors(source: str) -> tuple[list[str], set[str]]:
     found = [line for line in lines.values() if line]
     more = [f"{len(found) - MAX_PROBLEM_ERRORS} more like these"] if len(found) > MAX_PROBLEM_ERRORS else []
     return [*found[:MAX_PROBLEM_ERRORS], *more], texts
+
+
+def _check_reward(config: RunConfig) -> Iterator[str]:
+    try:
+        check_reward(config)
+    except ConfigError as error:
+        yield f"{error}; see reward.function, whose module is in a directory of PYTHONPATH"
 
 
 def _source_errors(setting: str, source: str) -> list[str]:

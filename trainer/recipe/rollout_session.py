@@ -99,7 +99,7 @@ def open_rollout(run: RecipeRun, model: Path) -> Iterator[RolloutRuntime]:
         sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
         pool = loop_thread.enter(open_engine_pool(config, model, run.dir))
         gc.freeze()  # otherwise each garbage collection visits all objects of the libraries, which takes 0.2 s
-        services = loop_thread.enter(open_services(sandbox))
+        services = loop_thread.enter(open_services(sandbox, config.reward))
         create = partial(open_environment, services=services)
         collector = EpisodeCollector(pool, chat_formats(config, model), create, config.collect.episodes_per_worker)
         yield RolloutRuntime(loop_thread, collector, pool, sleep=pool.sleep if config.engines.sleep_mode else None)

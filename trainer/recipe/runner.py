@@ -46,7 +46,7 @@ CHANGEABLE_SETTINGS = (
     *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
     *("engines.placement_policy", "engines.max_down_s", "eval.every_steps"),
     *("collect.executor", "collect.ray_address", "collect.episodes_per_worker", "collect.deadline_s", "collect.max_*"),
-    "stages.*.max_unavailable_share",
+    *("reward.timeout_s", "reward.max_concurrent", "stages.*.max_unavailable_share"),
 )
 """The settings that may change when a run continues, since they do not change its results; a * stands for any text.
 `[rl]` may change because each stage has its own copy of these settings, and the copies are compared."""

@@ -126,12 +126,15 @@ def rescore(
     sandbox: str = "",
     answer_check: str = "strict",
     answer_rounding: bool = False,
+    reward: str = "",
 ) -> Counter[str]:
     """Score stored episodes again, and write the scores to `out`. Nothing is sampled.
 
     `environment` names the environment that scores the episodes. If it is empty, the environment of each problem is
-    used. The options of a problem are written for the problem's environment, so any other environment gets no options.
-    A stateful environment repeats the recorded actions before it scores.
+    used. The options of a problem are written for the problem's environment, so any other environment gets no options,
+    and no reward function of the problem. A stateful environment repeats the recorded actions before it scores.
+
+    `reward` names a reward function that scores the episodes instead.
 
     `sandbox` is the URL of a sandbox service. If it is empty, a local service runs until all scores are known.
 
@@ -148,9 +151,9 @@ def rescore(
         for episode in reader.episodes(where):
             if episode.stop_reason not in INFRASTRUCTURE_STOPS:
                 if environment not in ("", episode.problem.environment):
-                    problem = replace(episode.problem, environment=environment, options={})
+                    problem = replace(episode.problem, environment=environment, options={}, reward="")
                     episode = replace(episode, problem=problem)
-                yield episode
+                yield replace(episode, problem=replace(episode.problem, reward=reward or episode.problem.reward))
 
     for episode in episodes():
         check_problem(episode.problem)

@@ -19,7 +19,7 @@ from trainer.data.rows import file_rows
 from trainer.data.sources import iter_problems
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import EngineError, Generation, SamplingParams
-from trainer.environments.environment import Environment, check_score, close_environment
+from trainer.environments.environment import Environment, EnvironmentFailure, check_score, close_environment
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Episode, Problem, ToolCall
@@ -31,10 +31,12 @@ STOP_ID = 0x110000
 """The token id that ends a turn. It is larger than every code point, so it is not the id of a character."""
 
 
+@dataclass(frozen=True, slots=True)
 class _CharacterFormat:
     """A chat format without a tokenizer: the token ids are code points."""
 
-    stop_ids = (STOP_ID,)
+    needs_answer_tags: bool
+    stop_ids: tuple[int, ...] = (STOP_ID,)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
@@ -72,7 +74,7 @@ async def try_env(config: RunConfig, answers: Path) -> AsyncIterator[str]:
     async with AsyncExitStack() as stack:
         needs = any(map(needs_sandbox, problems.values()))
         sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if needs else None
-        services = await stack.enter_async_context(open_services(sandbox))
+        services = await stack.enter_async_context(open_services(sandbox, config.reward))
         for name, turns in rows:
             environment = open_environment(problems[name], services)
             try:
@@ -91,13 +93,17 @@ async def _episode(
     for tool in state.tools:
         yield f"--- tool\n{json.dumps(tool['function'])}"
     episode, limits = Episode(problem, 0), replace(config.eval, max_response_tokens=1 << 62)
-    chat_format, script = cast(Any, _CharacterFormat()), cast(Any, _Script(iter(turns)))
+    chat_format = cast(Any, _CharacterFormat(needs_answer_tags=config.model.chat_format == "rstar2"))
+    script = cast(Any, _Script(iter(turns)))
     await TurnLoop(chat_format, _Tool(environment), limits, 0, BusyTimer()).run(episode, script)
     for number, turn in enumerate(episode.turns, 1):
         yield f"--- turn {number}\n{turn.text}"
         for call in turn.tool_calls:
             yield f"--- tool response: {call.status}\n{call.error or call.response}"
-    score = check_score(problem, await environment.score(episode))
+    try:
+        score = check_score(problem, await environment.score(episode))
+    except EnvironmentFailure as error:
+        score, episode.error = None, str(error)
     yield f"--- end: {episode.stop_reason}{f' ({episode.error})' if episode.error else ''}"
     yield f"--- answer: {episode.answer}, reward: {score}\n"
 
@@ -123,7 +129,7 @@ def _find_problems(config: RunConfig, names: set[str]) -> dict[str, Problem]:
         held_out = source in config.eval.data and source not in sources
         for problem in iter_problems(source, lambda *_: None, seed=config.seed, held_out=held_out):
             if problem.id in names:
-                found.setdefault(problem.id, problem)
+                found.setdefault(problem.id, problem.with_default_reward(config.reward.function))
         if found.keys() == names:
             return found
     absent = ", ".join(sorted(names - found.keys()))

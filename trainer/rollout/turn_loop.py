@@ -27,7 +27,7 @@ from trainer.engines.engine import EngineError, Generation, SamplingParams
 from trainer.engines.pool import EpisodeHandle
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Episode, StopReason, ToolCall, ToolCallStatus, Turn
-from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_turn
+from trainer.episodes.turn_parser import MalformedCall, ToolCallRequest, parse_turn, without_thoughts
 
 T = TypeVar("T")
 
@@ -97,6 +97,8 @@ class TurnLoop:
             episode.stop_reason = StopReason.TOKEN_LIMIT
         elif not parsed.tool_calls:
             episode.stop_reason = StopReason.FINISHED
+            if not self.chat_format.needs_answer_tags:  # the answer check finds the answer in the text
+                episode.answer = episode.answer or without_thoughts(text).strip() or None
         elif len(episode.turns) + 1 >= self.limits.max_turns:
             episode.stop_reason = StopReason.TURN_LIMIT
         else:

@@ -75,6 +75,8 @@ class TrainingContext:
     eval_steps: int = 0
     """The number of training steps between two evaluations inside an RL stage. With 0 there is no evaluation."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    correct_above: float = 0.0
+    """An episode with a larger reward is correct."""
     engines_sleep: bool = False
     """Whether the engines are on the training GPUs, and free their memory by vLLM's sleep mode between rollouts."""
 

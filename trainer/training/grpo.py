@@ -222,7 +222,8 @@ class TrlAdapter(MetricsCallback):
         self._context, self._problems, self._evaluate = context, problems, evaluate
         self._schedule = training_rows.problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
         # With roc_mode=off all samples are kept, so every rule gives the same selection.
-        self._mode: roc.Mode = "paper" if stage.roc_mode == "off" else stage.roc_mode
+        mode = "paper" if stage.roc_mode == "off" else stage.roc_mode
+        self._class_rule: dict[str, Any] = {"mode": mode, "correct_above": context.correct_above}
         self._weight_version = self._synced_step = -1
         self._trained: list[Episode] = []
         """The episodes in the loss of the current step."""
@@ -373,19 +374,20 @@ class TrlAdapter(MetricsCallback):
         ranked = sorted(range(len(groups)), key=lambda i: not roc.has_signal(groups[i], selected[i]))
         for number in ranked[self._stage.problems_per_step :]:
             selected[number] = []
-        reasons = [roc.selection_reasons(group, indices) for group, indices in zip(groups, selected, strict=True)]
+        above = self._context.correct_above
+        reasons = [roc.selection_reasons(*pair, correct_above=above) for pair in zip(groups, selected, strict=True)]
         self.run_folder.write_episodes(step, self._stage.name, groups, selected, reasons)
         episodes = [episode for group in groups for episode in group]
         unavailable = [episode for episode in episodes if metrics.is_unavailable(episode)]
         if len(unavailable) > min(self._stage.max_unavailable_share * len(episodes), len(episodes) - 1):
             cause = next((episode.error for episode in unavailable if episode.error), "an answer could not be checked")
             raise NoRewardsError(
-                f"step {step}: {len(unavailable)} of {len(episodes)} episodes have no reward, since the infrastructure "
-                f"failed; at most {self._stage.max_unavailable_share:.0%} may (max_unavailable_share). The first "
-                f"failure: {cause}. Mend it and run the same command again: it continues"
+                f"step {step}: {len(unavailable)} of {len(episodes)} episodes have no reward, since infrastructure or "
+                f"a reward failed; at most {self._stage.max_unavailable_share:.0%} may (max_unavailable_share). The "
+                f"first failure: {cause}. Mend it and run the same command again: it continues"
             )
         in_loss = list(map(training_rows.in_loss_indices, groups, selected))
-        self._step_metrics |= metrics.step_metrics(groups, in_loss) | self._optional_metrics(groups)
+        self._step_metrics |= metrics.step_metrics(groups, in_loss, above) | self._optional_metrics(groups)
         for warning in metrics.warnings(self._step_metrics):
             logger.warning("step %d: %s", step, warning)
         self._trained = [group[index] for group, used in zip(groups, in_loss, strict=True) for index in used]
@@ -435,7 +437,7 @@ class TrlAdapter(MetricsCallback):
         # The first groups are the oldest. Groups that were carried over often enough must become complete in this step.
         # Pending groups were carried over once at least, so the smallest useful limit is 1.
         must_complete = sum(group[0].steps_carried >= max(1, stage.max_staleness_steps) for group in started)
-        is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, mode=self._mode)
+        is_decided = partial(roc.is_group_decided, num_kept=stage.kept_per_problem, **self._class_rule)
 
         async def collect() -> _Collected:
             started_at = perf_counter()
@@ -496,5 +498,5 @@ class TrlAdapter(MetricsCallback):
         finished = [i for i, episode in enumerate(group) if episode.stop_reason is not StopReason.CANCELLED]
         rng = random.Random(f"{self._seed}/{step}/{group[0].problem.id}")
         candidates = [group[i] for i in finished]
-        selected = roc.resample_on_correct(candidates, self._stage.kept_per_problem, mode=self._mode, rng=rng)
+        selected = roc.resample_on_correct(candidates, self._stage.kept_per_problem, rng=rng, **self._class_rule)
         return [finished[index] for index in selected]

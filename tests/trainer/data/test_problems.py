@@ -30,7 +30,7 @@ from trainer.data.problems import (
     write_problems,
 )
 from trainer.data.rows import DataError
-from trainer.data.sources import read_conversations, read_problems
+from trainer.data.sources import iter_problems, read_conversations, read_problems
 from trainer.episodes.episode import Problem
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -280,6 +280,26 @@ def test_any_form_of_row_may_name_an_environment(tmp_path: Path, row: dict[str, 
         read_problems(write_jsonl(tmp_path / "f.jsonl", {**row, "environment": "qa", "options": ["a", "b"]}))
     [plain] = read_problems(write_jsonl(tmp_path / "f.jsonl", {"problem": "p", "answer": "42", "options": ["a"]}))
     assert plain.environment == "python"
+
+
+def test_a_problem_with_a_reward_function_needs_no_answer(tmp_path: Path) -> None:
+    row = {"id": "7", "text": "p", "answer": "", "source": "s"}
+    file = write_jsonl(tmp_path / "f.jsonl", {**row, "reward": "my:own"}, {**row, "id": "8", "text": "q"})
+    kept, report = prepare_problems([file], find_unparsable=lambda answers: set(answers))
+    assert [(problem.id, problem.reward) for problem in kept] == [("7", "my:own")]
+    assert report.counts == {"s": {"rows": 2, "kept": 1, "not_integer": 1}}
+    kept, _ = prepare_problems([file], reward="my:default")
+    assert [(problem.id, problem.reward) for problem in kept] == [("7", "my:own"), ("8", "my:default")]
+
+
+def test_a_row_of_the_hub_cannot_choose_a_reward_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"id": "7", "text": "p", "answer": "1", "source": "s"}
+    rows = [{**row, "reward": "os:system"}, {**row, "reward": 0.5}]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows))
+    refused: list[str] = []
+    read = list(iter_problems("some/rows", lambda name, number, error: refused.append(f"{number}: {error}")))
+    assert refused == ["0: a row of the hub cannot choose the reward 'os:system'"]
+    assert [problem.reward for problem in read] == [""], "a number in another column of this name means nothing here"
 
 
 def test_the_number_of_examples_is_bounded_and_counts_are_complete(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ def test_only_environments_that_run_code_need_a_sandbox() -> None:
 @pytest.mark.asyncio
 async def test_the_documented_environment_works_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = Path(__file__).parents[3] / "docs/environments.md"
-    (code,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    section = document.read_text().partition("## Writing an environment")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (tmp_path / "my_environments.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     # The document's example is a lock that opens when the model has dialled the digits of the answer.
@@ -144,6 +145,7 @@ def test_the_problems_in_docs_environments_md_are_valid(tmp_path: Path) -> None:
     rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     problems = read_problems(str(tmp_path / "rows.jsonl"))
-    assert [row.environment for row in problems] == ["python", "code", "mcp"]
+    assert [row.environment for row in problems] == ["python", "code", "mcp", "python"]
+    assert [row.reward for row in problems] == ["", "", "", "my_rewards:rank"]
     for row in problems:
         check_problem(row)

@@ -77,6 +77,15 @@ def test_the_metrics_of_a_step_equal_those_of_a_plain_implementation(drawn_group
     assert metrics.keys() <= METRICS.keys()
 
 
+def test_tool_errors_of_correct_episodes_are_those_above_the_bound() -> None:
+    group = [replace(make_episode(seed, ""), reward=seed / 10) for seed in range(10)]
+    for correct_above in (0.0, 0.55):
+        correct = [replace(one, reward=1.0) for one in group if one.reward is not None and one.reward > correct_above]
+        metrics = step_metrics([group], [[0]], correct_above)
+        assert metrics["tool_error_ratio_correct"] == step_metrics([correct], [[0]])["tool_error_ratio"]
+        assert metrics["reward"] == pytest.approx(0.45)
+
+
 def make_episode(seed: int, stop_reason: str) -> Episode:
     random_episode = episode(random.Random(seed), "p", 0, skill=0.5)
     if not stop_reason:

@@ -255,6 +255,26 @@ def test_an_episode_with_a_reward_above_zero_is_correct():
     assert len(selected) == 3  # both correct episodes and floor(2 × 3 / 4) = 1 wrong one
 
 
+@given(groups, st.data(), modes, st.floats(-5, 5), st.integers())
+def test_a_group_is_selected_by_which_rewards_are_above_the_bound_alone(group, data, mode, correct_above, seed):
+    """Rewards of 0 and 1, and any rewards of which the same are above `correct_above`, give equal results."""
+    num_kept = data.draw(st.integers(1, len(group)))
+    rewards = {None: None, 1.0: correct_above + 1e-3, 0.0: correct_above}
+    others = [replace(episode, reward=rewards[episode.reward]) for episode in group]
+    expected = resample_on_correct(group, num_kept, mode=mode, rng=random.Random(seed))
+    rule = {"mode": mode, "correct_above": correct_above}
+    assert resample_on_correct(others, num_kept, rng=random.Random(seed), **rule) == expected
+    reasons = selection_reasons(others, expected, correct_above)
+    note = "; not in the loss"
+    assert [reason.partition(note)[0] for reason in reasons] == [
+        reason.partition(note)[0] for reason in selection_reasons(group, expected)
+    ]
+    for num_unfinished in (0, 3):
+        assert is_group_decided(
+            [episode.reward for episode in others], num_unfinished, num_kept=num_kept, **rule
+        ) == is_group_decided([episode.reward for episode in group], num_unfinished, num_kept=num_kept, mode=mode)
+
+
 @pytest.mark.parametrize("mode", ["paper", "released"])
 @pytest.mark.parametrize("num_kept", [0, -1, 5])
 def test_num_kept_outside_1_to_the_group_size_is_refused(mode, num_kept):

@@ -16,7 +16,7 @@ from trainer import cli
 from trainer.data.problems import write_problems
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.json_files import RecordError
-from trainer.recipe.comparison import MAY_DIFFER, compare_accuracies, compare_evaluations, paired_estimate
+from trainer.recipe.comparison import MAY_DIFFER, compare_evaluations, compare_rewards, paired_estimate
 from trainer.recipe.evaluation import ALL, write_outcomes
 from trainer.runs.run_folder import RunFolder
 
@@ -76,12 +76,26 @@ def test_about_95_percent_of_the_intervals_contain_the_difference_of_all_problem
 
 
 def test_the_paired_interval_is_narrower_than_one_of_independent_problems() -> None:
-    before = [float(number % 2) for number in range(100)]
-    after = [1.0, *before[1:]]
-    difference = compare_accuracies(list(zip(before, after, strict=True)), 1).difference
+    before = [[float(number % 2)] for number in range(100)]
+    after = [[1.0], *before[1:]]
+    difference = compare_rewards(list(zip(before, after, strict=True)), 1).difference
     assert difference
     independent_half_width = 1.96 * (2 * 0.25 / 100) ** 0.5
     assert (difference.high - difference.low) / 2 < independent_half_width / 3
+
+
+def test_other_rewards_than_0_and_1_are_compared_by_accuracy_and_by_their_means() -> None:
+    pairs = [([0.5, 2.0], [4.0, 0.5]), ([3.0], [-1.0]), ([], [1.0])]
+    comparison = compare_rewards(pairs, 2, 1.0)
+    assert (comparison.before, comparison.after, comparison.unscored) == ((1 / 2 + 1) / 2, (1 / 2 + 0) / 2, 1)
+    # The differences of the means are 1 and -4. Their standard error is 2.5, and t of one degree of freedom is 12.706.
+    reward = comparison.reward_difference
+    assert reward
+    assert (reward.low, reward.value, reward.high) == pytest.approx((-1.5 - 12.706 * 2.5, -1.5, -1.5 + 12.706 * 2.5))
+    assert comparison.row()["reward_difference"] == "-1.500 [-33.265, +30.265]"
+    assert compare_rewards(pairs[:1], 2).row()["reward_difference"] == "+1.000 [–]"
+    binary = compare_rewards([([1.0], [0.0])], 1)
+    assert binary.reward_difference is None and "reward_difference" not in binary.row()
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=40), st.integers(1, 64))

@@ -33,6 +33,7 @@ from trainer.recipe.evaluation import (
     summarize,
     summary_scores,
     t_quantile,
+    tracker_row,
     unfinished_problems,
 )
 from trainer.runs.run_folder import RunFolder
@@ -136,9 +137,10 @@ def test_the_measures_equal_a_computation_by_hand() -> None:
         2,
     )
     assert (report.problems, report.episodes, report.unavailable) == (4, 5, 3)
-    assert {name: value(report, name) for name in EVAL_METRICS} == pytest.approx(
+    assert {name: value(report, name) for name in ("accuracy", "reward", *EVAL_METRICS)} == pytest.approx(
         {
             "accuracy": 2 / 5,
+            "reward": 2 / 5,
             "tool_error_ratio": 2 / 10,
             "tool_error_ratio_correct": 1 / 8,
             "tool_use": 3 / 5,
@@ -235,6 +237,70 @@ def test_the_interval_of_a_ratio_agrees_with_a_bootstrap_over_problems() -> None
     estimate = summarize(groups, 3).measures["tool_error_ratio"]
     low, *_, high = statistics.quantiles(ratios, n=40)  # 2.5 % and 97.5 %
     assert (estimate.low, estimate.high) == (pytest.approx(low, abs=0.012), pytest.approx(high, abs=0.012))
+
+
+def test_rewards_of_0_and_1_have_equal_intervals_for_accuracy_and_mean_reward() -> None:
+    measures = summarize([[outcome(float(number % 3 == 0)), outcome(None)] for number in range(9)], 2).measures
+    assert measures["reward"] == measures["accuracy"]
+    assert "reward" not in summary_scores({ALL: summarize([[outcome()]], 1)})
+
+
+def test_accuracy_and_mean_reward_differ_for_other_rewards() -> None:
+    groups = [[outcome(5.0), outcome(3.0)], [outcome(-2.0), outcome(0.5)]]
+    for correct_above, accuracy, failed in ((0.0, 3 / 4, 1 / 2), (3.0, 1 / 4, 1 / 4), (9.0, 0, None)):
+        groups[0][0] = groups[0][0]._replace(num_failed_tool_calls=0 if failed == 1 / 2 else 1)
+        report = summarize(groups, 2, correct_above)
+        assert (value(report), value(report, "reward")) == (accuracy, 6.5 / 4)
+        assert value(report, "pass@1") == accuracy
+        assert ("tool_error_ratio_correct" in report.measures) == (accuracy > 0)
+    scores = summary_scores({ALL: summarize(groups, 2)})
+    assert (scores["accuracy"], scores["reward"]) == (3 / 4, 6.5 / 4)
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=2), min_size=2, max_size=8))
+def test_any_real_rewards_have_intervals_that_contain_their_means(rewards: list[list[float]]) -> None:
+    measures = summarize([[outcome(reward) for reward in group] for group in rewards], 2).measures
+    reward, accuracy = measures["reward"], measures["accuracy"]
+    assert reward.low - 1e-6 <= reward.value <= reward.high + 1e-6
+    assert 0 <= accuracy.low <= accuracy.value + 1e-9 <= accuracy.high + 2e-9 <= 1 + 3e-9
+    json.dumps(asdict(reward), allow_nan=False)
+
+
+def test_the_interval_of_the_mean_reward_is_that_of_student() -> None:
+    """The means of the problems are 1, 3 and 8. Their standard error is (13 / 3) ** 0.5, and t is 4.303."""
+    reward = summarize([[outcome(0.0), outcome(2.0)], [outcome(3.0)] * 2, [outcome(8.0)] * 2], 2).measures["reward"]
+    half_width = 4.303 * (13 / 3) ** 0.5
+    assert (reward.low, reward.value, reward.high) == pytest.approx((4 - half_width, 4, 4 + half_width))
+    one_problem = summarize([[outcome(5.0), outcome(3.0)]], 2).measures["reward"]
+    assert one_problem == Estimate(4.0, None, None)
+    assert str(one_problem) == "4.000 [–]"
+
+
+def test_the_intervals_of_real_rewards_contain_the_true_mean_in_95_of_100_evaluations() -> None:
+    """Each reward is skill of the problem - 1, where the skill and the noise are uniform: the true mean is -0.5."""
+    rng, num_problems, evaluations = random.Random(3), 12, 400
+    hits = 0
+    for _ in range(evaluations):
+        skills = [rng.random() for _ in range(num_problems)]
+        groups = [[outcome(skill - 1 + rng.uniform(-0.5, 0.5)) for _ in range(2)] for skill in skills]
+        reward = summarize(groups, 2).measures["reward"]
+        hits += reward.low <= -0.5 <= reward.high
+    # Three standard deviations of a binomial with 400 trials are 3.3 %.
+    assert abs(hits / evaluations - 0.95) < 0.033
+
+
+def test_the_table_shows_the_mean_reward_only_if_it_differs_from_the_accuracy() -> None:
+    for reward, is_shown in ((1.0, False), (0.5, True)):
+        report = summarize([[outcome(reward)], [outcome(0.0)]], 1)
+        table = report_table({"math": report, ALL: report})
+        assert ("reward" in list(table.columns[0].cells)) == is_shown
+
+
+def test_trackers_get_all_measures_and_the_accuracy_of_each_source() -> None:
+    math, code = summarize([[outcome(2.0)]], 1), summarize([[outcome(None)]], 1)
+    row = tracker_row({"math": math, "code": code, ALL: math}, 7)
+    assert (row["step"], row["eval/accuracy"], row["eval/reward"], row["eval/pass@1"]) == (7, 1, 2, 1)
+    assert [name for name in row if name.count("/") > 1] == ["eval/math/accuracy"]
 
 
 def test_there_is_a_report_per_source_and_one_over_all(tmp_path: Path) -> None:

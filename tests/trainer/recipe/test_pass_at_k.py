@@ -48,6 +48,13 @@ def test_the_measures_equal_a_computation_by_hand() -> None:
     assert (level_2.infrastructure_failures, level_2.hidden) == (1, 1)
 
 
+def test_an_attempt_is_correct_if_its_reward_is_above_the_bound() -> None:
+    tried = attempts("a", "x", -1.0, 0.5, 3.0)
+    assert [pass_reports(tried, above)[ALL].correct for above in (-2.0, 0.0, 0.5, 3.0)] == [3, 2, 1, 0]
+    overdue = Episode(Problem("p", "", ""), 0, stop_reason=StopReason.DEADLINE)
+    assert pass_reports([Attempt.of(overdue)], -2.0)[ALL].correct == 0
+
+
 def test_the_largest_number_of_attempts_is_a_k() -> None:
     assert list(pass_reports(attempts("a", "x", 1, 0, 0))[ALL].problems_at_k) == [1, 2, 3]
 

@@ -37,15 +37,17 @@ from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import cli  # noqa: E402
 from trainer.config import ConfigError, RunConfig  # noqa: E402
 from trainer.config_loading import load_config  # noqa: E402
+from trainer.data.problems import write_problems  # noqa: E402
 from trainer.data.rows import DataError  # noqa: E402
 from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
+from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
 from trainer.json_files import read_json, read_rows, write_json  # noqa: E402
 from trainer.recipe import phase_work, rollout_session  # noqa: E402
-from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize  # noqa: E402
+from trainer.recipe.evaluation import ALL, EpisodeOutcome, summarize, write_outcomes  # noqa: E402
 from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # noqa: E402
 from trainer.recipe.runner import NO_PREFLIGHT, RunPhase, run_recipe  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
@@ -90,6 +92,8 @@ difficulty_filter_samples = 3
 GAMES = "examples.games:GameEnvironment"
 GUESSES = ("1", "2")
 """The answers that the model learns to give to every problem, equally often. The first is the correct one."""
+OWN_REWARD = "tests.trainer.environments.test_own_reward:length"
+"""The function returns the number of characters of a response."""
 STEP_TIMEOUT_S = 600
 """Seconds for one training step on a machine that runs other tests, too."""
 
@@ -525,6 +529,8 @@ def test_a_finished_evaluation_or_rollout_samples_nothing_again_and_show_reads_i
 def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds(
     tuned_run: RecipeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(phase_work, "open_trackers", lambda *_, **__: contextlib.nullcontext(sent.append))
     run = _copy(tuned_run, tmp_path / "run", "eval.every_steps=2", "stages.rl1.steps=3")
     stage_dir, phase = run.stage_dir("rl1"), Phase("eval", "rl1")
     left_by_a_kill = stage_dir / "eval_steps/step_000002/outcomes.jsonl"
@@ -536,6 +542,11 @@ def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds
         without_engines.setattr(phase_work, "open_rollout", None)
         reports = phase_work.evaluate(run, phase)
     assert reports["all"].measures["accuracy"].value == row["eval_accuracy"]
+    evaluations = [(each["step"], each["eval/accuracy"]) for each in sent if "eval/accuracy" in each]
+    # The phase sends the last evaluation once more, since the training may have been killed before it sent it.
+    assert evaluations[1:] == [(row["step"], row["eval_accuracy"])] * 2
+    assert evaluations[0][0] == row["step"] - 1
+    assert [each["step"] for each in sent if "stage" in each] == [row["step"] - 2, row["step"] - 1, row["step"]]
     trained = run.trained_model("rl1")
     assert trained.best["step"] in (row["step"] - 1, row["step"])
     assert trained.best["accuracy"] >= row["eval_accuracy"]
@@ -546,6 +557,55 @@ def test_the_last_evaluation_inside_a_stage_is_the_one_that_the_phase_eval_finds
     phase_work.evaluate(run, phase)
     by_problem = operator.itemgetter("problem")
     assert sorted(read_rows(stage_dir / "eval/outcomes.jsonl"), key=by_problem) == sorted(in_stage, key=by_problem)
+
+
+@pytest.mark.timeout(2 * STEP_TIMEOUT_S)
+def test_a_reward_function_scores_an_evaluation(tuned_run: RecipeRun, tmp_path: Path) -> None:
+    run = _copy(tuned_run, tmp_path / "run", "reward.correct_above=5")
+    problems = read_problems(str(run.eval_problems_path()))
+    own = [problem.with_default_reward(OWN_REWARD) for problem in problems]
+    write_problems(own, run.eval_problems_path())
+    run.result_path(Phase("eval", "sft")).unlink()
+    measures = phase_work.evaluate(run, Phase("eval", "sft"))[ALL].measures
+    episodes = list(RunFolder(run.stage_dir("sft") / "eval").read_episodes(0))
+    lengths = [len("\n".join(turn["text"] for turn in episode["turns"])) for episode in episodes]
+    assert [episode["reward"] for episode in episodes] == lengths
+    assert measures["reward"].value == sum(lengths) / len(lengths)
+    assert measures["accuracy"].value == sum(length > 5 for length in lengths) / len(lengths)
+    (scores,) = run.summary()["stages"]
+    assert scores["reward"] == measures["reward"].value
+
+
+def test_prepared_problems_have_the_reward_function_of_the_run(tmp_path: Path) -> None:
+    run = RecipeRun(
+        _config(tmp_path, f"reward.function={OWN_REWARD}", "data.train=generated:8", "eval.data=generated:4")
+    )
+    phase_work.prepare(run, Phase("prepare"))
+    for file, count in (("train", 8), ("eval", 4)):
+        rewards = [problem.reward for problem in read_problems(str(run.dir / f"data/{file}.jsonl"))]
+        assert rewards == [OWN_REWARD] * count
+
+
+def test_the_difficulty_filter_drops_problems_of_which_all_samples_are_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecipeRun(_config(tmp_path, "reward.correct_above=0.5"))
+    rewards = {"a": [0.9, 0.6, 2.0], "b": [0.9, 0.5, 1.0], "c": [1.0, None, 1.0], "d": [1.0, 1.0, 1.0]}
+    problems = [Problem(name, name, "1") for name in rewards]
+    write_problems(problems, run.unfiltered_path(run.config.stages["rl2"]))
+    for phase in (Phase("prepare"), Phase("sft", "sft"), Phase("grpo", "rl1")):
+        run.write_result(phase, TrainResult("model", 0))
+    monkeypatch.setattr(phase_work, "run_evaluation", lambda *_, **__: {})
+    write_outcomes(
+        run.stage_dir("rl2") / "filter",
+        (
+            Episode(problem, sample, stop_reason=StopReason.FINISHED, reward=reward)
+            for problem in problems
+            for sample, reward in enumerate(rewards[problem.id])
+        ),
+    )
+    phase_work.filter_problems(run, Phase("filter", "rl2"))
+    assert stage_problems(run, "rl2") == ["b", "c"]
 
 
 def test_a_training_on_stored_episodes_refuses_evaluations_inside_it(tmp_path: Path) -> None:
@@ -572,7 +632,7 @@ def test_an_outage_during_an_evaluation_inside_a_stage_marks_no_best_model(
         reports = {ALL: summarize([[outcome]] * (10 - num_lost) + [[lost]] * num_lost, 1)}
         monkeypatch.setattr(phase_work, "run_evaluation", lambda *_, reports=reports, **__: reports)
         if num_lost == 2:
-            assert phase_work._evaluate_step(run, stage, None, 2) == 1.0
+            assert phase_work._evaluate_step(run, stage, None, 2) is reports
         else:
             with pytest.raises(
                 NoRewardsError, match="3 episodes have no reward, since the infrastructure failed; at most 20%"

@@ -206,6 +206,7 @@ def test_all_that_is_missing_is_named_at_once(
         ({"environment": "json:Decoder"}, "environment 'json:Decoder': cannot be imported"),
         ({"environment": "pyhton"}, "environment 'pyhton': did you mean python?"),
         ({"options": {"timeout": 3}}, "options.timeout: Unexpected keyword argument"),
+        ({"reward": "no_such_module:score"}, "reward 'no_such_module:score': expected package.module:function; cannot"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_found_before_anything_starts(
@@ -222,6 +223,18 @@ def test_training_and_evaluation_may_have_stateful_environments(tmp_path: Path) 
     row = {"environment": "examples.games:GameEnvironment", "options": {"game": "tower_of_hanoi"}}
     train, evaluation = (_problems(tmp_path / name, row | {"text": name}) for name in ("train.jsonl", "eval.jsonl"))
     assert _missing(_config(tmp_path, f"data.train={train}", f"eval.data={evaluation}"), "prepare") == []
+
+
+def test_a_reward_function_that_cannot_be_imported_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(tmp_path, "reward.function=no_such_module:score")
+    (line,) = _missing(config, "prepare")
+    assert line.startswith("reward 'no_such_module:score': expected package.module:function; cannot be imported (No ")
+    options = ["--no-preflight", "--set=reward.function=no_such_module:score", f"--run-dir={tmp_path / 'run'}"]
+    assert cli.main(["prepare", str(tmp_path / "run.toml"), *options]) == 2
+    (line,) = _without_progress(capsys.readouterr().err)
+    assert "reward 'no_such_module:score'" in line
 
 
 def test_many_wrong_problems_are_a_few_lines(tmp_path: Path) -> None:

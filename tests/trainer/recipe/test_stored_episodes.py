@@ -96,6 +96,19 @@ def test_episodes_are_scored_again_after_their_actions_are_repeated(reader: Stor
     assert [(row["problem"], row["sample"]) for row in rows(tmp_path / "scores")] == [("p0", 0), ("p0", 1)]
 
 
+def test_a_reward_function_scores_stored_episodes(
+    reader: StoreReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stored_rewards.py").write_text("def score(episode):\n    return 3 / episode.sample\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["rescore", str(reader.path), "--out", str(tmp_path / "scores"), "--reward"]
+    assert main([*command, "stored_rewards:score"]) in (0, None)
+    assert capsys.readouterr().out == f"1 -> 3: {NUM_PROBLEMS}\n1 -> none: {NUM_PROBLEMS}\n"
+    errors = {row["error"] for row in rows(tmp_path / "scores") if row["sample"] == 0}
+    assert errors == {"EnvironmentFailure: reward stored_rewards:score: ZeroDivisionError: division by zero"}
+    assert main([*command, "stored_rewards:no_such_name"]) == 2
+
+
 def test_an_export_of_tokens_has_them_as_they_were_generated(reader: StoreReader, tmp_path: Path) -> None:
     assert export(reader, "tokens", tmp_path / "tokens", where="sample = 1") == NUM_PROBLEMS
     for row, episode in zip(rows(tmp_path / "tokens"), reader.episodes("sample = 1"), strict=True):

@@ -47,6 +47,19 @@ def test_a_script_that_ends_too_early_has_no_reward(tmp_path: Path, capsys: pyte
     assert "reward: None" in out
 
 
+def test_a_reward_function_scores_the_turns_and_a_failure_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tried_rewards.py").write_text("def score(response):\n    return 1 / len(response.split())\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"problem": "p0", "turns": [text]} for text in ("two words", " ")]
+    assert _try(tmp_path, {**GAME, "reward": "tried_rewards:score"}, *rows) == 0
+    out = capsys.readouterr().out
+    assert "--- end: finished\n--- answer: None, reward: 0.5\n" in out
+    reason = "reward tried_rewards:score: ZeroDivisionError: division by zero"
+    assert f"--- end: finished ({reason})\n--- answer: None, reward: None\n" in out
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [

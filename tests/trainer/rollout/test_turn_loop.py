@@ -17,6 +17,7 @@ from tests.trainer.fakes import (
     call_text,
     finished_call,
     qwen_tokenizer,
+    released_template,
     scripted_logprob,
 )
 from tests.trainer.rollout.scripted_rollout import (
@@ -31,6 +32,7 @@ from tests.trainer.rollout.scripted_rollout import (
 )
 from trainer.config import SamplingConfig
 from trainer.engines.engine import EngineError
+from trainer.episodes.chat_format import rstar2_format, tokenizer_format
 from trainer.episodes.episode import StopReason, ToolCallStatus
 from trainer.episodes.turn_parser import parse_turn
 from trainer.rollout.turn_loop import turn_seed
@@ -147,6 +149,29 @@ async def test_the_last_answer_of_an_episode_counts_whichever_turn_has_it(
     episode = await run_episode(chat_format, pool, limits=limits)
     assert episode.num_turns == 2
     assert (episode.answer, episode.answer_blocks) == (answer, answer_blocks)
+
+
+@pytest.mark.parametrize(
+    ("last_turn", "answer"),
+    [
+        ("<think>\\boxed{1}</think> So it is \\boxed{42}." + END, "So it is \\boxed{42}."),
+        (answer_text("41") + " or \\boxed{42}" + END, "41"),
+        ("<think>\\boxed{1}</think>\n" + END, None),
+        ("It is \\boxed{42}. " + "on and on" * 1000, None),
+    ],
+    ids=["a box", "tags", "only a thought", "truncated"],
+)
+@pytest.mark.asyncio
+async def test_without_answer_tags_the_last_turn_is_the_answer_if_the_chat_format_is_the_tokenizers(last_turn, answer):
+    tokenizer = qwen_tokenizer(released_template("qwen2_5"))
+    pool = ScriptedPool(turns("\\boxed{7}" + call_text("check") + END, last_turn))
+    limits = SamplingConfig(max_response_tokens=400, max_turns=9)
+    episode = await run_episode(tokenizer_format(tokenizer, tools=[]), pool, limits=limits)
+    assert (episode.num_turns, episode.answer) == (2, answer)
+    if answer != "41":
+        pool = ScriptedPool(turns("\\boxed{7}" + call_text("check") + END, last_turn))
+        rstar2 = rstar2_format(tokenizer, tools=[])
+        assert (await run_episode(rstar2, pool, limits=limits)).answer is None
 
 
 @pytest.mark.asyncio

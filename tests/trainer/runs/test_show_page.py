@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from tests.trainer.runs.show_cases import (
     show_arguments,
 )
 from trainer.episodes.metrics import METRICS
+from trainer.json_files import write_json
 from trainer.runs import show
-from trainer.runs.run_folder import RunFolder
+from trainer.runs.run_folder import LAYOUT_VERSION, RunFolder
 
 pytestmark = [in_a_browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -93,6 +95,21 @@ async def listed_episodes(page: Page) -> list[str]:
     """Return the episodes in the list as "step/group/sample"."""
     script = "JSON.stringify([...document.querySelectorAll('#list button')].map(b => b.dataset.place))"
     return list(json.loads(await page.run(script)))
+
+
+async def test_an_episode_is_marked_as_correct_if_its_reward_is_above_the_bound_of_the_run(
+    browser: Browser, tiny_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(tiny_run.path, folder.path)
+    config = tiny_run.read_config() or {}
+    for correct_above in (0, 0.5, 1):
+        reward = {"reward": {"correct_above": correct_above}}
+        for changed in (config | reward, config | {"reward.correct_above": correct_above}):
+            write_json(folder.path / "config.json", {"layout_version": LAYOUT_VERSION, "config": changed})
+            async with browser.page(write_page(folder, tmp_path)) as page:
+                await filter_episodes(page, reward="correct")
+                assert bool(await listed_episodes(page)) == (correct_above < 1)
 
 
 async def test_the_page_shows_the_numbers_of_the_run_folder(

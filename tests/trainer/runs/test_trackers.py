@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,94 @@ def test_trackio_has_the_logged_metrics_and_continues_a_resumed_run(tmp_path: Pa
 def test_wandb_writes_a_run_in_offline_mode(tmp_path: Path) -> None:
     assert run_python(LOG_ROWS, "wandb", tmp_path / "run", WANDB_MODE="offline") == ""
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-run-*.wandb"))
+
+
+class FakePackage:
+    """wandb or trackio, with the part of their signatures that is used. It keeps the numbers of each run by name."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self.ids: list[str | None] = []
+
+    def init(
+        self, project: str, name: str, config: dict[str, Any], resume: str, id: str | None = None, dir: str = ""
+    ) -> None:
+        assert resume == "allow"
+        self.ids.append(id)
+        self.rows = self.runs.setdefault(name, [])
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        self.rows.append(data if step is None else {**data, "step": step})
+
+    def finish(self) -> None:
+        del self.rows
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        return [row for rows in self.runs.values() for row in rows]
+
+
+EVAL_ROWS = [{"step": step, "eval/accuracy": step / 8} for step in (2, 3)]
+SESSIONS = [[ROWS[0], EVAL_ROWS[0], ROWS[1]], [ROWS[1], EVAL_ROWS[0], EVAL_ROWS[1], ROWS[2]], [EVAL_ROWS[1]]]
+"""A run that was killed after step 2, and continues after step 1. An evaluation is sent before the row of its step, and
+the evaluation after the last step once more by another process."""
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_a_continued_run_sends_no_step_and_no_evaluation_twice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = FakePackage()
+    monkeypatch.setitem(sys.modules, name, package)
+    for rows in SESSIONS:
+        with open_trackers([name], tmp_path / "a run:1", {"seed": 1}, project="rstar") as log:
+            for row in rows:
+                log(row)
+    ((run, logged),) = package.runs.items()
+    assert run.startswith("a-run-1-"), "an id in wandb has no spaces and no colons"
+    assert set(package.ids) == {run if name == "wandb" else None}
+    first, second, third = ({"reward": row["reward"], "step": row["step"]} for row in ROWS)
+    assert logged == [first, EVAL_ROWS[0], second, EVAL_ROWS[1], third]
+
+
+@needs("tensorboard")
+@needs("torch")
+@pytest.mark.filterwarnings("ignore")  # warnings in modules that torch and tensorboard import
+def test_tensorboard_has_each_step_once_also_after_a_kill(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    logs = []
+    for rows in SESSIONS:
+        opened = open_trackers(["tensorboard"], tmp_path, {}, project="rstar")
+        logs.append(opened)  # a killed process closes nothing
+        log = opened.__enter__()
+        for row in rows:
+            log(row)
+    logged = sorted(
+        (event.step, value.tag)
+        for file in (tmp_path / "tensorboard").iterdir()
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    )
+    assert logged == [(1, "reward"), (2, "eval/accuracy"), (2, "reward"), (3, "eval/accuracy"), (3, "reward")]
+    for opened in logs:
+        opened.__exit__(None, None, None)
+
+
+def test_a_tracker_that_is_added_later_gets_the_steps_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {name: FakePackage() for name in ("trackio", "wandb")}
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+    for names, rows in ((["trackio"], ROWS[:2]), (["trackio", "wandb"], ROWS[1:])):
+        with open_trackers(names, tmp_path, {}, project="rstar") as log:
+            for row in rows:
+                log(row)
+    steps = {name: [row["step"] for row in package.all_rows()] for name, package in packages.items()}
+    assert steps == {"trackio": [1, 2, 3], "wandb": [2, 3]}
 
 
 def test_a_run_keeps_its_name_and_another_run_gets_another(tmp_path: Path) -> None:

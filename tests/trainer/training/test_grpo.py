@@ -293,6 +293,22 @@ def test_a_step_without_any_reward_ends_the_stage(tmp_path: Path, model: Path, l
     assert list(stage_run.run_folder.read_metrics()) == []
 
 
+def test_the_selection_of_a_stage_counts_rewards_above_correct_above_as_correct(
+    tmp_path: Path, model: Path, loop_thread: LoopThread
+) -> None:
+    """Rewards of 0.25 and 0.75 with the bound 0.5 give the selection, the reasons and the metrics of 0 and 1."""
+    selections, ratios = [], []
+    for name, scale, offset, correct_above in (("a", 1.0, 0.0, 0.0), ("b", 0.5, 0.25, 0.5)):
+        stage_run = StageRun(tmp_path / name, model, loop_thread, steps=1)
+        sampler = Sampler(model, score=lambda *args, scale=scale, offset=offset: offset + scale * parity_reward(*args))
+        stage_run.run(sampler, correct_above=correct_above)
+        rows = list(stage_run.run_folder.read_episodes(1))
+        selections.append([(row["is_selected"], row["selection_reason"]) for row in rows])
+        ratios += [row["tool_error_ratio_correct"] for row in stage_run.run_folder.read_metrics()]
+    assert selections[0] == selections[1] and ratios[0] == ratios[1]
+    assert {reason.split()[1] for is_selected, reason in selections[0] if is_selected} == {"correct,", "wrong,"}
+
+
 @pytest.mark.parametrize("num_lost", [3, 4])
 def test_a_step_may_lose_at_most_the_set_share_of_its_episodes(
     tmp_path: Path, model: Path, loop_thread: LoopThread, num_lost: int
