@@ -407,6 +407,7 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
             peft=config.model.peft,
             eval_steps=config.eval.every_steps,
             hardware=config.hardware,
+            keep_checkpoints=config.storage.keep_checkpoints,
             engines_sleep=config.engines.sleep_mode,
         )
 
