@@ -1,4 +1,4 @@
-"""Loads a sharded model as one of the two processes that `torchrun` starts, and writes the peak of the process's memory.
+"""Loads a sharded model as one of the two processes that `torchrun` starts, and writes the peak of its memory.
 
     loading_ranks.py FOLDER      writes FOLDER/rank0.json or rank1.json
 
@@ -45,7 +45,8 @@ def main(folder: Path) -> None:
 
     def on_train_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         record["peak_bytes"] = _status_bytes("VmHWM") - resident_bytes
-        record["weights"] = [float(weight.full_tensor().double().sum()) for weight in kwargs["model"].parameters()]
+        weights = kwargs["model"].parameters()
+        record["weights"] = [float(weight.full_tensor().detach().double().sum()) for weight in weights]
         raise Loaded
 
     MetricsCallback.on_train_begin = on_train_begin
@@ -62,9 +63,9 @@ def main(folder: Path) -> None:
 
 
 def _write_model(path: Path) -> None:
-    """Write a model of 130 MB, whose weights are much larger than other things in memory, with the tiny tokenizer."""
+    """Write a model of 230 MB, whose weights are much larger than other things in memory, with the tiny tokenizer."""
     config = Qwen3Config.from_pretrained(model_folder(path))
-    for name, value in {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}.items():
+    for name, value in {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8}.items():
         setattr(config, name, value)
     config.layer_types = ["full_attention"] * config.num_hidden_layers
     torch.manual_seed(0)

@@ -132,8 +132,9 @@ class RecipeRun:
         write_json(self.result_path(phase), {**asdict(result), "seconds": perf_counter() - self.started_at})
         if isinstance(result, TrainResult) and phase.command in DISTRIBUTED_PHASES:
             for folder in self.dir.glob("stages/*/checkpoints"):
-                newest_first = sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.removeprefix("checkpoint-")))
-                for checkpoint in newest_first[self.config.storage.keep_checkpoints :]:
+                steps = sorted((int(path.name.removeprefix("checkpoint-")) for path in folder.iterdir()), reverse=True)
+                for step in steps[self.config.storage.keep_checkpoints :]:
+                    checkpoint = folder / f"checkpoint-{step}"
                     if checkpoint != self.dir / result.checkpoint:
                         shutil.rmtree(checkpoint)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, ModelShape, RunConfig, SftConfig, StageConfig, expand_urls
+from trainer.config import ConfigError, ModelShape, Optimizer, RunConfig, SftConfig, StageConfig, expand_urls
 from trainer.config_loading import validate_tree
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -158,18 +158,26 @@ def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int
     return 0 if BYTES[dtype] == TRAIN_BYTES_PER_VALUE else num_parameters(shape) * BYTES[dtype]
 
 
+def checkpoint_bytes(shape: ModelShape, optim: Optimizer, *, is_sharded: bool) -> int:
+    """Return the bytes of a checkpoint: the weights and their moments. A sharded one has the embeddings twice if the
+    output layer shares them."""
+    shared = shape.vocab_size * shape.hidden_size if is_sharded and shape.tie_word_embeddings else 0
+    return num_parameters(shape) * (TRAIN_BYTES_PER_VALUE + MOMENT_BYTES[optim]) + shared * TRAIN_BYTES_PER_VALUE
+
+
 def disk_bytes(config: RunConfig, shape: ModelShape, num_phases: int) -> int:
     """Return the bytes of checkpoints, synced weights and the models of `num_phases` phases, without episodes."""
     uses_files = config.engines.kind == "vllm" and config.engines.weight_sync == "file"
     synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the weights of the engines, and those being written
-    keep, weights = config.storage.keep_checkpoints, TRAIN_BYTES_PER_VALUE
+    keep, is_sharded = config.storage.keep_checkpoints, config.hardware.sharding == "full"
     # At least two of the training that runs, one that is being written, and at least one of a previous stage.
     checkpoints = max(2, keep) + 1 + max(1, keep * (num_phases - 1))
-    if config.model.peft:
-        checkpoints, weights = 0, BYTES[config.model.dtype]  # the checkpoints of an adapter are small
+    sizes = (checkpoint_bytes(shape, settings.optim, is_sharded=is_sharded) for settings in config.trainings().values())
+    # The checkpoints of an adapter are small.
+    stored = 0 if config.model.peft else checkpoints * max(sizes, default=0)
     models = 2 * num_phases + 1 if config.eval.every_steps else num_phases  # with the best, and one being written
-    moments = max((MOMENT_BYTES[settings.optim] for settings in config.trainings().values()), default=0)
-    return num_parameters(shape) * (checkpoints * (weights + moments) + models * weights + synced)
+    weights = BYTES[config.model.dtype] if config.model.peft else TRAIN_BYTES_PER_VALUE
+    return stored + num_parameters(shape) * (models * weights + synced)
 
 
 def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:

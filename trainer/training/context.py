@@ -135,7 +135,8 @@ class TrainingContext:
         if self.attn_implementation:
             options["attn_implementation"] = self.attn_implementation
         if not is_sharded or state.is_main_process:
-            device_map = None if is_sharded else {"": state.device}
+            on_gpu = self.hardware.gpus_per_node > 0 and not is_sharded
+            device_map = {"": state.local_process_index} if on_gpu else None
             return AutoModelForCausalLM.from_pretrained(self.model, device_map=device_map, **options)
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model), **options)

@@ -52,7 +52,7 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import ConfigError, StageConfig, check_options
+from trainer.config import StageConfig, check_options
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.rollout.runtime import RolloutRuntime

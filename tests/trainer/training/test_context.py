@@ -48,13 +48,13 @@ def test_visible_gpus_train_only_if_they_are_configured(
     assert arguments["use_cpu"] and not arguments["dataloader_pin_memory"]
 
 
-@pytest.mark.parametrize(("sharding", "device_map"), [("none", {"": torch.device("cuda", 3)}), ("full", None)])
+@pytest.mark.parametrize(("sharding", "device_map"), [("none", {"": 3}), ("full", None)])
 def test_the_model_is_loaded_onto_the_device_of_its_rank_and_not_split_over_the_visible_gpus(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, sharding: Any, device_map: Any
 ) -> None:
     """A sharded model is loaded into the machine's memory, from which FSDP gives each rank its part."""
     loads: list[dict[str, Any]] = []
-    state = SimpleNamespace(device=torch.device("cuda", 3), is_main_process=True)
+    state = SimpleNamespace(local_process_index=3, is_main_process=True)
     monkeypatch.setattr(context, "distributed_state", lambda hardware: state)
     monkeypatch.setattr(context.AutoModelForCausalLM, "from_pretrained", lambda *_, **options: loads.append(options))
     hardware = HardwareConfig(gpus_per_node=8, sharding=sharding)

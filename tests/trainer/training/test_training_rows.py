@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="needs torch")
 
-from trainer.training.training_rows import TrainingRow, balanced_shares  # noqa: E402
+from trainer.training.training_rows import TrainingRow, balanced_shares
 
 
 def rows_of(lengths: list[int], group_size: int) -> list[TrainingRow]:
@@ -20,7 +20,9 @@ def rows_of(lengths: list[int], group_size: int) -> list[TrainingRow]:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_each_group_is_whole_in_one_share(per_share: int, num_shares: int, group_size: int, data: st.DataObject) -> None:
+def test_each_group_is_whole_in_one_share(
+    per_share: int, num_shares: int, group_size: int, data: st.DataObject
+) -> None:
     num_groups = per_share * num_shares
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=num_groups, max_size=num_groups))
     rows = rows_of(lengths, group_size)
