@@ -16,7 +16,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field
-from itertools import product
+from itertools import pairwise, product
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -41,6 +41,8 @@ Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["trackio", "wandb", "tensorboard"]
 """A tracker's name is also the name of the package that it needs."""
 PlacementPolicy = Literal["reserve_worst_case", "kv"]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
+"""Variants of AdamW, named as in transformers. Those with `8bit` or `paged` need the package bitsandbytes."""
 
 
 RESERVED_BODY_FIELDS = frozenset({
@@ -82,7 +84,7 @@ class ModelConfig:
     """The model to train."""
 
     path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
-    dtype: Dtype = "bfloat16"  # dtype of engines and passes; the trained weights are float32
+    dtype: Dtype = "bfloat16"  # dtype of engines, passes, and weights that peft freezes; trained weights are float32
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
@@ -166,6 +168,7 @@ class SftConfig:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     max_conversation_tokens: Annotated[int, Field(ge=16)] = 8192  # longer conversations are dropped
     save_steps: PositiveInt = 100  # steps between checkpoints
+    optim: Optimizer = "adamw_torch"  # transformers' name of the optimizer: fused, with moments in 8 bits, or paged
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -206,12 +209,14 @@ class StageConfig(SamplingConfig):
     one_step_off_policy: bool = False  # sample the next step while this one is optimized, with the weights before it
     learning_rate: Fraction = 1e-6  # constant after the warm-up
     warmup_steps: NonNegativeInt = 20  # training steps in which the learning rate rises
+    # The ratio is clipped. This has no effect: a batch of episodes has one optimizer step, so the ratio is 1.
     epsilon_low: Fraction = 0.2  # the ratio is clipped below 1 - epsilon_low
     epsilon_high: PositiveFloat = 0.28  # the ratio is clipped above 1 + epsilon_high
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this norm
     micro_batch_tokens: PositiveInt = 65536  # tokens per device and pass, prompts included; bounds activations
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     save_steps: PositiveInt = 10  # training steps between checkpoints
+    optim: Optimizer = "adamw_torch"  # transformers' name of the optimizer: fused, with moments in 8 bits, or paged
     grpo: dict[str, Any] = field(default_factory=dict)  # more arguments of TRL's GRPOConfig
 
 
@@ -272,6 +277,8 @@ class StorageConfig:
 
     save_logprobs: bool = False  # write each token's log-probability into the episodes
     save_entropies: bool = False  # write the entropy of each token of the episodes in the loss
+    keep_checkpoints: NonNegativeInt = 0  # newest checkpoints of SFT and of each stage that stay on disk; 0 keeps two
+    # during a training, and then the one that the next stage needs
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -350,6 +357,19 @@ class RunConfig:
             "collect.executor=ray: expected engines.endpoints, URLs of vLLM servers that all nodes can reach, got none",
         )
         stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
+        sharded = self.hardware.sharding == "full"
+        for table, settings in self.trainings().items():
+            _require(
+                not (sharded and needs_bitsandbytes(settings.optim)),
+                f"{table}: optim={settings.optim}: expected adamw_torch or adamw_torch_fused with "
+                "hardware.sharding=full, since bitsandbytes cannot update sharded weights",
+            )
+        for (_, before), (table, stage) in pairwise(stages.items()):
+            _require(
+                stage.optim == before.optim or stage.reset_optimizer or bool(model.peft),
+                f"{table}: optim={stage.optim}: expected {before.optim}, whose states it continues; or set "
+                "reset_optimizer",
+            )
         for table, stage in stages.items():
             _check_stage(table, stage, ranks)
             _require(
@@ -435,6 +455,11 @@ class RunConfig:
         ):
             _require(holds, f"engines.sleep_mode=true, {got}: expected {expected}; or set sleep_mode to false")
 
+    def trainings(self) -> dict[str, SftConfig | StageConfig]:
+        """Return the settings of SFT, if there is one, and of the stages, by the names of their tables."""
+        stages = {f"stages.{name}": stage for name, stage in self.stages.items()}
+        return {**({"sft": self.sft} if self.sft.data else {}), **stages}
+
     def check_model_len(self, table: str, limits: SamplingConfig) -> None:
         """Raise `ConfigError` if the longest response leaves no token of an engine's context for a prompt."""
         _require(
@@ -448,6 +473,10 @@ class RunConfig:
         if name not in self.stages:
             raise ConfigError(f"stage {name!r}: {suggestion(name, self.stages)}")
         return self.stages[name]
+
+
+def needs_bitsandbytes(optim: Optimizer) -> bool:
+    return "8bit" in optim or "paged" in optim
 
 
 def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
@@ -516,9 +545,12 @@ def check_options(
     table: str, options: Collection[str], own: Collection[str], known: Collection[str], kind: str
 ) -> None:
     """Check `options`, a table that is passed on to a library. Raise `ConfigError` for an option that the trainer sets
-    itself (it is in `own`), and for an option that the library does not have (it is not in `known`)."""
+    itself or does not support (it is in `own`), and for one that the library does not have (it is not in `known`)."""
     for name in options:
-        _require(name not in own, f"{table}: {name}: expected another {kind}, since the trainer sets this one itself")
+        _require(
+            name not in own,
+            f"{table}: {name}: expected another {kind}, since the trainer sets this one itself or does not support it",
+        )
         _require(name in known, f"{table}: {name}: unknown {kind}; {suggestion(name, sorted({*known} - {*own}))}")
 
 

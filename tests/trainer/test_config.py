@@ -11,9 +11,10 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter
 
-from trainer.config import ConfigError, PlacementPolicy, RunConfig, StageConfig, expand_urls
+from trainer.config import ConfigError, Optimizer, PlacementPolicy, RunConfig, StageConfig, expand_urls
 from trainer.config_loading import load_config
 from trainer.json_files import write_json
+from trainer.recipe.resource_plan import MOMENT_BYTES
 from trainer.scheduling.scheduler import POLICIES
 
 RUN = """
@@ -180,6 +181,11 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         (
             "hardware.sharding=full",
             "hardware: sharding=full: expected several GPUs, got nodes=1 x gpus_per_node=0; set sharding to none",
+        ),
+        ("rl.optim=sgd", "--set rl.optim: expected 'adamw_torch', 'adamw_torch_fused', 'adamw_8bit'"),
+        (
+            "stages.second.optim=adamw_8bit",
+            "stages.second: optim=adamw_8bit: expected adamw_torch, whose states it continues; or set reset_optimizer",
         ),
         (
             "engines.sleep_mode=true",
@@ -381,6 +387,19 @@ def test_replacements_and_the_sampling_of_the_next_step_exclude_each_other(file:
 
 def test_every_default_is_an_allowed_value() -> None:
     assert TypeAdapter(RunConfig).validate_python(asdict(RunConfig())) == RunConfig()
+
+
+def test_sharded_weights_are_not_trained_by_bitsandbytes(file: Path) -> None:
+    sets = ["hardware.gpus_per_node=2", "hardware.sharding=full", "rl.optim=paged_adamw_8bit"]
+    with pytest.raises(ConfigError, match=r"^stages\.first: optim=paged_adamw_8bit: expected adamw_torch or "):
+        load_config(file, {}, sets)
+    assert load_config(file, {}, [*sets[:2], "rl.optim=adamw_torch_fused"]).stages["first"].optim == "adamw_torch_fused"
+
+
+def test_the_optimizers_are_those_of_transformers_whose_memory_is_known() -> None:
+    training_args = pytest.importorskip("transformers.training_args")
+    assert {str(name.value) for name in training_args.OptimizerNames} >= {*get_args(Optimizer)}
+    assert MOMENT_BYTES.keys() == {*get_args(Optimizer)}
 
 
 def test_the_configurable_placement_policies_are_those_of_the_scheduler() -> None:

@@ -1,9 +1,10 @@
 """Trains two steps of a stage as one of the two processes that `torchrun` starts, and writes what the process did.
 
-    two_ranks.py MODEL RUN_DIR [none|full]      writes RUN_DIR/rank0.json or rank1.json
+    two_ranks.py MODEL RUN_DIR [none|full] [DTYPE]      writes RUN_DIR/rank0.json or rank1.json
 
 The second step's rollouts take longer than the timeout of the default process group.
-With "full" the model is sharded by FSDP, as on GPUs.
+With "full" the model is sharded by FSDP, as on GPUs. The first rank also writes the gradients of the first step, as
+`record_gradients` describes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, PartialState
+from accelerate import Accelerator, DistributedType, PartialState
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -38,16 +39,18 @@ DEFAULT_TIMEOUT_S = 5
 SECOND_ROLLOUT_S = 8
 """Seconds by which the second step's rollouts are delayed."""
 STAGE = StageConfig(
-    name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=4,
-    kept_per_problem=4, micro_batch_tokens=20, learning_rate=1e-3, warmup_steps=0,
+    name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=4, samples_per_problem=4,
+    kept_per_problem=4, micro_batch_tokens=20, learning_rate=1e-3, warmup_steps=0, save_steps=1,
 )  # fmt: skip
+SEED, NUM_PROBLEMS = 3, 6
 
 
-def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
+def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float32") -> None:
     hardware = HardwareConfig(nodes=2, sharding=sharding)
     if sharding == "full":
-        PartialState.__init__ = _report_cpus_as_gpus(PartialState.__init__)
+        PartialState.__init__ = report_cpus_as_gpus(PartialState.__init__)
     rank = distributed_state(hardware).process_index
+    record_gradients(run_dir / "gradients.pt")
     batches: list[Any] = []
     compute_loss = grpo.GRPOTrainer.compute_loss
 
@@ -57,13 +60,13 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
         return compute_loss(self, model, inputs, **options)
 
     grpo.GRPOTrainer.compute_loss = record_loss
-    reduced: list[bool] = []
+    reduced: list[tuple[bool, str]] = []
     post_backward = FSDPParamGroup.post_backward
 
     def record_reduction(self: Any, *args: Any) -> None:
         post_backward(self, *args)
         has_no_rest = all(param.unsharded_accumulated_grad is None for param in self.fsdp_params)
-        reduced.append(has_no_rest and self.reduce_grads)
+        reduced.append((has_no_rest and self.reduce_grads, str(self._reduce_dtype or torch.float32)))
 
     FSDPParamGroup.post_backward = record_reduction
     waits: list[tuple[str, float]] = []
@@ -89,18 +92,20 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
             sampler = Sampler(model, on_collect=lambda index: time.sleep(SECOND_ROLLOUT_S) if index == 1 else None)
             rollouts = RolloutRuntime(stack.enter_context(LoopThread()), sampler, sampler)
         context = TrainingContext(
-            model, run_dir / "stages/rl1", RunFolder(run_dir), seed=3, hardware=hardware, eval_steps=STAGE.steps
-        )
-        train_stage(STAGE, context, problems=problems(6), rollouts=rollouts, evaluate=evaluate if rollouts else None)
+            model, run_dir / "stages/rl1", RunFolder(run_dir), seed=SEED, hardware=hardware, eval_steps=STAGE.steps,
+            dtype=dtype,
+        )  # fmt: skip
+        evaluate_first = evaluate if rollouts else None
+        train_stage(STAGE, context, problems=problems(NUM_PROBLEMS), rollouts=rollouts, evaluate=evaluate_first)
     digest = hashlib.sha256()
     for _, tensor in sorted(trainers[0].model.state_dict().items()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(whole.numpy().tobytes())
+        digest.update(_whole(tensor).numpy().tobytes())
     recorded = {
         "batches": batches,  # response ids of each row of each step
         "weights": digest.hexdigest(),
         "waits": waits,  # exchanges with the other rank, each with its seconds
-        "reduced": reduced,  # for each backward pass of a sharded module: whether all gradients are reduced after it
+        # For each backward pass of a sharded module: whether all gradients are reduced after it, and in which dtype.
+        "reduced": reduced,
         "evaluations": evaluations,
         "default_timeout_s": DEFAULT_TIMEOUT_S,
     }
@@ -108,7 +113,26 @@ def main(model: Path, run_dir: Path, sharding: Any = "none") -> None:
     leave_ranks()
 
 
-def _report_cpus_as_gpus(init: Callable[..., None]) -> Callable[..., None]:
+def record_gradients(file: Path) -> None:
+    """Patch transformers so that `file` gets the gradients of the first step: one tensor of all parameters."""
+    clip = Accelerator.clip_grad_norm_
+
+    def record(self: Any, parameters: Any, *rest: Any) -> Any:
+        parameters = list(parameters)
+        if not file.exists():
+            gradients = torch.cat([_whole(parameter.grad).flatten() for parameter in parameters])
+            if self.is_main_process:
+                torch.save(gradients, file)
+        return clip(self, parameters, *rest)
+
+    Accelerator.clip_grad_norm_ = record
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def report_cpus_as_gpus(init: Callable[..., None]) -> Callable[..., None]:
     """Make accelerate shard on CPUs. It shards on GPUs only, although torch can shard on CPUs with gloo."""
 
     def init_as_gpus(self: Any, *args: Any, **options: Any) -> None:

@@ -445,6 +445,7 @@ def _training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Trai
             eval_steps=config.eval.every_steps,
             correct_above=config.reward.correct_above,
             hardware=config.hardware,
+            keep_checkpoints=config.storage.keep_checkpoints,
             engines_sleep=config.engines.sleep_mode,
         )
 

@@ -126,14 +126,17 @@ class RecipeRun:
     def write_result(self, phase: Phase, result: PhaseResult) -> None:
         """Mark a phase as done. `seconds` is set to the time since this object was created.
 
-        After a training all other checkpoints are deleted, since the next stage can only use the checkpoint in
-        `result`.
+        After a training, all checkpoints are deleted but the one in `result`, which the next stage can use, and the
+        newest `storage.keep_checkpoints` of SFT and of each stage.
         """
         write_json(self.result_path(phase), {**asdict(result), "seconds": perf_counter() - self.started_at})
         if isinstance(result, TrainResult) and phase.command in DISTRIBUTED_PHASES:
-            for checkpoint in self.dir.glob("stages/*/checkpoints/checkpoint-*"):
-                if checkpoint != self.dir / result.checkpoint:
-                    shutil.rmtree(checkpoint)
+            for folder in self.dir.glob("stages/*/checkpoints"):
+                steps = sorted((int(path.name.removeprefix("checkpoint-")) for path in folder.iterdir()), reverse=True)
+                for step in steps[self.config.storage.keep_checkpoints :]:
+                    checkpoint = folder / f"checkpoint-{step}"
+                    if checkpoint != self.dir / result.checkpoint:
+                        shutil.rmtree(checkpoint)
 
     def require_result(self, phase: Phase) -> PhaseResult:
         """Return the result of a phase. Raises `ConfigError` if it is not done."""

@@ -32,7 +32,7 @@ from typing import Any
 
 import aiohttp
 
-from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls
+from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls, needs_bitsandbytes
 from trainer.data.rows import DataError
 from trainer.data.sources import GENERATED, check_source, is_on_hub, iter_problems
 from trainer.engines.engine import EngineError
@@ -300,6 +300,9 @@ def _check_packages(config: RunConfig) -> Iterator[str]:
     for package in config.tracking.trackers:
         if not find_spec(package):
             yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
+    for table, settings in config.trainings().items():
+        if needs_bitsandbytes(settings.optim) and not find_spec("bitsandbytes"):
+            yield f"{table}: optim={settings.optim}: bitsandbytes is not installed; pip install it, or change optim"
 
 
 def _check_adapter_and_grpo_options(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]:

@@ -7,6 +7,7 @@
 
 Training keeps weights, gradients and both of Adam's moments in float32, which takes 16 bytes per parameter. In bfloat16
 the updates of the paper's learning rate, 1e-6, would be rounded to zero. Passes and engines compute in `model.dtype`.
+An adapter freezes the model's weights, which are then in `model.dtype`, and have no gradients and no moments.
 With sharding, each GPU keeps its share of the weights, the gradients and both moments; gradients are sharded after
 every micro-batch. Nothing here estimates time. An engine's *KV cache* holds the keys and values of its sequences.
 """
@@ -19,21 +20,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, ModelShape, RunConfig, SftConfig, StageConfig, expand_urls
+from trainer.config import ConfigError, ModelShape, Optimizer, RunConfig, SftConfig, StageConfig, expand_urls
 from trainer.config_loading import validate_tree
 
 BYTES = {"float32": 4, "bfloat16": 2}
 TRAIN_BYTES_PER_VALUE = 4
 """Bytes of a value in the trained weights, their gradients, and each of Adam's two moments."""
-ADAM_BYTES = 2 * TRAIN_BYTES_PER_VALUE
-"""Bytes of the two moments of a parameter."""
+MOMENT_BYTES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), 2 * TRAIN_BYTES_PER_VALUE),
+    **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit"), 2),
+}
+"""Bytes of the two moments of a parameter, by optimizer. Those of a paged one leave a GPU whose memory is short."""
 TILE_TOKENS = 4096
 """The number of tokens in a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
 TILE_VOCABULARY = 32768
 """The number of vocabulary entries in such a tile."""
 GB = 10**9
-MAX_CHECKPOINTS = 4
-"""Checkpoints on disk at once: two are kept, one is being written, and one is of the previous stage."""
 PROMPT_ALLOWANCE = 1024
 """Assumed tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
 LESS_MEMORY_ADVICE = "lower micro_batch_tokens (sft: micro_batch_size) or set gradient_checkpointing or sharding"
@@ -146,21 +148,36 @@ def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int
     """Estimate the bytes of weights in `dtype` that a pass holds, in addition to the trained float32 weights.
 
     With sharding, a GPU gathers the embeddings and two layers at a time, and holds their gradients until these are
-    sharded. Without sharding, a GPU holds a copy of all weights. No copy is needed if passes compute in float32.
+    sharded. It holds a float32 copy of the gradients of an embedding and of a layer while they are reduced. Without
+    sharding, a GPU holds a copy of all weights. No copy is needed if passes compute in float32.
     """
     if is_sharded:
-        return 2 * (_embedding_parameters(shape) + 2 * _layer_parameters(shape)) * BYTES[dtype]
+        gathered = 2 * (_embedding_parameters(shape) + 2 * _layer_parameters(shape)) * BYTES[dtype]
+        reduced = shape.vocab_size * shape.hidden_size + _layer_parameters(shape)
+        return gathered + reduced * TRAIN_BYTES_PER_VALUE
     return 0 if BYTES[dtype] == TRAIN_BYTES_PER_VALUE else num_parameters(shape) * BYTES[dtype]
+
+
+def checkpoint_bytes(shape: ModelShape, optim: Optimizer, *, is_sharded: bool) -> int:
+    """Return the bytes of a checkpoint: the weights and their moments. A sharded one has the embeddings twice if the
+    output layer shares them."""
+    shared = shape.vocab_size * shape.hidden_size if is_sharded and shape.tie_word_embeddings else 0
+    return num_parameters(shape) * (TRAIN_BYTES_PER_VALUE + MOMENT_BYTES[optim]) + shared * TRAIN_BYTES_PER_VALUE
 
 
 def disk_bytes(config: RunConfig, shape: ModelShape, num_phases: int) -> int:
     """Return the bytes of checkpoints, synced weights and the models of `num_phases` phases, without episodes."""
     uses_files = config.engines.kind == "vllm" and config.engines.weight_sync == "file"
     synced = 2 * BYTES[config.model.dtype] if uses_files else 0  # the weights of the engines, and those being written
-    checkpoints = 0 if config.model.peft else MAX_CHECKPOINTS  # those of an adapter are small
+    keep, is_sharded = config.storage.keep_checkpoints, config.hardware.sharding == "full"
+    # At least two of the training that runs, one that is being written, and at least one of a previous stage.
+    checkpoints = max(2, keep) + 1 + max(1, keep * (num_phases - 1))
+    sizes = (checkpoint_bytes(shape, settings.optim, is_sharded=is_sharded) for settings in config.trainings().values())
+    # The checkpoints of an adapter are small.
+    stored = 0 if config.model.peft else checkpoints * max(sizes, default=0)
     models = 2 * num_phases + 1 if config.eval.every_steps else num_phases  # with the best, and one being written
-    stored = checkpoints * (TRAIN_BYTES_PER_VALUE + ADAM_BYTES) + models * TRAIN_BYTES_PER_VALUE
-    return num_parameters(shape) * (stored + synced)
+    weights = BYTES[config.model.dtype] if config.model.peft else TRAIN_BYTES_PER_VALUE
+    return stored + num_parameters(shape) * (models * weights + synced)
 
 
 def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
@@ -168,7 +185,8 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
     parameters, gpus = num_parameters(shape), hardware.nodes * hardware.gpus_per_node
     per_token, is_sharded = kv_bytes_per_token(shape, dtype), hardware.sharding == "full"
-    weight_bytes = parameters * TRAIN_BYTES_PER_VALUE // (max(1, gpus) if is_sharded else 1)
+    is_adapted, shards = bool(config.model.peft), max(1, gpus) if is_sharded else 1
+    weight_bytes = parameters * (BYTES[dtype] if is_adapted else TRAIN_BYTES_PER_VALUE) // shards
     if engines.kind == "local":
         kv_tokens = engines.max_num_seqs * engines.max_model_len
         engine_gpu_bytes = kv_tokens * per_token  # a local engine uses the trained weights
@@ -183,13 +201,16 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
         """Return (train_bytes, gpu_share) for passes of `tokens`, beside an engine of `engine_gpu_bytes`."""
         checkpointing = settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
-        pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + head_bytes(shape, tokens, dtype)
-        # Weights, gradients and two moments. With an adapter: weights, and merged ones while they are synced.
-        copies = 2 if config.model.peft else 4
-        train_bytes = copies * weight_bytes + activations + pass_bytes
+        moment_bytes = 0 if "paged" in settings.optim else parameters * MOMENT_BYTES[settings.optim] // shards
+        # With an adapter: the frozen weights, and merged ones while they are synced.
+        kept_bytes = weight_bytes + (weight_bytes if is_adapted else moment_bytes)
+        copies = pass_weight_bytes(shape, dtype, is_sharded=is_sharded)
+        pass_bytes = 0 if is_adapted else weight_bytes + copies  # gradients and weights in `dtype`
+        train_bytes = kept_bytes + pass_bytes + activations + head_bytes(shape, tokens, dtype)
         if not gpus or not hardware.gpu_memory_gb:
             return train_bytes, None
-        kept_bytes = min(copies, 3) * weight_bytes if engines.sleep_mode else train_bytes  # while engines sample
+        if not engines.sleep_mode:
+            kept_bytes = train_bytes  # while engines sample
         return train_bytes, max(train_bytes, kept_bytes + engine_gpu_bytes) / (hardware.gpu_memory_gb * GB)
 
     def stage_plan(stage: StageConfig) -> PhasePlan:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer.training.context import COMPLETE_MARK, TrainingContext
+from trainer.training.context import COMPLETE_MARK, TrainingContext, wait_for_ranks
 
 
 class TrainingDiverged(Exception):
@@ -25,6 +25,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, context: TrainingContext, *, step_offset: int) -> None:
         """`step_offset` plus the trainer's own step count is the training step of the run."""
         self.stage, self.run_folder, self.step_offset = context.stage_dir.name, context.run_folder, step_offset
+        self._hardware = context.hardware
 
     def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         """Return a step's metrics, computed from the values that the trainer has logged for it."""
@@ -53,5 +54,6 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
             self.run_folder.append_metrics({"step": step, "stage": self.stage} | self.metrics_from_logs(logs))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        wait_for_ranks(self._hardware)  # until each rank has written its part
         if state.is_world_process_zero:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE_MARK).touch()

@@ -16,15 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from transformers import TrainingArguments
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers.initialization import no_init_weights
 from transformers.trainer_callback import PrinterCallback
 
-from trainer.config import ConfigError, HardwareConfig, SftConfig, StageConfig
+from trainer.config import ConfigError, HardwareConfig, SftConfig, StageConfig, needs_bitsandbytes
 from trainer.json_files import read_json, write_json
 from trainer.runs.run_folder import RunFolder
 from trainer.training.adapters import peft_config, plain_weights, save_plain_model
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
 
 COMPLETE_MARK = "complete"
 """Name of the file that marks a checkpoint as complete."""
-CHECKPOINTS_KEPT = 2
-"""Number of checkpoints that stay on disk. If a kill comes while the newer one is written, the older one is left."""
+MIN_CHECKPOINTS = 2
+"""Least number of checkpoints on disk during a training. If a kill comes while the newest is written, one is left."""
 BEST_MARK = "best/best.json"
 """The file with the step and the accuracy of a stage's best evaluation, relative to the stage's folder. The model of
 that step is in the same folder."""
@@ -67,7 +70,8 @@ class TrainingContext:
     first_step: int = 0
     """The number of training steps of the run before this stage."""
     dtype: str = "float32"
-    """The dtype of forward and backward passes. The weights are float32 in any case."""
+    """The dtype of forward and backward passes, and of the weights that an adapter freezes. Weights that are trained
+    are float32 in any case."""
     attn_implementation: str = ""
     """The implementation of attention; if empty, the one that transformers chooses."""
     peft: Mapping[str, Any] = field(default_factory=dict)
@@ -77,6 +81,8 @@ class TrainingContext:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     correct_above: float = 0.0
     """An episode with a larger reward is correct."""
+    keep_checkpoints: int = 0
+    """The number of the newest checkpoints that stay on disk, if it is more than `MIN_CHECKPOINTS`."""
     engines_sleep: bool = False
     """Whether the engines are on the training GPUs, and free their memory by vLLM's sleep mode between rollouts."""
 
@@ -88,6 +94,8 @@ class TrainingContext:
         A step has `rows` rows. A rank computes them in micro-batches of `micro_batch_rows` rows. With None, all rows of
         a rank are one batch. Raises `ConfigError`.
         """
+        if needs_bitsandbytes(settings.optim) and not find_spec("bitsandbytes"):
+            raise ConfigError(f"optim={settings.optim}: bitsandbytes is not installed; pip install it, or change optim")
         num_ranks, is_sharded = distributed_state(self.hardware).num_processes, self.hardware.sharding == "full"
         micro_batch_rows = micro_batch_rows or rows // num_ranks
         return {
@@ -95,29 +103,47 @@ class TrainingContext:
             "seed": self.seed,
             "per_device_train_batch_size": micro_batch_rows,
             "gradient_accumulation_steps": rows // (micro_batch_rows * num_ranks),
-            "optim": "adamw_torch",
+            "optim": settings.optim,
             "learning_rate": settings.learning_rate,
             "use_cpu": not self.hardware.gpus_per_node,
-            "model_init_kwargs": {
-                "dtype": "float32",  # in bfloat16, updates of 1e-6 would be rounded to zero
-                **({"attn_implementation": self.attn_implementation} if self.attn_implementation else {}),
-            },
             "bf16": self.dtype == "bfloat16",
             "gradient_checkpointing": settings.gradient_checkpointing,
             "ddp_find_unused_parameters": False,
             "fsdp": is_sharded or None,
+            # Each rank writes its own part of a checkpoint. The first rank gives each rank its weights (`load_model`).
+            "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT", "cpu_ram_efficient_loading": True},
             # Gradients are reduced and sharded after every micro-batch. Otherwise (`no_sync` of FSDP) each rank would
             # keep the gradients of the whole model until the last micro-batch, and sum them in bfloat16.
             "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": is_sharded}},
             "save_strategy": "steps",
             "save_steps": settings.save_steps,
-            "save_total_limit": CHECKPOINTS_KEPT,
+            "save_total_limit": max(MIN_CHECKPOINTS, self.keep_checkpoints),
             "logging_steps": 1,
             "logging_nan_inf_filter": False,  # otherwise a loss of NaN is logged as 0
             "dataloader_pin_memory": self.hardware.gpus_per_node > 0,
             "report_to": "none",
             "disable_tqdm": True,
         }
+
+    def load_model(self) -> PreTrainedModel:
+        """Return the model to train, on the device of this rank.
+
+        With sharding, only the first rank loads the weights, into its machine's memory. The weights of other ranks have
+        no values, and take no memory as long as nothing is written to them. FSDP then gives each rank its part.
+        """
+        state, is_sharded = distributed_state(self.hardware), self.hardware.sharding == "full"
+        # In bfloat16, updates of 1e-6 would be rounded to zero. Weights that are frozen have no updates.
+        options: dict[str, Any] = {"dtype": getattr(torch, self.dtype if self.peft else "float32")}
+        if self.attn_implementation:
+            options["attn_implementation"] = self.attn_implementation
+        if not is_sharded or state.is_main_process:
+            on_gpu = self.hardware.gpus_per_node > 0 and not is_sharded
+            device_map = {"": state.local_process_index} if on_gpu else None
+            return AutoModelForCausalLM.from_pretrained(self.model, device_map=device_map, **options)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model), **options)
+        model.tie_weights()
+        return model
 
     def peft_config(self) -> Any:
         """Return peft's config of the adapter to train, or None. Raises `ConfigError`."""
@@ -169,12 +195,20 @@ class TrainingContext:
         return self.stage_dir / "checkpoints"
 
 
-class SingleGpuArguments(TrainingArguments):  # type: ignore[misc]
-    """Reports one GPU to transformers. With the real number, transformers would split each batch over all visible GPUs
-    if only one process trains."""
+class RankArguments(TrainingArguments):  # type: ignore[misc]
+    """transformers' arguments for one rank, which has one GPU and maybe a part of a sharded model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fsdp and self.bf16:
+            # With accelerate's own policy, gradients would be summed over ranks in bfloat16, and the log-probabilities
+            # that the model returns would be rounded to bfloat16, in steps of 0.03.
+            self.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     @property
     def n_gpu(self) -> int:
+        """One GPU. With the real number, transformers would split each batch over all visible GPUs if only one process
+        trains."""
         return 1 if super().n_gpu else 0
 
 

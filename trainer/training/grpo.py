@@ -26,15 +26,16 @@ Invariants:
 - Only the first rank uses engines and tools; the other ranks receive their rows from it.
 
 Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
-1 + epsilon_high], no KL and no entropy term, advantages from the group's selected rewards. Importance sampling corrects
-differences between engine and trainer. The ratio of each token is capped (`trainer.training.token_budget`).
+1 + epsilon_high], no KL and no entropy term, advantages from the group's selected rewards. A batch has one optimizer
+step, so the ratio to the weights before the step is 1, and the clip never acts. Importance sampling corrects
+differences between engine and trainer. The importance ratio of each token is capped (`trainer.training.token_budget`).
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
@@ -51,7 +52,7 @@ from pydantic import TypeAdapter
 from transformers import AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.config import ConfigError, StageConfig, check_options
+from trainer.config import StageConfig, check_options
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.rollout.runtime import RolloutRuntime
@@ -59,7 +60,7 @@ from trainer.training import training_rows
 from trainer.training.adapters import plain_weights
 from trainer.training.callback import MetricsCallback
 from trainer.training.context import (
-    SingleGpuArguments,
+    RankArguments,
     TrainedModel,
     TrainingContext,
     checkpoint_step,
@@ -78,20 +79,14 @@ TRL_METRICS = {
 """Names in the run folder, each with TRL's name for the same metric. They are means over the tokens in the loss."""
 PENDING_GROUPS = "pending_groups.json"
 """Name of the file in a checkpoint with the groups that the next step continues."""
-OWN_ARGUMENTS = frozenset({
-    "output_dir", "seed", "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "learning_rate",
-    "use_cpu", "model_init_kwargs", "bf16", "gradient_checkpointing", "ddp_find_unused_parameters", "fsdp",
-    "accelerator_config", "save_strategy", "save_steps", "save_total_limit", "logging_steps", "dataloader_pin_memory",
-    "report_to", "disable_tqdm", "max_steps", "num_generations", "max_completion_length", "shuffle_dataset", "beta",
-    "epsilon", "epsilon_high", "loss_type", "scale_rewards", "temperature", "vllm_importance_sampling_correction",
-    "lr_scheduler_type", "warmup_steps", "max_grad_norm", "logging_nan_inf_filter",
+STAGE_OPTIONS = frozenset({
+    "adam_beta1", "adam_beta2", "adam_epsilon", "cast_lm_head_to_fp32", "ddp_bucket_cap_mb", "disable_dropout",
+    "full_determinism", "gradient_checkpointing_kwargs", "mask_truncated_completions", "tf32",
+    "torch_empty_cache_steps", "weight_decay",
 })  # fmt: skip
-"""Arguments of GRPOConfig that `train_stage` sets."""
-USED_ARGUMENTS = frozenset(
-    {"cast_lm_head_to_fp32", "disable_dropout", "mask_truncated_completions", "trust_remote_code"}
-)
-"""Arguments that GRPOConfig adds to those of transformers, and that have an effect here. The other added arguments have
-none: they belong to TRL's sampling, which is not used, or to its loss, which `TokenBudgetTrainer` replaces."""
+"""The arguments of GRPOConfig that `[stages.NAME.grpo]` may have. The trainer sets the others itself, or they have no
+effect or a wrong one: they belong to TRL's sampling or evaluation, which is not used, to its loss, which
+`TokenBudgetTrainer` replaces, or they wrap the model in a way (such as deepspeed) that steps after each pass."""
 EPISODE_GROUPS = TypeAdapter(list[list[Episode]])
 """Reads and writes `PENDING_GROUPS`."""
 
@@ -140,7 +135,8 @@ def train_stage(
     adapter = TrlAdapter(stage, context, problems, rollouts, earlier_steps, evaluate)
     if checkpoint and steps_done and (checkpoint / PENDING_GROUPS).exists():
         adapter.pending_groups = EPISODE_GROUPS.validate_json((checkpoint / PENDING_GROUPS).read_bytes())
-    own_arguments = dict(
+    check_grpo_options(stage)
+    arguments = _GrpoArguments(
         **context.trl_arguments(stage, rows=stage.problems_per_step * stage.kept_per_problem),
         max_steps=earlier_steps + stage.steps,
         # The batch: TRL repeats each prompt `num_generations` times. `TokenBudgetTrainer` splits a step into passes.
@@ -159,15 +155,14 @@ def train_stage(
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=stage.warmup_steps,
         max_grad_norm=stage.max_grad_norm,
+        **stage.grpo,
     )
-    check_grpo_options(stage, own_arguments)
-    arguments = _GrpoArguments(**own_arguments, **stage.grpo)
     context.truncate_run(steps_done)
     with model_errors_as_config_errors(context.model):
         trainer = TokenBudgetTrainer(
             micro_batch_tokens=stage.micro_batch_tokens,
             on_entropies=adapter.write_entropies if context.run_folder.save_entropies else None,
-            model=str(context.model),
+            model=context.load_model(),
             reward_funcs=training_rows.roc_reward,
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * stage.problems_per_step * arguments.max_steps}),
@@ -183,21 +178,15 @@ def train_stage(
     return context.train(trainer, checkpoint)
 
 
-def check_grpo_options(stage: StageConfig, own_arguments: Collection[str] = OWN_ARGUMENTS) -> None:
+def check_grpo_options(stage: StageConfig) -> None:
     """Check the arguments in `[stages.NAME.grpo]`. Raise `ConfigError` for an argument that GRPOConfig does not have,
-    that the trainer sets itself, or that has no effect."""
-    table, known = f"stages.{stage.name}.grpo", {argument.name for argument in fields(GRPOConfig)}
-    check_options(table, stage.grpo, own_arguments, known, "argument of TRL's GRPOConfig")
-    unused = known - {argument.name for argument in fields(TrainingArguments)} - USED_ARGUMENTS
-    if ignored := sorted(unused & stage.grpo.keys()):
-        raise ConfigError(
-            f"{table}: {', '.join(ignored)}: expected other arguments, since the trainer samples and computes the loss "
-            "without TRL; the settings of the stage decide both"
-        )
+    and for one that is not in `STAGE_OPTIONS`."""
+    others = {argument.name for argument in fields(GRPOConfig)} - STAGE_OPTIONS
+    check_options(f"stages.{stage.name}.grpo", stage.grpo, others, STAGE_OPTIONS, "argument of TRL's GRPOConfig")
 
 
-class _GrpoArguments(SingleGpuArguments, GRPOConfig):  # type: ignore[misc]
-    """TRL's arguments, for one GPU per process."""
+class _GrpoArguments(RankArguments, GRPOConfig):  # type: ignore[misc]
+    """TRL's arguments, for one rank."""
 
 
 class TrlAdapter(MetricsCallback):
@@ -263,7 +252,8 @@ class TrlAdapter(MetricsCallback):
 
     def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return the rows of this rank, one for each of `prompts` (TRL's `rollout_func`)."""
-        rows = training_rows.scatter(self._collect_step(self._rollouts) if self._rollouts else [], len(prompts))
+        step_rows = self._collect_step(self._rollouts) if self._rollouts else []
+        rows = training_rows.scatter(step_rows, len(prompts), self._stage.kept_per_problem)
         self._rollout_ended_at = perf_counter()
         return {name: [getattr(row, name) for row in rows] for name in training_rows.TrainingRow._fields}
 

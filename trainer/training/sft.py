@@ -22,7 +22,7 @@ from trainer.config import ConfigError, SftConfig
 from trainer.episodes.chat_format import ChatFormat
 from trainer.training.callback import MetricsCallback
 from trainer.training.context import (
-    SingleGpuArguments,
+    RankArguments,
     TrainedModel,
     TrainingContext,
     checkpoint_step,
@@ -71,7 +71,7 @@ def train_sft(
     context.truncate_run(checkpoint_step(checkpoint) if checkpoint else 0)
     with model_errors_as_config_errors(context.model):
         trainer = SFTTrainer(
-            model=str(context.model),
+            model=context.load_model(),
             args=arguments,
             train_dataset=Dataset.from_dict(
                 {"input_ids": [encoded[i][0] for i in order], "assistant_masks": [encoded[i][1] for i in order]}
@@ -83,8 +83,8 @@ def train_sft(
     return context.train(trainer, checkpoint)
 
 
-class _SftArguments(SingleGpuArguments, TrlSFTConfig):  # type: ignore[misc]
-    """TRL's arguments, for one GPU per process."""
+class _SftArguments(RankArguments, TrlSFTConfig):  # type: ignore[misc]
+    """TRL's arguments, for one rank."""
 
 
 def length_grouped_order(lengths: Sequence[int], batch_size: int, epochs: float, seed: int) -> list[int]:

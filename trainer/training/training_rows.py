@@ -71,11 +71,38 @@ def roc_reward(roc_reward: list[float | None], **_: Any) -> list[float | None]:
     return roc_reward
 
 
-def scatter(rows: Sequence[TrainingRow], count: int) -> Sequence[TrainingRow]:
-    """Give each rank `count` of the first rank's rows. The other ranks wait here while the first rank samples."""
+def scatter(rows: Sequence[TrainingRow], count: int, group_size: int) -> Sequence[TrainingRow]:
+    """Give each rank `count` of the first rank's rows. The other ranks wait here while the first rank samples.
+
+    Each `group_size` rows are a group. TRL computes advantages from the rows of all ranks, in the order of ranks, and
+    needs the rows of a group beside each other.
+    """
     if (group := waiting_group()) is None:
         return rows
-    shares = [rows[start : start + count] for start in range(0, len(rows), count)]
+    shares = balanced_shares(rows, count, group_size)
     own: list[Sequence[TrainingRow]] = [()]
     torch.distributed.scatter_object_list(own, shares or None, src=0, group=group)
     return own[0]
+
+
+def balanced_shares(rows: Sequence[TrainingRow], count: int, group_size: int) -> list[Sequence[TrainingRow]]:
+    """Divide rows into shares of `count` rows, each with about as many tokens to compute as the others.
+
+    Whole groups are moved: the group with the most tokens goes to the share with the fewest that is not full. If a
+    share is not a number of whole groups, the rows stay in their order.
+    """
+    if count % group_size:
+        return [rows[start : start + count] for start in range(0, len(rows), count)]
+    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+    shares: list[list[TrainingRow]] = [[] for _ in range(len(rows) // count)]
+    tokens = [0] * len(shares)
+    for group in sorted(groups, key=_tokens_to_compute, reverse=True):
+        share = min((i for i in range(len(shares)) if len(shares[i]) < count), key=tokens.__getitem__)
+        shares[share] += group
+        tokens[share] += _tokens_to_compute(group)
+    return [*shares]
+
+
+def _tokens_to_compute(rows: Sequence[TrainingRow]) -> int:
+    """Return the tokens of the rows that are in the loss. No other row is computed."""
+    return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows if any(row.env_mask))

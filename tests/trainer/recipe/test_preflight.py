@@ -288,7 +288,7 @@ def test_the_preflight_of_a_phase_checks_only_what_that_phase_needs(tmp_path: Pa
     ("argument", "message"),
     [
         ("adam_beta3", "adam_beta3: unknown argument of TRL's GRPOConfig; did you mean adam_beta"),
-        ("xyz", "xyz: unknown argument of TRL's GRPOConfig; expected one of its "),
+        ("xyz", "xyz: unknown argument of TRL's GRPOConfig; expected one of adam_beta1, "),
         ("beta", "beta: expected another argument of TRL's GRPOConfig, since the trainer sets this one itself"),
     ],
 )

@@ -90,8 +90,9 @@ def test_the_tiles_have_the_size_that_trl_has() -> None:
 
 
 def test_the_weights_of_a_pass_equal_a_computation_by_hand() -> None:
-    # Weights and gradients of both embeddings and two layers, with 2 bytes each.
-    assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=True) == 2 * 2 * (2 * 7 * 10 + 2 * SMALL_LAYER)
+    # Weights and gradients of both embeddings and two layers, with 2 bytes each; float32 gradients that are reduced.
+    reduced = 4 * (7 * 10 + SMALL_LAYER)
+    assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=True) == 2 * 2 * (2 * 7 * 10 + 2 * SMALL_LAYER) + reduced
     assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=False) == 2 * num_parameters(SMALL)
     assert pass_weight_bytes(SMALL, "float32", is_sharded=False) == 0
 
@@ -127,10 +128,43 @@ def test_an_adapter_needs_no_optimizer_states_of_the_model_and_evaluations_keep_
         resource_plan(load_config(file, {}, sets), QWEN25_1B)
         for sets in ((), ["model.peft.r=16"], ["eval.every_steps=5"])
     )
-    assert adapted.disk_bytes == plain.disk_bytes - 4 * parameters * 12, "four checkpoints of weights and moments"
-    assert adapted.sft.train_bytes == plain.sft.train_bytes - 2 * parameters * 4, "weights and merged weights"
+    # Four checkpoints of weights and moments; four trained models, which are bfloat16 with an adapter.
+    assert adapted.disk_bytes == plain.disk_bytes - parameters * (4 * 12 + 4 * 2)
+    # 16 bytes of training and a copy in bfloat16; with an adapter weights and merged weights, both in bfloat16.
+    assert adapted.sft.train_bytes == plain.sft.train_bytes - parameters * (16 + 2 - 2 * 2)
     # The best model of each of the four phases, and one that is being written.
     assert evaluated.disk_bytes == plain.disk_bytes + 5 * parameters * 4
+
+
+def test_an_adapter_for_14b_fits_a_gpu_of_80_gb() -> None:
+    sets = ["hardware.nodes=1", "hardware.gpus_per_node=1", "hardware.gpu_memory_gb=80", "hardware.sharding=none"]
+    sets += ["hardware.engine_gpus=1", "engines.endpoints=http://engine", "model.peft.r=16"]
+    run = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, sets), QWEN3_14B)
+    assert run.weight_bytes == 2 * num_parameters(QWEN3_14B)
+    assert max(stage.gpu_share for stage in run.stages.values()) < 1
+
+
+def test_moments_in_8_bits_take_2_bytes_and_paged_ones_leave_the_gpu() -> None:
+    def plan(*sets: str) -> tuple[int, int]:
+        run = resource_plan(load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, sets), QWEN25_1B)
+        return run.sft.train_bytes, run.disk_bytes
+
+    parameters, (train_bytes, disk_bytes) = num_parameters(QWEN25_1B), plan()
+    assert plan("sft.optim=adamw_8bit", "rl.optim=adamw_8bit") == (
+        train_bytes - 6 * parameters,
+        disk_bytes - 4 * 6 * parameters,
+    )
+    assert plan("sft.optim=paged_adamw_32bit") == (train_bytes - 8 * parameters, disk_bytes)
+
+
+def test_checkpoints_that_are_kept_take_disk_space() -> None:
+    def checkpoints(keep: int) -> float:
+        sets = [f"storage.keep_checkpoints={keep}"]
+        config = load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, sets)
+        return resource_plan(config, QWEN25_1B).disk_bytes / num_parameters(QWEN25_1B) / 12
+
+    # The run has four trainings. Of the last one, one checkpoint more is being written.
+    assert [checkpoints(keep) - checkpoints(0) for keep in (1, 2, 3)] == pytest.approx([3 - 1, 6 - 1, 9 - 1 + 1])
 
 
 def test_docs_mi300x_md_states_the_sizes_of_a_weight_sync() -> None:

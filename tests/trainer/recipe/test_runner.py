@@ -267,6 +267,17 @@ def test_only_the_checkpoint_of_the_last_training_stays(tmp_path: Path) -> None:
     assert checkpoints_after("rl2") == ["rl2/checkpoints/checkpoint-6"]
 
 
+def test_keep_checkpoints_keeps_the_newest_checkpoints_of_each_training(tmp_path: Path) -> None:
+    run = RecipeRun(_config(tmp_path, "storage.keep_checkpoints=2"))
+    for stage in ("sft", "rl1"):
+        for step in (3, 12, 6):
+            (run.stage_dir(stage) / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+    run.write_result(Phase("grpo", "rl1"), TrainResult("m", step=12, checkpoint="stages/rl1/checkpoints/checkpoint-12"))
+    assert sorted(path.name for path in run.dir.glob("stages/*/checkpoints/*")) == [
+        *["checkpoint-12"] * 2, *["checkpoint-6"] * 2
+    ]  # fmt: skip
+
+
 def test_a_second_recipe_in_the_same_folder_waits_for_the_first(tmp_path: Path) -> None:
     config = _config(tmp_path)
     lines: list[str] = []

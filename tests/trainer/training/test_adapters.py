@@ -85,6 +85,24 @@ def test_a_stage_with_an_adapter_resumed_after_a_failure_ends_like_an_uninterrup
     assert are_equal(load_weights(actual.model), load_weights(expected.model))
 
 
+def test_only_the_weights_that_are_trained_are_float32(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, dtypes = TrainingContext.train, set()
+
+    def record(self: Any, trainer: Any, checkpoint: Path | None) -> Any:
+        dtypes.update((weight.requires_grad, weight.dtype) for weight in trainer.model.parameters())
+        return train(self, trainer, checkpoint)
+
+    monkeypatch.setattr(TrainingContext, "train", record)
+    stage_run = StageRun(tmp_path, model, loop_thread, learning_rate=1e-2)
+    trained = stage_run.run(Sampler(model), peft=LORA, dtype="bfloat16")
+    assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
+    # Rounding to bfloat16 changes a log-probability by less than the learning rate does.
+    assert all(row["logprob_diff_mean"] < 0.02 for row in stage_run.run_folder.read_metrics())
+    assert changed(load_weights(model), load_weights(trained.model))
+
+
 def test_sft_trains_an_adapter_and_saves_a_plain_model(tmp_path: Path, model: Path) -> None:
     chat_format = rstar2_format(AutoTokenizer.from_pretrained(model), tools=[], system_prompt="Go.")
     conversations = [[{"role": "user", "content": "1?"}, {"role": "assistant", "content": "<reason>1</reason>"}]] * 4

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import TrainingArguments  # noqa: E402
 
 from tests.trainer.sampling import QUIET_LIBRARIES  # noqa: E402
 from tests.trainer.training.stage_run import ROWS_PER_STEP, SEED, STAGE  # noqa: E402
+from trainer.config import HardwareConfig  # noqa: E402
 from trainer.json_files import read_json  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 from trainer.training import adapters, context, grpo, sft  # noqa: E402
@@ -46,12 +48,29 @@ def test_visible_gpus_train_only_if_they_are_configured(
     assert arguments["use_cpu"] and not arguments["dataloader_pin_memory"]
 
 
+@pytest.mark.parametrize(("sharding", "device_map"), [("none", {"": 3}), ("full", None)])
+def test_the_model_is_loaded_onto_the_device_of_its_rank_and_not_split_over_the_visible_gpus(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, sharding: Any, device_map: Any
+) -> None:
+    """A sharded model is loaded into the machine's memory, from which FSDP gives each rank its part."""
+    loads: list[dict[str, Any]] = []
+    state = SimpleNamespace(local_process_index=3, is_main_process=True)
+    monkeypatch.setattr(context, "distributed_state", lambda hardware: state)
+    monkeypatch.setattr(context.AutoModelForCausalLM, "from_pretrained", lambda *_, **options: loads.append(options))
+    hardware = HardwareConfig(gpus_per_node=8, sharding=sharding)
+    options = {"dtype": "bfloat16", "hardware": hardware, "attn_implementation": "sdpa"}
+    TrainingContext(model, tmp_path, RunFolder(tmp_path), seed=SEED, **options).load_model()
+    TrainingContext(model, tmp_path, RunFolder(tmp_path), seed=SEED, **options, peft={"r": 4}).load_model()
+    common = {"device_map": device_map, "attn_implementation": "sdpa"}
+    assert loads == [common | {"dtype": torch.float32}, common | {"dtype": torch.bfloat16}]
+
+
 @pytest.mark.parametrize("arguments", [grpo._GrpoArguments, sft._SftArguments])
 def test_a_single_process_trains_on_one_of_its_visible_gpus(
     arguments: type[TrainingArguments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    trl_arguments = arguments.__mro__[2]  # the class of TRL follows our class and SingleGpuArguments
+    trl_arguments = arguments.__mro__[2]  # the class of TRL follows our class and RankArguments
     theirs, ours = (kind(str(tmp_path), bf16=False) for kind in (trl_arguments, arguments))
     assert theirs.n_gpu == 8, "TRL refuses this, and transformers would split each batch over the GPUs"
     assert ours.n_gpu == 1

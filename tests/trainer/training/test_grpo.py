@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -329,30 +330,40 @@ def test_a_step_may_lose_at_most_the_set_share_of_its_episodes(
         assert (row["unavailable_episodes"], row["episodes_in_loss"]) == (3, 8)
 
 
-def test_more_arguments_reach_trl_and_the_list_of_own_arguments_is_complete(
-    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_arguments: list[Any] = []
-    monkeypatch.setattr(grpo, "check_grpo_options", lambda stage, own: own_arguments.append(own))
-    StageRun(tmp_path, model, loop_thread, steps=1, grpo={"weight_decay": 0.125}).run(Sampler(model))
-    assert own_arguments[0].keys() == grpo.OWN_ARGUMENTS
-    saved = torch.load(next(tmp_path.glob("stages/rl1/checkpoints/*/training_args.bin")), weights_only=False)
-    assert saved.weight_decay == 0.125
-    monkeypatch.undo()
+def test_more_arguments_and_the_optimizer_reach_trl(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
+    options = {"weight_decay": 0.125, "full_determinism": False, "gradient_checkpointing_kwargs": {}}
+    stage_run = StageRun(tmp_path, model, loop_thread, steps=1, optim="adamw_torch_fused", grpo=options)
+    trained = stage_run.run(Sampler(model), keep_checkpoints=5)
+    saved = torch.load(trained.checkpoint / "training_args.bin", weights_only=False)
+    assert (saved.weight_decay, saved.optim, saved.save_total_limit) == (0.125, "adamw_torch_fused", 5)
+    (group, _) = torch.load(trained.checkpoint / "optimizer.pt", weights_only=True)["param_groups"]
+    assert group["fused"]
     with pytest.raises(ConfigError, match=r"stages\.rl1\.grpo: beta: expected another argument"):
         StageRun(tmp_path, model, loop_thread, steps=2, grpo={"beta": 0.1}).run(Sampler(model))
 
 
-@pytest.mark.parametrize(
-    "name", ["entropy_coef", "num_iterations", "delta", "importance_sampling_level", "top_k", "vllm_mode"]
-)
-def test_an_argument_of_trls_own_loss_and_sampling_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^stages\.rl1\.grpo: {name}: expected other arguments, since the trainer"):
-        grpo.check_grpo_options(replace(STAGE, grpo={name: 1, "weight_decay": 0.1}))
+@pytest.mark.parametrize("name", [
+    "deepspeed", "fsdp_config", "fsdp", "torch_compile", "gradient_accumulation_steps", "neftune_noise_alpha",
+    "average_tokens_across_devices", "eval_strategy", "load_best_model_at_end", "auto_find_batch_size", "optim",
+    "label_smoothing_factor", "use_liger_kernel", "lr_scheduler_kwargs", "save_only_model", "entropy_coef",
+    "num_iterations", "delta", "importance_sampling_level", "top_k", "vllm_mode",
+])  # fmt: skip
+def test_an_argument_that_the_loss_or_the_loop_does_not_honour_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^stages\.rl1\.grpo: {name}: expected another argument of TRL's"):
+        grpo.check_grpo_options(replace(STAGE, grpo={"weight_decay": 0.1, name: 1}))
 
 
-def test_arguments_of_transformers_and_those_with_an_effect_are_accepted() -> None:
-    grpo.check_grpo_options(replace(STAGE, grpo={"weight_decay": 0.1, "adam_beta2": 0.95, "disable_dropout": True}))
+def test_the_accepted_arguments_are_fields_of_grpo_config() -> None:
+    assert {field.name for field in fields(grpo.GRPOConfig)} >= grpo.STAGE_OPTIONS
+    grpo.check_grpo_options(replace(STAGE, grpo=dict.fromkeys(grpo.STAGE_OPTIONS, 1)))
+
+
+def test_an_optimizer_without_its_package_is_refused(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="optim=paged_adamw_8bit: bitsandbytes is not installed"):
+        StageRun(tmp_path, model, loop_thread, optim="paged_adamw_8bit").run(Sampler(model))
 
 
 def test_a_stage_that_continues_the_optimizer_has_its_own_arguments_of_adamw(

@@ -1,10 +1,11 @@
-"""Tests of a stage that two processes (ranks) train together, with and without sharding of the model.
-`tests/trainer/two_ranks.py` is the program of these processes."""
+"""Tests of a stage that two processes (ranks) train together: in float32 without sharding, and in bfloat16 with
+sharding of the model. `tests/trainer/two_ranks.py` is the program of these processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,12 +14,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("trl", reason="needs trl")
 
-from tests.trainer.sampling import QUIET_LIBRARIES
-from tests.trainer.training.stage_run import are_equal, load_weights
-from trainer.runs.run_folder import RunFolder
+from accelerate import Accelerator  # noqa: E402
+
+from tests.trainer import two_ranks as program  # noqa: E402
+from tests.trainer.sampling import QUIET_LIBRARIES, Sampler  # noqa: E402
+from tests.trainer.training.stage_run import StageRun, are_equal, load_weights  # noqa: E402
+from trainer.recipe.resource_plan import checkpoint_bytes, shape_of  # noqa: E402
+from trainer.rollout.loop_thread import LoopThread  # noqa: E402
+from trainer.runs.run_folder import RunFolder  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 
@@ -38,12 +44,38 @@ class TwoRanks:
 
 @pytest.fixture(scope="module", params=["none", "full"])
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> TwoRanks:
-    path = tmp_path_factory.mktemp(request.param)
+    return run_two_ranks(model, tmp_path_factory.mktemp(request.param), request.param)
+
+
+def run_two_ranks(model: Path, path: Path, sharding: str) -> TwoRanks:
+    run_on_two_ranks("tests/trainer/two_ranks.py", model, path, sharding, dtype_of(sharding))
+    return TwoRanks(path, sharding, [json.loads((path / f"rank{rank}.json").read_text()) for rank in (0, 1)])
+
+
+def run_on_two_ranks(*command: Any) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*torchrun, "tests/trainer/two_ranks.py", model, path, request.param]
-    subprocess.run(command, cwd=ROOT, env=environ, timeout=380, check=True)
-    return TwoRanks(path, request.param, [json.loads((path / f"rank{rank}.json").read_text()) for rank in (0, 1)])
+    environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # a tensor that is freed leaves the process
+    subprocess.run([*torchrun, *command], cwd=ROOT, env=environ, timeout=380, check=True)
+
+
+def dtype_of(sharding: str) -> str:
+    return "bfloat16" if sharding == "full" else "float32"
+
+
+def first_step_on_one_process(
+    path: Path, model: Path, loop_thread: LoopThread, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the gradients and the metrics of the first step of the same stage, trained by one process."""
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", Accelerator.clip_grad_norm_)  # restored after the test
+    program.record_gradients(path / "gradients.pt")
+    stage_run = StageRun(path, model, loop_thread, **vars(program.STAGE) | {"steps": 1})
+    stage_run.run(Sampler(model), num_problems=program.NUM_PROBLEMS, dtype=dtype)
+    return torch.load(path / "gradients.pt"), next(iter(stage_run.run_folder.read_metrics()))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def test_two_ranks_share_the_rows_of_a_step_and_end_with_the_same_weights(two_ranks: TwoRanks) -> None:
@@ -57,12 +89,14 @@ def test_two_ranks_share_the_rows_of_a_step_and_end_with_the_same_weights(two_ra
 
 def test_ranks_wait_for_rollouts_on_a_gloo_group_that_outlasts_the_default_group(two_ranks: TwoRanks) -> None:
     for rank in two_ranks.ranks:
-        calls = [call for call, _ in rank["waits"]]
-        # The barriers are after the evaluation, and at the end.
-        assert calls == [*["scatter_object_list: own, gloo"] * 2, *["barrier: own, gloo"] * 2]
-    second = two_ranks.ranks[1]
-    _, wait_s = second["waits"][1]  # this wait is for the slow rollouts of the second step
-    assert wait_s > second["default_timeout_s"]
+        # The default group exchanges the parts of sharded checkpoints.
+        waits = [(call, wait_s) for call, wait_s in rank["waits"] if "default" not in call]
+        calls = [call for call, _ in waits]
+        # The barriers are before the mark of a checkpoint (each step has one), after the evaluation, and at the end.
+        scatter, barrier = "scatter_object_list: own, gloo", "barrier: own, gloo"
+        assert calls == [scatter, barrier, scatter, barrier, barrier, barrier]
+    _, wait_s = waits[2]  # this wait is for the slow rollouts of the second step
+    assert wait_s > two_ranks.ranks[1]["default_timeout_s"]
 
 
 def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_equally_many_passes(
@@ -73,9 +107,73 @@ def test_sharded_gradients_are_reduced_after_every_pass_and_all_ranks_run_equall
     # layer.
     rows = [row for step in (1, 2) for row in RunFolder(two_ranks.path).read_episodes(step)]
     passes = len(first) // 3
-    assert first == second == [True] * 3 * passes
+    assert first == second == [[True, "torch.float32"]] * 3 * passes
     assert passes > 2 or two_ranks.sharding == "none", "a step has more than one pass"
     assert passes <= len(rows) // 2
+
+
+def test_the_gradients_of_two_ranks_are_those_of_one_process(
+    two_ranks: TwoRanks, tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of the step are in another order on two ranks, since each rank gets about as many tokens."""
+    found, (metrics, *_) = torch.load(two_ranks.path / "gradients.pt"), RunFolder(two_ranks.path).read_metrics()
+
+    def on_one_process(dtype: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        (tmp_path / dtype).mkdir()
+        return first_step_on_one_process(tmp_path / dtype, model, loop_thread, dtype, monkeypatch)
+
+    exact, exact_metrics = on_one_process("float32")
+    if two_ranks.sharding == "none":
+        assert relative_error(found, exact) < 1e-5
+        assert metrics["loss"] == pytest.approx(exact_metrics["loss"], abs=1e-6)
+        return
+    rounded, rounded_metrics = on_one_process("bfloat16")
+    # The activations are rounded to bfloat16 in both, at other places.
+    assert relative_error(found, exact) < 2 * relative_error(rounded, exact) < 0.1
+    assert metrics["logprob_diff_mean"] < 2 * rounded_metrics["logprob_diff_mean"] < 0.02
+
+
+def test_rows_are_balanced_by_tokens_and_each_group_is_on_one_rank(two_ranks: TwoRanks) -> None:
+    for step in (1, 2):
+        rows = {tuple(row["response_ids"]): row for row in RunFolder(two_ranks.path).read_episodes(step)}
+        on_ranks = [[rows[tuple(ids)] for ids in rank["batches"][step - 1]] for rank in two_ranks.ranks]
+        problems = [{row["problem"]["id"] for row in rank} for rank in on_ranks]
+        assert not problems[0] & problems[1]
+
+
+def test_a_checkpoint_is_written_once_and_has_the_size_of_the_plan(two_ranks: TwoRanks, model: Path) -> None:
+    checkpoint = two_ranks.path / "stages/rl1/checkpoints/checkpoint-2"
+    files = {file.relative_to(checkpoint): file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()}
+    shape = shape_of(json.loads((model / "config.json").read_text()))
+    planned = checkpoint_bytes(shape, program.STAGE.optim, is_sharded=two_ranks.sharding == "full")
+    assert 1 <= sum(files.values()) / planned < 1.1, f"planned {planned} bytes, got {files}"
+    if two_ranks.sharding == "full":  # each rank writes its part
+        for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+            sizes = [files[Path(folder, f"__{rank}_0.distcp")] for rank in (0, 1)]
+            assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_a_sharded_stage_resumed_after_a_kill_ends_like_an_uninterrupted_one(
+    two_ranks: TwoRanks, tmp_path: Path, model: Path
+) -> None:
+    if two_ranks.sharding == "none":
+        pytest.skip("test_resume.py tests this")
+    path = tmp_path / "resumed"
+    shutil.copytree(two_ranks.path, path)
+    for folder in ("checkpoints/checkpoint-2", "model", "best"):
+        shutil.rmtree(path / "stages/rl1" / folder)
+    resumed = run_two_ranks(model, path, two_ranks.sharding)
+    assert [len(rank["batches"]) for rank in resumed.ranks] == [1, 1], "the second step is repeated, and no other"
+    assert [rank["weights"] for rank in resumed.ranks] == [rank["weights"] for rank in two_ranks.ranks]
+
+
+def test_only_the_first_rank_has_a_sharded_model_in_the_memory_of_the_machine(tmp_path: Path) -> None:
+    run_on_two_ranks("tests/trainer/loading_ranks.py", tmp_path)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["peak_bytes"] > first["model_bytes"]
+    # Its half of the weights, and one layer at a time.
+    assert second["peak_bytes"] < 0.8 * second["model_bytes"]
+    assert second["weights"] == first["weights"], "the second rank has other weights than the file"
 
 
 def test_the_first_rank_saves_the_whole_model(two_ranks: TwoRanks, model: Path) -> None:
