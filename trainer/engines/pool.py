@@ -67,7 +67,8 @@ UNKNOWN_VERSION = -1
 class EnginePool(PoolState):
     """A context manager that owns its engines and its scheduler, and closes the engines. No other pool may use them.
 
-    `transfer`, `probe`: needed only for `sync_weights`.
+    `transfer`: gives weights to the engines, and checks them; needed only for `sync_weights`.
+    `probe`: checks the engines' log-probabilities. Without it, `check_weights` of the engines is the check.
     `store`: keeps weights for engines that come back.
     `turn_timeout_s`: the minimum timeout of a turn, for engines of any speed.
     `retry_after_s`: seconds from a failure of an engine to its next bring-up.
@@ -166,10 +167,10 @@ class EnginePool(PoolState):
         Raises `WeightSyncError` when an engine's log-probabilities differ from the trainer's, and `EngineError` when no
         engine has loaded the weights.
         """
-        if self._transfer is None or self._probe is None:
-            raise ValueError("expected a pool with `transfer` and `probe`, got one without; see engines.weight_sync")
+        if self._transfer is None:
+            raise ValueError("expected a pool with `transfer`, got one without; see engines.weight_sync")
         async with self._paused():
-            expected = await asyncio.to_thread(self._probe.expected_logprobs, weights)
+            expected = await asyncio.to_thread(self._probe.expected_logprobs, weights) if self._probe else None
             version = self.weight_version + 1 if version is None else version
             stored = await self._store.save(weights, version) if self._store else None
             may_wait = self._stored is not None
@@ -242,10 +243,12 @@ class EnginePool(PoolState):
 
     async def _bring_up(self, state: EngineState, timeout_s: float) -> None:
         """Check the engine's weights, since the engine may have restarted, and mark it up."""
-        engine = state.engine
+        engine: Any = state.engine
         async with self.request(state, state, timeout_s):
             if self._probe is not None and self._expected is not None:
                 await self._probe.check(engine, self._expected)
+            elif self._transfer is not None:
+                await engine.check_weights()
             capacity, stats = await engine.capacity(), await engine.stats()
         self.scheduler.add_engine(
             engine.name,
