@@ -114,6 +114,15 @@ class MarkovEngine:
         self.is_closed = True
 
 
+def _checksums(directory: Path) -> dict[str, int]:
+    from safetensors.torch import load_file
+
+    from trainer.engines.weight_group import checksum
+
+    tensors = [pair for file in directory.glob("*.safetensors") for pair in load_file(file).items()]
+    return {name: checksum(tensor) for name, tensor in tensors}
+
+
 @cache
 def _distribution(seed: str, temperature: float, vocab_size: int) -> list[float]:
     rng = random.Random(seed)
@@ -267,12 +276,7 @@ class FakeVllm:
             await self.engine.load_weights(Path(path), self.engine.weight_version + 1)
         if body["method"] == "reload_weights":
             return {"results": [None]}
-        from safetensors.torch import load_file
-
-        from trainer.engines.weight_group import checksum
-
-        tensors = [pair for file in Path(path).glob("*.safetensors") for pair in load_file(file).items()]
-        self.load_report = {**self.load_report, "checksums": {name: checksum(tensor) for name, tensor in tensors}}
+        self.load_report = {**self.load_report, "checksums": _checksums(Path(path))}
         return {"results": [self.load_report]}
 
     async def _abort(self, body: Mapping[str, Any]) -> Any:

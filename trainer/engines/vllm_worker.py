@@ -52,7 +52,7 @@ class Worker:
 def _load(worker: Any, tensors: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     model, worker._load_report = worker.model_runner.get_model(), EMPTY_REPORT
     try:
-        report = weight_group.checked_load(
+        report: dict[str, Any] = weight_group.checked_load(
             model, lambda checked: worker.reload_weights(weights_iterator=checked), tensors
         )
     except Exception:

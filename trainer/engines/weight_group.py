@@ -40,7 +40,8 @@ def send(
     store: Any, size: int, backend: str, timeout_s: float, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, int]:
     """Send the tensors, which have one dtype, to the ranks 1 to `size` - 1. Return their checksums."""
-    group, checksums, number = join(store, 0, size, backend, timeout_s), {}, 0
+    group, number = join(store, 0, size, backend, timeout_s), 0
+    checksums: dict[str, int] = {}
     for number, bucket in enumerate(buckets(tensors, BUCKET_BYTES), 1):
         shapes = [(name, list(tensor.shape)) for name, tensor in bucket]
         store.set(f"bucket {number}", json.dumps([str(bucket[0][1].dtype).removeprefix("torch."), shapes]))
@@ -73,7 +74,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def checked_load(
-    model: Any, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], tensors: Iterable[tuple[str, torch.Tensor]]
+    model: Any, load: Callable[[Iterator[Any]], object], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, Any]:
     """Call `load`, which passes `tensors` to `model.load_weights`, and return a report:
 
@@ -124,9 +125,7 @@ def _sums_by_layer(checksums: Mapping[str, int]) -> Counter[int]:
     return sums
 
 
-def buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield the tensors in lists of at most `max_bytes`. A larger tensor has a list of its own."""
     bucket: list[tuple[str, torch.Tensor]] = []
     num_bytes = 0

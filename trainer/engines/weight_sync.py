@@ -47,7 +47,7 @@ import re
 import shutil
 import socket
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -136,8 +136,8 @@ class SyncProbe:
         if difference <= bound:
             return
         message = (
-            f"engine {engine.name} at version {engine.weight_version}: expected log-probabilities within {bound:.2g} of "
-            f"the trainer's (root mean square of {logprobs.numel()}; {BOUNDS[self._dtype]:g} times the rounding of "
+            f"engine {engine.name} at version {engine.weight_version}: expected log-probabilities within {bound:.2g} "
+            f"of the trainer's (root mean square of {logprobs.numel()}; {BOUNDS[self._dtype]:g} times the rounding of "
             f"bfloat16 for an engine in {self._dtype}, times engines.probe_tolerance={self._tolerance:g}), got a "
             f"difference of {difference:.2g}"
         )
@@ -159,10 +159,15 @@ class SyncProbe:
         return logits[:, :-1].double().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
 
 
+def _check_all_finite(weights: Weights) -> None:
+    for name, tensor in weights.items():
+        _check_finite(tensor, name)
+
+
 def _check_finite(tensor: torch.Tensor, what: str) -> None:
     if not tensor.sum().isfinite():
         raise WeightSyncError(
-            f"expected finite numbers for {what}, got others: training has diverged; continue from an earlier "
+            f"expected finite numbers in {what}, got others: training has diverged; continue from an earlier "
             "checkpoint with a lower learning rate or max_grad_norm"
         )
 
@@ -185,7 +190,7 @@ def saved_tensors(model: Any, weights: Weights, dtype: torch.dtype) -> Iterator[
     for names in names_by_layer.values():
         for name, tensor in revert_weight_conversion(model, {name: weights[name] for name in names}).items():
             rounded = tensor.to(dtype).contiguous()
-            _check_finite(rounded, f"the trained weights {name}")
+            _check_finite(rounded, name)
             yield name, rounded
 
 
@@ -196,9 +201,8 @@ async def load_by_engine(
 
     Raises `WeightSyncError` if a weight in this process is not finite.
     """
-    if isinstance(weights, Mapping):
-        for name, tensor in weights.items():
-            _check_finite(tensor, f"the trained weights {name}")
+    if not isinstance(weights, Path):
+        await asyncio.to_thread(_check_all_finite, weights)
     return await _errors_of(engine.load_weights(weights, version) for engine in engines)
 
 

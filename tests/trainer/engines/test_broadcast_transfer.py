@@ -80,12 +80,11 @@ def assert_equal(file, model, dtype):
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("architecture", ["qwen3", *EXPERTS_MODELS])
-async def test_every_bit_reaches_all_processes_at_each_sync(tmp_path, small_buckets, architecture):
+async def test_every_bit_reaches_all_processes_at_each_sync(tmp_path, small_buckets):
     async with receivers(tmp_path, "", "") as (engines, files):
-        transfer = BroadcastTransfer("gloo", make_any_model(architecture), "bfloat16", timeout_s=TIMEOUT_S)
-        for version in (1, 2):
+        for version, architecture in enumerate(("qwen3", "qwen3", *EXPERTS_MODELS), 1):
             model = make_any_model(architecture, version)
+            transfer = BroadcastTransfer("gloo", make_any_model(architecture), "bfloat16", timeout_s=TIMEOUT_S)
             assert await transfer(engines, model.state_dict(), version) == [None, None]
             assert [engine.weight_version for engine in engines] == [version] * 2
             for file in files:
@@ -116,7 +115,7 @@ async def test_a_receiver_that_dies_or_never_joins_fails_alone_and_in_bounded_ti
 
 @pytest.mark.asyncio
 async def test_a_receiver_of_other_bits_fails(tmp_path, small_buckets):
-    async with receivers(tmp_path, "", "changes") as (engines, files):
+    async with receivers(tmp_path, "", "changes") as (engines, _):
         transfer = BroadcastTransfer("gloo", make_model(), "float32", timeout_s=TIMEOUT_S)
         errors = await transfer(engines, make_model(1).state_dict(), 1)
         assert errors[0] is None
