@@ -68,7 +68,7 @@ class EnginePool(PoolState):
     """A context manager that owns its engines and its scheduler, and closes the engines. No other pool may use them.
 
     `transfer`: gives weights to the engines, and checks them; needed only for `sync_weights`.
-    `probe`: checks the engines' log-probabilities. Without it, `check_weights` of the engines is the check.
+    `probe`: checks the engines' log-probabilities; with `probes_once`, only after the first sync.
     `store`: keeps weights for engines that come back.
     `turn_timeout_s`: the minimum timeout of a turn, for engines of any speed.
     `retry_after_s`: seconds from a failure of an engine to its next bring-up.
@@ -84,6 +84,7 @@ class EnginePool(PoolState):
         transfer: WeightTransfer | None = None,
         store: WeightStore | None = None,
         probe: SyncProbe | None = None,
+        probes_once: bool = False,
         scrape_interval_s: float = 1.0,
         turn_timeout_s: float = 600.0,
         retry_after_s: float = 30.0,
@@ -101,9 +102,10 @@ class EnginePool(PoolState):
             on_turn=on_turn,
         )
         self._name = token_hex(4)  # prefix of request ids, because other clients may use the same servers
-        self._transfer, self._store, self._probe = transfer, store, probe
+        self._transfer, self._store, self._probe, self._probes_once = transfer, store, probe, probes_once
         self._scrape_interval_s = scrape_interval_s
-        self._expected: ExpectedLogprobs | None = None  # for the weights of the last sync
+        self._expected: ExpectedLogprobs | None = None  # for the weights of the last sync, if the probe checks them
+        self._has_synced = False
         self._stored: Path | None = None  # the last sync's weights
         self._keys = itertools.count()
         self._tasks = asyncio.TaskGroup()
@@ -170,7 +172,8 @@ class EnginePool(PoolState):
         if self._transfer is None:
             raise ValueError("expected a pool with `transfer`, got one without; see engines.weight_sync")
         async with self._paused():
-            expected = await asyncio.to_thread(self._probe.expected_logprobs, weights) if self._probe else None
+            probe = None if self._probes_once and self._has_synced else self._probe
+            expected = await asyncio.to_thread(probe.expected_logprobs, weights) if probe else None
             version = self.weight_version + 1 if version is None else version
             stored = await self._store.save(weights, version) if self._store else None
             may_wait = self._stored is not None
@@ -186,6 +189,7 @@ class EnginePool(PoolState):
             results = await asyncio.gather(*map(self._bring_up_after_sync, loaded), return_exceptions=True)
             for exception in filter(None, results):
                 raise exception
+            self._has_synced |= self._is_any_up()
         self.scheduler.start_training_step()
         self._all_down_since = self.now()
         while not self._is_any_up():

@@ -1,9 +1,9 @@
 """A vLLM worker extension: it loads weights from the trainer with checks, and makes reloading work on a CPU. It runs in
 vLLM's own environment, so it may import nothing but vLLM, torch, and `weight_group` from its own directory.
 
-When a model is first loaded on a CPU, vLLM packs the weights of linear layers for oneDNN. After that, `reload_weights`
-reports success but leaves a mix of old and new weights. Without the packing, `reload_weights` replaces all weights. So
-this module switches the packing off.
+When a model is first loaded on a CPU, vLLM packs weights for its kernels. `reload_weights` reports success, but leaves
+old packed weights of linear layers, and weights of experts that are not packed. So this module switches the packing of
+linear layers off, and packs experts after each load.
 """
 
 from __future__ import annotations
@@ -17,12 +17,27 @@ import vllm._custom_ops
 import weight_group
 from torch.distributed import TCPStore
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.platforms import current_platform
 
 vllm._custom_ops._supports_onednn = False  # before the model is loaded
 
 EMPTY_REPORT: dict[str, Any] = {"checksums": {}, "missing": [], "differing": []}
+
+_setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
+
+
+def _setup_kernel_and_pack(method: Any, layer: Any, w13: Any, w2: Any) -> None:
+    is_reload = method.moe_kernel is not None
+    _setup_kernel(method, layer=layer, w13=w13, w2=w2)
+    if is_reload:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+if current_platform.is_cpu():
+    UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel_and_pack
 
 
 class Worker:

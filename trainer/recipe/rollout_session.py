@@ -125,9 +125,10 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
         else:
             pool_engines = await _vllm_engines(stack, config, model, run_dir, initial.config.vocab_size)
             options = _weight_transfer(config, run_dir, initial)
-        if engines.sync_check == "probe":
+        if engines.sync_check != "off":
             device = "cuda" if config.hardware.gpus_per_node else "cpu"
             options["probe"] = SyncProbe(model, dtype, tolerance=engines.probe_tolerance, device=device)
+            options["probes_once"] = engines.sync_check == "checksum"
         pool = create_pool(engines, pool_engines, **options)
         await stack.enter_async_context(pool)
         await pool.sync_weights(initial.state_dict(), 0)  # servers may have the weights of another phase or run

@@ -452,6 +452,26 @@ async def count_warnings(probe, engine, expected, caplog):
 
 
 @pytest.mark.asyncio
+async def test_a_pool_that_probes_once_detects_an_engine_that_computes_otherwise_at_the_first_sync_only(model_dir):
+    class OtherEngine(LocalEngine):
+        is_right = False
+
+        async def logprobs(self, ids):
+            return [logprob - (not self.is_right) for logprob in await super().logprobs(ids)]
+
+    engine = OtherEngine(make_model(), max_num_seqs=4, max_model_len=128)
+    async with make_pool([engine], probe=SyncProbe(model_dir), probes_once=True) as pool:
+        for _ in range(2):
+            with pytest.raises(WeightSyncError):
+                await pool.sync_weights(make_model(1).state_dict())
+        engine.is_right = True
+        await pool.sync_weights(make_model(1).state_dict())
+        engine.is_right = False
+        await pool.sync_weights(make_model(2).state_dict())
+        assert pool.engine_states["local"].is_up
+
+
+@pytest.mark.asyncio
 async def test_a_difference_above_the_bound_is_a_warning_and_one_far_above_is_an_error(model_dir, caplog):
     probe, model = SyncProbe(model_dir), make_model(1)
     expected = probe.expected_logprobs(model.state_dict())
