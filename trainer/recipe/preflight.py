@@ -423,7 +423,7 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
 
 async def _missing_option(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
     """Return which ability a server lacks because it was started without an option, and how to start it. Empty if the
-    server has the options that the run needs for sleep mode and for broadcasts of weights.
+    server has the options that the run needs for sleep mode, and for broadcasts and checksums of weights.
 
     The routes do not show this: a server without these options has them too, but they fail or do nothing.
     """

@@ -184,7 +184,7 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
         checkpointing = settings.gradient_checkpointing
         activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
         pass_bytes = pass_weight_bytes(shape, dtype, is_sharded=is_sharded) + head_bytes(shape, tokens, dtype)
-        # Weights, gradients and two moments. With an adapter: weights, and merged ones while they are synced.
+        # Weights, gradients and two moments. With an adapter: weights, and merged ones while they are saved.
         copies = 2 if config.model.peft else 4
         train_bytes = copies * weight_bytes + activations + pass_bytes
         if not gpus or not hardware.gpu_memory_gb:
