@@ -95,7 +95,7 @@ class _LoadReport(BaseModel, strict=True):
 
     checksums: dict[str, int]
     missing: list[str]
-    differing: list[int]
+    differing: list[str]
 
 
 class _LoadReports(BaseModel, strict=True):
@@ -254,7 +254,7 @@ class VllmEngine:
                 others = sorted(name for name in names if checksums.get(name) != report.checksums.get(name))
                 raise self._error("the tensors that were sent", f"others for {', '.join(others)}")
             if report.differing:
-                raise self._error("parameters equal to the received tensors", f"others in layers {report.differing}")
+                raise self._error("parameters equal to the tensors", f"others in {', '.join(report.differing)}")
         self._checksums = checksums
 
     async def check_weights(self) -> None:

@@ -18,7 +18,7 @@ import weight_group
 from torch.distributed import TCPStore
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.platforms import current_platform
 
@@ -68,7 +68,10 @@ def _load(worker: Any, tensors: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     model, worker._load_report = worker.model_runner.get_model(), EMPTY_REPORT
     try:
         report: dict[str, Any] = weight_group.checked_load(
-            model, lambda checked: worker.reload_weights(weights_iterator=checked), tensors
+            model,
+            lambda checked: worker.reload_weights(weights_iterator=checked),
+            tensors,
+            lambda: _unfinished_modules(model),
         )
     except Exception:
         with set_current_vllm_config(worker.vllm_config):  # drop what is loaded, or the next call would mix it in
@@ -78,3 +81,9 @@ def _load(worker: Any, tensors: Iterator[tuple[str, Any]]) -> dict[str, Any]:
         report["missing"] = []
     worker._load_report = report
     return report
+
+
+def _unfinished_modules(model: Any) -> list[str]:
+    """Return the modules of which some elements, but not all, have been loaded."""
+    infos = {name: get_layerwise_info(module) for name, module in model.named_modules()}
+    return [name for name, info in infos.items() if 0 < info.load_numel < (info.load_numel_total or 0)]

@@ -74,18 +74,22 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def checked_load(
-    model: Any, load: Callable[[Iterator[Any]], object], tensors: Iterable[tuple[str, torch.Tensor]]
+    model: Any,
+    load: Callable[[Iterator[Any]], object],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    unfinished: Callable[[], Iterable[str]] = tuple,
 ) -> dict[str, Any]:
     """Call `load`, which passes `tensors` to `model.load_weights`, and return a report:
 
     - `checksums`: the checksum of each received tensor, by its name.
     - `missing`: the parameters of the model for which there was no tensor.
-    - `differing`: the numbers of the layers whose parameters have another checksum than the received tensors of the
-      layer. A model may change a layer's weights while it loads them: it pads, transposes or splits them. A layer whose
-      checksums differ at the first call is not compared at later calls.
+    - `differing`: the layers whose parameters have another checksum than the received tensors of the layer, and the
+      modules that `unfinished` returns after the loading. A model may change weights while it loads them: it pads,
+      transposes or splits them. So what differs at the first call is not reported, and not compared at later calls.
     """
     received: dict[str, int] = {}
     loaded: set[str] | None = set()
+    differing: set[str] = set()
 
     def record_received() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
@@ -95,6 +99,7 @@ def checked_load(
     def record_loaded(weights: Any) -> Any:
         nonlocal loaded
         loaded = load_weights(weights)
+        differing.update(unfinished())
         return loaded
 
     load_weights, model.load_weights = model.load_weights, record_loaded
@@ -104,13 +109,13 @@ def checked_load(
         del model.load_weights
     stored = {name: checksum(parameter) for name, parameter in model.named_parameters()}
     sent_sums, stored_sums = _sums_by_layer(received), _sums_by_layer(stored)
-    differing = {layer for layer in sent_sums if sent_sums[layer] != stored_sums[layer]}
-    if not hasattr(model, "layers_not_compared"):
-        model.layers_not_compared = differing
+    differing |= {f"layer {layer}" for layer in sent_sums if sent_sums[layer] != stored_sums[layer]}
+    if not hasattr(model, "differing_at_first_load"):
+        model.differing_at_first_load = differing
     return {
         "checksums": received,
         "missing": [] if loaded is None else sorted(stored.keys() - loaded),
-        "differing": sorted(differing - model.layers_not_compared),
+        "differing": sorted(differing - model.differing_at_first_load),
     }
 
 
