@@ -96,6 +96,8 @@ class MarkovEngine:
     async def check_alive(self) -> None:
         await self.logprobs(LIVENESS_IDS)
 
+    check_weights = check_alive
+
     async def load_weights(self, weights: Any, version: int) -> None:
         """Take the new salt from the file in a directory, or from `weights["salt"]`."""
         is_directory = isinstance(weights, Path)

@@ -10,30 +10,24 @@ vLLM servers get the tensors that `save_pretrained` would write, under the same 
 names and shapes in memory. A local engine is a model of the same class as the trainer's, so it gets the state dict.
 
 There are two checks:
-- Checksums (`engines.sync_check = "checksum"`, and each broadcast). Each worker of a server computes the checksum of
-  each tensor that it has received, or read from the file, and this process compares it with the tensor that it has
-  sent. So a missed step, a file of another step, and exchanged or changed tensors are detected. The worker also names
+- Checksums, at each sync with `engines.sync_check = "checksum"` and at each broadcast. Each worker of a server computes
+  the checksum of each tensor that it has received or read, and this process compares it with the tensor that it has
+  sent. So a missed step, a file of another step, and changed or exchanged tensors are detected. The worker also names
   the parameters that it has not loaded, and compares the parameters of each layer with the layer's tensors
-  (`weight_group.checked_load`). With tensor parallelism, quantization, or a model that changes its weights while it
-  loads them, a layer cannot be compared; then the names are the only evidence that the model has loaded what the worker
-  has received. A local engine needs no checksums: it copies each tensor of the state dict or raises an error.
-- The sync probe (`engines.sync_check = "probe"`). Trainer and engine score the same `NUM_PROBES` sequences. The
-  root mean square (RMS) of the differences should not exceed a bound: a multiple (`BOUNDS`) of the rounding error of
-  this model, which is the RMS of the differences between the trainer's scores in float32 and in bfloat16. The probe
-  detects that an engine computes otherwise than the trainer, whatever the reason. It does not detect small steps: in
-  bfloat16 a layer must differ by 5 to 10 % of the weights' standard deviation, in float32 by 0.1 to 0.5 %.
+  (`weight_group.checked_load`). A layer that a worker changes while it loads it cannot be compared, as with tensor
+  parallelism or packed experts; then the counts of loaded elements are the evidence that it has loaded all tensors. A
+  local engine needs no checksums: it copies each tensor of the state dict or raises an error.
+- The sync probe, at each sync with `engines.sync_check = "probe"`, and at the first sync with "checksum". Trainer and
+  engine score the same `NUM_PROBES` sequences. The root mean square (RMS) of the differences should not exceed a bound:
+  a multiple (`BOUNDS`) of the model's rounding error, which is the RMS of the differences between the trainer's scores
+  in float32 and in bfloat16. The probe detects that an engine computes otherwise than the trainer, for any reason. It
+  does not detect small steps: in bfloat16 a layer must differ by 5 to 10 % of its weights' standard deviation, in
+  float32 by 0.1 to 0.5 %.
 
-`BOUNDS` was measured on a CPU with random Qwen3 models (2 and 4 layers of width 64). The engine was the same model in
-the engine's dtype with other attention kernels; no GPU and no vLLM took part.
-
-                                             RMS of the difference divided by the bound
-    weights of the engine            models  engine in bfloat16    engine in float32
-    equal                            10,000  at most 0.71          at most 0.004
-    one layer of another model       10      at least 5.1          at least 660
-    two layers exchanged             10      at least 1.2          at least 150
-
-GPU kernels may round more than these. So a difference above the bound is a warning, and only one above `ERROR_FACTOR`
-times the bound is an error.
+`BOUNDS` was measured on a CPU with random Qwen3 models of width 64; no GPU and no vLLM took part. With equal weights
+the difference was at most 0.71 of the bound in bfloat16 (10,000 models) and 0.004 in float32; with one layer of another
+model at least 5.1 and 660; with two layers exchanged at least 1.2 and 150. GPU kernels may round more. So a difference
+above the bound is a warning, and only one above `ERROR_FACTOR` times the bound is an error.
 """
 
 from __future__ import annotations
