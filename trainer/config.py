@@ -115,6 +115,10 @@ class EnginesConfig:
     max_num_seqs: PositiveInt = 64  # sequences that one engine runs at once
     max_model_len: Annotated[int, Field(ge=16)] = 16384  # tokens of prompt and response per sequence
     weight_sync: Literal["file", "gloo", "nccl"] = "file"  # new weights: a shared folder, TCP, or NCCL/RCCL
+    # How new weights are checked: by checksums of tensors (and once by log-probabilities of the sync probe), by the
+    # probe at each sync, or not at all. A broadcast (gloo, nccl) compares checksums in any case.
+    sync_check: Literal["checksum", "probe", "off"] = "checksum"
+    probe_tolerance: PositiveFloat = 1.0  # factor on the difference of log-probabilities above which the probe warns
     tensor_parallel_size: PositiveInt = 1  # GPUs per engine
     gpu_memory_utilization: Fraction = 0.9  # share of a GPU's memory that an engine takes
     sleep_mode: bool = False  # engines on the training GPUs free their memory while the trainer optimizes

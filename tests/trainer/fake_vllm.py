@@ -96,6 +96,8 @@ class MarkovEngine:
     async def check_alive(self) -> None:
         await self.logprobs(LIVENESS_IDS)
 
+    check_weights = check_alive
+
     async def load_weights(self, weights: Any, version: int) -> None:
         """Take the new salt from the file in a directory, or from `weights["salt"]`."""
         is_directory = isinstance(weights, Path)
@@ -112,6 +114,15 @@ class MarkovEngine:
 
     async def close(self) -> None:
         self.is_closed = True
+
+
+def _checksums(directory: Path) -> dict[str, int]:
+    from safetensors.torch import load_file
+
+    from trainer.engines.weight_group import checksum
+
+    tensors = [pair for file in directory.glob("*.safetensors") for pair in load_file(file).items()]
+    return {name: checksum(tensor) for name, tensor in tensors}
 
 
 @cache
@@ -150,6 +161,8 @@ class FakeVllm:
     """Loads a directory into `engine`. None calls `engine.load_weights`."""
     requests: list[tuple[str, Any]] = field(default_factory=list)
     """The route and the body of every request so far."""
+    load_report: dict[str, Any] = field(default_factory=lambda: {"checksums": {}, "missing": [], "differing": []})
+    """The report of the last load of weights with checksums."""
     num_running: int = 0
     num_dropped: int = 0
     """Number of requests whose client has disconnected."""
@@ -254,14 +267,19 @@ class FakeVllm:
         return {"object": "text_completion", "choices": [choice]}
 
     async def _rpc(self, body: Mapping[str, Any]) -> Any:
-        assert body["method"] == "reload_weights"
+        if body["method"] == "last_load_report":
+            return {"results": [self.load_report]}
+        assert body["method"] in ("reload_weights", "load_saved_weights")
         assert "weights" not in self.sleeping_tags, "weights without memory cannot be loaded"
-        directory = Path(body["kwargs"]["weights_path"])
+        (path,) = body["kwargs"].values()
         if self.load:
-            await self.load(self.engine, directory)
+            await self.load(self.engine, Path(path))
         else:
-            await self.engine.load_weights(directory, self.engine.weight_version + 1)
-        return {"results": [None]}
+            await self.engine.load_weights(Path(path), self.engine.weight_version + 1)
+        if body["method"] == "reload_weights":
+            return {"results": [None]}
+        self.load_report = {**self.load_report, "checksums": _checksums(Path(path))}
+        return {"results": [self.load_report]}
 
     async def _abort(self, body: Mapping[str, Any]) -> Any:
         await self.engine.abort([name.removeprefix("cmpl-").removesuffix("-0") for name in body["request_ids"]])

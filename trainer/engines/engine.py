@@ -113,6 +113,9 @@ class LoadsWeights(Protocol):
     async def load_weights(self, weights: Any, version: int) -> None:
         """Load `weights`: tensors in this process or the path of a directory, as the engine supports."""
 
+    async def check_weights(self) -> None:
+        """Run the model, and check that the engine has not lost the weights of the last sync. Raises `EngineError`."""
+
 
 class WeightStore(Protocol):
     """Stores weights for as long as an engine may have to load them again."""

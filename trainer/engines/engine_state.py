@@ -30,7 +30,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.engines.engine import Engine, EngineError, Generation
 
@@ -166,10 +166,12 @@ class EngineState:
 
     async def _bring_up(self, timeout_s: float) -> None:
         """Check the engine's weights, since the engine may have restarted, and mark it up."""
-        pool, engine = self._pool, self.engine
+        pool, engine = self._pool, cast(Any, self.engine)
         async with self.request(self, timeout_s):
             if pool.probe is not None and pool.expected is not None:
                 await pool.probe.check(engine, pool.expected)
+            elif pool.can_sync:
+                await engine.check_weights()
             capacity, stats = await engine.capacity(), await engine.stats()
         pool.scheduler.add_engine(
             engine.name,

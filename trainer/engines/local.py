@@ -8,7 +8,7 @@ Invariants:
 
 A *slot* is a row of the batch, which runs one request at a time. Three rules ensure the first invariant:
 - Every forward pass has the same shape: one token for each slot, for prompts too.
-- Attention is summed in blocks of a fixed size.
+- Attention is summed in blocks of a fixed size. Experts are computed for each row on its own.
 - Each row draws its random numbers from its own seed and position.
 
 Prompts are computed token by token, like samples. So the keys and values of a finished context can be used for another
@@ -52,6 +52,7 @@ from trainer.engines.local_attention import ATTENTION_NAME, PrefixCache, SlotCac
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+EXPERTS_NAME = "batched_mm"
 ROWS_PER_THREAD = 8
 """The number of rows of a pass is a multiple of this number times the number of threads. The matrix products of MKL
 divide the rows among the threads. If rows remain, another kernel computes them, and it rounds differently."""
@@ -92,6 +93,11 @@ class LocalEngine:
         """Positions computed so far, prompts included."""
         self._model = model.eval().requires_grad_(False)
         self._model.set_attn_implementation(ATTENTION_NAME)
+        # One product per row and expert, so a row's result does not depend on the experts of other rows.
+        self._model.set_experts_implementation(EXPERTS_NAME)
+        has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+        if has_experts and model.config._experts_implementation != EXPERTS_NAME:
+            raise ValueError(f"expected experts that transformers can run by {EXPERTS_NAME!r}, got others; use vLLM")
         # transformers 5.24 renamed the cache argument of `forward` to `cache`.
         takes_cache = "cache" in inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if takes_cache else "past_key_values"
@@ -157,6 +163,8 @@ class LocalEngine:
     async def check_alive(self) -> None:
         """Raises `EngineError`."""
         await self.logprobs(LIVENESS_IDS)
+
+    check_weights = check_alive  # an engine in this process cannot lose its weights
 
     async def load_weights(self, weights: Weights | Path, version: int) -> None:
         """Copy a state dict's tensors, or load a saved model. Raises `RuntimeError` while requests are in flight."""

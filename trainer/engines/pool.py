@@ -69,7 +69,8 @@ class TurnRecord:
 class EnginePool:
     """A context manager that owns its engines and its scheduler, and closes the engines. No other pool may use them.
 
-    `transfer`, `probe`: needed only for `sync_weights`.
+    `transfer`: gives weights to the engines, and checks them; needed only for `sync_weights`.
+    `probe`: checks the engines' log-probabilities; with `probes_once`, only after the first sync.
     `store`: keeps weights for engines that come back.
     `turn_timeout_s`: the minimum timeout of a turn, for engines of any speed.
     `retry_after_s`: seconds from a failure of an engine to its next bring-up.
@@ -85,6 +86,7 @@ class EnginePool:
         transfer: WeightTransfer | None = None,
         store: WeightStore | None = None,
         probe: SyncProbe | None = None,
+        probes_once: bool = False,
         scrape_interval_s: float = 1.0,
         turn_timeout_s: float = 600.0,
         retry_after_s: float = 30.0,
@@ -113,6 +115,8 @@ class EnginePool:
         """Set when a request or a placed turn has ended."""
         self._name = token_hex(4)  # prefix of request ids, because other clients may use the same servers
         self._transfer, self._store = transfer, store
+        self.can_sync = transfer is not None
+        self._probes_once, self._has_synced = probes_once, False
         self._scrape_interval_s, self._all_down_timeout_s = scrape_interval_s, all_down_timeout_s
         self._all_down_since = 0.0
         self._keys = itertools.count()
@@ -181,10 +185,11 @@ class EnginePool:
         Raises `WeightSyncError` when an engine's log-probabilities differ from the trainer's, and `EngineError` when no
         engine has loaded the weights.
         """
-        if self._transfer is None or self.probe is None:
-            raise ValueError("expected a pool with `transfer` and `probe`, got one without; see engines.weight_sync")
+        if self._transfer is None:
+            raise ValueError("expected a pool with `transfer`, got one without; see engines.weight_sync")
         async with self._paused():
-            expected = await asyncio.to_thread(self.probe.expected_logprobs, weights)
+            probe = None if self._probes_once and self._has_synced else self.probe
+            expected = await asyncio.to_thread(probe.expected_logprobs, weights) if probe else None
             version = self.weight_version + 1 if version is None else version
             stored = await self._store.save(weights, version) if self._store else None
             may_wait = self.stored is not None
@@ -207,6 +212,7 @@ class EnginePool:
             results = await asyncio.gather(*(state.bring_up_after_sync() for state in loaded), return_exceptions=True)
             for exception in filter(None, results):
                 raise exception
+            self._has_synced |= self._is_any_up()
         self.scheduler.start_training_step()
         self._all_down_since = self.now()
         while not self._is_any_up():

@@ -42,6 +42,8 @@ NOT_IN_JSON = "not JSON compliant"
 """Part of the message of Python's JSON encoder for NaN. A server returns this message if its answer contains NaN."""
 LOGPROB_TOLERANCE = 1e-3
 """Log-probabilities below this are accepted, because rounding may raise them slightly above 0."""
+CHECKSUMS_FILE = "checksums.json"
+"""The file with the checksum of each tensor, in a directory of saved weights."""
 SCRAPED_METRICS = (
     "cache_config_info",
     "generation_tokens",
@@ -88,6 +90,18 @@ class _Completion(BaseModel, strict=True):
     choices: tuple[_Choice]
 
 
+class _LoadReport(BaseModel, strict=True):
+    """The answer of a worker that has loaded weights (`weight_group.checked_load`)."""
+
+    checksums: dict[str, int]
+    missing: list[str]
+    differing: list[str]
+
+
+class _LoadReports(BaseModel, strict=True):
+    results: list[_LoadReport]
+
+
 class _NotInJsonError(EngineError):
     """The server cannot write its answer as JSON, since a number in the answer is not finite."""
 
@@ -121,6 +135,8 @@ class VllmEngine:
         self.weight_version = 0
         self._vocab_size, self._max_model_len, self._max_num_seqs = vocab_size, max_model_len, max_num_seqs
         self._timeout_s, self._share = timeout_s, share
+        self._checksums: Mapping[str, int] = {}
+        """Those of the last weights that the server has loaded and reported."""
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
         self._aborted_by_id: dict[str, bool] = {}
@@ -206,9 +222,46 @@ class VllmEngine:
         await self.post(f"/wake_up?tags={tag}", {})
 
     async def load_weights(self, directory: Path, version: int) -> None:
-        """Load a saved model from a path that the server sees as well. No request may be in flight."""
-        await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        """Load saved weights from a path that the server sees as well. No request may be in flight.
+
+        If the directory has checksums, they are compared with those of the tensors that the server has read. This needs
+        the trainer's worker extension in the server.
+        """
+        checksums = directory / CHECKSUMS_FILE
+        if checksums.exists():
+            arguments = {"method": "load_saved_weights", "kwargs": {"directory": str(directory)}}
+            answer = await self.post("/collective_rpc", arguments)
+            self.check_loaded(answer, json.loads(checksums.read_bytes()))
+        else:
+            await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         await self.reset_prefix_cache(version)
+
+    def check_loaded(self, answer: Any, checksums: Mapping[str, int]) -> None:
+        """Check the reports of the server's workers about their last load of weights. `checksums` are those of the
+        tensors that were sent.
+
+        Raises `EngineError` if a worker has received other tensors, or has not loaded all of them.
+        """
+        try:
+            reports = _LoadReports.model_validate(answer).results
+        except ValidationError as error:
+            raise self._error("a report of loaded weights", error) from error
+        for report in reports:
+            if report.missing:
+                raise self._error("weights for all parameters", f"none for {', '.join(report.missing)}")
+            if report.checksums != checksums:
+                names = checksums.keys() | report.checksums.keys()
+                others = sorted(name for name in names if checksums.get(name) != report.checksums.get(name))
+                raise self._error("the tensors that were sent", f"others for {', '.join(others)}")
+            if report.differing:
+                raise self._error("parameters equal to the tensors", f"others in {', '.join(report.differing)}")
+        self._checksums = checksums
+
+    async def check_weights(self) -> None:
+        """Run the model, and check that the server has not restarted with other weights. Raises `EngineError`."""
+        await self.check_alive()
+        if self._checksums:
+            self.check_loaded(await self.post("/collective_rpc", {"method": "last_load_report"}), self._checksums)
 
     async def reset_prefix_cache(self, version: int) -> None:
         """Drop the KV cache, which belongs to the old weights. From now on, the weights of the server count as

@@ -187,7 +187,7 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
     clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
     max_down_s = engines.max_down_s or ALL_DOWN_TIMEOUT_S  # with 0, episodes would fail before the engines are up
-    probe = SyncProbe(spec.model, spec.config.model.dtype) if spec.expected else None
+    probe = SyncProbe(spec.model, spec.config.model.dtype, tolerance=engines.probe_tolerance) if spec.expected else None
     pool = create_pool(engines, clients, probe=probe, all_down_timeout_s=max_down_s)
     pool.expected = spec.expected
     async with pool:

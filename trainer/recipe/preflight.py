@@ -440,19 +440,23 @@ async def _check_engine(config: RunConfig, session: aiohttp.ClientSession, url: 
 
 async def _missing_option(config: RunConfig, session: aiohttp.ClientSession, url: str) -> str:
     """Return which ability a server lacks because it was started without an option, and how to start it. Empty if the
-    server has the options that the run needs for sleep mode and for broadcasts of weights.
+    server has the options that the run needs for sleep mode, and for broadcasts and checksums of weights.
 
     The routes do not show this: a server without these options has them too, but they fail or do nothing.
     """
     sleep_mode, weight_sync = config.engines.sleep_mode, config.engines.weight_sync
-    if not sleep_mode and weight_sync == "file":
+    needs_extension = weight_sync != "file" or config.engines.sync_check == "checksum"
+    if not sleep_mode and not needs_extension:
         return ""
     timeout = aiohttp.ClientTimeout(REPORT_TIMEOUT_S)
     async with session.get(f"{url}/server_info?config_format=json", timeout=timeout) as response:
         settings = json.loads(await response.text())["vllm_config"]
     if sleep_mode and not settings["model_config"]["enable_sleep_mode"]:
         return "has no sleep mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
-    if weight_sync != "file" and settings["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+    if needs_extension and settings["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
         option = f"--worker-extension-cls {WORKER_EXTENSION} (docs/mi300x.md)"
-        return f"cannot receive weights by {weight_sync}; start it with {option}, or set engines.weight_sync to file"
+        return (
+            f"cannot check weights by checksums or receive them by gloo or nccl; start it with {option}, or set "
+            "engines.weight_sync to file and engines.sync_check to probe"
+        )
     return ""

@@ -115,24 +115,29 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
         return
     async with AsyncExitStack() as stack:
         with model_errors_as_config_errors(model):
-            weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            initial = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         if engines.kind == "local":
             with model_errors_as_config_errors(model):
                 local = LocalEngine(
-                    weights,
+                    initial,
                     max_num_seqs=engines.max_num_seqs,
                     max_model_len=engines.max_model_len,
                     max_cache_bytes=MEMORY_SHARE * memory_available(),
                 )
-            transfer: dict[str, Any] = {"transfer": load_by_engine}
+            options: dict[str, Any] = {"transfer": load_by_engine}
             pool_engines: Sequence[LocalEngine | VllmEngine] = [local]
         else:
-            pool_engines = await _vllm_engines(stack, config, model, run_dir, weights.config.vocab_size)
-            transfer = _weight_transfer(config, run_dir)
-        pool = create_pool(engines, pool_engines, probe=SyncProbe(model, dtype), **transfer)
+            pool_engines = await _vllm_engines(stack, config, model, run_dir, initial.config.vocab_size)
+            options = _weight_transfer(config, run_dir, initial)
+        if engines.sync_check != "off":
+            device = "cuda" if config.hardware.gpus_per_node else "cpu"
+            options["probe"] = SyncProbe(model, dtype, tolerance=engines.probe_tolerance, device=device)
+            options["probes_once"] = engines.sync_check == "checksum"
+        pool = create_pool(engines, pool_engines, **options)
         await stack.enter_async_context(pool)
-        await pool.sync_weights(weights.state_dict(), 0)  # servers may have the weights of another phase or run
-        del weights  # the engines have copied them; they may take 28 GB
+        await pool.sync_weights(initial.state_dict(), 0)  # servers may have the weights of another phase or run
+        if engines.kind == "vllm":
+            initial.to("meta")  # the servers have its weights, and the transfer needs only its classes
         yield pool
 
 
@@ -227,9 +232,10 @@ def vllm_clients(
     ]
 
 
-def _weight_transfer(config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """Return the pool's arguments for the transfer of weights to vLLM servers."""
+def _weight_transfer(config: RunConfig, run_dir: Path, model: Any) -> dict[str, Any]:
+    """Return the pool's arguments for the transfer of the weights of `model` to vLLM servers."""
     engines, dtype, uses_files = config.engines, config.model.dtype, config.engines.weight_sync == "file"
-    transfer: WeightTransfer = load_by_engine if uses_files else BroadcastTransfer(engines.weight_sync, dtype)
-    store = FileWeightStore(run_dir / "weights", dtype) if uses_files else None
+    transfer: WeightTransfer = load_by_engine if uses_files else BroadcastTransfer(engines.weight_sync, model, dtype)
+    has_checksums = engines.sync_check == "checksum"
+    store = FileWeightStore(run_dir / "weights", model, dtype, has_checksums=has_checksums) if uses_files else None
     return {"transfer": WakingTransfer(transfer) if engines.sleep_mode else transfer, "store": store}

@@ -8,12 +8,14 @@ Invariants:
   from this folder.
 - The merging does not change the model in training: each adapted layer is copied, and the adapter is merged into the
   copy. So the frozen weights stay exact, however often weights are synced.
+- A layer is merged when its weights are read from `MergedWeights`, and freed when the reader drops them. So only the
+  rank that reads merges, and the merged copies take the memory of one layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,21 +72,21 @@ def _try_on_empty_model(config: PeftConfig, path: Path | str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         plain, embeddings = model.state_dict(), [model.get_input_embeddings(), model.get_output_embeddings()]
         adapted = get_peft_model(model, config)
+        merged = {} if config.is_prompt_learning else dict(MergedWeights(adapted, adapted.state_dict()))
     # peft replaces each layer that it adapts, so an adapted embedding is another object than before.
     has_adapted_embedding = [model.get_input_embeddings(), model.get_output_embeddings()] != embeddings
-    if config.is_prompt_learning or has_adapted_embedding or _merged(adapted).keys() != plain.keys():
+    if has_adapted_embedding or merged.keys() != plain.keys():
         raise ValueError("expected an adapter of linear layers that can be merged; change peft_type or target_modules")
 
 
-def plain_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def plain_weights(trainer: Trainer) -> Mapping[str, torch.Tensor]:
     """Return the weights of a model in training, with its adapter merged. All ranks call this together.
 
-    If the weights are sharded over the ranks, they are gathered, and only the first rank gets them. A model with an
-    adapter is never sharded: `RunConfig` refuses `sharding=full` with `[model.peft]`.
+    If the weights are sharded over the ranks, they are gathered, and only the first rank gets them.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    is_adapted = hasattr(model, "peft_config")
-    return _merged(model) if is_adapted else dict(trainer.accelerator.get_state_dict(trainer.model_wrapped))
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return MergedWeights(model, weights) if hasattr(model, "peft_config") else dict(weights)
 
 
 def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -95,16 +97,45 @@ def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], dire
     trainer.processing_class.save_pretrained(directory)
 
 
-def _merged(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a peft model with the adapters merged, under their names in the base model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+class MergedWeights(Mapping[str, torch.Tensor]):
+    """The weights of a peft model with its adapters merged, under their names in the base model.
 
-    base = model.get_base_model()
-    weights: dict[str, torch.Tensor] = base.state_dict()
-    for name, layer in base.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            merged = copy.deepcopy(layer)
-            merged.merge()
-            weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.")}
-            weights |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}
-    return weights
+    `weights` is the state dict of the peft model. If the model is sharded, it is the gathered one.
+    """
+
+    def __init__(self, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        base = model.get_base_model()
+        self._weights = weights
+        self._prefix = next(f"{name}." for name, module in model.named_modules() if module is base)
+        adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, BaseTunerLayer)}
+        self._layers: dict[str, tuple[str, Any]] = {}
+        """For each weight of an adapted layer: the name of the layer, and the layer."""
+        self._names: list[str] = []
+        for name in base.state_dict():
+            path = next((path for path in adapted if name.startswith(f"{path}.")), None)
+            if path is None:
+                self._names.append(name)
+            elif name.startswith(f"{path}.base_layer."):
+                self._names.append(name.replace("base_layer.", "", 1))
+                self._layers[self._names[-1]] = (path, adapted[path])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._layers:
+            return self._weights[self._prefix + name]
+        path, layer = self._layers[name]
+        copies = {
+            id(parameter): torch.nn.Parameter(self._weights[f"{self._prefix}{path}.{key}"].clone(), requires_grad=False)
+            for key, parameter in layer.named_parameters()
+        }
+        merged = copy.deepcopy(layer, copies)
+        merged.merge()
+        weight: torch.Tensor = merged.get_base_layer().state_dict()[name.removeprefix(f"{path}.")]
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

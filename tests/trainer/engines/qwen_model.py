@@ -1,4 +1,4 @@
-"""A random model of two layers, and the log-probabilities that the trainer computes with it."""
+"""Random models of two layers, and the log-probabilities that the trainer computes with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import transformers  # noqa: E402
-from transformers import PreTrainedModel  # noqa: E402
+from transformers import (  # noqa: E402
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 96
 
@@ -26,6 +32,26 @@ def make_model(seed: int = 0, architecture: str = "Qwen3", **changes: Any) -> Pr
     with torch.no_grad():  # a random model samples almost uniformly; larger logits make the context matter
         model.model.embed_tokens.weight.mul_(3)
     return model
+
+
+def make_experts_model(name: str, seed: int = 0) -> Any:
+    """Return a random mixture of four experts, of which each token uses two. `name` is "qwen3_moe" or "mixtral"."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+    experts = {"num_experts_per_tok": 2, "initializer_range": 0.2}  # large, so that every expert matters
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts, num_local_experts=4))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, **heads, **experts, num_experts=4, moe_intermediate_size=32, norm_topk_prob=True)
+    )
+
+
+EXPERTS_MODELS = ("qwen3_moe", "mixtral")
+
+
+def make_any_model(architecture: str, seed: int = 0) -> Any:
+    return make_model(seed) if architecture == "qwen3" else make_experts_model(architecture, seed)
 
 
 def trainer_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> list[float]:

@@ -16,7 +16,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.trainer.engines.qwen_model import VOCAB_SIZE, make_model, trainer_logprobs  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from tests.trainer.engines.qwen_model import (  # noqa: E402
+    EXPERTS_MODELS,
+    VOCAB_SIZE,
+    make_any_model,
+    make_model,
+    trainer_logprobs,
+)
 from tests.trainer.real_vllm import real_vllm_engine  # noqa: E402
 from trainer.engines import weight_group  # noqa: E402
 from trainer.engines.engine import EngineError  # noqa: E402
@@ -62,29 +70,32 @@ async def receivers(directory, *faults):
 
 
 def assert_equal(file, model, dtype):
-    received = torch.load(file)
-    assert received.keys() == dict(model.named_parameters()).keys()  # a tied tensor is sent once
-    for name, parameter in model.named_parameters():
-        assert torch.equal(received[name], parameter.to(dtype)), name
+    """Compare the received tensors with those of a saved model: for example, a tied tensor is sent once."""
+    received, directory = torch.load(file), file.parent / "saved"
+    model.save_pretrained(directory)
+    saved = load_file(directory / "model.safetensors")
+    assert received.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(received[name], tensor.to(dtype)), name
 
 
 @pytest.mark.asyncio
 async def test_every_bit_reaches_all_processes_at_each_sync(tmp_path, small_buckets):
     async with receivers(tmp_path, "", "") as (engines, files):
-        transfer = BroadcastTransfer("gloo", "bfloat16", timeout_s=TIMEOUT_S)
-        for version in (1, 2):
-            model = make_model(version)
+        for version, architecture in enumerate(("qwen3", "qwen3", *EXPERTS_MODELS), 1):
+            model = make_any_model(architecture, version)
+            transfer = BroadcastTransfer("gloo", make_any_model(architecture), "bfloat16", timeout_s=TIMEOUT_S)
             assert await transfer(engines, model.state_dict(), version) == [None, None]
             assert [engine.weight_version for engine in engines] == [version] * 2
             for file in files:
                 assert_equal(file, model, torch.bfloat16)
 
 
-def test_a_bucket_has_at_most_its_size_or_one_tensor(monkeypatch):
-    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 40)
-    shapes = [("a", [4]), ("b", [2, 3]), ("c", [100]), ("d", [1])]
-    buckets = [[name for name, _ in bucket] for bucket in weight_group._buckets(shapes, torch.float32)]
+def test_a_bucket_has_at_most_its_size_or_one_tensor():
+    tensors = [("a", torch.ones(4)), ("b", torch.ones(2, 3)), ("c", torch.ones(100)), ("d", torch.ones(1))]
+    buckets = [[name for name, _ in bucket] for bucket in weight_group.buckets(tensors, 40)]
     assert buckets == [["a", "b"], ["c"], ["d"]]
+    assert list(weight_group.buckets([], 40)) == []
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
@@ -93,7 +104,8 @@ async def test_a_receiver_that_dies_or_never_joins_fails_alone_and_in_bounded_ti
     """The request of an engine that does not join ends after 3 timeouts."""
     async with receivers(tmp_path, "", fault) as (engines, files):
         model, started_at = make_model(1), time.monotonic()
-        errors = await BroadcastTransfer("gloo", "float32", timeout_s=TIMEOUT_S)(engines, model.state_dict(), 1)
+        transfer = BroadcastTransfer("gloo", model, "float32", timeout_s=TIMEOUT_S)
+        errors = await transfer(engines, model.state_dict(), 1)
         assert time.monotonic() - started_at < 5 * TIMEOUT_S
         assert isinstance(errors[1], EngineError)
         assert fault in str(errors[1])
@@ -102,11 +114,19 @@ async def test_a_receiver_that_dies_or_never_joins_fails_alone_and_in_bounded_ti
 
 
 @pytest.mark.asyncio
+async def test_a_receiver_of_other_bits_fails(tmp_path, small_buckets):
+    async with receivers(tmp_path, "", "changes") as (engines, _):
+        transfer = BroadcastTransfer("gloo", make_model(), "float32", timeout_s=TIMEOUT_S)
+        errors = await transfer(engines, make_model(1).state_dict(), 1)
+        assert errors[0] is None
+        assert "tensors that were sent, got others for model.norm.weight" in str(errors[1])
+        assert [engine.weight_version for engine in engines] == [1, 0]
+
+
+@pytest.mark.asyncio
 async def test_a_real_vllm_scores_like_the_trainer_after_every_broadcast(tmp_path):
-    if not (python := os.environ.get("RSTAR_VLLM_PYTHON", "")):
-        pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
-    async with real_vllm_engine(python, tmp_path) as engine:
-        transfer = BroadcastTransfer("gloo", "float32", timeout_s=30)
+    async with real_vllm_engine(tmp_path) as engine:
+        transfer = BroadcastTransfer("gloo", make_model(), "float32", timeout_s=30)
         for version in (1, 2):
             model = make_model(version)
             assert await transfer([engine], model.state_dict(), version) == [None]

@@ -9,7 +9,13 @@ import resource
 
 import pytest
 
-from tests.trainer.engines.qwen_model import VOCAB_SIZE, make_model, trainer_logprobs
+from tests.trainer.engines.qwen_model import (
+    EXPERTS_MODELS,
+    VOCAB_SIZE,
+    make_any_model,
+    make_model,
+    trainer_logprobs,
+)
 from trainer.engines.engine import EngineError, Generation, SamplingParams, TurnError
 from trainer.engines.local import LocalEngine
 
@@ -22,8 +28,8 @@ def random_prompts(count, seed=0):
     return [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(3, 70))] for _ in range(count)]
 
 
-async def make_engine(seed=0, **options):
-    return LocalEngine(make_model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
+async def make_engine(seed=0, model=None, **options):
+    return LocalEngine(model or make_model(seed), **{"max_num_seqs": 8, "max_model_len": 256, **options})
 
 
 async def test_an_aborted_request_continues_with_the_same_tokens():
@@ -52,12 +58,13 @@ async def test_an_aborted_request_continues_with_the_same_tokens():
     assert (ids, logprobs) == (expected.ids, expected.logprobs)
 
 
-async def test_samples_do_not_depend_on_the_batch_the_slot_or_the_order():
+@pytest.mark.parametrize("architecture", ["qwen3", *EXPERTS_MODELS])
+async def test_samples_do_not_depend_on_the_batch_the_slot_or_the_order(architecture):
     requests = [
         (ids, SamplingParams(12, top_p=0.9 if index % 3 == 0 else 1.0, seed=index))  # mixed within a batch
         for index, ids in enumerate(random_prompts(12))
     ]
-    engine = await make_engine()
+    engine = await make_engine(model=make_any_model(architecture))
     together = await asyncio.gather(*(engine.generate(*request) for request in requests))
     in_reverse = await asyncio.gather(*(engine.generate(*request) for request in reversed(requests)))
     alone = [await engine.generate(*requests[index]) for index in range(3)]

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 
-from tests.trainer.engines.markov_pool import MarkovProbe, hang, make_engines, make_pool, open_episode, run_one_turn
+from tests.trainer.engines.markov_pool import (
+    MarkovProbe,
+    hang,
+    make_engines,
+    make_pool,
+    open_episode,
+    run_one_turn,
+    transfer,
+)
 from tests.trainer.fake_vllm import FakeVllm, MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, SamplingParams
@@ -181,7 +189,7 @@ class SleepingEngine(MarkovEngine):
 
 def sleeping_pool(count=2, **options):
     engines = [SleepingEngine(f"e{number}") for number in range(count)]
-    return engines, make_pool(engines, transfer=WakingTransfer(load_by_engine), probe=MarkovProbe(), **options)
+    return engines, make_pool(engines, transfer=WakingTransfer(transfer), probe=MarkovProbe(), **options)
 
 
 @virtual_time

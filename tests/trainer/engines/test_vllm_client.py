@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,7 +21,6 @@ from trainer.engines.engine import EngineCapacity, EngineError, SamplingParams
 from trainer.engines.vllm_client import VllmEngine
 from trainer.scheduling.scheduler import EngineStats
 
-VLLM_PYTHON = os.environ.get("RSTAR_VLLM_PYTHON", "")
 KINDS = ["fake", "local", "vllm"]
 
 
@@ -41,12 +39,10 @@ async def engine(request, tmp_path_factory):
 
                 engine = LocalEngine(make_model(), max_num_seqs=8, max_model_len=256)
             case "vllm":
-                if not VLLM_PYTHON:
-                    pytest.skip("RSTAR_VLLM_PYTHON names no Python that has vLLM")
                 pytest.importorskip("torch")
                 from tests.trainer.real_vllm import real_vllm_engine
 
-                engine = await stack.enter_async_context(real_vllm_engine(VLLM_PYTHON, tmp_path_factory.mktemp("vllm")))
+                engine = await stack.enter_async_context(real_vllm_engine(tmp_path_factory.mktemp("vllm")))
         stack.push_async_callback(engine.close)
         yield engine
 

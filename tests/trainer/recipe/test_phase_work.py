@@ -358,7 +358,7 @@ async def test_vllm_servers_load_weights_from_absolute_paths_that_stay_while_the
 
     async def load_saved(engine: LocalEngine, path: Path) -> None:
         paths.append(path)
-        weights = load_file(path / "model.safetensors")
+        weights = load_file(path / "model-00001.safetensors")
         # The file has a tied weight once, under its first name.
         await engine.load_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 0)
 
@@ -377,8 +377,8 @@ def test_engines_are_woken_before_their_weights_are_sent_only_with_sleep_mode(
     tmp_path: Path, weight_sync: str, transfer: str
 ) -> None:
     sets = ["engines.kind=vllm", f"engines.weight_sync={weight_sync}", "hardware.gpus_per_node=1"]
-    plain = rollout_session._weight_transfer(_config(tmp_path, *sets), tmp_path)
-    waking = rollout_session._weight_transfer(_config(tmp_path, *sets, "engines.sleep_mode=true"), tmp_path)
+    plain = rollout_session._weight_transfer(_config(tmp_path, *sets), tmp_path, None)
+    waking = rollout_session._weight_transfer(_config(tmp_path, *sets, "engines.sleep_mode=true"), tmp_path, None)
     assert type(plain["transfer"]).__name__ == type(waking["transfer"]._transfer).__name__ == transfer
     assert isinstance(waking["transfer"], WakingTransfer)
     assert [options["store"] is not None for options in (plain, waking)] == [weight_sync == "file"] * 2

@@ -486,7 +486,8 @@ def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
     tmp_path: Path, vllm: tuple[str, dict[str, Any]]
 ) -> None:
     url, server_state = vllm
-    config = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={UNUSED_URL}")
+    checked = _config(tmp_path, "engines.kind=vllm", f"engines.endpoints={url}", f"sandbox.endpoints={UNUSED_URL}")
+    config = replace(checked, engines=replace(checked.engines, sync_check="probe"))
 
     def engines(config: RunConfig = config) -> list[str]:
         return [line for line in asyncio.run(preflight._check_servers(config)) if line.startswith("engines")]
@@ -498,10 +499,12 @@ def test_a_vllm_server_must_answer_accept_long_contexts_and_reload_weights(
     server_state["model_config"] = {"enable_sleep_mode": True}
     assert engines(sleeping) == []
     broadcasting = replace(config, engines=replace(config.engines, weight_sync="gloo"))
-    (line,) = engines(broadcasting)
-    assert line.startswith(f"engines: {url}: cannot receive weights by gloo; start it with --worker-ext")
+    for needs_extension in (broadcasting, checked):
+        (line,) = engines(needs_extension)
+        assert line.startswith(f"engines: {url}: cannot check weights by checksums or receive them by gloo or nccl; ")
+        assert "start it with --worker-ext" in line
     server_state["parallel_config"] = {"worker_extension_cls": "vllm_worker.Worker"}
-    assert engines(broadcasting) == []
+    assert engines(broadcasting) == engines(checked) == []
     server_state["has_rpc"] = False
     assert engines() == [f"engines: {url}: has no route to reload weights; start it with VLLM_SERVER_DEV_MODE=1"]
     server_state["max_model_len"] = 512

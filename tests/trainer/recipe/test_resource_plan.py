@@ -170,7 +170,7 @@ def test_checkpoints_that_are_kept_take_disk_space() -> None:
 def test_docs_mi300x_md_states_the_sizes_of_a_weight_sync() -> None:
     text = (CONFIGS.parent / "docs/mi300x.md").read_text(encoding="utf-8").partition("## Weight sync")[2]
     written, gathered = (num_parameters(QWEN3_14B) * BYTES[dtype] for dtype in ("bfloat16", "float32"))
-    assert [f"{size / GB:.1f} GB" in text for size in (written, gathered, written + gathered)] == [True] * 3
+    assert [f"{size / GB:.1f} GB" in text for size in (written, gathered)] == [True] * 2
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

@@ -3,7 +3,10 @@ and the next stage get, and which adapters are refused."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from trainer.config_loading import load_config  # noqa: E402
 from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
-from trainer.training.adapters import peft_config  # noqa: E402
+from trainer.training.adapters import MergedWeights, peft_config  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
 from trainer.training.sft import train_sft  # noqa: E402
 
@@ -146,19 +149,43 @@ def test_an_adapter_with_sharded_weights_is_refused() -> None:
 
 
 def test_the_frozen_weights_of_an_adapted_model_in_training_stay_exact_over_many_merges(model: Path) -> None:
-    from peft import get_peft_model
-
-    from trainer.training.adapters import _merged
-
-    policy = AutoModelForCausalLM.from_pretrained(model)
-    adapted = get_peft_model(policy, peft_config(LORA | {"init_lora_weights": False}, None))
+    adapted = adapted_model(model)
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    merged = _merged(adapted)
+    merged = dict(MergedWeights(adapted, adapted.state_dict()))
     for _ in range(20):
-        assert are_equal(_merged(adapted), merged)
+        assert are_equal(dict(MergedWeights(adapted, adapted.state_dict())), merged)
     assert are_equal(adapted.state_dict(), before)
     plain = AutoModelForCausalLM.from_pretrained(model)
     plain.load_state_dict(merged)
     ids = torch.arange(30).reshape(3, 10)
     assert torch.allclose(plain(ids).logits, adapted(ids).logits, atol=1e-4)
     assert changed(load_weights(model), merged)
+    sharded = adapted_model(model).to("meta")  # its own tensors are not the whole ones
+    assert are_equal(dict(MergedWeights(sharded, before)), merged)
+
+
+def test_a_layer_is_merged_when_it_is_read_and_freed_after_that(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted, copies = adapted_model(model), list[weakref.ref[Any]]()
+    monkeypatch.setattr(copy, "deepcopy", lambda *args, copy_layer=copy.deepcopy: copied(copy_layer(*args), copies))
+    weights = MergedWeights(adapted, adapted.state_dict())
+    assert (len(weights), copies) == (len(list(weights)), []), "a rank that reads no weight merges nothing"
+    for name, weight in weights.items():
+        gc.collect()
+        assert sum(layer() is not None for layer in copies) == 0, "only the weight itself is kept"
+        assert (weight.data_ptr() in {tensor.data_ptr() for tensor in adapted.state_dict().values()}) == (
+            re.search(r"(q|down)_proj\.weight$", name) is None
+        )
+    assert len(copies) == 4, "two layers of the model have two adapted layers each"
+
+
+def copied(layer: Any, copies: list[weakref.ref[Any]]) -> Any:
+    copies.append(weakref.ref(layer))
+    return layer
+
+
+def adapted_model(model: Path) -> Any:
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    config = peft_config(LORA | {"init_lora_weights": False}, None)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
