@@ -17,27 +17,29 @@ import vllm._custom_ops
 import weight_group
 from torch.distributed import TCPStore
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.platforms import current_platform
 
 vllm._custom_ops._supports_onednn = False  # before the model is loaded
 
+logger = init_logger("vllm.rstar_worker")  # only vLLM's own loggers print
+
 EMPTY_REPORT: dict[str, Any] = {"checksums": {}, "missing": [], "differing": []}
 
-_setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
-
-
-def _setup_kernel_and_pack(method: Any, layer: Any, w13: Any, w2: Any) -> None:
-    is_reload = method.moe_kernel is not None
-    _setup_kernel(method, layer=layer, w13=w13, w2=w2)
-    if is_reload:
-        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-
 if current_platform.is_cpu():
-    UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel_and_pack
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
+
+    def setup_kernel_and_pack(method: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_reload = method.moe_kernel is not None
+        setup_kernel(method, layer=layer, w13=w13, w2=w2)
+        if is_reload:  # vLLM itself packs only at the first load
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel_and_pack
 
 
 class Worker:
@@ -77,6 +79,8 @@ def _load(worker: Any, tensors: Iterator[tuple[str, Any]]) -> dict[str, Any]:
         with set_current_vllm_config(worker.vllm_config):  # drop what is loaded, or the next call would mix it in
             finalize_layerwise_reload(model, worker.model_config)
         raise
+    not_compared = ", ".join(sorted(model.differing_at_first_load)) or "none"
+    logger.info("Loaded %d tensors; parameters not compared with them: %s", len(report["checksums"]), not_compared)
     if worker.model_config.quantization:  # scales are computed, not loaded
         report["missing"] = []
     worker._load_report = report

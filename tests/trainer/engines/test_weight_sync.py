@@ -625,6 +625,8 @@ async def test_a_real_vllm_scores_like_the_trainer_after_every_sync_and_sleep(tm
                         generation = await handle.generate([1, 2, 3], sampling)
                     expected = trainer_logprobs(model, [1, 2, 3, *generation.ids], temperature)[2:]
                     assert generation.logprobs == pytest.approx(expected, abs=1e-3)
+            log = (tmp_path / "logs/engine0.log").read_text()
+            assert ("parameters not compared with them: none" in log) == (sync_check == "checksum")
             wrong = {name: tensor * 1.05 for name, tensor in make_model(1).state_dict().items()}
             with pytest.raises(WeightSyncError):
                 await probe.check(engine, probe.expected_logprobs(wrong))
