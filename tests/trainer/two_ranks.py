@@ -33,6 +33,7 @@ from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
 from trainer.training.context import TrainingContext, distributed_state, leave_ranks
 from trainer.training.grpo import train_stage
+from trainer.training.token_budget import TokenBudgetTrainer
 
 DEFAULT_TIMEOUT_S = 5
 """Timeout of the default process group once training has begun."""
@@ -66,9 +67,18 @@ def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float
     def record_reduction(self: Any, *args: Any) -> None:
         post_backward(self, *args)
         has_no_rest = all(param.unsharded_accumulated_grad is None for param in self.fsdp_params)
-        reduced.append((has_no_rest and self.reduce_grads, str(self._reduce_dtype or torch.float32)))
+        dtype = self._reduce_dtype or self.mp_policy.param_dtype  # None: gradients are reduced in the dtype of the pass
+        reduced.append((has_no_rest and self.reduce_grads, str(dtype)))
 
     FSDPParamGroup.post_backward = record_reduction
+    score, dtypes = TokenBudgetTrainer._score, set[str]()
+
+    def record_dtypes(self: Any, *args: Any) -> Any:
+        logps, entropies = score(self, *args)
+        dtypes.update((str(logps.dtype), str(entropies.dtype)))
+        return logps, entropies
+
+    TokenBudgetTrainer._score = record_dtypes
     waits: list[tuple[str, float]] = []
     for name in ("scatter_object_list", "barrier"):
         setattr(torch.distributed, name, _recording_waits(name, getattr(torch.distributed, name), waits))
@@ -106,6 +116,7 @@ def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float
         "waits": waits,  # exchanges with the other rank, each with its seconds
         # For each backward pass of a sharded module: whether all gradients are reduced after it, and in which dtype.
         "reduced": reduced,
+        "score_dtypes": sorted(dtypes),  # of log-probabilities and entropies
         "evaluations": evaluations,
         "default_timeout_s": DEFAULT_TIMEOUT_S,
     }

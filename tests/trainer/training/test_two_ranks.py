@@ -128,12 +128,17 @@ def test_the_gradients_of_two_ranks_are_those_of_one_process(
         assert metrics["loss"] == pytest.approx(exact_metrics["loss"], abs=1e-6)
         return
     rounded, rounded_metrics = on_one_process("bfloat16")
-    # The activations are rounded to bfloat16 in both, at other places.
+    # The activations are rounded to bfloat16 in both, at other places. Measured were errors of 1.9 % and 1.7 %, and mean
+    # differences of log-probabilities of 0.008 and 0.007.
     assert relative_error(found, exact) < 2 * relative_error(rounded, exact) < 0.1
     assert metrics["logprob_diff_mean"] < 2 * rounded_metrics["logprob_diff_mean"] < 0.02
 
 
-def test_rows_are_balanced_by_tokens_and_each_group_is_on_one_rank(two_ranks: TwoRanks) -> None:
+def test_log_probabilities_are_float32_also_if_passes_compute_in_bfloat16(two_ranks: TwoRanks) -> None:
+    assert [rank["score_dtypes"] for rank in two_ranks.ranks] == [["torch.float32"]] * 2
+
+
+def test_each_group_is_on_one_rank(two_ranks: TwoRanks) -> None:
     for step in (1, 2):
         rows = {tuple(row["response_ids"]): row for row in RunFolder(two_ranks.path).read_episodes(step)}
         on_ranks = [[rows[tuple(ids)] for ids in rank["batches"][step - 1]] for rank in two_ranks.ranks]
