@@ -150,13 +150,13 @@ def _apply(filters: dict[str, Filter], problem: Problem, report: PrepareReport) 
 
 
 def _unique() -> Filter:
-    """Drop a problem if an earlier one has equal text, environment and options (such as attached files). If only its id
-    occurred before, give it a new id."""
-    by_text: dict[tuple[str, str, str], Problem] = {}
+    """Drop a problem if an earlier one has equal text, environment, options (such as attached files) and reward. If
+    only its id occurred before, give it a new id."""
+    by_text: dict[tuple[str, ...], Problem] = {}
     ids, numbers = set[str](), Counter[str]()
 
     def check(problem: Problem) -> Problem | str:
-        key = (problem.text, problem.environment, repr(problem.options))
+        key = (problem.text, problem.environment, repr(problem.options), problem.reward)
         if first := by_text.get(key):
             same_text = f"same text as {first.id} of {first.source}"
             if first.answer == problem.answer:

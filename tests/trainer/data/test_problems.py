@@ -288,6 +288,7 @@ def test_a_problem_with_a_reward_function_needs_no_answer(tmp_path: Path) -> Non
     kept, report = prepare_problems([file], find_unparsable=lambda answers: set(answers))
     assert [(problem.id, problem.reward) for problem in kept] == [("7", "my:own")]
     assert report.counts == {"s": {"rows": 2, "kept": 1, "not_integer": 1}}
+    write_jsonl(tmp_path / "f.jsonl", {**row, "reward": "my:own"}, {**row, "id": "8"})
     kept, _ = prepare_problems([file], reward="my:default")
     assert [(problem.id, problem.reward) for problem in kept] == [("7", "my:own"), ("8", "my:default")]
 

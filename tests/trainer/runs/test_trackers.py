@@ -18,15 +18,21 @@ from trainer.runs.trackers import _tracker_run_name, open_trackers
 
 ROOT = Path(__file__).parents[3]
 ROWS = [{"step": step, "stage": "rl1", "reward": step / 4, "loss": None} for step in (1, 2, 3)]
+EVAL_ROWS = [{"step": step, "eval/accuracy": step / 8} for step in (2, 3)]
+SESSIONS = [[ROWS[0], EVAL_ROWS[0], ROWS[1]], [ROWS[1], EVAL_ROWS[0], EVAL_ROWS[1], ROWS[2]], [EVAL_ROWS[1]]]
+"""A run that was killed after step 2, and continues after step 1. An evaluation is sent before the row of its step, and
+the evaluation after the last step once more by another process."""
+SENT_ONCE = [ROWS[0], EVAL_ROWS[0], ROWS[1], EVAL_ROWS[1], ROWS[2]]
+"""What a tracker must have of `SESSIONS`."""
 LOG_ROWS = """
 import json, sys; from pathlib import Path; from trainer.runs.trackers import open_trackers
-name, run_dir, rows = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-for part in rows[:2], rows[2:]:
+name, run_dir, sessions = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+for rows in sessions:
     with open_trackers([name], run_dir, {"seed": 1}, project="rstar") as log:
-        for row in part: log(row)
+        for row in rows: log(row)
 """
-"""Code that logs two rows, resumes the run, and logs the third row. It runs in a child process, since the packages read
-the environment when they are imported."""
+"""Code that logs `SESSIONS`. It runs in a child process, since the packages read the environment when they are
+imported."""
 
 PRINT_TRACKIO_ROWS = """
 from trackio.sqlite_storage import SQLiteStorage
@@ -40,8 +46,8 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 
 def run_python(code: str, name: str, run_dir: Path, **environ: str) -> str:
-    """Run `code` with the arguments `name`, `run_dir` and `ROWS` as JSON, and return what it prints to stdout."""
-    command = [sys.executable, "-c", code, name, str(run_dir), json.dumps(ROWS)]
+    """Run `code` with the arguments `name`, `run_dir` and `SESSIONS` as JSON, and return what it prints to stdout."""
+    command = [sys.executable, "-c", code, name, str(run_dir), json.dumps(SESSIONS)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environ, stdout=subprocess.PIPE, check=True, text=True)
     return done.stdout
 
@@ -84,7 +90,10 @@ def test_tensorboard_has_the_logged_metrics(tmp_path: Path) -> None:
 def test_trackio_has_the_logged_metrics_and_continues_a_resumed_run(tmp_path: Path) -> None:
     environ = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     rows = json.loads(run_python(LOG_ROWS + PRINT_TRACKIO_ROWS, "trackio", tmp_path / "run", **environ))
-    assert [(row["step"], row["reward"]) for row in rows] == [(row["step"], row["reward"]) for row in ROWS]
+    names = ("step", "reward", "eval/accuracy")
+    assert [[row.get(name) for name in names] for row in rows] == [
+        [row.get(name) for name in names] for row in SENT_ONCE
+    ]
 
 
 @needs("wandb")
@@ -120,12 +129,6 @@ class FakePackage:
         return [row for rows in self.runs.values() for row in rows]
 
 
-EVAL_ROWS = [{"step": step, "eval/accuracy": step / 8} for step in (2, 3)]
-SESSIONS = [[ROWS[0], EVAL_ROWS[0], ROWS[1]], [ROWS[1], EVAL_ROWS[0], EVAL_ROWS[1], ROWS[2]], [EVAL_ROWS[1]]]
-"""A run that was killed after step 2, and continues after step 1. An evaluation is sent before the row of its step, and
-the evaluation after the last step once more by another process."""
-
-
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
 def test_a_continued_run_sends_no_step_and_no_evaluation_twice(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,8 +142,7 @@ def test_a_continued_run_sends_no_step_and_no_evaluation_twice(
     ((run, logged),) = package.runs.items()
     assert run.startswith("a-run-1-"), "an id in wandb has no spaces and no colons"
     assert set(package.ids) == {run if name == "wandb" else None}
-    first, second, third = ({"reward": row["reward"], "step": row["step"]} for row in ROWS)
-    assert logged == [first, EVAL_ROWS[0], second, EVAL_ROWS[1], third]
+    assert logged == [{name: row[name] for name in row if name not in ("stage", "loss")} for row in SENT_ONCE]
 
 
 @needs("tensorboard")
