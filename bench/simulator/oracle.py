@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bench.simulator.scripts import EpisodeScript
-from trainer.scheduling.length_model import LengthModel
-from trainer.scheduling.scheduler import POLICIES, Placement, Scheduler
-from trainer.scheduling.state import INITIAL_TARGET_UTILIZATION, ScheduledEngine
+from trainer.scheduling.scheduler import (
+    INITIAL_TARGET_UTILIZATION,
+    LengthModel,
+    Placement,
+    ScheduledEngine,
+    ScheduledEpisode,
+    Scheduler,
+)
 
 ORACLE = "oracle"
 """The name of this schedule beside those of the placement policies."""
@@ -37,8 +41,7 @@ class Oracle(Scheduler):
     """A scheduler that knows the final length of every episode. An episode's key is its index in `scripts`."""
 
     def __init__(self, max_context_tokens: int, scripts: Sequence[EpisodeScript]) -> None:
-        policy = replace(POLICIES["kv"], pick=lambda _scheduler, _episode, _now: self._next_engine)
-        super().__init__(max_context_tokens, policy, lengths=_KnownLengths(max_context_tokens, scripts))
+        super().__init__(max_context_tokens, lengths=_KnownLengths(max_context_tokens, scripts))
         self._scripts = scripts
         self._next_engine: ScheduledEngine | None = None
         self._shortest_first: list[tuple[int, Any, int, int]] = []
@@ -55,6 +58,9 @@ class Oracle(Scheduler):
 
     def submit(self, key: Any, group: Hashable, length: int, max_context_tokens: int) -> None:
         insort(self._shortest_first, (self._scripts[key].length, key, length, max_context_tokens))
+
+    def pick(self, episode: ScheduledEpisode, now: float) -> ScheduledEngine | None:
+        return self._next_engine
 
     def place(self, now: float) -> list[Placement]:
         placements = super().place(now)

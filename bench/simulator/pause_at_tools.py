@@ -25,8 +25,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import attrgetter
 
-from trainer.scheduling.scheduler import Placement, PlacementPolicy, Scheduler
-from trainer.scheduling.state import EpisodeKey, EpisodeState, ScheduledEngine, ScheduledEpisode
+from trainer.scheduling.scheduler import (
+    EpisodeKey,
+    EpisodeState,
+    FifoScheduler,
+    Placement,
+    ScheduledEngine,
+    ScheduledEpisode,
+)
 
 BUFFER_TOKENS = 100
 """The value of ThunderAgent's `BUFFER_PER_PROGRAM`, in tokens. If the maximum context is below 3,200 tokens, the buffer
@@ -35,12 +41,12 @@ CHECK_INTERVAL_S = 1.0
 """ThunderAgent's default is 5 s, with which all makespans were between 1 and 2 % longer."""
 
 
-class PauseAtTools(Scheduler):
+class PauseAtTools(FifoScheduler):
     """A scheduler that follows the rule above. A paused episode has no engine. Between two checks, no episode starts
     while another one waits for an engine."""
 
     def __init__(self, max_context_tokens: int) -> None:
-        super().__init__(max_context_tokens, PlacementPolicy(PauseAtTools._engine_with_room))
+        super().__init__(max_context_tokens)
         self._buffer = min(BUFFER_TOKENS, max_context_tokens // 32)
         self._free: dict[str, float] = {}
         """Free tokens by engine: those at the last check minus the needs of the episodes that have started since."""
@@ -74,7 +80,7 @@ class PauseAtTools(Scheduler):
         placements = self._continue_turns(now)
         if self._may_start:
             placements += self._start_waiting(now)
-            self._may_start = not (self._displaced or len(self._queue))
+            self._may_start = not (self._displaced or self._queue)
         if is_check:
             for engine in self.up_engines:
                 self._pause_until_safe(engine, now)
@@ -92,20 +98,18 @@ class PauseAtTools(Scheduler):
         waiting = _smallest_first(self._displaced)
         self._displaced.clear()
         for episode in waiting:
-            if (engine := self._engine_with_room(episode, now)) is not None:
+            if (engine := self.pick(episode, now)) is not None:
                 placements.append(self._start_turn(episode, engine, now))
             else:
                 self._displaced.append(episode)
-        while (head := self._queue.peek()) is not None and (engine := self._engine_with_room(head, now)) is not None:
-            self._queue.pop()
-            placements.append(self._start_turn(head, engine, now))
+        placements += self._start_queued(now)
         for episode in _smallest_first(self._paused_in_tools.values()):
-            if (engine := self._engine_with_room(episode, now)) is not None:
+            if (engine := self.pick(episode, now)) is not None:
                 self._assign(episode, engine, now)
                 del self._paused_in_tools[episode.key]
         return placements
 
-    def _engine_with_room(self, episode: ScheduledEpisode, _: float) -> ScheduledEngine | None:
+    def pick(self, episode: ScheduledEpisode, now: float) -> ScheduledEngine | None:
         """Return the engine with the most free tokens, and subtract from them what the episode needs. Return None if
         the episode does not fit there. An engine without episodes takes any episode."""
         engine = max(self.up_engines, key=lambda engine: self._free.get(engine.name, engine.kv_capacity))

@@ -33,7 +33,7 @@ from trainer.recipe.phases import RecipeRun
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
-from trainer.scheduling.scheduler import POLICIES, Scheduler
+from trainer.scheduling.scheduler import POLICIES
 from trainer.training.context import model_errors_as_config_errors
 
 PROMPT_SETTINGS = ("chat_format", "chat_template", "system_prompt")
@@ -172,7 +172,7 @@ def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: A
     max_down_s = ALL_DOWN_TIMEOUT_S if settings.kind == "local" else settings.max_down_s
     return EnginePool(
         engines,
-        scheduler=Scheduler(settings.max_model_len, POLICIES[settings.placement_policy]),
+        scheduler=POLICIES[settings.placement_policy](settings.max_model_len),
         turn_timeout_s=settings.turn_timeout_s,
         **{"all_down_timeout_s": max_down_s, **options},
     )

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.trainer.scheduling.random_episodes import MAX_CONTEXT
-from trainer.scheduling.length_model import LengthModel
-from trainer.scheduling.scheduler import Scheduler
+from trainer.scheduling.scheduler import LengthModel, Scheduler
 
 
 def test_the_length_model_is_not_biased_to_episodes_that_finish_first() -> None:

@@ -12,28 +12,14 @@ from hypothesis import strategies as st
 
 from tests.trainer.engine_loads import engine_loads
 from tests.trainer.scheduling.random_episodes import CAPACITY, MAX_CONTEXT
-from trainer.scheduling.kv_forecast import KvForecast
-from trainer.scheduling.scheduler import TARGET_DECREASE_FACTOR, EngineStats, Scheduler
-from trainer.scheduling.state import INITIAL_TARGET_UTILIZATION, MIN_TARGET_UTILIZATION
-
-
-def test_stale_predictions_are_dropped_on_an_engine_without_stats() -> None:
-    """The engine always has an episode, so its list of predictions is never cleared as a whole."""
-    scheduler = Scheduler(MAX_CONTEXT)
-    scheduler.add_engine("e0", 100 * MAX_CONTEXT)
-    max_predictions = 0
-    for key in range(200):
-        scheduler.submit(key, key, 10, MAX_CONTEXT)
-        scheduler.place(float(key))
-        for turn in range(5):
-            scheduler.park(key, 20 + 2 * turn, key + 0.5)
-            scheduler.resume(key, 21 + 2 * turn, key + 0.5)
-            scheduler.place(key + 0.5)
-        if key:
-            scheduler.complete(key - 1, key + 0.5, 40)
-        max_predictions = max(max_predictions, len(scheduler.engines["e0"].predicted_ends))
-    assert engine_loads(scheduler)["e0"]["episodes"] == 1
-    assert max_predictions < 100, "over 2,000 predictions were made"
+from trainer.scheduling.scheduler import (
+    INITIAL_TARGET_UTILIZATION,
+    MIN_TARGET_UTILIZATION,
+    TARGET_DECREASE_FACTOR,
+    EngineStats,
+    KvForecast,
+    Scheduler,
+)
 
 
 def test_reservations_never_exceed_the_target_utilization() -> None:

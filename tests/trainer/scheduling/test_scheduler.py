@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulator.placement import POLICIES, round_robin
+from bench.simulator.placement import POLICIES, RoundRobin
 from tests.trainer.engine_loads import engine_loads
 from tests.trainer.scheduling.random_episodes import CAPACITY, MAX_CONTEXT, episodes_on_engines, run_episodes
 from trainer.scheduling.scheduler import EngineStats, Placement, Scheduler
@@ -145,7 +145,7 @@ def test_an_empty_engine_admits_the_head_of_the_queue_even_if_another_has_more_f
 
 
 def test_resumed_turns_do_not_shift_the_round_robin_order() -> None:
-    scheduler = Scheduler(MAX_CONTEXT, round_robin())
+    scheduler = RoundRobin(MAX_CONTEXT)
     for name in ("e0", "e1"):
         scheduler.add_engine(name, CAPACITY)
     admission_engines = []
