@@ -190,8 +190,9 @@ class EpisodeRunner:
             with _recorded(failures, [episode]):
                 with _environment_errors():
                     episode.reward = check_score(episode.problem, score)
-                if episode.reward is None:
-                    raise EpisodeError(FailureKind.INFRASTRUCTURE, "the answer could not be checked")
+                if episode.reward is None:  # a reward function sets the error of an episode that it cannot score
+                    kind = FailureKind.ENVIRONMENT if episode.error else FailureKind.INFRASTRUCTURE
+                    raise EpisodeError(kind, episode.error or "the answer could not be checked")
 
     def _no_score(self) -> EpisodeError:
         return EpisodeError(FailureKind.ENVIRONMENT, f"no score after {self._deadline_s:g} s")

@@ -280,7 +280,7 @@ async def test_abandoned_threads_are_bounded_until_they_end() -> None:
 )
 def test_a_function_that_cannot_be_used_is_an_error_in_one_line_before_anything_starts(name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as of_problem:
-        check_problem(replace(problem("text", GAME), reward=name))
+        check_problem(replace(problem("examples.games:GameEnvironment", GAME), reward=name))
     with pytest.raises(ConfigError) as of_setting:
         check_reward(RunConfig(reward=RewardConfig(function=name)))
     for raised in (of_problem, of_setting):
@@ -305,7 +305,7 @@ def test_a_function_for_groups_is_refused_where_each_episode_is_scored_alone() -
 
 @pytest.mark.asyncio
 async def test_a_reward_function_replaces_the_score_of_an_environment() -> None:
-    own = replace(problem("text", GAME), reward=f"{__name__}:length")
+    own = replace(problem("examples.games:GameEnvironment", GAME), reward=f"{__name__}:length")
     async with opened_environment(own) as (environment, initial):
         assert environment.is_stateful and type(environment).is_stateful
         assert initial.tools[0]["function"]["name"] == "guess"
