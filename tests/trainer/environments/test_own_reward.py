@@ -20,7 +20,7 @@ from tests.trainer.environments.episodes import ended_episode, opened_environmen
 from tests.trainer.fakes import ScriptedPool, ScriptedTools
 from tests.trainer.rollout.conftest import chat_format  # noqa: F401  a fixture
 from tests.trainer.rollout.scripted_rollout import PROBLEM, collect, text_by_seed
-from trainer.config import ConfigError, RewardConfig, RunConfig, StageConfig
+from trainer.config import ConfigError, EnginesConfig, RewardConfig, RunConfig, StageConfig
 from trainer.environments.environment import EnvironmentFailure
 from trainer.environments.own_reward import RewardCalls, check_reward, load_reward
 from trainer.environments.registry import check_problem
@@ -291,7 +291,9 @@ def test_a_function_that_cannot_be_used_is_an_error_in_one_line_before_anything_
 def test_a_function_for_groups_is_refused_where_each_episode_is_scored_alone() -> None:
     def config(function: Any, **stage: Any) -> RunConfig:
         return RunConfig(
-            reward=RewardConfig(function=f"{__name__}:{function.__name__}"), stages={"a": StageConfig(**stage)}
+            reward=RewardConfig(function=f"{__name__}:{function.__name__}"),
+            engines=EnginesConfig(kind="vllm", endpoints=("http://localhost:8000",)),
+            stages={"a": StageConfig(**stage)},
         )
 
     check_reward(config(ranks))
