@@ -72,7 +72,7 @@ def phase_server() -> Iterator[RunPhase]:
     try:
         yield run_phase
     finally:
-        for process in started:
+        for process in (process for process in started if process.pid):  # an interrupt may come before the start
             process.terminate()  # no effect on a process that has ended
             process.join(STOP_TIMEOUT_S)
             process.kill()
@@ -80,13 +80,18 @@ def phase_server() -> Iterator[RunPhase]:
 
 def _run_command(arguments: Sequence[str]) -> None:
     """Run a command of `rstar-train`. If the process of the recipe is killed, this one gets SIGTERM."""
-    recipe, own_pid = parent_process(), os.getpid()
-    assert recipe, "the forkserver gives its forks a parent"
-    threading.Thread(target=lambda: (recipe.join(), os.kill(own_pid, signal.SIGTERM)), daemon=True).start()
+    threading.Thread(target=_end_with_recipe, daemon=True).start()
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         del os.environ[name]  # the phase reads the configuration in the run folder
     sys.argv = ["rstar-train", *arguments]
     runpy.run_module("trainer", run_name="__main__")
+
+
+def _end_with_recipe() -> None:
+    recipe = parent_process()
+    assert recipe, "the forkserver gives its forks a parent"
+    recipe.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def smoke_config(config: RunConfig) -> RunConfig:
