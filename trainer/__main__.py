@@ -4,4 +4,5 @@ import sys
 
 from trainer.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a process of `multiprocessing` imports this file under another name
+    sys.exit(main())

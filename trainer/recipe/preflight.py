@@ -354,7 +354,8 @@ def _check_own_engines(config: RunConfig) -> Iterator[str]:
     model: Mapping[str, Any] = {}
     with suppress(RecordError):  # reported by `_check_model`
         model = read_json(Path(config.model.path, "config.json")) or {}
-    if (names := model.get("architectures")) and (reason := _python_error(python, CHECK_MODEL_CODE, *names)):
+    names = () if model.get("auto_map") else model.get("architectures", ())  # the model may bring code of its own
+    if names and (reason := _python_error(python, CHECK_MODEL_CODE, *names)):
         yield f"model {config.model.path}: {reason}; name another model, or a Python with another vLLM"
     heads, size = model.get("num_attention_heads", 0), engines.tensor_parallel_size
     if heads % size:

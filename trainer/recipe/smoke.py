@@ -2,27 +2,34 @@
 
 The smoke run has a folder of its own, beside the folder of the run, and begins anew each time. Two things are done once
 for all phases, since each phase would need seconds for each of them: a sandbox is started, unless the run names one,
-and the libraries are imported (`phase_server`).
+and the libraries are imported. A phase is still a process of its own.
 """
 
 from __future__ import annotations
 
+import os
+import runpy
 import shutil
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config import ConfigError, RunConfig, SamplingConfig
+from trainer.config_loading import ENV_PREFIX
 from trainer.data.problems import write_problems
 from trainer.data.sources import GENERATED, iter_problems, read_conversations
 from trainer.json_files import write_rows
-from trainer.recipe.phase_server import phase_server
-from trainer.recipe.phases import RecipeRun
+from trainer.recipe.phases import Phase, RecipeRun
 from trainer.recipe.rollout_session import connect_sandbox
-from trainer.recipe.runner import run_recipe
+from trainer.recipe.runner import STOP_TIMEOUT_S, RunPhase, run_child, run_recipe
 from trainer.rollout.loop_thread import LoopThread
 
 LOCK_FILE = "lock"
@@ -43,6 +50,48 @@ def run_smoke(config: RunConfig, *, has_preflight: bool) -> RecipeRun:
             sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
             config = replace(config, sandbox=replace(config.sandbox, endpoints=sandbox.endpoints))
         return run_recipe(config, run_phase=run_phase, has_preflight=has_preflight)
+
+
+@contextmanager
+def phase_server() -> Iterator[RunPhase]:
+    """Yield a function that runs phases as forks of one process, which has imported the libraries. A running phase is
+    stopped at the end of the block, and if this process is killed. The preflight, and any command that does not begin
+    with `python -m trainer`, such as that of a launcher, are ordinary child processes."""
+    context, started = get_context("forkserver"), list[Any]()
+    context.set_forkserver_preload(["trainer.recipe.phase_work"])
+
+    def run_phase(phase: Phase, command: Sequence[str], lock_fd: int) -> int:
+        if phase.command == "preflight" or command[:3] != [sys.executable, "-m", "trainer"]:
+            return run_child(phase, command, lock_fd)
+        process = context.Process(target=_run_command, args=[command[3:]])
+        started.append(process)
+        process.start()
+        process.join()
+        return int(process.exitcode or 0)
+
+    try:
+        yield run_phase
+    finally:
+        for process in (process for process in started if process.pid):  # an interrupt may come before the start
+            process.terminate()  # no effect on a process that has ended
+            process.join(STOP_TIMEOUT_S)
+            process.kill()
+
+
+def _run_command(arguments: Sequence[str]) -> None:
+    """Run a command of `rstar-train`. If the process of the recipe is killed, this one gets SIGTERM."""
+    threading.Thread(target=_end_with_recipe, daemon=True).start()
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        del os.environ[name]  # the phase reads the configuration in the run folder
+    sys.argv = ["rstar-train", *arguments]
+    runpy.run_module("trainer", run_name="__main__")
+
+
+def _end_with_recipe() -> None:
+    recipe = parent_process()
+    assert recipe, "the forkserver gives its forks a parent"
+    recipe.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def smoke_config(config: RunConfig) -> RunConfig:

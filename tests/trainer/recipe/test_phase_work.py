@@ -208,6 +208,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_training_loads_it(tmp
         phase_work.sft(run, Phase("sft", "sft"))
 
 
+@pytest.mark.slow
 def test_ranks_with_different_settings_end_with_a_line_that_names_them(tmp_path: Path) -> None:
     _config(tmp_path)
     program = "import os, sys; os.environ['RSTAR_TRAIN_SEED'] = os.environ['RANK']; from trainer.cli import main; "

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +25,8 @@ from trainer.config import ConfigError, RunConfig
 from trainer.config_loading import load_config
 from trainer.data.sources import read_conversations, read_problems
 from trainer.recipe import smoke
-from trainer.recipe.phase_server import phase_server
 from trainer.recipe.phases import Phase, RecipeRun
+from trainer.recipe.smoke import phase_server
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -136,4 +138,23 @@ def test_a_server_that_is_stopped_first_stops_its_running_phase(tmp_path: Path) 
             writing = os.open(config, os.O_WRONLY)  # waits until the phase reads
         with pytest.raises(BrokenPipeError):  # no process reads the pipe any more: the phase has ended
             os.write(writing, b"x")
+    os.close(writing)
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_killed_ends_its_running_phase(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    config = tmp_path / "config.toml"
+    os.mkfifo(config)  # the phase waits for its configuration
+    code = (
+        "import sys\nfrom trainer.recipe.phases import Phase\nfrom trainer.recipe.smoke import phase_server\n"
+        "with phase_server() as run_phase:\n"
+        "    run_phase(Phase('sft'), [sys.executable, '-m', 'trainer', 'sft', sys.argv[1]], 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, config], cwd=CONFIGS.parent) as recipe:
+        writing = os.open(config, os.O_WRONLY)  # waits until the phase reads
+        recipe.kill()
+    ended = select.poll()
+    ended.register(writing, 0)  # an error is always reported: no process reads the pipe any more
+    assert ended.poll(120_000)
     os.close(writing)
