@@ -128,8 +128,8 @@ def test_the_gradients_of_two_ranks_are_those_of_one_process(
         assert metrics["loss"] == pytest.approx(exact_metrics["loss"], abs=1e-6)
         return
     rounded, rounded_metrics = on_one_process("bfloat16")
-    # The activations are rounded to bfloat16 in both, at other places. Measured were errors of 1.9 % and 1.7 %, and mean
-    # differences of log-probabilities of 0.008 and 0.007.
+    # The activations are rounded to bfloat16 in both, at other places. Measured were errors of 1.9 % and 1.7 %, and
+    # mean differences of log-probabilities of 0.008 and 0.007.
     assert relative_error(found, exact) < 2 * relative_error(rounded, exact) < 0.1
     assert metrics["logprob_diff_mean"] < 2 * rounded_metrics["logprob_diff_mean"] < 0.02
 
