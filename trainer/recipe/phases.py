@@ -132,8 +132,8 @@ class RecipeRun:
         write_json(self.result_path(phase), {**asdict(result), "seconds": perf_counter() - self.started_at})
         if isinstance(result, TrainResult) and phase.command in DISTRIBUTED_PHASES:
             for folder in self.dir.glob("stages/*/checkpoints"):
-                steps = sorted((int(path.name.removeprefix("checkpoint-")) for path in folder.iterdir()), reverse=True)
-                for step in steps[self.config.storage.keep_checkpoints :]:
+                steps = [int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*")]
+                for step in sorted(steps, reverse=True)[self.config.storage.keep_checkpoints :]:
                     checkpoint = folder / f"checkpoint-{step}"
                     if checkpoint != self.dir / result.checkpoint:
                         shutil.rmtree(checkpoint)

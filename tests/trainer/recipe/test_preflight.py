@@ -164,6 +164,7 @@ def test_all_that_is_missing_is_named_at_once(
         "engines.vllm_python": "no-such-python",
         "hardware.launcher": "no-such-torchrun",
         "tracking.trackers": "trackio",
+        "rl.optim": "adamw_8bit",
         "sandbox.endpoints": UNUSED_URL,
     }
     config = _config(tmp_path, *(f"{key}={value}" for key, value in sets.items()))
@@ -181,6 +182,7 @@ def test_all_that_is_missing_is_named_at_once(
         "memory: stages.rl1: needs ",
         "hardware.launcher: no-such-torchrun: no such command on PATH; ",
         "tracking.trackers: trackio is not installed; ",
+        "stages.rl1: optim=adamw_8bit: bitsandbytes is not installed; ",
         "engines: no-such-python has no vLLM; ",
         f"sandbox: no sandbox at {UNUSED_URL}: ",
     ]
