@@ -137,7 +137,13 @@ def test_an_adapter_needs_no_optimizer_states_of_the_model_and_evaluations_keep_
 
 
 def test_an_adapter_for_14b_fits_a_gpu_of_80_gb() -> None:
-    sets = ["hardware.nodes=1", "hardware.gpus_per_node=1", "hardware.gpu_memory_gb=80", "hardware.sharding=none"]
+    sets = [
+        "hardware.nodes=1",
+        "hardware.launcher=[]",
+        "hardware.gpus_per_node=1",
+        "hardware.gpu_memory_gb=80",
+        "hardware.sharding=none",
+    ]
     sets += ["hardware.engine_gpus=1", "engines.endpoints=http://engine", "model.peft.r=16"]
     run = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, sets), QWEN3_14B)
     assert run.weight_bytes == 2 * num_parameters(QWEN3_14B)
