@@ -79,7 +79,7 @@ def _load(worker: Any, tensors: Iterator[tuple[str, Any]]) -> dict[str, Any]:
         with set_current_vllm_config(worker.vllm_config):  # drop what is loaded, or the next call would mix it in
             finalize_layerwise_reload(model, worker.model_config)
         raise
-    not_compared = ", ".join(sorted(model.differing_at_first_load)) or "none"
+    not_compared = ", ".join(sorted(getattr(model, "not_compared", ["all"]))) or "none"
     logger.info("Loaded %d tensors; parameters not compared with them: %s", len(report["checksums"]), not_compared)
     if worker.model_config.quantization:  # scales are computed, not loaded
         report["missing"] = []

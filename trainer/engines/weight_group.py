@@ -85,7 +85,8 @@ def checked_load(
     - `missing`: the parameters of the model for which there was no tensor.
     - `differing`: the layers whose parameters have another checksum than the received tensors of the layer, and the
       modules that `unfinished` returns after the loading. A model may change weights while it loads them: it pads,
-      transposes or splits them. So what differs at the first call is not reported, and not compared at later calls.
+      transposes or splits them. So what differs at the first call without missing parameters is not reported, and not
+      compared at later calls.
     """
     received: dict[str, int] = {}
     loaded: set[str] | None = set()
@@ -110,13 +111,11 @@ def checked_load(
     stored = {name: checksum(parameter) for name, parameter in model.named_parameters()}
     sent_sums, stored_sums = _sums_by_layer(received), _sums_by_layer(stored)
     differing |= {f"layer {layer}" for layer in sent_sums if sent_sums[layer] != stored_sums[layer]}
-    if not hasattr(model, "differing_at_first_load"):
-        model.differing_at_first_load = differing
-    return {
-        "checksums": received,
-        "missing": [] if loaded is None else sorted(stored.keys() - loaded),
-        "differing": sorted(differing - model.differing_at_first_load),
-    }
+    missing = [] if loaded is None else sorted(stored.keys() - loaded)
+    if not missing and not hasattr(model, "not_compared"):
+        model.not_compared = frozenset(differing)
+    differing -= getattr(model, "not_compared", frozenset())
+    return {"checksums": received, "missing": missing, "differing": sorted(differing)}
 
 
 def _sums_by_layer(checksums: Mapping[str, int]) -> Counter[int]:

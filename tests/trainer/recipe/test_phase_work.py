@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -371,6 +372,23 @@ async def test_vllm_servers_load_weights_from_absolute_paths_that_stay_while_the
             assert pool._all_down_timeout_s == 77, "episodes wait for a restart (engines.max_down_s)"
     assert not paths[0].exists()
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("sync_check", "probes", "has_checksums"),
+    [("checksum", "once", True), ("probe", "at each sync", False), ("off", "never", False)],
+)
+@pytest.mark.asyncio
+async def test_sync_check_chooses_between_checksums_and_the_probe(
+    tmp_path: Path, sync_check: str, probes: str, has_checksums: bool
+) -> None:
+    model = model_folder(tmp_path / "model")
+    config = _config(tmp_path, f"engines.sync_check={sync_check}", "engines.probe_tolerance=3")
+    async with rollout_session.open_engine_pool(config, model, tmp_path) as pool:
+        assert probes == ("never" if not pool._probe else "once" if pool._probes_once else "at each sync")
+        assert pool._probe is None or pool._probe._tolerance == 3
+    servers = replace(config, engines=replace(config.engines, kind="vllm"))
+    assert rollout_session._weight_transfer(servers, tmp_path, None)["store"]._has_checksums == has_checksums
 
 
 @pytest.mark.parametrize(("weight_sync", "transfer"), [("file", "function"), ("gloo", "BroadcastTransfer")])
