@@ -242,7 +242,7 @@ class CollectConfig(SamplingConfig):
     store: str = ""  # directory of the store; empty is collection/ in the run folder
     executor: Literal["sequential", "local", "ray"] = "local"  # one at a time, many in this process, or on Ray nodes
     ray_address: str = ""  # HOST:PORT of a Ray cluster; empty is RAY_ADDRESS, a local cluster, or a new one
-    episodes_per_worker: PositiveInt = 64  # episodes at once in one process; `ray` has one per node
+    episodes_per_worker: PositiveInt = 64  # episodes at once in one process; online, those in stateful environments
     deadline_s: PositiveFloat = 1200.0  # seconds per episode, its earlier tries included
     max_infrastructure_failures: NonNegativeInt = 8  # failed tries of an episode because of engine, sandbox or node
     max_environment_failures: NonNegativeInt = 1  # failed tries of an episode because of its environment

@@ -142,6 +142,9 @@ class EnginePool:
             if self._store is not None:
                 await self._store.delete_others(None)
 
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     @asynccontextmanager
     async def open_episode(self, *, group: Hashable, max_context_tokens: int) -> AsyncIterator[EpisodeHandle]:
         """Open a handle for one episode of the problem `group`."""
@@ -274,9 +277,6 @@ class EnginePool:
 
     # --- engines that are down ---
 
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
     def remove_engine(self, name: str) -> None:
         """Place the turns of an engine again that is no longer up."""
         for key in self.scheduler.remove_engine(name):
@@ -362,17 +362,8 @@ class EpisodeHandle:
         self.placement, self.length = None, length
         pool.scheduler_event.set()
         if pool.on_turn is not None:
-            record = TurnRecord(
-                episode=self.key,
-                group=self._group,
-                engine=placement.engine,
-                requested_at=requested_at,
-                started_at=started_at,
-                ended_at=ended_at,
-                context_tokens=context_tokens,
-                sampled_tokens=len(generation.ids),
-                is_migration=placement.is_migration,
-            )
+            times, tokens = (requested_at, started_at, ended_at), (context_tokens, len(generation.ids))
+            record = TurnRecord(self.key, self._group, placement.engine, *times, *tokens, placement.is_migration)
             pool.on_turn(record)
         return replace(generation, wait_s=started_at - requested_at)
 
