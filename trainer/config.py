@@ -214,8 +214,6 @@ class StageConfig(SamplingConfig):
     learning_rate: Fraction = 1e-6  # constant after the warm-up
     warmup_steps: NonNegativeInt = 20  # training steps in which the learning rate rises
     # The ratio is clipped. This has no effect: a batch of episodes has one optimizer step, so the ratio is 1.
-    epsilon_low: Fraction = 0.2  # the ratio is clipped below 1 - epsilon_low
-    epsilon_high: PositiveFloat = 0.28  # the ratio is clipped above 1 + epsilon_high
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this norm
     micro_batch_tokens: PositiveInt = 65536  # tokens per device and pass, prompts included; bounds activations
     gradient_checkpointing: bool = False  # recompute activations in the backward pass

@@ -410,7 +410,7 @@ def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:
     stage = StageConfig()
     assert (stage.problems_per_step, stage.samples_per_problem, stage.kept_per_problem) == (512, 32, 16)
     assert (stage.learning_rate, stage.warmup_steps) == (1e-6, 20)
-    assert (stage.epsilon_low, stage.epsilon_high, stage.temperature, stage.roc_mode) == (0.2, 0.28, 1.0, "paper")
+    assert (stage.temperature, stage.roc_mode) == (1.0, "paper")
 
 
 @pytest.mark.parametrize(

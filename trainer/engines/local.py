@@ -85,6 +85,12 @@ class LocalEngine:
         layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if layer_types != {"full_attention"}:
             raise ValueError(f"expected a model with full attention in all layers, got {sorted(layer_types)}; use vLLM")
+        window = None if getattr(model.config, "layer_types", None) else getattr(model.config, "sliding_window", None)
+        if window and window < max_model_len:
+            raise ValueError(
+                f"expected max_model_len={max_model_len} to be at most the model's sliding window of {window}; lower "
+                "engines.max_model_len, or use vLLM"
+            )
         self.name = name
         self.weight_version = 0
         self.max_num_seqs = max_num_seqs

@@ -91,6 +91,12 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
     if shape:
         _log("disk and memory")
         lines += [*_check_disk(run, phases, shape), *_check_memory(config, phases, shape)]
+    if commands & {*DISTRIBUTED_PHASES, "eval"}:
+        lines += [
+            f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
+            for package in config.tracking.trackers
+            if not find_spec(package)
+        ]
     if commands & {*DISTRIBUTED_PHASES}:
         lines += [*_check_packages(config), *_check_adapter_and_grpo_options(config, phases)]
     if commands & {*SAMPLING_PHASES}:
@@ -297,9 +303,6 @@ def _check_packages(config: RunConfig) -> Iterator[str]:
         yield f"hardware.launcher: {launcher[0]}: no such command on PATH; install it, or name another"
     if not launcher and ranks > 1 and os.environ.get("WORLD_SIZE") != str(ranks):  # torchrun has started this process
         yield f"hardware.launcher: expected a command for {ranks} processes, got none; set it, for example to torchrun"
-    for package in config.tracking.trackers:
-        if not find_spec(package):
-            yield f"tracking.trackers: {package} is not installed; pip install {package}, or leave it out"
     for table, settings in config.trainings().items():
         if needs_bitsandbytes(settings.optim) and not find_spec("bitsandbytes"):
             yield f"{table}: optim={settings.optim}: bitsandbytes is not installed; pip install it, or change optim"

@@ -107,7 +107,8 @@ def _print_run(folder: RunFolder) -> None:
         console.print(f"{folder.path}: step {rows[-1]['step']}, {stage}, written {age_s:,.0f} s ago")
         for warning in warnings(rows[-1]):
             console.print(f"warning: {warning}")
-        console.print(_stage_table(rows, folder.read_summary()), _metric_table(rows, console.width), sep="\n")
+        tables = _stage_table(rows, folder.read_summary()), _time_table(rows), _metric_table(rows, console.width)
+        console.print(*tables, sep="\n")
     else:
         console.print(f"{folder.path}: no training step is finished yet")
     if folder.episode_steps():
@@ -126,6 +127,28 @@ def _stage_table(rows: Sequence[Row], summary: Row | None) -> Table:
         accuracy = format_number(results.get(name, {}).get("accuracy"))
         stages.add_row(escape_controls(name), str(len(stage)), *changes, accuracy)
     return stages
+
+
+def _time_table(rows: Sequence[Row]) -> Table:
+    """Return the shares of a step's time, and the shares of the time of its episodes, of which many run at once."""
+    times = table(
+        "stage", "s per step>", "wait for episodes>", "weight sync>", "training>", "rest>",
+        "episodes: engine wait>", "generation>", "tools>",
+    )  # fmt: skip
+    for name, group in groupby(rows, key=lambda row: row["stage"]):
+        stage = [row for row in group if row.get("step_s")]
+
+        def shares(names: Sequence[str], total: str = "", stage: Sequence[Row] = stage) -> list[float]:
+            sums = [sum(row.get(name) or 0.0 for row in stage) for name in names]
+            whole = sum(row[total] for row in stage) if total else sum(sums)
+            return [value / whole if whole else 0.0 for value in sums]
+
+        if stage:
+            step = shares(("rollout_wait_s", "weight_sync_s", "optimize_s"), "step_s")
+            shown = [*step, 1 - sum(step), *shares(("wait_s_sum", "generate_s_sum", "tool_s_sum"))]
+            step_s = format_number(sum(row["step_s"] for row in stage) / len(stage))
+            times.add_row(escape_controls(name), step_s, *(f"{share:.1%}" for share in shown))
+    return times
 
 
 def _metric_table(rows: Sequence[Row], width: int) -> Table:

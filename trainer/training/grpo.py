@@ -25,10 +25,10 @@ Invariants:
 - Pending groups, which continue in the next step, are part of each checkpoint.
 - Only the first rank uses engines and tools; the other ranks receive their rows from it.
 
-Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, ratios clipped to [1 - epsilon_low,
-1 + epsilon_high], no KL and no entropy term, advantages from the group's selected rewards. A batch has one optimizer
-step, so the ratio to the weights before the step is 1, and the clip never acts. Importance sampling corrects
-differences between engine and trainer. The importance ratio of each token is capped (`trainer.training.token_budget`).
+Loss (rStar2-Agent, arXiv 2508.20722, 2.2): token mean over the batch, no KL and no entropy term, advantages from the
+group's selected rewards. A batch has one optimizer step, so the ratio to the weights before the step is 1, and the
+paper's clip of this ratio would never act: there is none. Importance sampling corrects differences between engine and
+trainer. The importance ratio of each token is capped (`trainer.training.token_budget`).
 """
 
 from __future__ import annotations
@@ -145,8 +145,6 @@ def train_stage(
         shuffle_dataset=False,
         # The loss.
         beta=0.0,
-        epsilon=stage.epsilon_low,
-        epsilon_high=stage.epsilon_high,
         loss_type="dapo",
         scale_rewards="group",
         temperature=stage.temperature,

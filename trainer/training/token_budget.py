@@ -84,7 +84,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss + earlier_loss
 
     def _pass_loss(self, model: Any, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
-        """Return this pass's part of the loss of the step (rStar2-Agent, arXiv 2508.20722, equation 3).
+        """Return this pass's part of the loss of the step (rStar2-Agent, arXiv 2508.20722, equation 3, without its
+        clip: the ratio is 1 and only its gradient counts).
 
         Adds five numbers to `sums`. Four are sums over the tokens in the loss: their number, log-probability
         differences, importance ratios and entropies. The fifth is the number of positions of the pass.
@@ -95,9 +96,7 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         difference_BT = torch.nan_to_num((logps_BT.detach() - batch["sampling_per_token_logps"]) * mask_BT)
         importance_BT = difference_BT.exp().clamp(max=IMPORTANCE_RATIO_CAP)
         ratio_BT = (logps_BT - logps_BT.detach()).exp()
-        clipped_BT = ratio_BT.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-        advantages_B1 = batch["advantages"][:, None]
-        loss_BT = -torch.min(ratio_BT * advantages_B1, clipped_BT * advantages_B1) * importance_BT
+        loss_BT = -ratio_BT * batch["advantages"][:, None] * importance_BT
         counted = (difference_BT.abs(), importance_BT, entropies_BT.detach())
         if self._on_entropies:
             self._entropies += _row_entropies(batch, entropies_BT, mask_BT)

@@ -326,3 +326,10 @@ async def test_close_fails_waiting_requests():
 async def test_unsupported_attention_is_a_value_error():
     with pytest.raises(ValueError, match="use vLLM"):
         LocalEngine(make_model(layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=True))
+
+
+async def test_a_sliding_window_is_refused_if_a_context_can_be_longer():
+    """Configurations of Mistral have no types of layers."""
+    with pytest.raises(ValueError, match="max_model_len=256 to be at most the model's sliding window of 255; lower"):
+        LocalEngine(make_model(architecture="Mistral", sliding_window=255), max_model_len=256)
+    await LocalEngine(make_model(architecture="Mistral", sliding_window=256), max_model_len=256).close()

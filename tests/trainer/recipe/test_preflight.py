@@ -180,8 +180,8 @@ def test_all_that_is_missing_is_named_at_once(
         f"disk: {tmp_path / 'run'}: models and checkpoints need 0.0 GB, but 0.0 GB are free; ",
         "memory: sft: needs ",
         "memory: stages.rl1: needs ",
-        "hardware.launcher: no-such-torchrun: no such command on PATH; ",
         "tracking.trackers: trackio is not installed; ",
+        "hardware.launcher: no-such-torchrun: no such command on PATH; ",
         "stages.rl1: optim=adamw_8bit: bitsandbytes is not installed; ",
         "engines: no-such-python has no vLLM; ",
         f"sandbox: no sandbox at {UNUSED_URL}: ",
@@ -189,6 +189,7 @@ def test_all_that_is_missing_is_named_at_once(
     expected = [line for line in lines if any(line.startswith(beginning) for beginning in beginnings)]
     assert (len(lines), expected) == (len(beginnings), lines)
     assert all("; " in line and "\n" not in line for line in lines), "each line says after the semicolon what to do"
+    assert beginnings[7] + "pip install trackio, or leave it out" in _missing(config, "eval")
     assert not (tmp_path / "run").exists()
 
     argv = ["preflight", str(tmp_path / "run.toml"), *(f"--set={key}={value}" for key, value in sets.items())]

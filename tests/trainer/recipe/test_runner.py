@@ -233,7 +233,7 @@ def test_a_run_folder_that_lacks_a_newer_setting_continues_with_the_default_of_t
     run_recipe(config, run_phase=FakeChildren(config))
     written = RecipeRun(config).run_folder.read_config()
     assert written
-    del written["sft"]["warmup_ratio"], written["stages"]["rl1"]["epsilon_high"]
+    del written["sft"]["warmup_ratio"], written["stages"]["rl1"]["max_grad_norm"]
     write_json(tmp_path / "run/config.json", {"layout_version": LAYOUT_VERSION, "config": written})
     children = FakeChildren(config)
     run_recipe(config, run_phase=children)

@@ -60,6 +60,15 @@ def test_the_terminal_shows_the_first_and_the_last_value_of_each_metric(
     assert f"step {LAST_STEP}, rl2" in shown
 
 
+def test_the_terminal_shows_where_the_time_of_a_step_goes(tmp_path: Path, show_in_terminal: Show) -> None:
+    folder = RunFolder(tmp_path)
+    step = {"stage": "rl1", "step_s": 4.0, "rollout_wait_s": 2.0, "weight_sync_s": 0.4, "optimize_s": 1.0}
+    folder.append_metrics({"step": 1, **step, "wait_s_sum": 10.0, "generate_s_sum": 20.0, "tool_s_sum": 70.0})
+    folder.append_metrics({"step": 2, **step, "step_s": 6.0, "rollout_wait_s": 4.0})
+    (line,) = [line for line in show_in_terminal(folder).splitlines() if re.match(r"rl1 +5 ", line)]
+    assert line.split()[1:] == ["5", "60.0%", "8.0%", "20.0%", "12.0%", "10.0%", "20.0%", "70.0%"]
+
+
 def as_shown(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
 
