@@ -56,9 +56,6 @@ EXPERTS_NAME = "batched_mm"
 ROWS_PER_THREAD = 8
 """The number of rows of a pass is a multiple of this number times the number of threads. The matrix products of MKL
 divide the rows among the threads. If rows remain, another kernel computes them, and it rounds differently."""
-MEMORY_SHARE = 0.25
-"""Share of the memory that is available at the start of an engine, for the keys and values of its running requests. The
-prefix cache may take as much again. The rest is for the training."""
 NOT_FORCED = -1
 """Marks slots whose next id is sampled, not given."""
 TOP_P_DISABLED = 2.0

@@ -49,7 +49,15 @@ from trainer.environments.registry import check_problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError, read_json
 from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
-from trainer.recipe.resource_plan import GB, LESS_MEMORY_ADVICE, disk_bytes, known_shape, misfits, resource_plan
+from trainer.recipe.resource_plan import (
+    CACHE_MEMORY_SHARE,
+    GB,
+    LESS_MEMORY_ADVICE,
+    disk_bytes,
+    known_shape,
+    misfits,
+    resource_plan,
+)
 from trainer.recipe.runner import NotReady
 
 SAMPLING_PHASES = ("filter", "collect", "grpo", "eval", "rollout")
@@ -280,8 +288,8 @@ def _check_memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape)
             continue
         name = "sft" if phase.command == "sft" else phase.stage
         yield from lines[name]
-        engine_bytes = plan.engine_gpu_bytes if is_local and phase.command != "sft" else 0
-        needed_gb = (plans[name].train_bytes + engine_bytes) / GB
+        engine_gb = plan.engine_gpu_bytes / GB if is_local and phase.command != "sft" else 0.0
+        needed_gb = plans[name].train_bytes / GB + min(engine_gb, 2 * CACHE_MEMORY_SHARE * available_gb)
         if not hardware.gpus_per_node and needed_gb > available_gb:
             where = name if name == "sft" else f"stages.{name}"
             yield (

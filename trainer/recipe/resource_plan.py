@@ -36,6 +36,9 @@ TILE_TOKENS = 4096
 TILE_VOCABULARY = 32768
 """The number of vocabulary entries in such a tile."""
 GB = 10**9
+CACHE_MEMORY_SHARE = 0.25
+"""Largest share of the memory that is available at the start of a local engine for the keys and values of its running
+requests. Its prefix cache may take as much again. The rest is for the training."""
 PROMPT_ALLOWANCE = 1024
 """Assumed tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
 LESS_MEMORY_ADVICE = "lower micro_batch_tokens (sft: micro_batch_size) or set gradient_checkpointing or sharding"

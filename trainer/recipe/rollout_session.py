@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from sandbox.machine import memory_available
 from trainer.config import ConfigError, EnginesConfig, ModelConfig, RunConfig, SandboxConfig, expand_urls
 from trainer.engines.engine import Engine, WeightTransfer
-from trainer.engines.local import MEMORY_SHARE, LocalEngine
+from trainer.engines.local import LocalEngine
 from trainer.engines.openai_client import OpenAIEngine
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
 from trainer.engines.vllm_client import VllmEngine
@@ -30,6 +30,7 @@ from trainer.environments.registry import open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
 from trainer.recipe.phases import RecipeRun
+from trainer.recipe.resource_plan import CACHE_MEMORY_SHARE
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
@@ -122,7 +123,7 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
                     initial,
                     max_num_seqs=engines.max_num_seqs,
                     max_model_len=engines.max_model_len,
-                    max_cache_bytes=MEMORY_SHARE * memory_available(),
+                    max_cache_bytes=CACHE_MEMORY_SHARE * memory_available(),
                 )
             options: dict[str, Any] = {"transfer": load_by_engine}
             pool_engines: Sequence[LocalEngine | VllmEngine] = [local]

@@ -20,7 +20,7 @@ from aiohttp import web
 from tests.http_server import close_runner
 from tests.trainer.fakes import qwen_tokenizer, released_template
 from trainer import cli
-from trainer.config import HardwareConfig, RunConfig
+from trainer.config import HardwareConfig, ModelShape, RunConfig
 from trainer.config_loading import load_config
 from trainer.data import tiny_model
 from trainer.environments import connection
@@ -238,6 +238,22 @@ def test_a_reward_function_that_cannot_be_imported_is_found_before_anything_star
     assert cli.main(["prepare", str(tmp_path / "run.toml"), *options]) == 2
     (line,) = _without_progress(capsys.readouterr().err)
     assert "reward 'no_such_module:score'" in line
+
+
+def test_a_local_engine_takes_at_most_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches of 64 sequences of 16,384 tokens would take 48 GB, and a training with passes of 2,048 tokens takes
+    5 GB."""
+    shape = ModelShape(30, 576, 1536, 9, 3, 49152, tie_word_embeddings=True)
+    sets = ["engines.max_num_seqs=64", "engines.max_model_len=16384", "model.dtype=float32"]
+    config, phases = (
+        _config(tmp_path, *sets, "rl.micro_batch_tokens=2048", "rl.max_response_tokens=1024"),
+        [Phase("grpo", "rl1")],
+    )
+    monkeypatch.setattr(preflight, "_available_bytes", lambda: 20 * 10**9)
+    assert [*preflight._check_memory(config, phases, shape)] == []
+    monkeypatch.setattr(preflight, "_available_bytes", lambda: 6 * 10**9)
+    (line,) = preflight._check_memory(config, phases, shape)
+    assert line.startswith("memory: stages.rl1: needs 8.") and "6.0 GB are available here" in line
 
 
 def test_many_wrong_problems_are_a_few_lines(tmp_path: Path) -> None:
