@@ -140,7 +140,7 @@ class VirtualClock:
         threads = sum(len(process.threads) for process in processes.values())
         self.is_single_threaded = self.is_single_threaded and threads == 1
         was_uncertain_s = self._uncertain_s
-        delay_s, has_thread_ended = self._account_run_delay(span_s, processes)
+        delay_s, ended = self._account_run_delay(span_s, processes)
         new_cpu_s, unobserved_s = self._account_cpu(processes, cpu_s)
         runnable = sum(process.is_runnable for process in processes.values())
         parallel = min(max((self._runnable + runnable) / 2, 1.0), float(self._cores))
@@ -148,17 +148,19 @@ class VirtualClock:
         path_gain_s = path_s - self._critical_path_cpu_s
         slept_s = max(0.0, span_s - new_cpu_s - delay_s)
         min_gain_s = span_s - delay_s
-        is_delay_unknown = has_thread_ended or unobserved_s > MIN_UNOBSERVED_CPU_S
+        is_delay_unknown = ended or unobserved_s > MIN_UNOBSERVED_CPU_S
         if is_delay_unknown or (was_uncertain_s > 0 and not self.is_single_threaded):
             delay_per_cpu_s = self._run_delay_s / max(self._cpu_s - self._unobserved_cpu_s, MIN_UNOBSERVED_CPU_S)
             max_delay_s = MAX_WAIT_RATIO * delay_per_cpu_s * unobserved_s + was_uncertain_s
+            if any(history.is_runnable for history in ended):
+                max_delay_s = span_s  # such a thread may have waited, or been exiting, until it ended
             slept_s = self._unobserved.slept_s(span_s, slept_s, max_delay_s, is_asleep=runnable == 0)
             min_gain_s = slept_s
         self.elapsed_s = min(wall_s, self.elapsed_s + max(path_gain_s + slept_s, min_gain_s))
         self._critical_path_cpu_s, self._runnable, self._processes = path_s, runnable, processes
 
-    def _account_run_delay(self, span_s: float, processes: TreeSample) -> tuple[float, bool]:
-        """Return the run delay of all threads since the last sample, and whether a thread has ended since then."""
+    def _account_run_delay(self, span_s: float, processes: TreeSample) -> tuple[float, list[_ThreadHistory]]:
+        """Return the run delay of all threads since the last sample, and the threads that have ended since then."""
         before, self._threads = self._threads, {}
         total_s = self._uncertain_s = 0.0
         for pid, process in processes.items():
@@ -178,7 +180,7 @@ class VirtualClock:
                 history.timeslices, history.voluntary_switches = thread.timeslices, thread.voluntary_switches
                 self._threads[pid, tid] = history
         self._run_delay_s += total_s
-        return total_s, bool(before)
+        return total_s, list(before.values())
 
     def _account_cpu(self, processes: TreeSample, cpu_s: float) -> tuple[float, float]:
         """Return the CPU seconds of all processes since the last sample, and the part of them that no sampled process

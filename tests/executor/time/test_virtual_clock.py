@@ -214,6 +214,17 @@ def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
     assert clock.elapsed_s < 1.0
 
 
+def test_the_last_wait_of_a_child_is_no_sleep() -> None:
+    """Each child is sampled once, while it waits for a core, and ends within the next 0.3 s. The kernel then no longer
+    tells how long it has waited, and its CPU time hardly grows."""
+    clock = VirtualClock(cores=2)
+    for n in range(1, 21):
+        parent = ProcessSample(1, 0.3 * n, 0.001, {7: ThreadSample(0.001, 0.0, 2, 2, is_runnable=False)})
+        child = ProcessSample(7, 0.1, 0.0005, {100 + n: ThreadSample(0.0005, 0.09, 3, 0, is_runnable=True)})
+        clock.advance(0.3 * n, {7: parent, 100 + n: child}, 0.001 + 0.0006 * n)
+    assert clock.elapsed_s < 0.3
+
+
 def test_the_exit_of_a_thread_takes_no_virtual_time_but_its_cpu_time() -> None:
     """An exiting thread waits for locks of the kernel. The kernel does not add these waits to its run delay, not even
     after the thread has run again (more timeslices)."""
