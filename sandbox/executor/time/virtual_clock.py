@@ -233,15 +233,19 @@ def _current_wait_s(
         the thread                                             wait                 uncertain
         is exiting                                             `unknown_s`          as before
         had no timeslice since it was last seen runnable       `unknown_s`          as before
-        was runnable and made no voluntary switch since then   at most the span     as before
+        was runnable and made no voluntary switch since then   at most the span,    as before
+                                                               or `unknown_s` if
+                                                               nothing is uncertain
         otherwise                                              at most the span     all of it
     """
     if not thread.is_runnable:
         return 0.0, 0.0
     if thread.is_exiting or not thread.timeslices or (history.is_runnable and history.timeslices == thread.timeslices):
         return unknown_s, history.uncertain_s
-    wait_s = min(unknown_s, span_s)
     has_not_slept = history.is_runnable and history.voluntary_switches == thread.voluntary_switches
+    if has_not_slept and not history.uncertain_s:
+        return unknown_s, 0.0  # for example time that the hypervisor gave to other machines
+    wait_s = min(unknown_s, span_s)
     return wait_s, min(wait_s, history.uncertain_s) if has_not_slept else wait_s
 
 

@@ -206,6 +206,14 @@ def test_virtual_time_is_exact_for_a_thread_that_has_not_slept() -> None:
             assert sleeps or clock.elapsed_s == pytest.approx(true_s)
 
 
+def test_time_that_a_hypervisor_takes_from_a_running_thread_is_no_sleep() -> None:
+    """The kernel counts this time neither as CPU time nor as run delay."""
+    clock = VirtualClock(cores=2)
+    for n in range(1, 100):
+        advance(clock, 0.1 * n, cpu_s=0.06 * n, delay_s=0.02 * n, timeslices=n, switches=0, is_runnable=True)
+    assert clock.elapsed_s == pytest.approx(0.06 * 99)
+
+
 def test_a_wait_that_has_not_ended_counts_as_run_delay() -> None:
     """The kernel adds a wait to run_delay only when it ends, which may take minutes on an overloaded machine."""
     clock = VirtualClock(cores=2)
