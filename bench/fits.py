@@ -43,7 +43,7 @@ GPUS = tuple(product((80, 192), (1, 2, 8)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute the table."""
+    """Compute the table. Always return 0."""
     parser = arguments.parser("fits", __doc__)
     parser.add_argument("--tokens", type=arguments.count, default=16_384, help="micro_batch_tokens (default: 16384)")
     return command.run_benchmark(parser, argv, _measure, tables)
@@ -89,7 +89,7 @@ def needed_gb(
 
 
 def tables(result: Result) -> list[Block]:
-    """A row for each model and training, and a column for each number of GPUs of a size."""
+    """Return a table that has a row for each model and training, and a column for each number and size of GPUs."""
     heads = ("model", "training", *(f"{gpus} × {memory_gb} GB" for memory_gb, gpus in GPUS))
     rows = [
         (row["model"], row["training"], *("–" if gb is None else f"{gb:g}" for gb in row["gb"]))

@@ -106,11 +106,12 @@ class LocalEngine:
         self._cache_argument = "cache" if takes_cache else "past_key_values"
         multiple = ROWS_PER_THREAD * torch.get_num_threads()
         self._num_unused_rows = -max_num_seqs % multiple
-        self.max_positions = int(min(max_num_seqs * max_model_len, max_cache_bytes // _bytes_per_position(model)))
+        position_bytes = _bytes_per_position(model)
+        self.max_positions = int(min(max_num_seqs * max_model_len, max_cache_bytes / position_bytes))
         if self.max_positions < max_model_len:
             raise ValueError(
                 f"expected memory for the keys and values of max_model_len={max_model_len} tokens, "
-                f"{max_model_len * _bytes_per_position(model) / 1e9:.1f} GB, got {max_cache_bytes / 1e9:.1f} GB; lower "
+                f"{max_model_len * position_bytes / 1e9:.1f} GB, got {max_cache_bytes / 1e9:.1f} GB; lower "
                 "engines.max_model_len"
             )
         self._cache = SlotCache(max_num_seqs + self._num_unused_rows, max_model_len)

@@ -32,6 +32,7 @@ from typing import Any
 
 import aiohttp
 
+from sandbox.machine import memory_available
 from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls, needs_bitsandbytes
 from trainer.data.rows import DataError
 from trainer.data.sources import GENERATED, check_source, is_on_hub, iter_problems
@@ -280,7 +281,7 @@ def _check_memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape)
             stated_gb = hardware.gpu_memory_gb or gpu_gb
             config = replace(config, hardware=replace(hardware, gpu_memory_gb=min(stated_gb, gpu_gb)))
     else:
-        available_gb = _available_bytes() / GB
+        available_gb = memory_available() / GB
     plan, is_local = resource_plan(config, shape), config.engines.kind == "local"
     plans, lines = plan.phases(), misfits(config, plan)
     for phase in phases:
@@ -296,12 +297,6 @@ def _check_memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape)
                 f"memory: {where}: needs {needed_gb:.1f} GB, but {available_gb:.1f} GB are available here; "
                 f"{LESS_MEMORY_ADVICE} (rstar-train recipe --dry-run shows the sum)"
             )
-
-
-def _available_bytes() -> int:
-    """Return the available memory of this machine."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _check_packages(config: RunConfig) -> Iterator[str]:

@@ -177,6 +177,8 @@ class EpisodeRunner:
 
     async def _score(self, episodes: Sequence[Episode], environment: Environment, failures: Failures) -> None:
         """Set the rewards of finished episodes."""
+        for episode in episodes:
+            episode.error = ""  # that of an earlier try
         try:
             async with asyncio.timeout(self._deadline_s):
                 with self._pool.busy_timer, _environment_errors():

@@ -137,18 +137,18 @@ def _time_table(rows: Sequence[Row]) -> Table:
     )  # fmt: skip
     for name, group in groupby(rows, key=lambda row: row["stage"]):
         stage = [row for row in group if row.get("step_s")]
-
-        def shares(names: Sequence[str], total: str = "", stage: Sequence[Row] = stage) -> list[float]:
-            sums = [sum(row.get(name) or 0.0 for row in stage) for name in names]
-            whole = sum(row[total] for row in stage) if total else sum(sums)
-            return [value / whole if whole else 0.0 for value in sums]
-
         if stage:
-            step = shares(("rollout_wait_s", "weight_sync_s", "optimize_s"), "step_s")
-            shown = [*step, 1 - sum(step), *shares(("wait_s_sum", "generate_s_sum", "tool_s_sum"))]
-            step_s = format_number(sum(row["step_s"] for row in stage) / len(stage))
+            all_s = sum(row["step_s"] for row in stage)
+            step = [_sum(stage, part) / all_s for part in ("rollout_wait_s", "weight_sync_s", "optimize_s")]
+            episodes = [_sum(stage, part) for part in ("wait_s_sum", "generate_s_sum", "tool_s_sum")]
+            shown = [*step, 1 - sum(step), *(seconds / (sum(episodes) or 1) for seconds in episodes)]
+            step_s = format_number(all_s / len(stage))
             times.add_row(escape_controls(name), step_s, *(f"{share:.1%}" for share in shown))
     return times
+
+
+def _sum(rows: Sequence[Row], metric: str) -> float:
+    return sum(row.get(metric) or 0.0 for row in rows)
 
 
 def _metric_table(rows: Sequence[Row], width: int) -> Table:

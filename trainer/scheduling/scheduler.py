@@ -329,8 +329,9 @@ class LengthModel:
     def _compute_quantiles(self, first: int) -> list[float]:
         """Return the growth of an episode whose length is in the bucket `first`, in tokens.
 
-        The density from there on is divided into `NUM_QUANTILES` equally likely parts, and the median of each part is
-        returned. Growth is measured from the middle of the first bucket, since the episode is there on average.
+        The density of the lengths from `first` on is divided into `NUM_QUANTILES` equally likely parts. The result has
+        the median of each part. Growth is measured from the middle of the first bucket, since the episode is there on
+        average.
         """
         density, width = self._density[first:], self._bucket_width
         cumulative = [0.0, *itertools.accumulate(density)]

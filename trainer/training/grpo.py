@@ -184,7 +184,7 @@ def check_grpo_options(stage: StageConfig) -> None:
 
 
 class _GrpoArguments(RankArguments, GRPOConfig):  # type: ignore[misc]
-    """TRL's arguments, for one rank."""
+    """The arguments of TRL, with the changes that `RankArguments` makes for each rank."""
 
 
 class TrlAdapter(MetricsCallback):

@@ -153,7 +153,7 @@ class VirtualClock:
             delay_per_cpu_s = self._run_delay_s / max(self._cpu_s - self._unobserved_cpu_s, MIN_UNOBSERVED_CPU_S)
             max_delay_s = MAX_WAIT_RATIO * delay_per_cpu_s * unobserved_s + was_uncertain_s
             if any(history.is_runnable for history in ended):
-                max_delay_s = span_s  # such a thread may have waited, or been exiting, until it ended
+                max_delay_s = max(max_delay_s, span_s)  # such a thread may have waited, or been exiting, until it ended
             slept_s = self._unobserved.slept_s(span_s, slept_s, max_delay_s, is_asleep=runnable == 0)
             min_gain_s = slept_s
         self.elapsed_s = min(wall_s, self.elapsed_s + max(path_gain_s + slept_s, min_gain_s))

@@ -169,7 +169,7 @@ def test_all_that_is_missing_is_named_at_once(
     }
     config = _config(tmp_path, *(f"{key}={value}" for key, value in sets.items()))
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
-    monkeypatch.setattr(preflight, "_available_bytes", lambda: 10**6)
+    monkeypatch.setattr(preflight, "memory_available", lambda: 10**6)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
     lines = _missing(config)
     beginnings = [
@@ -249,9 +249,9 @@ def test_a_local_engine_takes_at_most_half_of_the_memory(tmp_path: Path, monkeyp
         _config(tmp_path, *sets, "rl.micro_batch_tokens=2048", "rl.max_response_tokens=1024"),
         [Phase("grpo", "rl1")],
     )
-    monkeypatch.setattr(preflight, "_available_bytes", lambda: 20 * 10**9)
+    monkeypatch.setattr(preflight, "memory_available", lambda: 20 * 10**9)
     assert [*preflight._check_memory(config, phases, shape)] == []
-    monkeypatch.setattr(preflight, "_available_bytes", lambda: 6 * 10**9)
+    monkeypatch.setattr(preflight, "memory_available", lambda: 6 * 10**9)
     (line,) = preflight._check_memory(config, phases, shape)
     assert line.startswith("memory: stages.rl1: needs 8.") and "6.0 GB are available here" in line
 
