@@ -271,6 +271,10 @@ class Dispatcher:
         """Count a connection that exceeded the limit."""
         self.counters.refused[503] += 1
 
+    def connection_stalled(self) -> None:
+        """Count a connection that is closed because its client does not read."""
+        self.counters.stalled += 1
+
     def submit(self, batch: Batch) -> None:
         """Admit the calls of a batch. Raises `Overloaded` or `RequestRefused`."""
         self.check_accepting()

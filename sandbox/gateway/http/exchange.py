@@ -1,7 +1,7 @@
 """The exchange of one HTTP request, shared by all routes that run calls: read and admit the body, wait, respond.
 
-`admitted_batch` owns the calls of a request. They are cancelled if the client disconnects. `send` bounds the time that
-a client may take to read.
+`admitted_batch` owns the calls of a request. They are cancelled if the client disconnects. A client that does not read
+is disconnected by the `Listener`.
 """
 
 from __future__ import annotations
@@ -150,15 +150,18 @@ async def respond(
     if begun is None and size <= codec.CHUNK_BYTES:
         body = b"".join(parts)
         response = web.Response(status=status, body=body, headers=headers)
-        await send(request, response, body)
+        await response.prepare(request)
+        await response.write_eof()
+        request.app[DISPATCHER].counters.bytes_out += size
         return response
     stream = begun
     if stream is None:
         stream = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(size)})
         await stream.prepare(request)
     for part in parts:
-        await _send_in_chunks(request, stream, part)
-    await end(request, stream)
+        await send(request, stream, part)
+        await asyncio.sleep(0)
+    await stream.write_eof()
     return stream
 
 
@@ -197,54 +200,21 @@ async def stream(request: web.Request, status: int, batch: Batch, content_type: 
             await send(request, response, b"".join(parts))
         else:
             for part in parts:
-                await _send_in_chunks(request, response, part)
+                await send(request, response, part)
+                await asyncio.sleep(0)
         dispatcher.call_table.results_read(batch, result_size)
-    await end(request, response)
+    await response.write_eof()
     return response
 
 
-async def _send_in_chunks(request: web.Request, response: web.StreamResponse, part: bytes) -> None:
+async def send(request: web.Request, response: web.StreamResponse, part: bytes) -> None:
+    """Send a part of a stream, and yield to the event loop after each `CHUNK_BYTES`."""
     for start in range(0, len(part), codec.CHUNK_BYTES):
-        await send(request, response, part[start : start + codec.CHUNK_BYTES])
-        await asyncio.sleep(0)
-
-
-async def send(request: web.Request, response: web.StreamResponse, body: bytes) -> None:
-    """Send a whole `Response`, or a part of a stream. Aborts the connection, which cancels the handler, if the client
-    takes longer than `stall_s` per `CHUNK_BYTES`."""
-    chunks = max(1, -(-len(body) // codec.CHUNK_BYTES))  # rounded up
-    timer = _start_stall_timer(request, chunks)
-    try:
-        if isinstance(response, web.Response):
-            await response.prepare(request)
-            await response.write_eof()
-        else:
-            await response.write(body)
-    finally:
-        timer.cancel()
-    request.app[DISPATCHER].counters.bytes_out += len(body)
-
-
-async def end(request: web.Request, response: web.StreamResponse) -> None:
-    """End a stream. Returns when all of it is in the kernel's socket buffer. Has the time limit of `send`."""
-    timer = _start_stall_timer(request)
-    try:
-        await response.write_eof()
-    finally:
-        timer.cancel()
-
-
-def _start_stall_timer(request: web.Request, chunks: int = 1) -> asyncio.TimerHandle:
-    """Return a timer that aborts the connection of a client that does not read."""
-    dispatcher = request.app[DISPATCHER]
-    loop = asyncio.get_running_loop()
-    return loop.call_later(dispatcher.config.stall_s * chunks, _abort_stalled, dispatcher, request)
-
-
-def _abort_stalled(dispatcher: Dispatcher, request: web.Request) -> None:
-    dispatcher.counters.stalled += 1
-    if request.transport is not None:
-        request.transport.abort()
+        if start:
+            await asyncio.sleep(0)
+        chunk = part[start : start + codec.CHUNK_BYTES]
+        await response.write(chunk)
+        request.app[DISPATCHER].counters.bytes_out += len(chunk)
 
 
 class _Signal:
