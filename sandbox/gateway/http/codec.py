@@ -305,7 +305,7 @@ def _base64(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_base64)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_base64)
 
 
 def _encode_json(value: object) -> bytes:

@@ -43,15 +43,16 @@ async def admitted_batch(request: web.Request, form: CallsForm) -> AsyncIterator
 
     The body counts as buffered until the call table counts its calls.
     """
-    dispatcher = request.app[DISPATCHER]
+    app = request.app
+    dispatcher = app[DISPATCHER]
     try:
-        with request.app[BODIES].reservation(request) as reservation:
+        with app[BODIES].reservation(request) as reservation:
             content_type = await parse_body(request, reservation, form)
             batch, malformed = form.parsed
             await submit(request, batch)
         status = 400 if malformed == len(batch.results) else 200
         if malformed:
-            owner = request.get(TENANT)
+            owner = request[TENANT]
             dispatcher.counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
         if status == 400:
             dispatcher.counters.refused[status] += 1
@@ -74,19 +75,19 @@ async def _cancel(dispatcher: Dispatcher, form: CallsForm) -> None:
 async def parse_body(request: web.Request, reservation: Reservation, form: Form) -> str:
     """Read the body of a request that runs calls, and add its items to the form. Returns its content type. Raises
     `HttpError`, what `Form.check` raises, and `Overloaded` while the server drains."""
-    dispatcher = request.app[DISPATCHER]
-    dispatcher.check_accepting()
+    app = request.app
+    app[DISPATCHER].check_accepting()
     content_type = codec.body_type(request)
-    body = await request.app[BODIES].read(request, reservation)
-    dispatcher.counters.bytes_in += len(body)
-    await request.app[PARSER].parse(body, content_type, form)
+    body = await app[BODIES].read(request, reservation)
+    app[DISPATCHER].counters.bytes_in += len(body)
+    await app[PARSER].parse(body, content_type, form)
     return content_type
 
 
 async def submit(request: web.Request, batch: Batch) -> None:
     """Admit a parsed batch for the tenant of the request's token. Raises `InvalidCall` if a call names another tenant,
     `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
-    tenant = request.get(TENANT)
+    tenant = request[TENANT]
     if tenant is not None:
         await validation.set_tenant(batch, tenant)
     admit(request, batch)

@@ -279,7 +279,7 @@ async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
             judged = judged.with_id(str(index))
         _set_result(parsed.results, index, judged)
 
-    context = JudgeRequest(parsed.queue_timeout_s, request.get(TENANT), partial(exchange.admit, request))
+    context = JudgeRequest(parsed.queue_timeout_s, request[TENANT], partial(exchange.admit, request))
     await request.app[JUDGE].judge_all(parsed.programs, context, on_judged)
 
 
@@ -287,7 +287,7 @@ async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
 async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[ParsedPrograms, str]]:
     """Read and parse the programs of a request, and check that the queue has room for their tests. Yields them with the
     body's content type."""
-    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    dispatcher, owner = request.app[DISPATCHER], request[TENANT]
     form = ProgramsForm(dispatcher.config, owner)
     with Reservation(request.app[JUDGED_BYTES], owner, "programs are being judged") as judged:
         with request.app[BODIES].reservation(request) as reservation:
