@@ -75,11 +75,11 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 
 async def run_call(request: web.Request) -> web.StreamResponse:
     form = validation.CallForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.admitted_batch(request, form) as (batch, sent, _):
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, _):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
         result = batch.pop_result(0)
-        body = await codec.encode_result(result, content_type)
+        body = await codec.encode_result(result, batch.unread_bytes, content_type)
         if result["status"] != Status.UNAVAILABLE:
             return await exchange.respond(request, 200, body, content_type, begun)
         headers = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
@@ -90,7 +90,7 @@ async def run_call(request: web.Request) -> web.StreamResponse:
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
     form = validation.BatchForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.admitted_batch(request, form) as (batch, sent, status):
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
@@ -101,7 +101,7 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
     form = validation.PairsForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.admitted_batch(request, form) as (batch, sent, status):
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         results = map(Result.decode, exchange.pop_results(batch))

@@ -312,12 +312,12 @@ class CallTable:
             self._end(call, UnavailableReason.DEADLINE, message, expired)
         return expired
 
-    def next_expiry(self, batch: Batch) -> float | None:
+    def next_expiry(self, batch: Batch) -> float:
         """Return the time at which the first waiting call of a batch expires, or at which the first deadline passes;
-        None if no call waits or has a deadline."""
+        infinity if no call waits or has a deadline."""
         call, deadline = batch.longest_waiting(), batch.next_deadline()
-        times = [] if call is None else [call.waiting_since + batch.queue_timeout_s]
-        return min([*times, deadline[0]] if deadline else times, default=None)
+        expiry = math.inf if call is None else call.waiting_since + batch.queue_timeout_s
+        return expiry if deadline is None else min(expiry, deadline[0])
 
     def with_id(self, call_id: str, owner: Tenant | None) -> list[PendingCall]:
         """Return the unfinished calls to which their caller gave this id, waiting calls first: those of the tenant

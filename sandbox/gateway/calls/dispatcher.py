@@ -462,8 +462,6 @@ class Dispatcher:
     def _arm_expiry_timer(self, batch: Batch) -> None:
         """Set the timer of a batch to its next expiry or deadline. An earlier timer stays."""
         expiry = self.call_table.next_expiry(batch)
-        if expiry is None:
-            return
         timed_for, timer = self._expiry_timers.get(batch, (math.inf, None))
         if expiry < timed_for:
             if timer is not None:

@@ -1,6 +1,6 @@
 """The exchange of one HTTP request, shared by all routes that run calls: read and admit the body, wait, respond.
 
-`admitted_batch` owns the calls of a request. They are cancelled if the client disconnects. A client that does not read
+`AdmittedBatch` owns the calls of a request. They are cancelled if the client disconnects. A client that does not read
 is disconnected by the `Listener`.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
 
 from aiohttp import web
 
@@ -36,40 +36,56 @@ CALL_ERROR_STATUSES = (400, 401, 403, 408, 413, 415, 429, 503)
 """HTTP statuses of errors of a route that runs calls."""
 
 
-@asynccontextmanager
-async def admitted_batch(request: web.Request, form: CallsForm) -> AsyncIterator[tuple[Batch, str, int]]:
-    """Read, parse and admit a batch. Yields the batch, the body's content type, and the HTTP status of the response:
-    400 if every call is malformed. At the end, and if the client disconnects, unfinished calls are cancelled.
+class AdmittedBatch:
+    """The calls of a request, for the time of an `async with` block: read, parsed and admitted before the block, and
+    cancelled at its end if they are unfinished, also if the client disconnects.
 
-    The body counts as buffered until the call table counts its calls.
+    The block gets the batch, the body's content type, and the HTTP status of the response: 400 if every call is
+    malformed. The body counts as buffered until the call table counts its calls. It is no `asynccontextmanager`, which
+    takes 2 % of the time of a request.
     """
-    app = request.app
-    dispatcher = app[DISPATCHER]
-    try:
+
+    __slots__ = ("_form", "_request")
+
+    def __init__(self, request: web.Request, form: CallsForm) -> None:
+        self._request = request
+        self._form = form
+
+    async def __aenter__(self) -> tuple[Batch, str, int]:
+        try:
+            return await self._admit()
+        except BaseException:
+            await self._cancel()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._cancel()
+
+    async def _admit(self) -> tuple[Batch, str, int]:
+        request, app = self._request, self._request.app
         with app[BODIES].reservation(request) as reservation:
-            content_type = await parse_body(request, reservation, form)
-            batch, malformed = form.parsed
+            content_type = await parse_body(request, reservation, self._form)
+            batch, malformed = self._form.parsed
             await submit(request, batch)
         status = 400 if malformed == len(batch.results) else 200
         if malformed:
-            owner = request[TENANT]
-            dispatcher.counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
-        if status == 400:
-            dispatcher.counters.refused[status] += 1
-        yield batch, content_type, status
-    finally:
-        await _cancel(dispatcher, form)
+            owner, counters = request[TENANT], app[DISPATCHER].counters
+            counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
+            if status == 400:
+                counters.refused[status] += 1
+        return batch, content_type, status
 
-
-async def _cancel(dispatcher: Dispatcher, form: CallsForm) -> None:
-    """Cancel unfinished calls, and free them in steps: the calls of one batch can have millions of texts."""
-    if (batch := form.batch) is None:
-        return
-    calls = [pending.call for pending in batch.calls]
-    dispatcher.cancel(batch)
-    while len(calls) > CALLS_FREED_PER_STEP:
-        del calls[-CALLS_FREED_PER_STEP:]
-        await asyncio.sleep(0)
+    async def _cancel(self) -> None:
+        """Cancel unfinished calls, and free them in steps: the calls of one batch can have millions of texts."""
+        if (batch := self._form.batch) is None:
+            return
+        calls = [pending.call for pending in batch.calls]
+        self._request.app[DISPATCHER].cancel(batch)
+        while len(calls) > CALLS_FREED_PER_STEP:
+            del calls[-CALLS_FREED_PER_STEP:]
+            await asyncio.sleep(0)
 
 
 async def parse_body(request: web.Request, reservation: Reservation, form: Form) -> str:
@@ -144,26 +160,29 @@ async def respond(
     begun: web.StreamResponse | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> web.StreamResponse:
-    """Send the whole body, in chunks of `CHUNK_BYTES`. Returns when all of it is in the kernel's socket buffer. A
-    response that has `begun` keeps its own status and headers."""
-    headers = {"Content-Type": content_type, **(headers or {})}
+    """Send a whole body. A response that has `begun` keeps its own status and headers."""
     size = sum(map(len, parts))
-    if begun is None and size <= codec.CHUNK_BYTES:
-        body = b"".join(parts)
-        response = web.Response(status=status, body=body, headers=headers)
+    response = begun
+    if response is None:
+        fields = {"Content-Type": content_type, "Content-Length": str(size), **(headers or {})}
+        response = _WholeResponse(status=status, headers=fields)
         await response.prepare(request)
-        await response.write_eof()
+    if size <= codec.CHUNK_BYTES:
+        await response.write_eof(b"".join(parts))
         request.app[DISPATCHER].counters.bytes_out += size
         return response
-    stream = begun
-    if stream is None:
-        stream = web.StreamResponse(status=status, headers={**headers, "Content-Length": str(size)})
-        await stream.prepare(request)
     for part in parts:
-        await send(request, stream, part)
+        await send(request, response, part)
         await asyncio.sleep(0)
-    await stream.write_eof()
-    return stream
+    await response.write_eof()
+    return response
+
+
+class _WholeResponse(web.StreamResponse):
+    """A response whose head is sent together with the first part of its body. `web.Response` does this too, but it
+    looks for forms of bodies that no route has, which takes 2 % of the time of a request."""
+
+    _send_headers_immediately = False
 
 
 async def stream(request: web.Request, status: int, batch: Batch, content_type: str) -> web.StreamResponse:

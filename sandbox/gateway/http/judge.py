@@ -266,7 +266,8 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
                     return await exchange.stream(request, status, parsed.results, content_type)
                 begun = await exchange.wait_with_heartbeats(request, parsed.results, status, content_type)
         if parsed.is_single:
-            body = await codec.encode_result(parsed.results.pop_result(0), content_type)
+            result = parsed.results.pop_result(0)
+            body = await codec.encode_result(result, codec.encoded_bytes(result), content_type)
         else:
             results = parsed.results
             body = await codec.encode_results(exchange.pop_results(results), len(results.results), content_type)
