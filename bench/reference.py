@@ -39,16 +39,21 @@ def server_settings() -> str:
     """Return the page of the settings of `rstar-sandbox serve`, by the groups of its help."""
     parts = [
         "# Settings of the server",
-        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), an environment variable and a "
-        f"flag. The variable of `queue_mb` is `{ENV_PREFIX}QUEUE_MB`, and its flag is `--queue-mb`. Flags take precedence "
-        "over variables, variables over the file, and the file over the defaults. An unknown name is an error.\n\n"
+        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), a variable of the environment "
+        f"and a flag. The variable of `queue_mb` is `{ENV_PREFIX}QUEUE_MB`, and its flag is `--queue-mb`. Flags take "
+        "precedence over variables, variables over the file, and the file over the defaults. An unknown name is an "
+        "error.\n\n"
         "The tables `[profiles.NAME]` and `[mounts]` of the file are described in "
         "[operations](../operations.md#profiles).",
     ]
     by_group = sorted(SETTINGS.items(), key=lambda item: list(SETTING_GROUPS).index(item[1].group))
     for group, settings in groupby(by_group, key=lambda item: item[1].group):
         rows = [_setting_row(name, setting) for name, setting in settings]
-        parts += [f"## {group.capitalize()}", f"{SETTING_GROUPS[group].capitalize()}.", table(_SETTING_HEADER, rows)]
+        parts += [
+            f"## {group.capitalize()}",
+            f"{SETTING_GROUPS[group][0].upper()}{SETTING_GROUPS[group][1:]}.",
+            table(_SETTING_HEADER, rows),
+        ]
     return "\n\n".join(parts)
 
 
@@ -58,7 +63,7 @@ _SETTING_HEADER = ("setting", "default", "expected", "description")
 
 
 def _setting_row(name: str, setting: Setting) -> Sequence[str]:
-    default = "" if setting.default is None else f"`{_spelled(setting.default)}`"
+    default = "none" if setting.default is None else f"`{_spelled(setting.default)}`"
     flag = "; no flag, since command lines are visible to other users" if setting.is_secret else ""
     return f"`{name}`", default, setting.rule.expected, setting.doc + flag
 
@@ -72,8 +77,8 @@ def trainer_settings() -> str:
     schema = TypeAdapter(RunConfig).json_schema()
     parts = [
         "# Settings of the trainer",
-        "Each setting of `rstar-train` is a key of the TOML file. `--set stages.rl1.steps=3` replaces it on the command "
-        "line, and `RSTAR_TRAIN_STAGES__RL1__STEPS=3` in the environment. An unknown name is an error. "
+        "Each setting of `rstar-train` is a key of the TOML file. `--set stages.rl1.steps=3` replaces it on the "
+        "command line, and `RSTAR_TRAIN_STAGES__RL1__STEPS=3` in the environment. An unknown name is an error. "
         "[Training](../training.md#settings) explains how the tables work together.",
     ]
     tables = {"": RunConfig}
@@ -167,8 +172,8 @@ def metric_names() -> str:
     return "\n\n".join(
         [
             "# Metrics",
-            "`GET /metrics` has these metrics as Prometheus reads them. [Health](../operations.md#health) names those "
-            "that an alert needs.",
+            "`GET /metrics` has these metrics in the text format of Prometheus. [Tenants](../operations.md#tenants) says "
+            "which of them the token of a tenant may read.",
             table(("metric", "type", "description"), rows),
         ]
     )
