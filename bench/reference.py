@@ -39,8 +39,8 @@ def server_settings() -> str:
     """Return the page of the settings of `rstar-sandbox serve`, by the groups of its help."""
     parts = [
         "# Settings of the server",
-        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), a variable of the environment "
-        f"and a flag. The variable of `queue_mb` is `{ENV_PREFIX}QUEUE_MB`, and its flag is `--queue-mb`. Flags take "
+        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), a variable of the "
+        f"environment and a flag. The variable of `queue_mb` is `{ENV_PREFIX}QUEUE_MB`, and its flag is `--queue-mb`. Flags take "
         "precedence over variables, variables over the file, and the file over the defaults. An unknown name is an "
         "error.\n\n"
         "The tables `[profiles.NAME]` and `[mounts]` of the file are described in "
@@ -172,8 +172,8 @@ def metric_names() -> str:
     return "\n\n".join(
         [
             "# Metrics",
-            "`GET /metrics` has these metrics in the text format of Prometheus. [Tenants](../operations.md#tenants) says "
-            "which of them the token of a tenant may read.",
+            "`GET /metrics` has these metrics in the text format of Prometheus. [Tenants](../operations.md#tenants) "
+            "says which of them the token of a tenant may read.",
             table(("metric", "type", "description"), rows),
         ]
     )
