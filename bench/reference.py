@@ -39,10 +39,10 @@ def server_settings() -> str:
     """Return the page of the settings of `rstar-sandbox serve`, by the groups of its help."""
     parts = [
         "# Settings of the server",
-        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), a variable of the "
-        f"environment and a flag. The variable of `queue_mb` is `{ENV_PREFIX}QUEUE_MB`, and its flag is `--queue-mb`. Flags take "
-        "precedence over variables, variables over the file, and the file over the defaults. An unknown name is an "
-        "error.\n\n"
+        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), a flag, and a variable of "
+        f"the environment. The flag of `queue_mb` is `--queue-mb`, and its variable is `{ENV_PREFIX}QUEUE_MB`. Flags "
+        "take precedence over variables, variables over the file, and the file over the defaults. An unknown name is "
+        "an error.\n\n"
         "The tables `[profiles.NAME]` and `[mounts]` of the file are described in "
         "[operations](../operations.md#profiles).",
     ]
