@@ -42,7 +42,6 @@ from trainer.data.problems import write_problems  # noqa: E402
 from trainer.data.rows import DataError  # noqa: E402
 from trainer.data.sources import read_problems  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
-from trainer.engines.weight_sync import WakingTransfer  # noqa: E402
 from trainer.environments.connection import open_sandbox  # noqa: E402
 from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
@@ -53,6 +52,7 @@ from trainer.recipe.phases import EvalResult, Phase, RecipeRun, TrainResult  # n
 from trainer.recipe.runner import NO_PREFLIGHT, RunPhase, run_recipe  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
+from trainer.sync.transfers import WakingTransfer  # noqa: E402
 from trainer.training.context import COMPLETE_MARK  # noqa: E402
 from trainer.training.grpo import NoRewardsError  # noqa: E402
 
