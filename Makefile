@@ -15,7 +15,7 @@ LATEST_VENV ?= .venv-latest
 LOCK_VENV := .venv-lock
 LOCK = $(LOCK_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' --constraint $(LOCK_VENV)/chosen.txt pyproject.toml
-VLLM_TESTS := $(addprefix tests/trainer/,engines/test_vllm_client.py engines/test_weight_sync.py engines/test_broadcast_transfer.py engines/test_vllm_pool.py recipe/test_vllm_recipe.py)
+VLLM_TESTS := $(addprefix tests/trainer/,engines/test_vllm_client.py sync/test_weight_sync.py sync/test_broadcast_transfer.py engines/test_vllm_pool.py recipe/test_vllm_recipe.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
