@@ -43,7 +43,7 @@ import trio
 from sandbox import jail
 from sandbox.backoff import backoff_s
 from sandbox.errors import IsolationError, ProtocolError
-from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallSpec, SubmittedCall, StillRunning, wall_cap_s
 from sandbox.executor.machine_memory import MachineMemory
 from sandbox.executor.pool_plan import PoolPlan
 from sandbox.executor.result import build_result, total_cpu_ms
@@ -105,12 +105,12 @@ class Executor:
         self._progress_at = -math.inf
         """Monotonic time at which a call last ended or, if that is later, was added to the empty queue."""
         self._machine_memory = MachineMemory()
-        self._calls: dict[int, CallState] = {}
+        self._calls: dict[int, SubmittedCall] = {}
         """All calls without a result, by seq."""
-        self._queues = (OrderedDict[int, CallState](), OrderedDict[int, CallState]())
+        self._queues = (OrderedDict[int, SubmittedCall](), OrderedDict[int, SubmittedCall]())
         """Calls that wait for a slot, by seq. The first queue has the calls in places of the window, the second queue
         the calls in reserved places, so `has_reserved_place` is the index of a call's queue."""
-        self._waiting_for_verifier: list[CallState] = []
+        self._waiting_for_verifier: list[SubmittedCall] = []
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
         self._monitored: dict[int, CallMonitor] = {}
@@ -165,14 +165,14 @@ class Executor:
 
     def submit(self, seq: int, encoded: EncodedCall) -> None:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
-        call = CallState(CallRequest.decode(seq, encoded, self.profile_tree))
+        call = SubmittedCall(CallSpec.decode(seq, encoded, self.profile_tree))
         self._calls[seq] = call
-        if call.request.has_loopback and (reason := self._loopback_problem()):
-            self._deliver(call, invalid_result(call.request.id, reason).encode(binary=True))
+        if call.spec.has_loopback and (reason := self._loopback_problem()):
+            self._deliver(call, invalid_result(call.spec.id, reason).encode(binary=True))
             return
         if not self._queued:
             self._progress_at = time.monotonic()
-        self._queues[call.request.has_reserved_place][seq] = call
+        self._queues[call.spec.has_reserved_place][seq] = call
 
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
@@ -194,14 +194,14 @@ class Executor:
             attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
             attempt.kill()
         else:
-            self._queues[call.request.has_reserved_place].pop(seq, None)  # it may wait for the `verify` zygote instead
+            self._queues[call.spec.has_reserved_place].pop(seq, None)  # it may wait for the `verify` zygote instead
 
     def start_queued_calls(self) -> None:
         """Start calls while there are free slots and zygotes for the next one."""
         for queue in reversed(self._queues):  # calls in reserved places first
             while queue:
                 seq, call = next(iter(queue.items()))
-                profile, reserved = call.request.profile, False
+                profile, reserved = call.spec.profile, False
                 if profile == Profile.VERIFY:
                     for pool in self.pools:
                         pool.request_verifier()
@@ -212,7 +212,7 @@ class Executor:
                 # A call in a reserved place also tries a short slot first, so that a reserved slot stays free for the
                 # next such call.
                 picked = self._pick_zygote(profile, reserved)
-                if picked is None and call.request.has_reserved_place:
+                if picked is None and call.spec.has_reserved_place:
                     reserved = True
                     picked = self._pick_zygote(profile, reserved)
                 if picked is None:
@@ -295,14 +295,14 @@ class Executor:
                 return pool, zygote
         return None
 
-    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote, reserved: bool) -> None:
+    def _start(self, call: SubmittedCall, pool: ZygotePool, zygote: Zygote, reserved: bool) -> None:
         try:
             pool.start_call(call, zygote, next(self._run_ids), time.monotonic(), reserved=reserved)
         except OSError as error:
             self._start_later(call, f"the cgroup of its slot cannot be used: {error}")
             return
-        if not call.request.modules <= zygote.modules:
-            self._count_missed_imports(call.request.modules - zygote.modules)
+        if not call.spec.modules <= zygote.modules:
+            self._count_missed_imports(call.spec.modules - zygote.modules)
 
     def _count_missed_imports(self, modules: Set[str]) -> None:
         for module in modules:
@@ -317,7 +317,7 @@ class Executor:
         self._requeue_waiting()
 
     def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None:
-        call, request, usage = attempt.call, attempt.call.request, attempt.usage
+        call, spec, usage = attempt.call, attempt.call.spec, attempt.usage
         call_monitor = self._stop_monitoring(attempt)
         self._progress_at = time.monotonic()
         was_killed = ended.get("signal") == signal.SIGKILL
@@ -339,25 +339,25 @@ class Executor:
             result = build_result(
                 ended,
                 blobs,
-                call_id=request.id,
-                return_files=request.return_files,
-                figures=request.figures,
-                timeout_s=request.timeout_s,
+                call_id=spec.id,
+                return_files=spec.return_files,
+                figures=spec.figures,
+                timeout_s=spec.timeout_s,
                 timed_out=kill_reason is KillReason.TIMED_OUT
-                or _is_cpu_exceeded(ended, attempt.usage, request.timeout_s, max_cpu_s),
+                or _is_cpu_exceeded(ended, attempt.usage, spec.timeout_s, max_cpu_s),
                 usage=usage,
             )
         except ProtocolError as error:
             self._report_lost(call, str(error))
             raise
         if kill_reason is KillReason.STARVED:
-            cap_s = wall_cap_s(request.timeout_s)
-            message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
+            cap_s = wall_cap_s(spec.timeout_s)
+            message = f"the overloaded machine gave it less than {spec.timeout_s:g} s of virtual time in {cap_s:g} s"
             result = call.unavailable_result(UnavailableReason.STARVED, message)
         self._deliver(call, result)
         self.start_queued_calls()
 
-    def on_start_failed(self, call: CallState, reason: str) -> None:
+    def on_start_failed(self, call: SubmittedCall, reason: str) -> None:
         log.warning("call could not be started: %s", reason)
         self._start_later(call, reason)
         self.start_queued_calls()
@@ -375,9 +375,9 @@ class Executor:
         self._waiting_for_verifier.clear()
         self.start_queued_calls()
 
-    def _queue_first(self, call: CallState) -> None:
+    def _queue_first(self, call: SubmittedCall) -> None:
         if not call.is_cancelled:
-            queue, seq = self._queues[call.request.has_reserved_place], call.request.seq
+            queue, seq = self._queues[call.spec.has_reserved_place], call.spec.seq
             queue[seq] = call
             queue.move_to_end(seq, last=False)
 
@@ -399,27 +399,27 @@ class Executor:
     def count(self, event: str) -> None:
         self.counts[event] += 1
 
-    def _report_lost(self, call: CallState, reason: str) -> None:
+    def _report_lost(self, call: SubmittedCall, reason: str) -> None:
         """Report a call as lost; its code counts as started. Either its zygote exited, or the zygote sent an invalid
         end of the call, or the kernel killed the call because memory outside of the call's own limit ran out."""
         assert self._nursery is not None
         self._nursery.start_soon(self._report_lost_later, call, reason)
 
-    async def _report_lost_later(self, call: CallState, reason: str) -> None:
+    async def _report_lost_later(self, call: SubmittedCall, reason: str) -> None:
         """Report a loss after a delay. During the delay, the executor notices which other zygotes of a dying jail have
         exited. Without the delay, the gateway could send the call again at once, and the call could be lost with one of
         these zygotes."""
         await trio.sleep(MIN_RETRY_DELAY_S)
         self._forget_lost(call, reason, has_started=True)
 
-    def _start_later(self, call: CallState, reason: str) -> None:
+    def _start_later(self, call: SubmittedCall, reason: str) -> None:
         """Requeue a call that could not be started because there was no process, descriptor or cgroup. After more than
         `MAX_START_FAILURES` failures, the call is lost."""
         call.start_failures += 1
         assert self._nursery is not None
         self._nursery.start_soon(self._requeue_later, call, reason)
 
-    async def _requeue_later(self, call: CallState, reason: str) -> None:
+    async def _requeue_later(self, call: SubmittedCall, reason: str) -> None:
         await trio.sleep(backoff_s(call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
         if call.start_failures > MAX_START_FAILURES:
             self._forget_lost(call, reason, has_started=False)
@@ -428,15 +428,15 @@ class Executor:
             self._queue_first(call)
         self.start_queued_calls()
 
-    def _forget_lost(self, call: CallState, reason: str, *, has_started: bool) -> None:
+    def _forget_lost(self, call: SubmittedCall, reason: str, *, has_started: bool) -> None:
         if not call.is_cancelled:
-            seq = call.request.seq
+            seq = call.spec.seq
             del self._calls[seq]
             self._on_lost(seq, reason, has_started)
 
-    def _deliver(self, call: CallState, result: EncodedResult) -> None:
+    def _deliver(self, call: SubmittedCall, result: EncodedResult) -> None:
         if not call.is_cancelled:
-            seq = call.request.seq
+            seq = call.spec.seq
             del self._calls[seq]
             self._on_result(seq, result)
 

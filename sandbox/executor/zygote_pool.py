@@ -32,7 +32,7 @@ from sandbox import jail
 from sandbox.backoff import backoff_s
 from sandbox.errors import ConfigError, NodeError, ProtocolError
 from sandbox.executor import zygote_frames
-from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallState, StillRunning, wall_cap_s
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, SubmittedCall, StillRunning, wall_cap_s
 from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.slots import Slots
 from sandbox.executor.unix_stream import UnixStream
@@ -48,9 +48,11 @@ START_TRIES = 3
 MIN_RESTART_DELAY_S = 0.05
 """Seconds until a zygote is spawned again after its first failed start. Each further failure doubles the delay."""
 MAX_RESTART_DELAY_S = 5.0
-"""Largest delay, in seconds, until a zygote is spawned again."""
+"""Maximum delay, in seconds, until a zygote is spawned again."""
 KILL_TIMEOUT_S = 2.0
-"""Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
+"""Maximum seconds from the kill of a jail to the start of the next one."""
+END_POLL_INTERVAL_S = 0.005
+"""Seconds between two checks whether a killed jail has ended. It usually ends within milliseconds."""
 
 
 class PoolOwner(Protocol):
@@ -60,7 +62,7 @@ class PoolOwner(Protocol):
 
     def on_zygote_ready(self) -> None: ...
     def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None: ...
-    def on_start_failed(self, call: CallState, reason: str) -> None: ...
+    def on_start_failed(self, call: SubmittedCall, reason: str) -> None: ...
     def on_still_running(self, pool: ZygotePool, attempt: Attempt, running: StillRunning) -> None: ...
     def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None: ...
     def start_queued_calls(self) -> None: ...
@@ -88,9 +90,9 @@ class Zygote:
 
     def start_call(self, attempt: Attempt) -> None:
         self.running[attempt.run_id] = attempt
-        request = attempt.call.request
-        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, request.max_result_bytes)
-        self.stream.write(request.encode_start(attempt.run_id, attempt.slot))
+        spec = attempt.call.spec
+        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, spec.max_result_bytes)
+        self.stream.write(spec.encode_start(attempt.run_id, attempt.slot))
 
     def kill_call(self, run_id: int) -> None:
         self.send({"op": "kill", "run_id": run_id})
@@ -136,7 +138,7 @@ class ZygotePool:
     ) -> None:
         self.slots = slots
         self.zygotes: dict[str, Zygote] = {}
-        """The zygotes that are ready."""
+        """The zygotes that are ready, by profile."""
         self.restarts = 0
         self.has_been_ready = False
         """Whether all zygotes have been ready at the same time. If this executor replaces another, one zygote is
@@ -145,7 +147,7 @@ class ZygotePool:
         """Private memory in bytes of the largest zygote so far. A call that writes to inherited memory may copy this
         many bytes, so they are added to the memory limit of each call."""
         self._spec = spec
-        self._plan = jail.confinement_plan(spec)
+        self._confinement_plan = jail.confinement_plan(spec)
         self._tree = owner.profile_tree
         self._profiles = tuple(name for name in self._tree.names if name in profiles or name == Profile.BARE)
         self._owner = owner
@@ -188,28 +190,30 @@ class ZygotePool:
                 await self._verifier_requested.wait()
                 await self._supervise(Profile.VERIFY)
         finally:
-            self._kill_jail(self._jail_process)
+            await self._end_jail(self._jail_process)
 
     def kill_jail(self) -> None:
         """Kill the jail at once. The supervising tasks start a new jail."""
         if self._jail_process is not None:
             self._jail_process.kill()
 
-    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False) -> None:
+    def start_call(
+        self, call: SubmittedCall, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False
+    ) -> None:
         """Start a call in a free slot, a reserved slot if `reserved`, else a short slot. Raises `OSError` if the slot's
         cgroup cannot be used. In this case the call has not started, and the slot is parked."""
-        request, slot = call.request, self.slots.acquire(reserved=reserved)
+        spec, slot = call.spec, self.slots.acquire(reserved=reserved)
         zygote_bytes = self.max_zygote_bytes
-        memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
+        memory_bytes = spec.cgroup_memory_bytes(zygote_bytes)
         try:
-            self.slots.set_limits(slot, memory_bytes, request.max_tasks)
+            self.slots.set_limits(slot, memory_bytes, spec.max_tasks)
             if self.slots.cgroups is not None:
                 zygote.send_cgroup_fds(slot, self.slots.cgroups)
         except OSError:
             self._park_slot(slot)
             raise
         kill = partial(zygote.kill_call, run_id)
-        hang_deadline = now + wall_cap_s(request.timeout_s) + HANG_GRACE_S
+        hang_deadline = now + wall_cap_s(spec.timeout_s) + HANG_GRACE_S
         call.attempt = Attempt(call, run_id, slot, now, kill, hang_deadline, memory_bytes, zygote_bytes)
         zygote.start_call(call.attempt)
 
@@ -223,7 +227,7 @@ class ZygotePool:
             if profile == Profile.VERIFY:
                 self._verifier_failed = failures >= START_TRIES
             if zygote is not None:
-                self._reap(zygote, reason)
+                await self._reap(zygote, reason)
             else:
                 log.warning("%s zygote failed to start: %s; retrying", profile, reason)
                 self._owner.on_calls_lost([], reason)
@@ -260,7 +264,7 @@ class ZygotePool:
             zygote.jail_exited = parent.jail_exited
             return zygote
         self._jail_process = self._start_jail(zygote_sock)
-        stream.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": str(profile)}))
+        stream.write(zygote_frames.pack({"op": "configure", "plan": self._confinement_plan, "profile": str(profile)}))
         return Zygote(profile, stream, self._jail_process)
 
     async def _serve_zygote(self, zygote: Zygote) -> str:
@@ -285,7 +289,7 @@ class ZygotePool:
             except NodeError as error:
                 return str(error)
             except ProtocolError as error:
-                self._kill_jail(zygote.jail_process)
+                await self._end_jail(zygote.jail_process)
                 return str(error)
             finally:
                 nursery.cancel_scope.cancel()
@@ -328,7 +332,7 @@ class ZygotePool:
         op = zygote_frames.get_text(header, "op")
         if attempt is None:
             raise ProtocolError(f"{op!r} for a call that the zygote is not running")
-        if sum(map(len, blobs)) > attempt.call.request.max_result_bytes:
+        if sum(map(len, blobs)) > attempt.call.spec.max_result_bytes:
             raise ProtocolError(f"{op!r} is larger than the call's limits allow")
         match op:
             case "ended":
@@ -369,7 +373,7 @@ class ZygotePool:
         await self.slots.release_when_empty(slot)
         self._owner.start_queued_calls()
 
-    def _reap(self, zygote: Zygote, reason: str) -> None:
+    async def _reap(self, zygote: Zygote, reason: str) -> None:
         """Release the slots of a zygote that has ended, and report its calls to the owner as lost."""
         self.restarts += 1
         lost = list(zygote.running.values())
@@ -385,7 +389,7 @@ class ZygotePool:
             else:
                 self._park_slot(attempt.slot, zygote.jail_exited)
         if zygote.profile == Profile.BARE or zygote.jail_exited is not None:
-            self._kill_jail(zygote.jail_process)
+            await self._end_jail(zygote.jail_process)
         self._notify_change()
         self._owner.on_calls_lost(lost, reason)
 
@@ -405,17 +409,19 @@ class ZygotePool:
         except OSError as error:
             raise NodeError(f"cannot start the jail: {error}") from None
 
-    def _kill_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
-        """Kill a jail and forget its zygotes. Idempotent. SIGKILL ends the launcher, and all processes in the jail die
-        with the launcher. To wait for the launcher usually takes milliseconds. The whole executor is blocked meanwhile,
-        so the wait is bounded."""
-        if jail_process is not None:
-            jail_process.kill()
-            try:
-                jail_process.wait(KILL_TIMEOUT_S)
-            except subprocess.TimeoutExpired:  # the kernel blocks the process, for example in a read of a broken disk
-                log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
-            self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
+    async def _end_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
+        """Forget the zygotes of a jail, kill the jail, and wait for its end, also if this task is cancelled. Idempotent.
+        SIGKILL ends the launcher, and all processes in the jail die with the launcher."""
+        if jail_process is None:
+            return
+        self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
+        jail_process.kill()
+        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+            while jail_process.poll() is None:
+                await trio.sleep(END_POLL_INTERVAL_S)
+            return
+        # The kernel may block the process, for example in a read of a broken disk.
+        log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
 
     def _watch_jail_init(self, zygote_pid: int) -> trio.Event:
         """Return an event that is set when the parent of a zygote exits. The parent is the jail's init, which exits

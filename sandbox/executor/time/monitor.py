@@ -40,7 +40,7 @@ from typing import Protocol
 
 import trio
 
-from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
+from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_s, wall_cap_rate
 from sandbox.executor.slots import Slots
 from sandbox.executor.time.process_tree import (
     CpuPriority,
@@ -182,7 +182,7 @@ class CallMonitor:
         time per core. This also holds for a call that ended by itself before its next sample."""
         self._attempt, self._slots, self._started, self._owner = attempt, slots, started, owner
         self._pidfd = running.pidfd
-        self._timeout_s = attempt.call.request.timeout_s
+        self._timeout_s = attempt.call.spec.timeout_s
         self._is_long = self._has_long_slot = self._is_promoted = self._is_demoted_for_good = False
         self._tree: ProcessTree | None = None
         self._memory_check: Future[bool] | None = None
@@ -229,15 +229,15 @@ class CallMonitor:
             return None
         wall_s, calls_per_core = trio.current_time() - self._started, owner.calls_per_core
         self._advance_clock(tree, wall_s)
-        cap_used_per_s = wall_cap_used_per_s(calls_per_core)
+        cap_rate = wall_cap_rate(calls_per_core)
         span_s, gained_s = wall_s - self._last_sample[0], clock.elapsed_s - self._last_sample[1]
         self._last_sample = wall_s, clock.elapsed_s
-        self._wall_cap_left_s -= span_s * cap_used_per_s
+        self._wall_cap_left_s -= span_s * cap_rate
         self.kill_reason = self._find_kill_reason(tree)
         if self.kill_reason is not None:
             self._kill(tree)
             return None
-        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / cap_used_per_s)
+        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / cap_rate)
         left_s, demote_after_s = self._timeout_s - clock.elapsed_s, owner.demote_after_s
         if not self._is_long and clock.elapsed_s >= demote_after_s:
             self._is_long, self._long_since = True, self._last_sample
@@ -291,7 +291,7 @@ class CallMonitor:
         sockets."""
         attempt, check = self._attempt, self._memory_check
         if check is None:
-            has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.request.has_loopback
+            has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.spec.has_loopback
             resident = {} if has_cgroup else tree.resident_bytes()
             counts_sockets = self._slots.have_networks and (
                 has_loopback or (not has_cgroup and not has_few_sockets(tree.root))
