@@ -196,8 +196,8 @@ class CallSpec:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try to run a call on one zygote. `SubmittedCall.attempt` refers to it until the zygote has reported the end of
-    the call."""
+    """One try to run a call on one zygote. `SubmittedCall.attempt` refers to it until the zygote has reported the end
+    of the call."""
 
     call: SubmittedCall
     run_id: int

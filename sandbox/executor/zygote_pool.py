@@ -10,9 +10,9 @@ profile that its profile extends. The `verify` zygote is forked only on the firs
                            +------- back-off <----- _reap -----+    its calls are lost, its slots released
 
 Invariants:
-- The exit of a zygote ends only its own calls. There are two exceptions, in which the whole jail ends. The first is the
-  exit of the zygote of `bare`, because the launcher waits for this zygote. The second is the exit of any zygote if
-  there are no cgroups: then only the exit of the jail's init shows that the processes of the calls are gone.
+- The exit of a zygote ends only its own calls. In two cases it ends the whole jail. In the first case, the zygote is
+  that of `bare`, for which the launcher waits. In the second case, there are no cgroups: then only the exit of the
+  jail's init shows that the processes of the calls are gone.
 - A zygote that sends an invalid frame counts as compromised. Its whole jail is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
@@ -32,7 +32,7 @@ from sandbox import jail
 from sandbox.backoff import backoff_s
 from sandbox.errors import ConfigError, NodeError, ProtocolError
 from sandbox.executor import zygote_frames
-from sandbox.executor.call_state import HANG_GRACE_S, Attempt, SubmittedCall, StillRunning, wall_cap_s
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, StillRunning, SubmittedCall, wall_cap_s
 from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.slots import Slots
 from sandbox.executor.unix_stream import UnixStream
@@ -42,7 +42,7 @@ from sandbox.types import Profile
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Seconds in which a zygote has to become ready. On an idle core the largest profile needs two seconds."""
+"""Maximum seconds until a zygote is ready. On an idle core the largest profile needs two seconds."""
 START_TRIES = 3
 """Number of failed starts in a row after which the executor gives up if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S = 0.05
@@ -56,7 +56,7 @@ END_POLL_INTERVAL_S = 0.005
 
 
 class PoolOwner(Protocol):
-    """The executor, as far as a pool uses it."""
+    """The part of the executor that a pool uses."""
 
     profile_tree: ProfileTree
 
@@ -83,8 +83,8 @@ class Zygote:
         """Modules of its profile that its Python lacks."""
         self.was_ready = False
         self.jail_exited: trio.Event | None = None
-        """Set when the last process in the jail has exited. It is None at level `none`. It is also None if there are
-        cgroups, because they show when the processes of a call have exited."""
+        """Set when the last process in the jail has exited. It is None if there are cgroups, because they show when the
+        processes of a call have exited. It is also None at level `none`, which has no init."""
         self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
@@ -98,8 +98,8 @@ class Zygote:
         self.send({"op": "kill", "run_id": run_id})
 
     def send_cgroup_fds(self, slot: int, cgroups: jail.CgroupTree) -> None:
-        """Send the zygote the cgroup descriptors of a slot when the slot is used for the first time. Descriptors of
-        unused slots would cost time, since every call closes all descriptors that it inherits."""
+        """Send the zygote the cgroup descriptors of a slot, when the slot is used for the first time. The descriptors
+        of all slots would cost each call time, since a call closes all descriptors that it inherits."""
         if slot not in self._slots_with_cgroup_fds:
             for op, fds in (
                 ("cgroup_procs", cgroups.open_procs_files(slot)),
@@ -141,11 +141,10 @@ class ZygotePool:
         """The zygotes that are ready, by profile."""
         self.restarts = 0
         self.has_been_ready = False
-        """Whether all zygotes have been ready at the same time. If this executor replaces another, one zygote is
-        enough."""
+        """Whether all zygotes have been ready at the same time; with `is_replacement`, whether one has been ready."""
         self.max_zygote_bytes = 0
-        """Private memory in bytes of the largest zygote so far. A call that writes to inherited memory may copy this
-        many bytes, so they are added to the memory limit of each call."""
+        """Private memory in bytes of the largest zygote so far. It is added to the memory limit of each call, because a
+        call that writes to inherited memory copies up to this many bytes."""
         self._spec = spec
         self._confinement_plan = jail.confinement_plan(spec)
         self._tree = owner.profile_tree
@@ -170,8 +169,8 @@ class ZygotePool:
         self._verifier_requested.set()
 
     def best_zygote(self, profile: str) -> Zygote | None:
-        """Return the zygote of a profile. While this zygote is down, return the best substitute, or None if there is
-        none. The `verify` zygote has a substitute only if it has failed to start."""
+        """Return the zygote of a profile. While this zygote is not ready, return the best substitute that is ready, or
+        None. The `verify` zygote has a substitute only if it has failed to start."""
         if profile in self.zygotes:
             return self.zygotes[profile]
         if profile == Profile.VERIFY and not self._verifier_failed:
@@ -410,14 +409,14 @@ class ZygotePool:
             raise NodeError(f"cannot start the jail: {error}") from None
 
     async def _end_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
-        """Forget the zygotes of a jail, kill the jail, and wait for its end, also if this task is cancelled. Idempotent.
+        """Forget the zygotes of a jail, kill the jail, and wait for its end, even in a cancelled task. Idempotent.
         SIGKILL ends the launcher, and all processes in the jail die with the launcher."""
         if jail_process is None:
             return
         self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
         jail_process.kill()
         with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
-            while jail_process.poll() is None:
+            while jail_process.poll() is None:  # noqa: ASYNC110  no event shows the end of a process
                 await trio.sleep(END_POLL_INTERVAL_S)
             return
         # The kernel may block the process, for example in a read of a broken disk.
