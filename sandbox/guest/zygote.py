@@ -17,7 +17,7 @@ A profile is the set of modules that a zygote imports before it forks calls.
                                                   still_running {run_id, wall_ms} + pidfd: sent once, when the
                                                       call has run for report_after_s or for its timeout_s
     kill {run_id}
-    spawn {profile, own} + socket                 (forks a child zygote that loads a profile and serves the socket)
+    spawn {profile, own_profile} + socket         (forks a child zygote that loads a profile and serves the socket)
 
 If the executor closes its end of the socket, the zygote and all its calls end.
 """
