@@ -25,10 +25,10 @@ from transformers import AutoConfig
 
 from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
-from trainer.config import ONLINE_SETTINGS, ConfigError, ModelShape, RunConfig, SamplingConfig, StageConfig
+from trainer.config import ONLINE_SETTINGS, TINY_MODEL, ConfigError, ModelShape, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
-from trainer.data.sources import read_conversations, read_problems
+from trainer.data.sources import read_conversations, read_problems, tokenizer_conversations
 from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.chat_format import ChatFormat
@@ -41,7 +41,6 @@ from trainer.recipe.phases import (
     EVAL_SET,
     INITIAL_STAGE,
     SFT,
-    TINY_MODEL,
     CollectResult,
     EvalResult,
     FilterResult,
@@ -85,7 +84,8 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
     check_reward(config)
     if model == TINY_MODEL:
         path = run.stage_dir(INITIAL_STAGE) / "model"
-        tiny_model.write_tiny_model(path, config.seed)
+        taught = tokenizer_conversations(config.sft.data, tiny_model.NUM_CONVERSATIONS, config.seed)
+        tiny_model.write_tiny_model(path, config.seed, taught)
         model = run.relative(path)
     chat_format, stages = load_chat_format(config, run.model_path(model)), config.stages.values()
     own_data = {stage.name: stage.data for stage in stages if stage.data}
