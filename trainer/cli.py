@@ -146,7 +146,7 @@ def train(args: argparse.Namespace) -> None:
 
     run, phase = _run(args), Phase("grpo", args.stage)
     _require(args, run, phase)
-    from trainer.recipe.phase_work import grpo
+    from trainer.recipe.rl_phase import grpo
 
     grpo(run, phase, args.episodes)
 
@@ -175,9 +175,9 @@ def evaluate(args: argparse.Namespace) -> None:
         check_same_settings(folder, mine, compared)
     if not reports or reports[ALL].unavailable:  # not done yet, or an outage left episodes without a reward
         _require(args, run, phase or Phase("eval", stage=""))
-        from trainer.recipe import phase_work
+        from trainer.recipe import eval_phase
 
-        reports = phase_work.evaluate(run, phase) if phase else phase_work.evaluate_model(run, args.model, args.out)
+        reports = eval_phase.evaluate(run, phase) if phase else eval_phase.evaluate_model(run, args.model, args.out)
     if args.json:
         print(json.dumps({source: asdict(report) for source, report in reports.items()}))
     else:
@@ -201,9 +201,9 @@ def rollout(args: argparse.Namespace) -> None:
 
     run = _run(args)
     _require(args, run, Phase("rollout", args.stage))
-    from trainer.recipe import phase_work
+    from trainer.recipe import eval_phase
 
-    phase_work.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
+    eval_phase.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
 
 
 def try_env(args: argparse.Namespace) -> None:

@@ -31,7 +31,6 @@ from trainer.config import TINY_MODEL, CollectConfig, ConfigError, RunConfig, Sa
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
-from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
@@ -52,6 +51,7 @@ from trainer.recipe.rollout_session import (
 from trainer.rollout.episode_runner import EpisodeRunner
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
+from trainer.sync.probe import ExpectedLogprobs, SyncProbe
 from trainer.training.context import model_errors_as_config_errors
 
 STATUS_FILE = "status.json"

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -154,6 +155,11 @@ class RecipeRun:
         result = self.require_result(phases[index - 1 if of_previous_stage else index])
         assert isinstance(result, TrainResult)
         return result
+
+    def seed(self, name: str) -> int:
+        """Return the seed of the phase or stage `name`. Different names give different seeds, so that two stages do not
+        have the same order of problems."""
+        return random.Random(f"{self.config.seed} {name}").getrandbits(31)
 
     def stage_dir(self, stage: str) -> Path:
         return self.dir / "stages" / stage
