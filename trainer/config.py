@@ -79,11 +79,17 @@ class ModelShape:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
+TINY_MODEL = "tiny"
+"""The `model.path` of a model that the run generates from its seed."""
+TINY_SHAPE = ModelShape(2, 128, 384, 4, 2, vocab_size=640, head_dim=32, tie_word_embeddings=True)
+"""The sizes of this model. Its tokenizer has at most this vocabulary."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The model to train."""
 
-    path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
+    path: str = TINY_MODEL  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines, passes, and weights that peft freezes; trained weights are float32
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
