@@ -31,6 +31,11 @@ class Command:
         match = re.fullmatch(r"rstar-sandbox serve(.*) &", self.line)
         return shlex.split(match[1]) if match else None
 
+    @property
+    def shows_an_error(self) -> bool:
+        """Whether the page shows an error message of one of the two commands, whose exit code is then not 0."""
+        return re.search(r"^rstar-(sandbox|train): ", self.expected_output, re.MULTILINE) is not None
+
     def prints(self, output: str) -> bool:
         """Whether the command's output is as the page shows it."""
         pattern = ".*".join(re.escape(part) for part in self.expected_output.rstrip("\n").split("..."))
