@@ -22,7 +22,7 @@ import importlib
 import threading
 from typing import Any
 
-from protocol import CHECKER_MODULE, PARENT_PROFILE
+from protocol import ANSWER_CHECK_MODULE, PARENT_PROFILE
 
 _MODULES = {
     "bare": (
@@ -37,7 +37,7 @@ _MODULES = {
         "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas "
         "matplotlib.pyplot"
     ),
-    "verify": f"math_verify {CHECKER_MODULE}",
+    "verify": f"math_verify {ANSWER_CHECK_MODULE}",
 }
 
 _WARMUP_CODE = {
@@ -98,7 +98,7 @@ figure.savefig(io.BytesIO(), format="png"), plt.close("all")
 matplotlib.mathtext.MathTextParser._parse_cached.cache_clear(), matplotlib.font_manager._get_font.cache_clear()
 """,
     "verify": r"""
-from rstar_checker import compare
+from rstar_answer_check import compare
 pairs = [
     ("42", "42"), ("42", "43"), (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("(1, 2)", "(1,2)"),
     ("[0, 1)", "[0,1)"), ("1,2", "2,1"), (r"\{1, 2\}", r"\{2, 1\}"), ("x^2 + 2x + 1", "(x+1)^2"), ("x = 3", "3"),

@@ -182,8 +182,8 @@ async def test_verify_calls_wait_for_their_zygote_and_delay_no_other_call(
 async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """A real zygote of another profile cannot import the checker. So the call ends there with an error, and without a
-    verdict."""
+    """A real zygote of another profile cannot import `rstar_answer_check`. So the call ends there with an error, and
+    without a verdict."""
     async with driven_executor(monkeypatch) as driver:
         zygotes_before = len(driver.fleet.zygotes)
         send_ready = FakeZygote.send_ready
