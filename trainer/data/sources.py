@@ -153,10 +153,12 @@ def _generator(source: str) -> tuple[ModuleType, int]:
 
 
 def tokenizer_conversations(sources: Iterable[str], count: int, seed: int) -> list[synthetic.Messages]:
-    """Return `count` conversations from which a generated model's tokenizer learns its merges. They are of the first
-    generator that `sources` name, and of `trainer.data.synthetic` if they name none."""
-    generator = next((_generator(source)[0] for source in sources if is_generated(source)), synthetic)
-    conversations: list[synthetic.Messages] = generator.conversations(count, seed, fault_seed=seed)
+    """Return at most `count` conversations from which a generated model's tokenizer learns its merges. They are of the
+    first of `sources` that is generated or a file, and those of `trainer.data.synthetic` if there is none."""
+    source = next((source for source in sources if not is_on_hub(source)), "generated:0")
+    if not is_generated(source):
+        return read_conversations(source)[:count]
+    conversations: list[synthetic.Messages] = _generator(source)[0].conversations(count, seed, fault_seed=seed)
     return conversations
 
 

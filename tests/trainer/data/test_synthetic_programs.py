@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from trainer.data.sources import read_conversations, read_problems, tokenizer_co
 from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.episode import Problem
 from trainer.episodes.turn_parser import fenced_block
+from trainer.json_files import write_rows
 
 COUNT = 2000
 TOLERANCE = 0.035
@@ -82,7 +84,7 @@ def test_a_conversation_has_the_prompt_of_the_environment(problems: list[Problem
     assert [messages[0]["content"] for messages in conversations] == prompts
 
 
-def test_generated_programs_are_a_source_of_problems_and_of_conversations() -> None:
+def test_generated_programs_are_a_source_of_problems_and_of_conversations(tmp_path: Path) -> None:
     kept, report = prepare_problems(["generated-programs:50"], decontaminate_against=["generated-programs:99"], seed=3)
     assert kept == read_problems("generated-programs:50", seed=3)
     assert report.counts == {"programs": {"rows": 50, "kept": 50}}
@@ -90,9 +92,11 @@ def test_generated_programs_are_a_source_of_problems_and_of_conversations() -> N
         check_problem(problem)
     assert len(read_conversations("generated-programs:5", seed=1)) == 5
     taught = {name: tokenizer_conversations([f"{name}:9"], 3, 0) for name in ("generated", "generated-programs")}
-    assert taught["generated"] == tokenizer_conversations(["file.jsonl"], 3, 0)
+    assert taught["generated"] == tokenizer_conversations([], 3, 0) == tokenizer_conversations(["owner/name"], 3, 0)
     assert taught["generated"] == synthetic.conversations(3, 0, fault_seed=0)
     assert taught["generated-programs"] == synthetic_programs.conversations(3, 0, fault_seed=0)
+    write_rows(tmp_path / "sft.jsonl", [{"messages": messages} for messages in taught["generated"]])
+    assert tokenizer_conversations([str(tmp_path / "sft.jsonl")], 2, 0) == taught["generated"][:2]
 
 
 def test_the_tests_of_a_problem_depend_on_its_text_only() -> None:
