@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from sandbox import machine
 from sandbox.commands.machine_checks import Check, Machine, Needs, check_machine
-from sandbox.errors import ConfigError, SandboxError
+from sandbox.errors import ConfigError, IsolationError, SandboxError
 from sandbox.gateway.http.listener import RESERVED_FDS, raise_connection_limit
 from sandbox.jail import LevelChoice, ProbedLayer, choose_level, fds_for_slots, probe
 from sandbox.jail.spec import Level
@@ -62,6 +62,8 @@ def doctor(config: ServeConfig) -> Report:
     try:
         raise_connection_limit(config.connections)
         choice = choose_level(config.isolation)
+    except IsolationError:  # the checks say why
+        problem = f"isolation={config.isolation} is not possible on this machine"
     except ConfigError as error:
         problem = str(error)
     call = "not tried"
@@ -98,7 +100,7 @@ def _verdict(level: Level | None, choice: LevelChoice | None, problem: str, chec
     if level in STRONGEST:
         sentences.append("No level is stronger.")
     elif missing and level is None:
-        sentences.append(f"Missing: {', '.join(missing)}.")
+        sentences.append(f"Missing: {', '.join(missing)}: see above.")
     elif missing:
         sentences.append(f"A stronger level needs {', '.join(missing)}: see above.")
     elif choice is not None and choice.reason:

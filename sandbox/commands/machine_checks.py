@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sandbox import machine
 from sandbox.jail import kernel, nsjail_binary, userns
-from sandbox.jail.probe import NAMESPACE_LAYERS, NSJAIL, PROCESS_LIMITS, ProbedLayer
+from sandbox.jail.probe import NAMESPACE_LAYERS, NSJAIL, PROCESS_LIMITS, UID_PER_SLOT, ProbedLayer
 from sandbox.jail.spec import FIRST_SLOT_UID, Level
 from sandbox.types import DEFAULT_LIMITS
 
@@ -167,15 +167,20 @@ def _environment(of: Machine) -> Check:
 
 
 def _namespaces(of: Machine) -> Check:
-    missing = [of.layers[name] for name in of.layers if name in NAMESPACE_LAYERS and not of.layers[name].ok]
+    missing = [layer for layer in of.layers.values() if layer.name in NAMESPACE_LAYERS and not layer.ok]
     if not missing:
         return Check("namespaces", True, f"all {len(NAMESPACE_LAYERS)} layers of level namespaces")
-    found = "; ".join(f"{layer.name}: {layer.found}" for layer in missing)
+    others = f"; {len(missing) - 1} more layers are missing" if len(missing) > 1 else ""
+    found = f"no {missing[0].name}: {missing[0].found.partition(';')[0]}{others}"
+    needs, command = "level namespaces", ""
     if causes := [check.name for check in (check(of) for check in _CAUSES_OF_MISSING_NAMESPACES) if not check.ok]:
-        return Check("namespaces", False, found, f"level namespaces: see {', '.join(causes)}", "", Level.NAMESPACES)
-    flags = f"--security-opt seccomp={SECCOMP_PROFILE} --security-opt apparmor=unconfined"
-    command = of.command(of.as_root("rstar-sandbox serve"), flags, _LOCALHOST_PROFILE)
-    return Check("namespaces", False, found, "level namespaces", command, Level.NAMESPACES)
+        needs += f": see {', '.join(causes)}"
+    elif "[Errno 22] unshare" in found:  # the kernel does not know the flag
+        needs += ": a kernel with CONFIG_USER_NS"
+    else:
+        flags = f"--security-opt seccomp={SECCOMP_PROFILE} --security-opt apparmor=unconfined"
+        command = of.command(of.as_root("rstar-sandbox serve"), flags, _LOCALHOST_PROFILE)
+    return Check("namespaces", False, found, needs, command, Level.NAMESPACES)
 
 
 def _max_user_namespaces(of: Machine) -> Check:
@@ -313,16 +318,17 @@ def _cgroups(of: Machine) -> Check:
     if layer.ok:
         version, _, directories = layer.found.partition(", ")
         return Check("cgroups", True, f"{version}, below {os.path.dirname(directories.split(', ')[0])}")
-    own = {name: (mount_point, directory) for name, mount_point, directory in machine.own_cgroups(of.root)}
-    read_only = sorted({str(mount_point) for mount_point, _ in own.values() if _is_read_only(mount_point)})
+    own = {name: paths for name, *paths in machine.own_cgroups(of.root) if paths[1].is_dir()}
+    hierarchies = [name for name in _V1_HIERARCHIES if name in own] if {"memory", "pids"} <= own.keys() else [""]
+    read_only = sorted({str(own[name][0]) for name in hierarchies if name in own and _is_read_only(own[name][0])})
     if not own:
         found, command = "none are mounted", of.as_root("mount -t cgroup2 none /sys/fs/cgroup")
     elif read_only:
         found = f"the cgroup tree is read-only: {read_only[0]}"
         command = of.as_root(*(f"mount -o remount,bind,rw {path}" for path in read_only))
-    elif {"memory", "pids"} <= own.keys():
+    elif hierarchies != [""]:
         found = "version 1, not delegated to this user"
-        command = f"sudo chown {of.user} {' '.join(str(own[name][1]) for name in _V1_HIERARCHIES if name in own)}"
+        command = f"sudo chown {of.user} {' '.join(str(own[name][1]) for name in hierarchies)}"
     else:
         found = "version 2, not delegated to the server"
         scope = "--scope" if of.user == "root" else "--user --scope"
@@ -341,14 +347,18 @@ def _is_read_only(mount_point: Path) -> bool:
 
 
 def _uids(of: Machine) -> Check:
-    layer = of.layers["uid range"]
+    layer, landlock = of.layers["uid range"], of.layers["Landlock"]
     if layer.ok:
         return Check("uids", True, layer.found)
+    if of.lacks_namespaces and landlock.ok and UID_PER_SLOT in landlock.found:
+        return Check("uids", True, f"{UID_PER_SLOT}, at level landlock")
     missing = "a host uid of its own for each slot"
     first, end = userns.subordinate_ids()
-    if of.environment is not Environment.HOST:
+    if of.environment is not Environment.HOST or of.lacks_namespaces:
         found = "all calls share the server's uid"
-        command = of.command("", "--user 0", "securityContext: {runAsUser: 0, runAsNonRoot: false}")
+        command = of.command(
+            of.as_root("rstar-sandbox serve"), "--user 0", "securityContext: {runAsUser: 0, runAsNonRoot: false}"
+        )
     elif not all(map(shutil.which, userns.MAPPING_PROGRAMS.values())):
         found, command = "newuidmap is not installed", of.as_root("apt-get install uidmap")
     elif end - first <= (needed := FIRST_SLOT_UID + of.needs.calls):

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from sandbox.jail import ProbedLayer, bpf, kernel
 from sandbox.jail.probe import _LAYERS, NSJAIL
 from sandbox.jail.seccomp import ALLOW, ENOSYS, EPERM
 from sandbox.jail.syscalls import X86_64
+from sandbox.machine import own_cgroups
 from sandbox.types import DEFAULT_LIMITS
+from tests.jail import jails
 
 CALLS, FDS = 100, 5000
 NAMESPACE = "user namespace"
@@ -141,12 +144,13 @@ def test_a_virtual_machine_with_the_files_of_an_image_is_no_container(
 
 @pytest.mark.parametrize("engine", ENGINE_MARKS)
 def test_in_a_container_the_command_is_a_flag_of_the_engine(
-    engine: str, make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_checks, "under_profile", lambda: ("a default profile", True))
     files = {ENGINE_MARKS[engine]: "", "proc/self/status": "Seccomp:\t2\n", "proc/self/cgroup": "0::/\n"}
     files["proc/self/attr/current"] = "docker-default (enforce)\n"
     files["proc/self/mountinfo"] = f"21 0 0:1 / / rw - overlay o rw\n{MOUNTINFO}9 8 0:2 / /cg ro - cgroup2 c ro\n"
+    (tmp_path / "cg").mkdir()
     machine = replace(make_machine(files, (NAMESPACE, "cgroups", "uid range")), fd_limit=256)
     run = f"{engine} run"
     assert check_named("seccomp_filter", machine).command == f"{run} --security-opt seccomp={SECCOMP_PROFILE} ..."
@@ -175,8 +179,22 @@ def test_in_a_pod_the_command_is_a_field_of_the_pod_or_a_command_on_the_host(
 
 def test_missing_namespaces_without_a_known_cause_have_a_command_of_their_own(make_machine: MakeMachine) -> None:
     check = check_named("namespaces", make_machine({}, (NAMESPACE, "pivot_root")))
-    assert (check.ok, check.found) == (False, "user namespace: granted; pivot_root: granted")
+    assert (check.ok, check.found) == (False, "no user namespace: granted; 1 more layers are missing")
     assert (check.missing, check.command) == ("level namespaces", "sudo rstar-sandbox serve")
+
+
+def test_a_kernel_without_user_namespaces_has_no_command(make_machine: MakeMachine) -> None:
+    machine = make_machine({}, (NAMESPACE,))
+    refused = ProbedLayer(NAMESPACE, False, "the kernel refused ([Errno 22] unshare: Invalid argument)", "")
+    check = check_named("namespaces", replace(machine, layers={**machine.layers, NAMESPACE: refused}))
+    assert (check.missing, check.command) == ("level namespaces: a kernel with CONFIG_USER_NS", "")
+
+
+def test_at_level_landlock_the_uids_of_root_count(make_machine: MakeMachine) -> None:
+    machine = make_machine({}, (NAMESPACE, "uid range"))
+    assert check_named("uids", machine).command == "sudo rstar-sandbox serve"
+    landlock = ProbedLayer("Landlock", True, "ABI 7: files; a uid for each slot", "")
+    assert check_named("uids", replace(machine, layers={**machine.layers, "Landlock": landlock})).ok
 
 
 def test_a_chroot_is_told_by_the_missing_root_mount(make_machine: MakeMachine) -> None:
@@ -289,23 +307,64 @@ CGROUP_CASES = {
 @pytest.mark.parametrize("case", CGROUP_CASES)
 def test_missing_cgroups_have_the_command_for_their_kind(case: str, tmp_path: Path, make_machine: MakeMachine) -> None:
     mounts, own, found, command = CGROUP_CASES[case]
+    for directory in ("cg/user", "m/a", "p/b"):
+        (tmp_path / directory).mkdir(parents=True)
     files = {"proc/self/mountinfo": f"21 0 8:1 / / rw - ext4 disk rw\n{mounts}", "proc/self/cgroup": own}
     check = check_named("cgroups", make_machine(files, ("cgroups",)))
     assert (check.ok, check.found, check.level) == (False, found, None)
     assert check.command == command.format(root=tmp_path)
 
 
+CGROUP_CHECK = """
+import os, sys
+for path in sys.argv[1:]:
+    with open(f"{path}/cgroup.procs", "w") as file:
+        file.write("0")
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+from sandbox.commands.machine_checks import Machine, Needs, check_machine
+from sandbox.jail import probe
+layers = {layer.name: layer for layer in probe()}
+(check,) = (check for check in check_machine(Machine(layers, Needs(1, 1), "nobody")) if check.name == "cgroups")
+print(check.ok, check.command)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make cgroups and become another user")
+def test_the_command_for_cgroups_of_version_1_gives_them_to_the_user() -> None:
+    own = {name: mount_point for name, mount_point, _ in own_cgroups()}
+    if not {"memory", "pids"} <= own.keys():
+        pytest.skip("needs cgroup version 1")
+    names = [name for name in ("memory", "pids", "cpuacct") if name in own]
+    with ExitStack() as stack:
+        python = jails.python_for_all_users(stack.enter_context(jails.dir_for_all_users()))
+        directories = [own[name] / f"rstar-test-{os.getpid()}" for name in names]
+        for directory in directories:
+            directory.mkdir()
+            stack.callback(directory.rmdir)
+
+        def check() -> str:
+            command = [python, "-c", CGROUP_CHECK, *map(str, directories)]
+            return subprocess.run(command, cwd="/", check=True, capture_output=True, text=True).stdout.strip()
+
+        is_ok, _, command = check().partition(" ")
+        assert (is_ok, command) == ("False", f"sudo chown nobody {' '.join(map(str, directories))}")
+        subprocess.run(command.removeprefix("sudo ").split(), check=True)
+        assert check() == "True"
+
+
 def test_the_user_of_uids_gets_the_command_for_what_is_missing(
     make_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = make_machine({}, ("uid range",))
-    monkeypatch.setattr(machine_checks.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     assert check_named("uids", machine).command == "sudo apt-get install uidmap"
-    monkeypatch.setattr(machine_checks.shutil, "which", lambda program: f"/usr/bin/{program}")
-    monkeypatch.setattr(machine_checks.userns, "subordinate_ids", lambda: (0, 0))
+    monkeypatch.setattr("shutil.which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr("sandbox.jail.userns.subordinate_ids", lambda: (0, 0))
     ids = "100000-165535"
     assert check_named("uids", machine).command == f"sudo usermod --add-subuids {ids} --add-subgids {ids} me"
-    monkeypatch.setattr(machine_checks.userns, "subordinate_ids", lambda: (100_000, 165_536))
+    monkeypatch.setattr("sandbox.jail.userns.subordinate_ids", lambda: (100_000, 165_536))
     assert check_named("uids", machine).command == "sudo rstar-sandbox serve"
     machine = make_machine({"proc/self/status": "NoNewPrivs:\t1\n"}, ("uid range",))
     assert check_named("uids", machine).command == "NoNewPrivileges=no in docker/rstar-sandbox.service"
