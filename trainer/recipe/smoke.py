@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from trainer.config import ConfigError, RunConfig, SamplingConfig
 from trainer.config_loading import ENV_PREFIX
 from trainer.data.problems import write_problems
-from trainer.data.sources import GENERATED, iter_problems, read_conversations
+from trainer.data.sources import is_generated, iter_problems, read_conversations
 from trainer.json_files import write_rows
 from trainer.recipe.phases import Phase, RecipeRun
 from trainer.recipe.rollout_session import connect_sandbox
@@ -155,9 +155,9 @@ def _short(sampling: SamplingT) -> SamplingT:
 def _first_rows(count: int, folder: Path, seed: int, source: str, *, is_conversations: bool) -> str:
     """Return a source with the first `count` rows of `source`, in a file of `folder` unless they are generated. An
     invalid source is returned unchanged, since the preflight reports it."""
-    if source.startswith(GENERATED):
-        number = source.removeprefix(GENERATED)
-        return f"{GENERATED}{min(int(number), count)}" if number.isdecimal() and number.isascii() else source
+    if is_generated(source):
+        name, _, number = source.partition(":")
+        return f"{name}:{min(int(number), count)}" if number.isdecimal() and number.isascii() else source
     file = folder / f"rows-{len([*folder.glob('*')])}.jsonl"
     if is_conversations:
         write_rows(file, ({"messages": messages} for messages in read_conversations(source, seed=seed)[:count]))
