@@ -30,7 +30,7 @@ EXIT_TIMEOUT = 124
 """Exit code of timeout(1)."""
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL_BASE = 128
-"""A shell reports a process that signal n ended as 128 + n."""
+"""A shell reports 128 + n if signal n killed a process."""
 
 _RUN_SETTINGS = ("isolation", "python")
 """Settings of the server that also apply to `run` and `doctor`."""
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_python(config, args)
     from sandbox.executor import run_once
 
-    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
+    result = run_once(call, config.executor_config())
     if args.json:
         print(json.dumps(result.encode()))
     else:
@@ -396,7 +396,7 @@ def _try_call(config: ServeConfig) -> str:
     from sandbox.executor import run_once
 
     try:
-        result = run_once(Call("print(6 * 7)"), replace(config.executor_config(), zygote_pools=1, slots=1))
+        result = run_once(Call("print(6 * 7)"), config.executor_config())
     except SandboxError as error:
         return str(error)
     if result.stdout == "42\n":

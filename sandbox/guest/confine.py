@@ -112,10 +112,8 @@ class Confinement:
         clone_args[0] = self._clone_flags | _CLONE_INTO_CGROUP
         clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, _SIGCHLD
         self._clone_args = list(clone_args)
-        self._filter, self._loopback_filter = (
-            _Filter(base64.b64decode(plan[name]), plan["own_pid_offsets"]) if plan[name] else None
-            for name in ("call_filter", "loopback_filter")
-        )
+        self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
+        self._loopback_filter = _Filter.decode(plan["loopback_filter"], plan["own_pid_offsets"])
         self._prepare_steps(plan)
         self.prepare()
 
@@ -316,6 +314,11 @@ def _drop_bounding_set() -> None:
 
 class _Filter:
     """A seccomp program in memory, ready to load."""
+
+    @classmethod
+    def decode(cls, program: str | None, own_pid_offsets: list) -> _Filter | None:
+        """Return the filter for a program in base64; None for None."""
+        return None if program is None else cls(base64.b64decode(program), own_pid_offsets)
 
     def __init__(self, program: bytes, own_pid_offsets: list) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))

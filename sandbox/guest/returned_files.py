@@ -4,8 +4,8 @@
 pattern is already in an earlier entry, the pattern gets one entry without content, with the path of one of these files.
 This entry shows that the pattern has a match. The rules for patterns are those of `sandbox/path_patterns.py`.
 
-This module runs after the code of the call, in the same process, so the code can change it. So the executor trusts no
-entry. The bounds in this module only save the call from useless work.
+This module runs after the code of the call, in the same process, so the code can change it. The executor therefore
+trusts no entry. The bounds in this module only save the call from useless work.
 """
 
 from __future__ import annotations

@@ -108,7 +108,15 @@ def _query(python: str) -> dict[str, Any]:
 def _plan_mounts(
     paths: dict[str, Any], base: dict[str, Any]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the fields (mounts, masked_paths, pythonpath). `base` has the paths of the base interpreter."""
+    """Return the fields (mounts, masked_paths, pythonpath).
+
+    `paths` is the result of `_query` for the operator's Python, and `base` for its base interpreter. A directory of
+    packages gets one of these places in the jail, the first that is free:
+
+    1. the same place as on the host
+    2. a place where the base interpreter looks for packages
+    3. a directory of its own, which PYTHONPATH names
+    """
     prefix = base["base_prefix"]
     stdlib = os.path.realpath(base["stdlib"])
     stdlib_in_jail = _path_in_jail(base["stdlib"], prefix)
@@ -117,7 +125,7 @@ def _plan_mounts(
         if not os.path.realpath(dynload).startswith(stdlib + "/"):  # as on some Debian and Fedora systems
             mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, prefix)))
 
-    def can_mount(target: str) -> bool:
+    def can_mount(target: str) -> bool:  # below the read-only standard library, only existing directories
         relative = os.path.relpath(target, stdlib_in_jail)
         return relative.startswith("..") or os.path.isdir(os.path.join(stdlib, relative))
 

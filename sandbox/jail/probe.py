@@ -1,10 +1,11 @@
 """Finds out which isolation layers this machine grants, by setting up each of them in a child process.
 
-- Versions and configuration are not consulted: containers refuse system calls that their kernel has.
-- The attempts are children of a fresh interpreter. A process with two threads may enter no user namespace, and a
-  library of this process may start threads in forked children (`os.register_at_fork`), as OpenTelemetry does.
-- A layer is missing only if the kernel refuses it. An attempt may fail for a transient reason: a signal killed it, or
-  memory or process ids ran out. Such an attempt is repeated, until there were `MAX_TRIES` attempts.
+- Versions and configuration are not consulted, because containers refuse system calls that their kernel has.
+- Each attempt runs in a child of a fresh interpreter, and not in a child of this process. A process with two threads
+  may enter no user namespace, and a library of this process may start threads in forked children
+  (`os.register_at_fork`), as OpenTelemetry does.
+- A layer is missing only if the kernel refuses it. If an attempt fails for a transient reason (a signal killed it, or
+  memory or process ids ran out), it is repeated, up to `MAX_TRIES` attempts.
 - `level_choice` turns the result into a level.
 """
 
@@ -44,9 +45,11 @@ TRIAL_TIMEOUT_S = 60
 """Maximum number of seconds for the trial of nsjail (`_run_nsjail_trial`)."""
 MAX_TRIAL_ERROR_CHARS = 1000
 EXIT_SIGNAL_BASE = 128
-"""A launcher exits with this plus n if signal n killed its child (`launcher.shell_exit_status`)."""
-_OK, _REFUSED, _TRANSIENT = 0, 1, 2
-"""Outcomes of an attempt, and the exit statuses of its child process."""
+"""If signal n killed the child of a launcher, the launcher exits with this plus n (`launcher.shell_exit_status`)."""
+# Outcomes of an attempt, which are also the exit statuses of its child process
+_OK = 0
+_REFUSED = 1
+_TRANSIENT = 2
 _TRANSIENT_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM})
 
 
@@ -159,9 +162,9 @@ def _is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def _text_or_raise(holds: bool, text: str, problem: str) -> str:
-    """Return `text` if the attempt has succeeded, and raise `problem` otherwise."""
-    if not holds:
+def _text_or_raise(has_succeeded: bool, text: str, problem: str) -> str:
+    """Return `text` if an attempt has succeeded. Otherwise raise `OSError` with `problem`."""
+    if not has_succeeded:
         raise OSError(problem)
     return text
 

@@ -4,8 +4,9 @@ The loader maps the files and prints the libraries that it has found. It runs no
 find a library, the library is left out. The import of a module that needs this library then fails in the jail as it
 fails outside.
 
-The loader runs once for each package. One run for all packages is not possible, because a run finds only one library
-for each name. A run takes 2 to 5 ms of CPU time, so one run for each file would take 0.5 s for the guest runtime.
+The loader runs once for each package. A single run does not suffice, because a run finds only one library for each
+name, and two packages may have different libraries of the same name. A run takes 2 to 5 ms of CPU time, so one run for
+each file would take 0.5 s for the guest runtime.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 OPENED_BY_LIBC = ("libgcc_s.so.1", "libnss_files.so.2")
 """Libraries that glibc opens by itself: libgcc_s when a thread exits, nss_files for passwd before glibc 2.34."""
 _WORKING_DIR = "/proc/self/cwd"
-"""The loader gets the files of a package by this path. If it finds a library by $ORIGIN, the path that it prints for
-the library begins with this path. Otherwise the printed path does not."""
+"""The loader gets the files of a package by this path. The path that it prints for a library begins with this path if,
+and only if, the loader has found the library by $ORIGIN."""
 _PT_INTERP = 3
 
 
