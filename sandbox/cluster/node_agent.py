@@ -36,6 +36,7 @@ from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
+"""Maximum connections that may wait for the handshake. Further ones are closed at once."""
 STOP_TIMEOUT_S = 8.0
 """Seconds from EOF to the kill. It is longer than the executor's time-out for unsent frames."""
 EXECUTOR_COMMAND = (sys.executable, "-m", EXECUTOR_MODULE)

@@ -30,6 +30,7 @@ from sandbox.cluster.node_agent import NodeAgent, environment_without_ray
 from sandbox.cluster.node_report import inspect_in_subprocess
 
 POLL_INTERVAL_S = 2.0
+"""Seconds between two lists of the nodes."""
 ANSWER_TIMEOUT_S = 10.0
 """A node counts as lost if its actor has not answered for this many seconds."""
 RETRY_S = 30.0

@@ -36,6 +36,7 @@ from protocol import (
 originals.use_builtins(globals())
 _modules = sys.modules
 FILES_FD = 4
+"""Descriptor to which a call writes its returned files."""
 MAX_SCANNED_ENTRIES = 20_000
 """Directory entries that the patterns of one call may visit together."""
 _is_pattern = re.compile(f"[{PATTERN_CHARACTERS}]").search

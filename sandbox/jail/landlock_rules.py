@@ -40,7 +40,7 @@ REFER = 1 << 13
 TRUNCATE = 1 << 14
 IOCTL_DEV = 1 << 15
 _FILE_RIGHTS_OF_ABI_1 = REFER - 1
-_TCP = 0b11  # bind, connect
+_TCP_RIGHTS = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract Unix sockets, signals
 _NO_AUDIT = 0b101
 """LANDLOCK_RESTRICT_SELF_LOG_SAME_EXEC_OFF and LOG_SUBDOMAINS_OFF, which ABI 7 has added. Without them hostile code
@@ -48,7 +48,7 @@ could fill the host's audit log with denials."""
 
 TRUNCATE_ABI = 3
 """First ABI version that can deny truncate(2). With an older one, code can empty each file that its uid may write."""
-_SCRATCH = (
+_SCRATCH_RIGHTS = (
     WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE
     | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
 )  # fmt: skip
@@ -82,7 +82,7 @@ def rules_for(spec: JailSpec, abi: int) -> LandlockRules:
         **dict.fromkeys((f"/dev/{name}" for name in DEVICES), READ_FILE | WRITE_FILE),
     }
     paths = tuple((os.path.realpath(path), access & files) for path, access in rights.items())
-    return LandlockRules((files, network, scopes), _NO_AUDIT if abi >= 7 else 0, paths, _SCRATCH & files)
+    return LandlockRules((files, network, scopes), _NO_AUDIT if abi >= 7 else 0, paths, _SCRATCH_RIGHTS & files)
 
 
 def check_requirements(spec: JailSpec, abi: int) -> None:
@@ -130,7 +130,7 @@ def handled_rights(abi: int) -> tuple[int, int, int]:
     files = _FILE_RIGHTS_OF_ABI_1
     for right, since_abi in ((REFER, 2), (TRUNCATE, TRUNCATE_ABI), (IOCTL_DEV, 5)):
         files |= right if abi >= since_abi else 0
-    return files, _TCP if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
+    return files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
 
 
 def _config_files(python: Interpreter) -> list[str]:

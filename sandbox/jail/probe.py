@@ -41,6 +41,7 @@ MAX_TRIES = 5
 """Maximum number of attempts at a layer. If the last one also fails for a transient reason, the layer is missing."""
 RETRY_DELAY_S = 0.1
 MAX_REPORT_BYTES = 4096
+"""Maximum size of the text that an attempt reports. It fits into a pipe, so the child never blocks."""
 TRIAL_TIMEOUT_S = 60
 """Maximum number of seconds for the trial of nsjail (`_run_nsjail_trial`)."""
 MAX_TRIAL_ERROR_CHARS = 1000
@@ -188,7 +189,7 @@ def _try_uid_range() -> str:
 
 
 def _enter_jail_namespaces() -> tuple[int | None, int]:
-    base, count = host_uids(jail=0, slots=1)
+    base, count = host_uids(jail_number=0, slots=1)
     proc_self = userns.open_proc_self()
     privileged = userns.become_privileged(base, count)
     userns.enter_jail_namespaces(base, count, proc_self, privileged=privileged)
@@ -346,7 +347,7 @@ def _try_priorities() -> str:
 def _try_landlock() -> str:
     abi = kernel.landlock_abi()
     handled = landlock_rules.handled_rights(abi)
-    has_uids = host_uids(jail=0, slots=1, level=Level.LANDLOCK)[0] is not None
+    has_uids = host_uids(jail_number=0, slots=1, level=Level.LANDLOCK)[0] is not None
     if abi < landlock_rules.TRUNCATE_ABI and not has_uids:
         raise IsolationError(
             f"ABI {abi}; without root and Docker's default capabilities, ABI {landlock_rules.TRUNCATE_ABI} is needed"
@@ -395,9 +396,9 @@ def _use_memory_and_fork(procs_fds: list[int]) -> int:
 def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
     """Run one line of this Python in a jail, started as for a zygote. Takes half a second."""
     is_jailed = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
-    spec = JailSpec(
-        Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(jail=0, slots=1)
-    )
+    python, guest_dir = Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR)
+    uid_base, uid_count = host_uids(jail_number=0, slots=1)
+    spec = JailSpec(Level.NSJAIL, python, guest_dir, uid_base=uid_base, uid_count=uid_count)
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({is_jailed}))"))
     with open(os.devnull) as null:  # in place of the guest's socket, which this one line does not use
         argv, fd = launch_argv(spec, null.fileno()), null.fileno()

@@ -43,10 +43,10 @@ def library_closure(
         return None, {}
     libraries = _list_libraries(loader, program, "/", OPENED_BY_LIBC)
     prefixes = tuple(os.path.join(directory, "") for directory in mounted_dirs)
-    for (top, _package), names in _by_package(modules, mounted_dirs).items():
-        for name, path in _list_of_modules(loader, program, top, names):
+    for (mounted_dir, _package), names in _by_package(modules, mounted_dirs).items():
+        for name, path in _list_of_modules(loader, program, mounted_dir, names):
             if path.startswith(f"{_WORKING_DIR}/"):
-                directory, file = os.path.split(top + path.removeprefix(_WORKING_DIR))
+                directory, file = os.path.split(mounted_dir + path.removeprefix(_WORKING_DIR))
                 path = os.path.join(os.path.realpath(directory), file)
                 if path.startswith(prefixes):
                     continue
@@ -75,25 +75,25 @@ def _by_package(modules: Iterable[str], mounted_dirs: Sequence[str]) -> dict[tup
     empty for modules that are not in one."""
     packages: dict[tuple[str, str], list[str]] = {}
     for path in modules:
-        top = max((top for top in mounted_dirs if path.startswith(f"{top}/")), key=len)
-        name = path[len(top) + 1 :]
-        packages.setdefault((top, name.rpartition("/")[0].partition("/")[0]), []).append(name)
+        mounted_dir = max((each for each in mounted_dirs if path.startswith(f"{each}/")), key=len)
+        name = path[len(mounted_dir) + 1 :]
+        packages.setdefault((mounted_dir, name.rpartition("/")[0].partition("/")[0]), []).append(name)
     return packages
 
 
-def _list_of_modules(loader: str, program: str, top: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, path) of each library that the modules `names` of `top` need."""
+def _list_of_modules(loader: str, program: str, mounted_dir: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, path) of each library that the modules `names` of `mounted_dir` need."""
     files = [f"{_WORKING_DIR}/{name}" for name in names]
     try:
-        yield from _list_libraries(loader, program, top, files).items()
+        yield from _list_libraries(loader, program, mounted_dir, files).items()
         return
     except ConfigError as error:  # for example because a file is truncated
-        log.info("%s: the loader failed, and is run for each file: %s", top, error)
+        log.info("%s: the loader failed, and is run for each file: %s", mounted_dir, error)
     for name, file in zip(names, files, strict=True):
         try:
-            yield from _list_libraries(loader, file, top).items()
+            yield from _list_libraries(loader, file, mounted_dir).items()
         except ConfigError as error:
-            log.info("%s/%s is left out: %s", top, name, error)
+            log.info("%s/%s is left out: %s", mounted_dir, name, error)
 
 
 def _list_libraries(loader: str, file: str, working_dir: str, preloaded: Sequence[str] = ()) -> dict[str, str]:

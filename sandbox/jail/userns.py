@@ -26,6 +26,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import kernel
 
 NOBODY = 65_534
+"""The usual id of the user nobody, who owns no files."""
 ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 JAIL_NAMESPACES = (
     kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
