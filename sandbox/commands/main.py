@@ -27,7 +27,7 @@ EXIT_TIMEOUT = 124
 """Exit code of timeout(1)."""
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL_BASE = 128
-"""A shell reports a process that signal n ended as 128 + n."""
+"""A shell reports 128 + n if signal n killed a process."""
 
 _RUN_SETTINGS = ("isolation", "python")
 """Settings of the server that also apply to `run` and `doctor`."""
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_python(config, args)
     from sandbox.executor import run_once
 
-    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
+    result = run_once(call, config.executor_config())
     if args.json:
         print(json.dumps(result.encode()))
     else:
