@@ -111,7 +111,7 @@ def doctor(args: argparse.Namespace) -> int:
     config = _config(args, _RUN_SETTINGS)
     layers = probe()
     try:
-        choice = choose_level("auto")
+        choice = choose_level("auto", layers)
         level, reason = choice.level.value, choice.reason
     except ConfigError as error:
         level, reason = "", str(error)

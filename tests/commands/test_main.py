@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,7 +265,8 @@ class ProbedLayer:
 def _fake_jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
     """Replace the jail by one whose `auto` chooses `level`, or raises `IsolationError` if `level` is None."""
 
-    def choose_level(requested: str) -> types.SimpleNamespace:
+    def choose_level(requested: str, found: Sequence[ProbedLayer]) -> types.SimpleNamespace:
+        assert found is layers, "the layers were probed a second time"
         if level is None:
             raise IsolationError("nothing isolates here")
         return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {requested}")
