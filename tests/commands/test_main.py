@@ -262,11 +262,13 @@ class ProbedLayer:
     purpose: str
 
 
-def _fake_jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
-    """Replace the jail by one whose `auto` chooses `level`, or raises `IsolationError` if `level` is None."""
+def _fake_jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> list[Sequence[ProbedLayer] | None]:
+    """Replace the jail by one whose `auto` chooses `level`, or raises `IsolationError` if `level` is None. Return a
+    list of the layers from which a level is chosen; None stands for another probe."""
+    given: list[Sequence[ProbedLayer] | None] = []
 
-    def choose_level(requested: str, found: Sequence[ProbedLayer]) -> types.SimpleNamespace:
-        assert found is layers, "the layers were probed a second time"
+    def choose_level(requested: str, found: Sequence[ProbedLayer] | None = None) -> types.SimpleNamespace:
+        given.append(found)
         if level is None:
             raise IsolationError("nothing isolates here")
         return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {requested}")
@@ -278,15 +280,17 @@ def _fake_jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
     monkeypatch.setitem(
         sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, choose_level=choose_level)
     )
+    return given
 
 
 @pytest.mark.parametrize(("level", "exit_code"), [("namespaces", 0), (None, 1)])
 def test_doctor_shows_the_layers_and_the_level_that_auto_chooses(
     level: str | None, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fake_jail(monkeypatch, level)
+    given = _fake_jail(monkeypatch, level)
     _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
     assert cli.main(["doctor"]) == exit_code
+    assert len(given) == 1 and given[0] is not None, "the layers were probed a second time"
     output = capsys.readouterr().out
     for text in (
         "seccomp",
