@@ -346,10 +346,6 @@ class RunConfig:
             f"sft: batch_size={sft.batch_size}: expected a multiple of micro_batch_size={sft.micro_batch_size} x "
             f"{ranks} ranks",
         )
-        _require(
-            self.hardware.sharding == "none" or not self.model.peft,
-            "hardware: sharding=full: expected none with [model.peft], since only whole layers can be merged",
-        )
         if engines.kind == "openai":
             self._check_openai()
         self._check_gpus_and_processes()
