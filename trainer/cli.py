@@ -388,7 +388,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--stage", default="", metavar="NAME", help="sft, or one of the stages (default: the last that is done)")
 
     option = add("data", data, out, as_json).add_argument
-    sources = "generated:N, a file, or owner/name[@config][:split]"
+    sources = "generated:N, generated-programs:N, a file, or owner/name[@config][:split]"
     option("source", nargs="+", metavar="SOURCE", help=sources)
     option(
         "--decontaminate-against",

@@ -31,10 +31,11 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)  # two minutes on a quiet machine
 @pytest.mark.usefixtures("guest_python", "needs_isolation")
 def test_every_block_runs_and_prints_what_is_shown(tmp_path: Path, endpoint: str) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    (tmp_path / "configs").symlink_to(PAGE.parents[1] / "configs")
     for block in read_blocks(PAGE):
         if isinstance(block, WrittenFile):
             (tmp_path / block.name).write_text(block.text.replace(ADDRESS, endpoint), encoding="utf-8")
@@ -45,7 +46,6 @@ def test_every_block_runs_and_prints_what_is_shown(tmp_path: Path, endpoint: str
             env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
         )
         assert done.returncode == 0, f"$ {block.line}\n{done.stdout}"
         assert block.prints(done.stdout), f"$ {block.line} printed\n{done.stdout}"

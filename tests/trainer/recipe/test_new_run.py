@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from trainer.config_loading import load_config
 from trainer.data.sources import read_conversations, read_problems
 from trainer.environments.registry import check_problem
 from trainer.episodes.episode import Problem
+from trainer.json_files import differing_settings
 from trainer.recipe.new_run import KINDS
 from trainer.recipe.new_run_files import rewards
 from trainer.setting_comments import setting_comments
@@ -54,6 +56,14 @@ def test_each_setting_has_the_description_of_the_code_and_a_hint_where_it_change
     assert [name for name in tree["sft"] if described[name][1:] not in comments] == []
     assert comments.count("Yours: ") >= 10
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_run_of_programs_has_the_settings_of_the_config_that_was_measured(tmp_path: Path) -> None:
+    """docs/environments.md states the accuracy of `configs/tiny-code.toml`."""
+    assert cli.main(["init", str(tmp_path), "--kind", "code"]) == 0
+    measured = Path(__file__).parents[3] / "configs/tiny-code.toml"
+    new, config = (asdict(load_config(file, {})) for file in (tmp_path / "run.toml", measured))
+    assert list(differing_settings(new, config)) == ["data.train", "eval.data", "run_dir"]
 
 
 @pytest.mark.slow
