@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from trainer.config import TINY_MODEL, ConfigError, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
@@ -47,21 +48,27 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
     for stage in stages:
-        _check_enough_problems(run, stage, reports[run.unfiltered_path(stage).stem]["counts"])
+        _check_enough_problems(run, stage, reports[run.unfiltered_path(stage).stem])
     run.write_result(phase, TrainResult(model, step=0))
 
 
-def _check_enough_problems(run: RecipeRun, stage: StageConfig, counts: Mapping[str, Mapping[str, int]]) -> None:
+def _check_enough_problems(run: RecipeRun, stage: StageConfig, report: Mapping[str, Any]) -> None:
     """Raise `ConfigError` with the reasons for which problems were dropped, if a stage has too few of them."""
     total = Counter[str]()
-    for source_counts in counts.values():
+    for source_counts in report["counts"].values():
         total.update(source_counts)
-    if total["kept"] < stage.problems_per_step:
-        raise ConfigError(
-            f"stages.{stage.name}: expected at least problems_per_step={stage.problems_per_step} problems, got "
-            f"{total['kept']}: its data has {', '.join(f'{n} {label}' for label, n in total.items())}; "
-            f"{run.dir}/data/report.json names dropped rows. Give other problems, or lower problems_per_step"
-        )
+    if total["kept"] >= stage.problems_per_step:
+        return
+    first_of = {
+        dropped["reason"]: " (the first is {row} of {source}: {details})".format_map(dropped)
+        for dropped in reversed(report["examples"])
+    }
+    reasons = [f"{number} {label}{first_of.get(label, '')}" for label, number in total.items()]
+    raise ConfigError(
+        f"stages.{stage.name}: expected at least problems_per_step={stage.problems_per_step} problems, got "
+        f"{total['kept']}: its data has {', '.join(reasons)}; {run.dir}/data/report.json names dropped rows. Give "
+        "other problems, or lower problems_per_step"
+    )
 
 
 def prepare_problems(
