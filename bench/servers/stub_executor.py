@@ -23,11 +23,11 @@ SLOTS = 512
 READ_BYTES = 1 << 18
 
 
-def serving() -> AbstractContextManager[Any]:
-    """A `bench.servers.service.Service` with one stub executor. Raises `BenchFailed` if it does not start."""
+def serving(workers: int = 1) -> AbstractContextManager[Any]:
+    """A `bench.servers.service.Service` with one stub executor per worker. Raises `BenchFailed` if it fails."""
     from bench.servers import service
 
-    return service.started(["-m", "bench.servers.stub_executor"])
+    return service.started(["-m", "bench.servers.stub_executor", "--workers", str(workers)])
 
 
 def main() -> int:
