@@ -6,9 +6,9 @@ out?
 
 The second form compares `serve --workers N` with one worker, in turns.
 
-Each gateway, each executor (`bench.servers.stub_executor`) and the client are one process each. The client sends batches
-as msgpack over HTTP and checks every result, which contains the code of its own call. The CPU time is that of the
-gateway process alone. 1 / (CPU time per call) is the rate that the gateway could reach with a core of its own. With
+Each gateway, each executor (`bench.servers.stub_executor`) and the client are one process each. The client sends
+batches as msgpack over HTTP and checks every result, which contains the code of its own call. The CPU time is that of
+the gateway process alone. 1 / (CPU time per call) is the rate that the gateway could reach with a core of its own. With
 several workers, the busiest one sets the rate, since the kernel divides connections among them at random.
 """
 

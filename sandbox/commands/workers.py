@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from sandbox import machine
+from sandbox.errors import ConfigError
 from sandbox.gateway import serve
 from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
 from sandbox.gateway.http.listener import cannot_listen
@@ -33,12 +35,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def serve_workers(config: ServeConfig, launch: Launch = ExecutorProcess.launch) -> int:
     """Serve with `config.workers` workers until SIGINT or SIGTERM, and return the exit code."""
     shares = config.per_worker(machine.granted_cores())
-    with (
-        tempfile.TemporaryDirectory(prefix="rstar-workers-") as directory,
-        _reserved_port(config.host, config.port) as port,
-    ):
-        configs = [replace(share, port=port, worker=Worker(n, directory)) for n, share in enumerate(shares)]
-        return _Supervisor(configs, launch).run()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="rstar-workers-") as directory,
+            _reserved_port(config.host, config.port) as port,
+        ):
+            configs = [replace(share, port=port, worker=Worker(n, directory)) for n, share in enumerate(shares)]
+            return _Supervisor(configs, launch).run()
+    except ConfigError as error:  # the port: exit code 1, as without workers
+        print(f"rstar-sandbox: {error}", file=sys.stderr)
+        return 1
 
 
 @contextmanager

@@ -218,10 +218,11 @@ def test_executors_that_cannot_start_end_the_server() -> None:
 
 def test_a_port_in_use_is_an_error_also_if_it_could_be_shared(server: Server) -> None:
     port = int(server.url.rpartition(":")[2])
-    code = SERVE_CODE.format(port=port, token=TOKEN, module="tests.fakes")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode != 0
-    assert "is another server running there?" in done.stderr
+    with started(port) as process:
+        assert process.wait(TIMEOUT_S) == 1
+        assert process.stderr is not None
+        (line,) = process.stderr
+        assert "is another server running there?" in line
 
 
 def test_samples_of_workers_get_a_label_and_stay_grouped_by_metric() -> None:
