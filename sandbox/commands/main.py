@@ -20,27 +20,17 @@ from typing import Any
 
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.settings.profiles import check_profile
-from sandbox.settings.server import ENV_PREFIX, SETTINGS, ServeConfig, flag_name, load
+from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, ServeConfig, flag_name, load
 from sandbox.types import LIMIT_FIELDS, Network, Profile, Result, Status
 
 EXIT_TIMEOUT = 124
 """Exit code of timeout(1)."""
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL_BASE = 128
-"""A shell reports a process that signal n ended as 128 + n."""
+"""A shell reports 128 + n if signal n killed a process."""
 
 _RUN_SETTINGS = ("isolation", "python")
 """Settings of the server that also apply to `run` and `doctor`."""
-_GROUPS = {
-    "listen": "the HTTP side",
-    "queue": "waiting calls and results",
-    "limits": "the maximum that a call may request; a higher limit is lowered to it",
-    "isolation": "the jail around the calls",
-    "cluster": "calls on other machines",
-    "logs": "log lines on stderr",
-    "tuning": "the defaults suit the machine",
-}
-"""Headings of the argument groups in `--help`, in order, with their descriptions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_python(config, args)
     from sandbox.executor import run_once
 
-    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
+    result = run_once(call, config.executor_config())
     if args.json:
         print(json.dumps(result.encode()))
     else:
@@ -325,7 +315,7 @@ def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-    for title, description in _GROUPS.items():
+    for title, description in SETTING_GROUPS.items():
         shown = [name for name in names if SETTINGS[name].group == title and not SETTINGS[name].is_secret]
         group = parser.add_argument_group(title, description) if shown else parser
         for name in shown:

@@ -79,12 +79,12 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 
 
 async def run_call(request: web.Request) -> web.StreamResponse:
-    form = validation.CallForm(request.app[DISPATCHER].config, request.get(TENANT))
-    async with exchange.admitted_batch(request, form) as (batch, sent, _):
+    form = validation.CallForm(request.app[DISPATCHER].config, request[TENANT])
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, _):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
         result = batch.pop_result(0)
-        body = await codec.encode_result(result, content_type)
+        body = await codec.encode_result(result, batch.unread_bytes, content_type)
         if result["status"] != Status.UNAVAILABLE:
             return await exchange.respond(request, 200, body, content_type, begun)
         headers = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
@@ -94,8 +94,8 @@ async def run_call(request: web.Request) -> web.StreamResponse:
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    form = validation.BatchForm(request.app[DISPATCHER].config, request.get(TENANT))
-    async with exchange.admitted_batch(request, form) as (batch, sent, status):
+    form = validation.BatchForm(request.app[DISPATCHER].config, request[TENANT])
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
@@ -105,8 +105,8 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
-    form = validation.PairsForm(request.app[DISPATCHER].config, request.get(TENANT))
-    async with exchange.admitted_batch(request, form) as (batch, sent, status):
+    form = validation.PairsForm(request.app[DISPATCHER].config, request[TENANT])
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         results = map(Result.decode, exchange.pop_results(batch))
@@ -131,7 +131,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def prometheus(request: web.Request) -> web.Response:
-    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    dispatcher, owner = request.app[DISPATCHER], request[TENANT]
     prometheus = request.app[PROMETHEUS] if owner is None else PrometheusText(partial(dispatcher.samples, owner))
     if (siblings := siblings_to_ask(request)) is not None:
         by_worker = {siblings.number: dispatcher.samples(), **await siblings.ask_others("/metrics")}
@@ -149,7 +149,7 @@ async def stats(request: web.Request) -> web.Response:
         raise HttpError(400, f"after: expected the number of a step, or 0 for all steps, got {after!r:.80}")
     siblings = request.app.get(SIBLINGS)
     if siblings is None or siblings.number == 0:
-        body = request.app[STATS].build(int(after), request.get(TENANT))
+        body = request.app[STATS].build(int(after), request[TENANT])
     elif siblings_to_ask(request) is None:
         body = request.app[STATS].build_for_worker_0()
     elif (body := await siblings.ask(0, request.raw_path)) is None:

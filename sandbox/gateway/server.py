@@ -110,7 +110,12 @@ async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Listen
     assert runner.server is not None
     max_connections = raise_connection_limit(config.connections)
     listener = Listener(
-        runner.server, max_connections, config.stall_s, dispatcher.connection_rejected, shares_port=config.workers > 1
+        runner.server,
+        max_connections,
+        config.stall_s,
+        dispatcher.connection_rejected,
+        dispatcher.connection_stalled,
+        shares_port=config.workers > 1,
     )
     if (siblings := runner.app.get(SIBLINGS)) is not None:
         await siblings.listen(runner.server)
