@@ -76,11 +76,11 @@ def body_type(request: web.Request) -> str:
     raise HttpError(415, f"Content-Type is {sent!r:.80}, expected {JSON} or {MSGPACK}")
 
 
-def response_type(request: web.Request, sent: str, offered: tuple[str, ...]) -> str:
-    """Return the first of the `offered` types that `Accept` names, else the type that was `sent`."""
+def response_type(request: web.Request, default: str, offered: tuple[str, ...]) -> str:
+    """Return the first of the `offered` types that `Accept` names, else `default`, the type of the request's body."""
     accept = request.headers.get("Accept", "")
     accepted = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
-    return next((content_type for content_type in offered if content_type in accepted), sent)
+    return next((content_type for content_type in offered if content_type in accepted), default)
 
 
 def encode(value: object, content_type: str) -> bytes:
@@ -113,9 +113,9 @@ async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
     return [*parts, b"".join(step)]
 
 
-async def encode_result(result: Encoded, content_type: str) -> list[bytes]:
-    """Encode one result, a large one in steps. Returns the parts of the body."""
-    if encoded_bytes(result) <= CHUNK_BYTES:
+async def encode_result(result: Encoded, size: int, content_type: str) -> list[bytes]:
+    """Encode one result, a large one in steps. `size` is its `encoded_bytes`. Returns the parts of the body."""
+    if size <= CHUNK_BYTES:
         return [encode(result, content_type)]
     return await encode_in_steps(result, content_type)
 
@@ -146,7 +146,7 @@ async def encode_results(
             group.append(result)
             group_bytes += size
         else:
-            parts += await encode_result(result, content_type)
+            parts += await encode_in_steps(result, content_type)
             parts.append(separator if number < count - 1 else b"")
     if group:
         parts.append(_encode_group(group, content_type))
@@ -158,7 +158,7 @@ async def encode_results(
 async def encode_line(index: int, result: Encoded, size: int, content_type: str) -> list[bytes]:
     """Encode one result of a stream. `size` is its `encoded_bytes`. Returns the parts of the line."""
     line = {"index": index, **result}
-    parts = [encode(line, content_type)] if size <= CHUNK_BYTES else await encode_in_steps(line, content_type)
+    parts = await encode_result(line, size, content_type)
     if content_type == NDJSON:
         parts.append(b"\n")
     return parts
@@ -305,7 +305,7 @@ def _base64(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_base64)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_base64)
 
 
 def _encode_json(value: object) -> bytes:
