@@ -39,8 +39,9 @@ from bench.gpu_parts.check import Settings
 from bench.harness import arguments, command, requirements
 from bench.harness.tables import Block, Result, Table
 
-PARTS = {"loss": 60, "memory": 120, "engine": 60, "recipe": 180, "training": 90, "vllm": 90}
-"""Seconds that each part may take in a run of `DEFAULT_MINUTES`. Longer and shorter runs have limits in proportion."""
+PARTS = {"loss": 60, "memory": 120, "engine": 50, "recipe": 240, "training": 100, "vllm": 200}
+"""Seconds that each part may take in a run of `DEFAULT_MINUTES`, if so many are left. Longer and shorter runs have
+limits in proportion."""
 DEFAULT_MINUTES = 10.0
 DEVICE_LIMIT_S = 120.0
 """Seconds within which the device must answer. The first import of torch may take a minute."""

@@ -39,7 +39,7 @@ def checks(settings: Settings) -> Checks:
 
 
 def _tiny(settings: Settings) -> Finding:
-    conversations, steps, problems = settings.choose((16_000, 12, 256), (256, 3, 16), (32, 3, 8))
+    conversations, steps, problems = settings.choose((8000, 6, 128), (256, 3, 16), (32, 3, 8))
     config = recipe_config(
         settings, "tiny", steps, f"sft.data=generated:{conversations}", f"eval.data=generated:{problems}"
     )
@@ -68,7 +68,7 @@ def _pretrained(settings: Settings) -> Finding:
     """SFT on conversations with the tool, then a stage of RL, of the model in the folder `settings.pretrained`."""
     if not settings.pretrained:
         raise Skipped("no model: --pretrained DIR names the folder of one")
-    conversations, steps, problems = settings.choose((2000, 8, 64), (32, 1, 8), (16, 1, 4))
+    conversations, steps, problems = settings.choose((2000, 4, 64), (32, 1, 8), (16, 1, 4))
     config = recipe_config(
         settings, "pretrained", steps, f"model.path={settings.pretrained}", f"sft.data=generated:{conversations}",
         f"eval.data=generated:{problems}", "sft.epochs=1", "sft.learning_rate=2e-4", "rl.learning_rate=1e-5",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,9 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, refused
     assert message in refused_arguments(gpu.main, *arguments)
 
 
-def test_the_page_says_whether_a_gpu_has_run_the_parts() -> None:
+def test_the_page_names_the_parts_and_says_whether_a_gpu_has_run_them() -> None:
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(gpu.PARTS)
     assert ("No GPU has run this yet." in page) == ("gpu" not in read_results(ROOT / "bench/results"))
 
 
