@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ from sandbox.local import local_service
 from tests.docs.page_blocks import Command, WrittenFile, read_blocks
 from trainer.rollout.loop_thread import LoopThread
 
+CONTINUES = re.compile(r"It continues\s+\[[^]]+\]\(([^)]+)\)")
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 PAGES = [*TUTORIALS, *sorted((DOCS / "howto").glob("*.md"))]
+CONTINUED = {page: page.with_name(match[1]) for page in PAGES if (match := CONTINUES.search(page.read_text()))}
+"""The page that a page continues."""
 ADDRESS = "127.0.0.1:8642"
 
 
@@ -28,12 +32,12 @@ def server(guest_python: object, needs_isolation: None) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in CONTINUED.values()], ids=lambda path: path.stem)
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, server: str) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
     with LoopThread() as loop_thread:
-        for block in read_blocks(page):
+        for block in [block for part in (CONTINUED.get(page), page) if part for block in read_blocks(part)]:
             address = server.removeprefix("http://")
             if isinstance(block, WrittenFile):
                 (tmp_path / block.name).write_text(block.text, encoding="utf-8")

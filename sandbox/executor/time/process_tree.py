@@ -369,9 +369,9 @@ class CpuPriority:
         demote: SCHED_IDLE, and the idle cgroup                        demote: raise the nice value
         promote: SCHED_OTHER                                           promote: the kernel refuses it (sched(7))
 
-    A nice value can be raised for every process of this uid, and for every process in the user namespaces that this uid
-    has created. It is raised only as far as `LONG_THREADS_WEIGHT` requires for the number of long threads, since it is
-    never lowered again.
+    An ordinary user may raise the nice values of its own processes, and of all processes in user namespaces that it has
+    created. It may not lower them again. So they are raised only as high as `LONG_THREADS_WEIGHT` requires for the
+    number of long threads.
     """
 
     def __init__(self, cores: float = 1.0) -> None:
@@ -409,7 +409,7 @@ class CpuPriority:
 
 def nice_of_long_calls(threads_per_core: float, own_nice: int = 0) -> int:
     """Return the nice value with which this many threads on each core have the weight `LONG_THREADS_WEIGHT` together.
-    `own_nice` is that of short calls."""
+    `own_nice` is the nice value of short calls."""
     weight = LONG_THREADS_WEIGHT / max(1.0, threads_per_core)
     return min(MAX_NICE, own_nice + math.ceil(-math.log(weight, WEIGHT_PER_NICE)))
 
