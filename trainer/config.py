@@ -52,7 +52,7 @@ RESERVED_BODY_FIELDS = frozenset({
 """Fields of a completion request that `engines.extra_body` must not have."""
 RESERVED_STAGES = ("initial", "sft", "train", "eval")
 """Names of the run folder's own stages and problems, which no stage may have."""
-ONLINE_SETTINGS = ("cancel_stragglers", "partial_rollouts", "one_step_off_policy", "dynamic_sampling_rounds")
+ONLINE_SETTINGS = ("one_step_off_policy", "dynamic_sampling_rounds")
 """Settings of a stage that need `episodes = "online"`."""
 
 
@@ -201,13 +201,10 @@ class StageConfig(SamplingConfig):
     kept_per_problem: Annotated[int, Field(ge=2)] = 16  # episodes that RoC selects, the paper's G
     # Which samples are kept: by the paper's rule, by the released code's, at random for comparisons, or all.
     roc_mode: Literal["paper", "released", "uniform", "off"] = "paper"
-    cancel_stragglers: bool = False  # cancel a group's last episodes if RoC does not need them; favours short ones
     # Where episodes come from: `online` samples them in each step in this process, `cluster` in each step on Ray nodes,
     # `collected` all before the stage. [collect] has the settings of the last two.
     episodes: Literal["online", "cluster", "collected"] = "online"
-    partial_rollouts: Fraction = 0.0  # share of extra problems in flight; the next step continues them; 0 is off
     max_unavailable_share: Fraction = 0.2  # a step in which the infrastructure costs more episodes ends the run
-    max_staleness_steps: NonNegativeInt = 2  # training steps for which an unfinished episode may be continued
     dynamic_sampling_rounds: NonNegativeInt = 0  # rounds in which a step samples further problems in place of groups
     # without a signal, until it has problems_per_step groups with one; 0 is off
     one_step_off_policy: bool = False  # sample the next step while this one is optimized, with the weights before it
@@ -508,9 +505,9 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         f"{table}: {', '.join(online_only)}: expected episodes=online, got {stage.episodes}",
     )
     _require(
-        not (stage.one_step_off_policy and (stage.partial_rollouts or stage.dynamic_sampling_rounds)),
-        f"{table}: one_step_off_policy=true: expected partial_rollouts=0 and dynamic_sampling_rounds=0, since these "
-        "also sample other episodes than the step's own; set one of them",
+        not (stage.one_step_off_policy and stage.dynamic_sampling_rounds),
+        f"{table}: one_step_off_policy=true: expected dynamic_sampling_rounds=0, since its rounds follow from the "
+        "rewards of the step; set one of them",
     )
     _require(
         stage.top_p == 1,

@@ -33,7 +33,14 @@ class VerifyOutcome(StrEnum):
 VerifyPairs = Callable[[Sequence[tuple[str, str]]], Awaitable[list[VerifyOutcome]]]
 """Compares pairs (the problem's answer, the model's answer) and returns their outcomes in order. If the sandbox is
 down, the outcome says so; no exception is raised."""
-INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE, StopReason.CANCELLED)
+
+
+class NoRewardsError(Exception):
+    """Too few episodes have a reward, since the infrastructure or a reward function failed. The episodes that an outage
+    leaves are not a fair sample, since episodes with many tool calls are lost most often."""
+
+
+INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE)
 """Stop reasons that the model may not have caused. An episode with one of them has no reward."""
 
 

@@ -15,13 +15,12 @@ from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
-from trainer.episodes.reward import VerifyOutcome
+from trainer.episodes.reward import NoRewardsError, VerifyOutcome
 from trainer.json_files import write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import EVAL_SET, INITIAL_STAGE, TINY_MODEL, Phase, RecipeRun, TrainResult
 from trainer.recipe.rollout_session import connect_sandbox, load_chat_format
 from trainer.rollout.loop_thread import LoopThread
-from trainer.training.grpo import NoRewardsError
 
 
 def prepare(run: RecipeRun, phase: Phase) -> None:

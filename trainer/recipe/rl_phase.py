@@ -11,6 +11,7 @@ from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
 from trainer.config import ONLINE_SETTINGS, ConfigError, StageConfig
 from trainer.data.sources import read_problems
+from trainer.episodes.reward import NoRewardsError
 from trainer.json_files import read_json
 from trainer.recipe import collect_work, evaluation
 from trainer.recipe.eval_phase import run_evaluation
@@ -20,7 +21,7 @@ from trainer.recipe.training_inputs import join_ranks, training_context
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training.context import BEST_MARK, leave_ranks, wait_for_ranks
-from trainer.training.grpo import NoRewardsError, train_stage
+from trainer.training.grpo import train_stage
 
 
 def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
