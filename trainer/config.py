@@ -40,7 +40,6 @@ StringList = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["trackio", "wandb", "tensorboard"]
 """A tracker's name is also the name of the package that it needs."""
-PlacementPolicy = Literal["reserve_worst_case", "kv"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
 """Variants of AdamW, named as in transformers. Those with `8bit` or `paged` need the package bitsandbytes."""
 
@@ -124,7 +123,6 @@ class EnginesConfig:
     sleep_mode: bool = False  # engines on the training GPUs free their memory while the trainer optimizes
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
-    placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
     args: dict[str, Any] = field(
         default_factory=dict
     )  # more of vLLM's AsyncEngineArgs, for servers that the run starts
@@ -216,6 +214,14 @@ class StageConfig(SamplingConfig):
     save_steps: PositiveInt = 10  # training steps between checkpoints
     optim: Optimizer = "adamw_torch"  # transformers' name of the optimizer: fused, with moments in 8 bits, or paged
     grpo: dict[str, Any] = field(default_factory=dict)  # more arguments of TRL's GRPOConfig
+
+    def require_problems(self, count: int, found: str) -> None:
+        """Raise `ConfigError` if `count` problems are too few for a training step. `found` says where they are from."""
+        _require(
+            count >= self.problems_per_step,
+            f"stages.{self.name}: expected at least problems_per_step={self.problems_per_step} problems, got {count}: "
+            f"{found}; give other problems, or lower problems_per_step",
+        )
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,11 +11,10 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter
 
-from trainer.config import ConfigError, Optimizer, PlacementPolicy, RunConfig, StageConfig, expand_urls
+from trainer.config import ConfigError, Optimizer, RunConfig, StageConfig, expand_urls
 from trainer.config_loading import load_config
 from trainer.json_files import write_json
 from trainer.recipe.resource_plan import MOMENT_BYTES
-from trainer.scheduling.scheduler import POLICIES
 
 RUN = """
 seed = 3
@@ -400,10 +399,6 @@ def test_the_optimizers_are_those_of_transformers_whose_memory_is_known() -> Non
     training_args = pytest.importorskip("transformers.training_args")
     assert {str(name.value) for name in training_args.OptimizerNames} >= {*get_args(Optimizer)}
     assert MOMENT_BYTES.keys() == {*get_args(Optimizer)}
-
-
-def test_the_configurable_placement_policies_are_those_of_the_scheduler() -> None:
-    assert get_args(PlacementPolicy) == tuple(POLICIES)
 
 
 def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from trainer.config import ConfigError, RunConfig, SamplingConfig, StageConfig
+from trainer.config import RunConfig, SamplingConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.environments.own_reward import check_reward
@@ -44,21 +44,12 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
     for stage in stages:
-        _check_enough_problems(run, stage, reports[run.unfiltered_path(stage).stem]["counts"])
+        total = Counter[str]()
+        for counts in reports[run.unfiltered_path(stage).stem]["counts"].values():
+            total.update(counts)
+        rows = ", ".join(f"{number} {label}" for label, number in total.items())
+        stage.require_problems(total["kept"], f"its data has {rows}; {run.dir}/data/report.json names dropped rows")
     run.write_result(phase, TrainResult(model, step=0))
-
-
-def _check_enough_problems(run: RecipeRun, stage: StageConfig, counts: Mapping[str, Mapping[str, int]]) -> None:
-    """Raise `ConfigError` with the reasons for which problems were dropped, if a stage has too few of them."""
-    total = Counter[str]()
-    for source_counts in counts.values():
-        total.update(source_counts)
-    if total["kept"] < stage.problems_per_step:
-        raise ConfigError(
-            f"stages.{stage.name}: expected at least problems_per_step={stage.problems_per_step} problems, got "
-            f"{total['kept']}: its data has {', '.join(f'{n} {label}' for label, n in total.items())}; "
-            f"{run.dir}/data/report.json names dropped rows. Give other problems, or lower problems_per_step"
-        )
 
 
 def prepare_problems(

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from trainer.config import StageConfig
+from trainer.config import ConfigError, StageConfig
 from trainer.episodes import metrics, roc
 from trainer.episodes.episode import Episode, Problem
-from trainer.episodes.reward import NoRewardsError
+from trainer.episodes.reward import check_unavailable
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training import training_rows
 from trainer.training.context import TrainingContext
@@ -47,6 +47,12 @@ class StepSampler:
         self, stage: StageConfig, context: TrainingContext, problems: Sequence[Problem], rollouts: RolloutRuntime
     ) -> None:
         self._stage, self._context, self._problems, self._rollouts = stage, context, problems, rollouts
+        num_ids = len({problem.id for problem in problems})
+        if num_ids < len(problems):
+            raise ConfigError(
+                f"stages.{stage.name}: expected problems with different ids, got {len(problems)} with {num_ids} ids"
+            )
+        stage.require_problems(num_ids, "the stage has no others")
         self._schedule = training_rows.problem_schedule(problems, stage.problems_per_step, stage.steps, context.seed)
         # With roc_mode=off all samples are kept, so every rule gives the same selection.
         mode = "paper" if stage.roc_mode == "off" else stage.roc_mode
@@ -102,7 +108,11 @@ class StepSampler:
         reasons = [roc.selection_reasons(*pair, correct_above=above) for pair in zip(groups, selected, strict=True)]
         self._context.run_folder.write_episodes(step, self._stage.name, groups, selected, reasons)
         episodes = [episode for group in groups for episode in group]
-        self._check_rewards(episodes, step)
+        unavailable = [episode for episode in episodes if metrics.is_unavailable(episode)]
+        cause = next((episode.error for episode in unavailable if episode.error), "an answer could not be checked")
+        check_unavailable(
+            len(unavailable), len(episodes), self._stage.max_unavailable_share, f"step {step}", first_failure=cause
+        )
         in_loss = list(map(training_rows.in_loss_indices, groups, selected))
         self.metrics |= metrics.step_metrics(groups, in_loss, above)
         if self._stage.one_step_off_policy:
@@ -115,16 +125,6 @@ class StepSampler:
         return [
             row for parts in zip(groups, selected, in_loss, strict=True) for row in training_rows.group_rows(*parts)
         ]
-
-    def _check_rewards(self, episodes: Sequence[Episode], step: int) -> None:
-        unavailable = [episode for episode in episodes if metrics.is_unavailable(episode)]
-        if len(unavailable) > min(self._stage.max_unavailable_share * len(episodes), len(episodes) - 1):
-            cause = next((episode.error for episode in unavailable if episode.error), "an answer could not be checked")
-            raise NoRewardsError(
-                f"step {step}: {len(unavailable)} of {len(episodes)} episodes have no reward, since infrastructure or "
-                f"a reward failed; at most {self._stage.max_unavailable_share:.0%} may (max_unavailable_share). The "
-                f"first failure: {cause}. Mend it and run the same command again: it continues"
-            )
 
     def _problems_of(self, step: int) -> Sequence[Problem]:
         first = self._stage.problems_per_step * (step - 1 - self._context.first_step)

@@ -34,15 +34,9 @@ def problem_schedule(problems: Sequence[Problem], per_step: int, steps: int, see
     """Return `per_step` problems for each of `steps` steps. Each epoch has a new order.
 
     No step has a problem twice. The problems at the end of an epoch may not fill a step; this epoch leaves them out.
-    Raises `ConfigError` for too few problems or for equal ids.
     """
     epoch_problems = list(problems)
-    num_ids = len({problem.id for problem in epoch_problems})
-    if num_ids < max(len(epoch_problems), per_step):
-        raise ConfigError(
-            f"expected at least problems_per_step={per_step} problems with different ids, got {len(epoch_problems)} "
-            f"with {num_ids} ids; lower problems_per_step, or give more problems"
-        )
+    assert len(epoch_problems) >= per_step, "expected a check by `StageConfig.require_problems`"
     order: list[Problem] = []
     epoch = 0
     while len(order) < per_step * steps:

@@ -141,9 +141,7 @@ def test_an_outage_during_an_evaluation_inside_a_stage_marks_no_best_model(
         if num_lost == 2:
             assert rl_phase._evaluate_step(run, stage, None, 2) is reports
         else:
-            with pytest.raises(
-                NoRewardsError, match="3 episodes have no reward, since the infrastructure failed; at most 20%"
-            ):
+            with pytest.raises(NoRewardsError, match=r"3 of 10 episodes have no reward, .* at most 20% may"):
                 rl_phase._evaluate_step(run, stage, None, 2)
 
 
