@@ -69,12 +69,12 @@ lock:  ## choose the newest versions that pyproject.toml allows, and write them 
 	$(PYTHON) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	echo '$(TORCH)' >$(LOCK_VENV)/chosen.txt
-	$(LOCK) --extra dev --extra bench --extra docs --extra kuberay --extra train --output-file $(LOCK_VENV)/all.txt
+	$(LOCK) --extra dev --extra bench --extra publish --extra kuberay --extra train --output-file $(LOCK_VENV)/all.txt
 	cp $(LOCK_VENV)/all.txt $(LOCK_VENV)/chosen.txt
 	$(LOCK) --output-file requirements/runtime.txt
 	$(LOCK) --extra dev --extra bench --extra cluster --output-file requirements/test.txt
 	$(LOCK) --extra kuberay --output-file requirements/kuberay.txt
-	$(LOCK) --extra docs --output-file requirements/docs.txt
+	$(LOCK) --extra publish --output-file requirements/publish.txt
 	$(LOCK) --extra train --output-file $(LOCK_VENV)/train.txt
 	awk '/^[a-z]/ {skip = /^(torch==|triton==|cuda-|nvidia-)/} !skip' $(LOCK_VENV)/train.txt >requirements/train.txt
 
@@ -97,17 +97,25 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	MYPYPATH=sandbox/guest $(BIN)/mypy --config-file= --strict --allow-any-generics --explicit-package-bases \
 		$(wildcard sandbox/guest/[a-z]*.py) sandbox/guest/site/sitecustomize.py
 	$(BIN)/lint-imports
+	$(BIN)/zizmor --offline --quiet .github
 
-$(VENV)/.docs: $(VENV)/.installed requirements/docs.txt
-	$(LOCKED) requirements/docs.txt
+$(VENV)/.publish: $(VENV)/.installed requirements/publish.txt
+	$(LOCKED) requirements/publish.txt
 	@touch $@
 
 .PHONY: docs docs-serve
-docs: $(VENV)/.docs  ## the documents as a site, in site/; a broken link or anchor is an error
+docs: $(VENV)/.publish  ## the documents as a site, in site/; a broken link or anchor is an error
 	$(BIN)/zensical build --strict --clean
 
-docs-serve: $(VENV)/.docs  ## the same on http://localhost:8000, built again after each change
+docs-serve: $(VENV)/.publish  ## the same on http://localhost:8000, built again after each change
 	$(BIN)/zensical serve
+
+.PHONY: dist
+dist: $(VENV)/.publish  ## a source archive and a wheel in dist/; with TAG=v1.2.3 the version has to be 1.2.3
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	@test -z '$(TAG)' || test -f 'dist/rstar_sandbox-$(TAG:v%=%)-py3-none-any.whl' || \
+		{ echo 'expected version $(TAG:v%=%) in pyproject.toml, got' dist/*.whl >&2; exit 1; }
 
 .PHONY: machine-code
 machine-code:  ## assemble sandbox/guest/fork_batch.S and print the bytes that fork_batch.py contains

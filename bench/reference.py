@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import io
 import sys
-import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +22,7 @@ from pydantic import TypeAdapter
 from sandbox.gateway import metrics, routes
 from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, Setting
 from trainer.config import RunConfig
+from trainer.setting_comments import setting_comments
 
 PAGES = Path(__file__).parents[1] / "docs/reference"
 NOTICE = "<!-- Written by `python -m bench.reference`. Change the code, not this page. -->"
@@ -84,7 +83,7 @@ def trainer_settings() -> str:
     tables = {"": RunConfig}
     tables |= {field.name: _table_class(field) for field in dataclasses.fields(RunConfig) if _table_class(field)}
     for name, cls in tables.items():
-        comments = {key: text for base in reversed(cls.__mro__[:-1]) for key, text in _field_comments(base).items()}
+        comments = setting_comments(cls)
         properties = schema["properties"] if cls is RunConfig else schema["$defs"][cls.__name__]["properties"]
         rows = [
             (f"`{key}`", _default_text(field), _expected(properties[key]), comments.get(key, ""))
@@ -103,28 +102,6 @@ def trainer_settings() -> str:
 def _table_class(field: dataclasses.Field[Any]) -> Any:
     """Return the dataclass whose fields are the keys of this table, or None for a setting."""
     return field.default_factory if dataclasses.is_dataclass(field.default_factory) else None
-
-
-def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comments at the fields of a class: the lines above a field and the one beside it. A comment below a
-    field continues the field's comment if it begins with a small letter."""
-    if cls.__module__ != RunConfig.__module__:
-        return {}
-    comments: dict[str, str] = {}
-    above, last, name = "", "", ""
-    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
-        text = token.string.removeprefix("# ")
-        if token.type == tokenize.NAME and token.line.strip().startswith(f"{token.string}:") and token.start[1] == 4:
-            name = last = token.string
-            comments[name], above = above, ""
-        elif token.type == tokenize.COMMENT and token.line.strip().startswith("#"):
-            if last and text[:1].islower():
-                comments[last] += f" {text}"
-            else:
-                above, last = f"{above} {text}".strip(), ""
-        elif token.type == tokenize.COMMENT and name:
-            comments[name] = f"{comments[name]} {text}".strip()
-    return comments
 
 
 def _default_text(field: dataclasses.Field[Any]) -> str:

@@ -91,11 +91,8 @@ def own_cgroups(root: str = "/") -> Iterator[tuple[str, Path, Path]]:
         for name in paths.keys() & names:
             relative = os.path.relpath(paths[name], mount_root)
             mount_dir = Path(root, mount_point.lstrip("/"))
-            yield (
-                name,
-                mount_dir,
-                mount_dir if relative.startswith("..") else mount_dir / relative,
-            )  # "..": the mount shows another part
+            is_outside = relative.startswith("..")  # the mount shows a part of the tree without this cgroup
+            yield name, mount_dir, mount_dir if is_outside else mount_dir / relative
 
 
 def cgroup_paths(root: str = "/") -> dict[str, str]:

@@ -16,7 +16,7 @@ DECLARED = {
     "runtime": PROJECT["dependencies"],
     "test": PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["bench"] + EXTRAS["cluster"],
     "train": PROJECT["dependencies"] + EXTRAS["train"],
-    "docs": PROJECT["dependencies"] + EXTRAS["docs"],
+    "publish": PROJECT["dependencies"] + EXTRAS["publish"],
     "kuberay": PROJECT["dependencies"] + EXTRAS["kuberay"],
 }
 GPU_PACKAGES = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")

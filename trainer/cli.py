@@ -89,6 +89,16 @@ def _install_advice(module: str) -> str:
     return f"needs {name}: pip install {name}"
 
 
+def init(args: argparse.Namespace) -> None:
+    """Write a folder with the settings and the data of a first run, which learns on two CPU cores in minutes."""
+    from trainer.recipe.new_run import CONFIG_FILE, write_new_run
+
+    for path in write_new_run(args.folder, args.kind):
+        print(path)
+    commands = f"cd {args.folder}; export PYTHONPATH=.; rstar-train recipe {CONFIG_FILE} --smoke"
+    print(f"next: {commands}; without --smoke it trains", file=sys.stderr)
+
+
 def recipe(args: argparse.Namespace) -> None:
     """Run SFT and all RL stages, with an evaluation after each; after a kill, the same command continues."""
     if args.dry_run:
@@ -296,6 +306,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
 
+    option = add("init", init).add_argument
+    option("folder", type=Path, metavar="FOLDER", help="the folder to write; no file in it is changed")
+    text = "questions with answers, programs with tests, or an environment with a tool of its own (default: math)"
+    option("--kind", choices=("math", "code", "agent"), default="math", help=text)
     add("preflight", preflight, run)
     option = add("recipe", recipe, run, skip, as_json).add_argument
     text = "run every phase with the smallest sizes, in a folder RUN_DIR-smoke that begins anew each time"

@@ -78,11 +78,17 @@ class ModelShape:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
+TINY_MODEL = "tiny"
+"""The `model.path` of a model that the run generates from its seed."""
+TINY_SHAPE = ModelShape(2, 128, 384, 4, 2, vocab_size=640, head_dim=32, tie_word_embeddings=True)
+"""The sizes of this model. Its tokenizer has at most this vocabulary."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The model to train."""
 
-    path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
+    path: str = TINY_MODEL  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines, passes, and weights that peft freezes; trained weights are float32
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
@@ -342,10 +348,6 @@ class RunConfig:
             not sft.data or sft.batch_size % (sft.micro_batch_size * ranks) == 0,
             f"sft: batch_size={sft.batch_size}: expected a multiple of micro_batch_size={sft.micro_batch_size} x "
             f"{ranks} ranks",
-        )
-        _require(
-            self.hardware.sharding == "none" or not self.model.peft,
-            "hardware: sharding=full: expected none with [model.peft], since only whole layers can be merged",
         )
         if engines.kind == "openai":
             self._check_openai()

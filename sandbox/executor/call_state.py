@@ -1,11 +1,11 @@
 """The state of a call from the queue to its result. The state has four parts, each with one owner.
 
-    part           contents                                              owner        lifetime
-    CallRequest    the decoded call; immutable                           -            until the result
-    CallState      the request, number of failed starts                  Executor     until the result or loss
-    Attempt        run id, slot, kill function, deadline, usage          ZygotePool   one try on one zygote
-    CallMonitor    virtual clock, demotion, reason of a kill             Monitor      from the `still_running` frame
-                                                                                      to the end of the attempt
+    part            contents                                          owner        lifetime
+    CallSpec        the decoded call; immutable                       -            until the result
+    SubmittedCall   the spec, number of failed starts                 Executor     until the result or loss
+    Attempt         run id, slot, kill function, deadline, usage      ZygotePool   one try on one zygote
+    CallMonitor     virtual clock, demotion, reason of a kill         Monitor      from the `still_running` frame
+                                                                                   to the end of the attempt
 
 This module defines the first three parts; `monitor` defines `CallMonitor`.
 
@@ -44,7 +44,7 @@ RETURNED_HEADER_BYTES = 4096
 """Upper bound of the headers of all returned files and figures; each header has 12 bytes. The paths of files that match
 a pattern are not headers: they count against `MAX_RETURNED_BYTES`, as the contents do."""
 MAX_TIMEOUT_S = 1e6
-"""Largest time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
+"""Maximum time limit in seconds. The zygote waits in poll(2), which takes milliseconds as a C int."""
 MAX_OPEN_FILES = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 """RLIMIT_NOFILE of a call: 256, or the hard limit of this process if the hard limit is lower. A tool call needs fewer
 than 256 descriptors, and a call that uses all 256 costs little."""
@@ -71,15 +71,14 @@ def wall_cap_s(timeout_s: float) -> float:
     return max(WALL_CAP_FACTOR * timeout_s, MIN_WALL_CAP_S)
 
 
-def wall_cap_used_per_s(calls_per_core: float) -> float:
-    """Return the seconds of the wall cap that one second of wall time uses up. It is 1 up to
-    `UNCROWDED_CALLS_PER_CORE`, and less if more calls share a core, since they wait for each other."""
+def wall_cap_rate(calls_per_core: float) -> float:
+    """Return the seconds of the wall cap that one second of wall time uses up."""
     return min(1.0, UNCROWDED_CALLS_PER_CORE / max(calls_per_core, 1e-9))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class CallRequest:
-    """A call as the gateway sent it. The gateway has validated it."""
+class CallSpec:
+    """A call as the gateway sent it, decoded. The gateway has validated it."""
 
     seq: int
     encoded: EncodedCall
@@ -92,7 +91,7 @@ class CallRequest:
     a call starts before other calls. If no short slot is free, it may start in a reserved slot."""
 
     @classmethod
-    def decode(cls, seq: int, encoded: EncodedCall, profiles: ProfileTree = BUILT_IN_PROFILES) -> CallRequest:
+    def decode(cls, seq: int, encoded: EncodedCall, profiles: ProfileTree = BUILT_IN_PROFILES) -> CallSpec:
         requested = encoded.get("limits", {})
         limits = {name: requested.get(name, rule.default) for name, rule in LIMIT_FIELDS.items()}
         modules = imported_modules(encoded["code"])
@@ -197,10 +196,10 @@ class CallRequest:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try to run a call on one zygote. `CallState.attempt` refers to it until the zygote has reported the end of
-    the call."""
+    """One try to run a call on one zygote. `SubmittedCall.attempt` refers to it until the zygote has reported the end
+    of the call."""
 
-    call: CallState
+    call: SubmittedCall
     run_id: int
     slot: int
     sent_at: float
@@ -219,11 +218,11 @@ class Attempt:
 
 
 @dataclass(eq=False, slots=True)
-class CallState:
+class SubmittedCall:
     """A call without a result. It is queued, or it has an `attempt`, or it waits until the `verify` zygote is ready, or
     it waits for the delay after a loss or a failed start."""
 
-    request: CallRequest
+    spec: CallSpec
     start_failures: int = 0
     attempt: Attempt | None = None
     is_cancelled: bool = False
@@ -235,11 +234,11 @@ class CallState:
         """Mark that no result is to be sent, and free the code and the input. Keep the limits, since the executor uses
         them until the attempt has ended."""
         self.is_cancelled = True
-        self.request = replace(self.request, encoded={}, modules=frozenset())
+        self.spec = replace(self.spec, encoded={}, modules=frozenset())
 
     def unavailable_result(self, reason: UnavailableReason, message: str) -> EncodedResult:
         """Build the result for the case that the service could not run the call."""
-        return unavailable_result(self.request.id, reason, message, attempts=1).encode(binary=True)
+        return unavailable_result(self.spec.id, reason, message, attempts=1).encode(binary=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +251,10 @@ class StillRunning:
 
 
 def _encode_stdin(text: str | bytes) -> bytes:
-    """Encode standard input, which may be bytes already.
+    """Return standard input as bytes.
 
-    In text the surrogates U+DC80 to U+DCFF stand for bytes that are not UTF-8 (PEP 383). If the text contains any other
-    lone surrogate, all its surrogates are encoded as three bytes each.
+    In text, each of the surrogates U+DC80 to U+DCFF stands for one byte that is not UTF-8 (PEP 383). If the text also
+    has other lone surrogates, each surrogate is encoded as three bytes instead.
     """
     if isinstance(text, bytes):
         return text

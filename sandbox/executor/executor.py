@@ -9,13 +9,13 @@ a result or as lost.
 
 Terms:
 - A zygote is a preloaded interpreter that forks once per call. A pool is one jail with its zygotes and slots.
-- A slot is a numbered set of resources (uid, cgroup, scratch directory) for one call at a time. A call that has run for
-  long becomes a long call, and its slot then becomes a long slot. Before, it is a short slot or a reserved slot.
-- The window is the number of calls that the executor accepts at once. The gateway sends some small requests beyond the
-  window: their calls have reserved places. Only such a call may start in a reserved slot, which is an unused long slot.
+- A slot is a numbered set of resources (uid, cgroup, scratch directory) for one call at a time. A slot in use is a
+  short, a reserved or a long slot. When a call has run for some time, it becomes a long call in a long slot.
+- The window is the number of calls that the executor accepts at once. The gateway sends the calls of some small
+  requests beyond the window, in reserved places. Only such a call may start in a reserved slot.
 
 Invariants:
-- The executor starts the code of a call once. There is one exception: a call that got too little of a core while it was
+- The executor starts the code of a call once. There is one exception: a call that got too little CPU time while it was
   demoted (at low CPU priority) is started a second time. The sender of the call decides about further attempts.
 - A call without a result is in one of these states: it is in the queue; it has an attempt on one zygote; it waits until
   the `verify` zygote is ready; or it waits for the delay after a loss or after a failed start.
@@ -33,7 +33,7 @@ import math
 import signal
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ import trio
 from sandbox import jail
 from sandbox.backoff import backoff_s
 from sandbox.errors import IsolationError, ProtocolError
-from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallRequest, CallState, StillRunning, wall_cap_s
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallSpec, StillRunning, SubmittedCall, wall_cap_s
 from sandbox.executor.machine_memory import MachineMemory
 from sandbox.executor.pool_plan import PoolPlan
 from sandbox.executor.result import build_result, total_cpu_ms
@@ -58,13 +58,13 @@ log = logging.getLogger(__name__)
 
 STALL_S = 0.08
 """If calls are queued and no call has ended for this many seconds, running calls are demoted earlier
-(`Executor.demote_after_s`). A call is sampled first when it has run for `demote_after_ms`. `STALL_S` is less than the
-default of `demote_after_ms`, so a stall is already known at this first sample of the call."""
+(`Executor.demote_after_s`). It is less than the default of `demote_after_ms` (100), at which a call is sampled first,
+so that the first sample of a call can already demote it."""
 MIN_RETRY_DELAY_S = 0.1
 """Seconds until a call is started again after its first failed start. Each further failure doubles the delay. A lost
 call is also reported after this delay."""
 MAX_RETRY_DELAY_S = 5.0
-"""Largest delay, in seconds, until a call that failed to start is started again."""
+"""Maximum delay, in seconds, until a call that failed to start is started again."""
 MAX_START_FAILURES = 8
 """Number of failed starts (no process, no descriptor) after which a call is still started again. The next failure makes
 the call lost. With the delays, this takes about 20 s."""
@@ -88,7 +88,7 @@ class Executor:
         self.granted_cores = plan.granted_cores
         self.profile_tree = plan.profile_tree
         self.cgroups = ""
-        """Version and directories of the cgroups of the calls; empty if there are none."""
+        """Text with the version and the directories of the cgroups; empty if calls have no cgroups."""
         self.warnings = list(plan.warnings)
         """What this machine lacks, one sentence each. A server logs them once. The command `run` does not print them;
         the command `doctor` does."""
@@ -105,12 +105,12 @@ class Executor:
         self._progress_at = -math.inf
         """Monotonic time at which a call last ended or, if that is later, was added to the empty queue."""
         self._machine_memory = MachineMemory()
-        self._calls: dict[int, CallState] = {}
+        self._calls: dict[int, SubmittedCall] = {}
         """All calls without a result, by seq."""
-        self._queues = (OrderedDict[int, CallState](), OrderedDict[int, CallState]())
+        self._queues = (OrderedDict[int, SubmittedCall](), OrderedDict[int, SubmittedCall]())
         """Calls that wait for a slot, by seq. The first queue has the calls in places of the window, the second queue
         the calls in reserved places, so `has_reserved_place` is the index of a call's queue."""
-        self._waiting_for_verifier: list[CallState] = []
+        self._waiting_for_verifier: list[SubmittedCall] = []
         self._run_ids = itertools.count(1)
         self._monitor = Monitor(self)
         self._monitored: dict[int, CallMonitor] = {}
@@ -144,7 +144,7 @@ class Executor:
                 self._nursery.start_soon(self._monitor.run)
 
     def _create_cgroups(self, stack: ExitStack) -> None:
-        """Create cgroups for all slots, if the machine grants any, and have `stack` remove them."""
+        """Create a cgroup tree for each pool, if the machine grants cgroups. `stack` removes the trees at its end."""
         if self.plan.level is jail.Level.NONE:
             return
         try:
@@ -165,18 +165,18 @@ class Executor:
 
     def submit(self, seq: int, encoded: EncodedCall) -> None:
         """Queue a validated call (`Call.encode(binary=True)`). `start_queued_calls` has to follow."""
-        call = CallState(CallRequest.decode(seq, encoded, self.profile_tree))
+        call = SubmittedCall(CallSpec.decode(seq, encoded, self.profile_tree))
         self._calls[seq] = call
-        if call.request.has_loopback and (reason := self._loopback_problem()):
-            self._deliver(call, invalid_result(call.request.id, reason).encode(binary=True))
+        if call.spec.has_loopback and (reason := self._loopback_problem()):
+            self._deliver(call, invalid_result(call.spec.id, reason).encode(binary=True))
             return
         if not self._queued:
             self._progress_at = time.monotonic()
-        self._queues[call.request.has_reserved_place][seq] = call
+        self._queues[call.spec.has_reserved_place][seq] = call
 
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
-        # The first pool answers for all pools, because all jails of an executor have one level and the same mounts.
+        # All pools have the same level and the same mounts, so it suffices to look at the first pool.
         if self.plan.level is jail.Level.NONE or self.pools[0].slots.have_networks:
             return ""
         reason = "this server has mounts, and the code could connect to sockets in them"
@@ -185,7 +185,7 @@ class Executor:
         return f"network: expected none, got loopback: {reason}"
 
     def cancel(self, seq: int) -> None:
-        """Kill a call and send no result. An unknown number is ignored, since the call may have ended just before."""
+        """Kill a call and send no result. An unknown `seq` is ignored, since the call may have ended just before."""
         call = self._calls.pop(seq, None)
         if call is None:
             return
@@ -194,14 +194,14 @@ class Executor:
             attempt.hang_deadline = min(attempt.hang_deadline, time.monotonic() + HANG_GRACE_S)
             attempt.kill()
         else:
-            self._queues[call.request.has_reserved_place].pop(seq, None)  # it may wait for the `verify` zygote instead
+            self._queues[call.spec.has_reserved_place].pop(seq, None)  # a call that waits otherwise is in no queue
 
     def start_queued_calls(self) -> None:
         """Start calls while there are free slots and zygotes for the next one."""
         for queue in reversed(self._queues):  # calls in reserved places first
             while queue:
                 seq, call = next(iter(queue.items()))
-                profile, reserved = call.request.profile, False
+                profile = call.spec.profile
                 if profile == Profile.VERIFY:
                     for pool in self.pools:
                         pool.request_verifier()
@@ -209,16 +209,15 @@ class Executor:
                         del queue[seq]
                         self._waiting_for_verifier.append(call)
                         continue
-                # A call in a reserved place also tries a short slot first, so that a reserved slot stays free for the
-                # next such call.
-                picked = self._pick_zygote(profile, reserved)
-                if picked is None and call.request.has_reserved_place:
-                    reserved = True
-                    picked = self._pick_zygote(profile, reserved)
+                # A call in a reserved place also tries a short slot first, so that the reserved slots stay free for
+                # further calls in reserved places.
+                picked, reserved = self._pick_zygote(profile, reserved=False), False
+                if picked is None and call.spec.has_reserved_place:
+                    picked, reserved = self._pick_zygote(profile, reserved=True), True
                 if picked is None:
                     break
                 del queue[seq]
-                self._start(call, *picked, reserved)
+                self._start(call, *picked, reserved=reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
             self.on_window_changed(self._announced_window)
@@ -265,13 +264,12 @@ class Executor:
 
     @property
     def demote_after_s(self) -> float:
-        """Virtual time after which a running call becomes a long call: `demote_after_ms`, divided by the number of
-        calls in short slots per core. With n such calls on a core, each of them gets 1/n of the core, and a new call
-        would get the same share.
+        """Seconds of virtual time after which a running call becomes a long call.
 
-        While calls are queued and other calls end, the time is not divided. A shorter time would make calls long sooner
-        and so let more calls start. That takes memory, and no queued call would end sooner. If no call has ended for
-        `STALL_S`, the time is divided.
+        1. If calls are queued, and a call has ended within `STALL_S`, it is `demote_after_ms`. A shorter time would let
+           more calls start, which takes memory, and no queued call would end sooner.
+        2. Otherwise it is `demote_after_ms`, divided by the number of calls in short slots per core. With n such calls
+           on a core, each of them gets 1/n of the core, and a new call would get the same share.
         """
         if self._queued and time.monotonic() - self._progress_at < STALL_S:
             return self._demote_after_s
@@ -284,9 +282,9 @@ class Executor:
     def all_zygotes(self) -> list[Zygote]:
         return [zygote for pool in self.pools for zygote in pool.zygotes.values()]
 
-    def _pick_zygote(self, profile: str, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
-        """Return a pool and a zygote in it for a call. The pool has a free reserved slot if `reserved`, else a free
-        short slot. Return None if there is no such pool."""
+    def _pick_zygote(self, profile: str, *, reserved: bool) -> tuple[ZygotePool, Zygote] | None:
+        """Return a zygote for a call, and the zygote's pool. The pool has a free reserved slot if `reserved`, else a
+        free short slot. Return None if there is no such pool."""
         free = {pool: pool.slots.free_reserved if reserved else pool.slots.free_short for pool in self.pools}
         for pool in sorted(self.pools, key=free.__getitem__, reverse=True):
             if free[pool] <= 0 or not pool.slots.free:
@@ -295,14 +293,14 @@ class Executor:
                 return pool, zygote
         return None
 
-    def _start(self, call: CallState, pool: ZygotePool, zygote: Zygote, reserved: bool) -> None:
+    def _start(self, call: SubmittedCall, pool: ZygotePool, zygote: Zygote, *, reserved: bool) -> None:
         try:
             pool.start_call(call, zygote, next(self._run_ids), time.monotonic(), reserved=reserved)
         except OSError as error:
-            self._start_later(call, f"the cgroup of its slot cannot be used: {error}")
+            self._start_task(self._start_later, call, f"the cgroup of its slot cannot be used: {error}")
             return
-        if not call.request.modules <= zygote.modules:
-            self._count_missed_imports(call.request.modules - zygote.modules)
+        if not call.spec.modules <= zygote.modules:
+            self._count_missed_imports(call.spec.modules - zygote.modules)
 
     def _count_missed_imports(self, modules: Set[str]) -> None:
         for module in modules:
@@ -317,13 +315,13 @@ class Executor:
         self._requeue_waiting()
 
     def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None:
-        call, request, usage = attempt.call, attempt.call.request, attempt.usage
+        call, spec, usage = attempt.call, attempt.call.spec, attempt.usage
         call_monitor = self._stop_monitoring(attempt)
         self._progress_at = time.monotonic()
         was_killed = ended.get("signal") == signal.SIGKILL
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
         if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
-            self._report_lost(call, "killed because the machine or a parent cgroup ran out of memory")
+            self._start_task(self._report_lost, call, "killed because the machine or a parent cgroup ran out of memory")
             self.start_queued_calls()
             return
         if kill_reason is KillReason.RESTARTED:
@@ -339,45 +337,45 @@ class Executor:
             result = build_result(
                 ended,
                 blobs,
-                call_id=request.id,
-                return_files=request.return_files,
-                figures=request.figures,
-                timeout_s=request.timeout_s,
+                call_id=spec.id,
+                return_files=spec.return_files,
+                figures=spec.figures,
+                timeout_s=spec.timeout_s,
                 timed_out=kill_reason is KillReason.TIMED_OUT
-                or _is_cpu_exceeded(ended, attempt.usage, request.timeout_s, max_cpu_s),
+                or _is_cpu_exceeded(ended, attempt.usage, spec.timeout_s, max_cpu_s),
                 usage=usage,
             )
         except ProtocolError as error:
-            self._report_lost(call, str(error))
+            self._start_task(self._report_lost, call, str(error))
             raise
         if kill_reason is KillReason.STARVED:
-            cap_s = wall_cap_s(request.timeout_s)
-            message = f"the overloaded machine gave it less than {request.timeout_s:g} s of virtual time in {cap_s:g} s"
+            cap_s = wall_cap_s(spec.timeout_s)
+            message = f"the overloaded machine gave it less than {spec.timeout_s:g} s of virtual time in {cap_s:g} s"
             result = call.unavailable_result(UnavailableReason.STARVED, message)
         self._deliver(call, result)
         self.start_queued_calls()
 
-    def on_start_failed(self, call: CallState, reason: str) -> None:
+    def on_start_failed(self, call: SubmittedCall, reason: str) -> None:
         log.warning("call could not be started: %s", reason)
-        self._start_later(call, reason)
+        self._start_task(self._start_later, call, reason)
         self.start_queued_calls()
 
     def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None:
         for attempt in attempts:
             self._stop_monitoring(attempt)
-            self._report_lost(attempt.call, reason)
+            self._start_task(self._report_lost, attempt.call, reason)
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
-        """Put the calls that wait for the `verify` zygote at the head of their queues, and start queued calls."""
+        """Return the calls that wait for the `verify` zygote to the head of their queues, and start queued calls."""
         for call in reversed(self._waiting_for_verifier):
             self._queue_first(call)
         self._waiting_for_verifier.clear()
         self.start_queued_calls()
 
-    def _queue_first(self, call: CallState) -> None:
+    def _queue_first(self, call: SubmittedCall) -> None:
         if not call.is_cancelled:
-            queue, seq = self._queues[call.request.has_reserved_place], call.request.seq
+            queue, seq = self._queues[call.spec.has_reserved_place], call.spec.seq
             queue[seq] = call
             queue.move_to_end(seq, last=False)
 
@@ -399,27 +397,25 @@ class Executor:
     def count(self, event: str) -> None:
         self.counts[event] += 1
 
-    def _report_lost(self, call: CallState, reason: str) -> None:
-        """Report a call as lost; its code counts as started. Either its zygote exited, or the zygote sent an invalid
-        end of the call, or the kernel killed the call because memory outside of the call's own limit ran out."""
+    def _start_task(
+        self, task: Callable[[SubmittedCall, str], Awaitable[None]], call: SubmittedCall, reason: str
+    ) -> None:
         assert self._nursery is not None
-        self._nursery.start_soon(self._report_lost_later, call, reason)
+        self._nursery.start_soon(task, call, reason)
 
-    async def _report_lost_later(self, call: CallState, reason: str) -> None:
-        """Report a loss after a delay. During the delay, the executor notices which other zygotes of a dying jail have
-        exited. Without the delay, the gateway could send the call again at once, and the call could be lost with one of
-        these zygotes."""
+    async def _report_lost(self, call: SubmittedCall, reason: str) -> None:
+        """Report a call as lost, after a delay. Its code may have started. `reason` is for the message of its result.
+
+        If a whole jail dies, the executor notices the exits of its zygotes one after another. Without the delay, the
+        call could be sent again and be lost a second time, with the next zygote.
+        """
         await trio.sleep(MIN_RETRY_DELAY_S)
         self._forget_lost(call, reason, has_started=True)
 
-    def _start_later(self, call: CallState, reason: str) -> None:
-        """Requeue a call that could not be started because there was no process, descriptor or cgroup. After more than
-        `MAX_START_FAILURES` failures, the call is lost."""
+    async def _start_later(self, call: SubmittedCall, reason: str) -> None:
+        """Queue a call again that could not be started because there was no process, descriptor or cgroup. After more
+        than `MAX_START_FAILURES` failures, the call is lost."""
         call.start_failures += 1
-        assert self._nursery is not None
-        self._nursery.start_soon(self._requeue_later, call, reason)
-
-    async def _requeue_later(self, call: CallState, reason: str) -> None:
         await trio.sleep(backoff_s(call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
         if call.start_failures > MAX_START_FAILURES:
             self._forget_lost(call, reason, has_started=False)
@@ -428,15 +424,15 @@ class Executor:
             self._queue_first(call)
         self.start_queued_calls()
 
-    def _forget_lost(self, call: CallState, reason: str, *, has_started: bool) -> None:
+    def _forget_lost(self, call: SubmittedCall, reason: str, *, has_started: bool) -> None:
         if not call.is_cancelled:
-            seq = call.request.seq
+            seq = call.spec.seq
             del self._calls[seq]
             self._on_lost(seq, reason, has_started)
 
-    def _deliver(self, call: CallState, result: EncodedResult) -> None:
+    def _deliver(self, call: SubmittedCall, result: EncodedResult) -> None:
         if not call.is_cancelled:
-            seq = call.request.seq
+            seq = call.spec.seq
             del self._calls[seq]
             self._on_result(seq, result)
 

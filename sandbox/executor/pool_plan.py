@@ -61,7 +61,7 @@ class PoolPlan:
 
     @property
     def profiles(self) -> tuple[str, ...]:
-        return (*self.config.profiles, *self.profile_tree.own)
+        return (*self.config.profiles, *self.profile_tree.own_profiles)
 
     @property
     def slots_per_pool(self) -> tuple[int, int]:

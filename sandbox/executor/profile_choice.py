@@ -51,15 +51,15 @@ class ProfileTree:
     """
 
     def __init__(self, own_profiles: Sequence[OwnProfile] = ()) -> None:
-        self.own = {profile.name: profile for profile in own_profiles}
-        self.names: tuple[str, ...] = (*PROFILE_CHAIN, *self.own)
+        self.own_profiles = {profile.name: profile for profile in own_profiles}
+        self.names: tuple[str, ...] = (*PROFILE_CHAIN, *self.own_profiles)
         """All profiles but `verify`, each after its parent."""
-        self._parents = PARENT_PROFILE | {name: profile.extends for name, profile in self.own.items()}
+        self._parents = PARENT_PROFILE | {name: profile.extends for name, profile in self.own_profiles.items()}
         self._modules: dict[str, frozenset[str]] = {}
-        """Top-level modules of a profile and its ancestors."""
+        """By profile: the top-level modules of the profile and its ancestors."""
         for name in self.names:
-            own = self.own.get(name)
-            modules = {module.partition(".")[0] for module in own.imports} if own else _MODULES[name]
+            own_profile = self.own_profiles.get(name)
+            modules = {module.partition(".")[0] for module in own_profile.imports} if own_profile else _MODULES[name]
             self._modules[name] = frozenset(modules) | self._modules.get(self._parents[name] or "", frozenset())
 
     def choose(self, requested: str, modules: Set[str]) -> str:
@@ -90,9 +90,9 @@ class ProfileTree:
         yield from self.ancestors(profile)
 
     def frame_fields(self, profile: str) -> dict[str, Any]:
-        """Return the fields of the frame with which a zygote is made to load a profile."""
-        own = self.own.get(profile)
-        return {"profile": str(profile), **({"own": own.encode()} if own else {})}
+        """Return the fields of a `spawn` frame, which makes the new zygote load a profile."""
+        own_profile = self.own_profiles.get(profile)
+        return {"profile": str(profile), **({"own_profile": own_profile.encode()} if own_profile else {})}
 
 
 BUILT_IN_PROFILES = ProfileTree()

@@ -25,10 +25,11 @@ from sandbox.jail import CgroupUsage
 from sandbox.types import EncodedError, EncodedResult, Status, signal_name
 
 MAX_INVALID = 10_000
-"""Number of invalid bytes in a text, about, that are replaced by U+FFFD one by one (`decode_output`)."""
+"""About how many invalid bytes of a text are replaced by U+FFFD (`decode_output`)."""
 _CHUNK_BYTES = 1 << 14
-_Decoder = codecs.getincrementaldecoder("utf-8")
-_ASCII = bytes(range(128)) + b"?" * 128
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_ASCII_TABLE = bytes(range(128)) + b"?" * 128
+"""Table for `bytes.translate` that replaces each byte that is not ASCII by a question mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,18 @@ class Report:
 
 def decode_output(data: bytes) -> str:
     """Decode UTF-8, and replace each invalid byte by U+FFFD. After about `MAX_INVALID` invalid bytes, each byte that is
-    not ASCII becomes "?" instead. A U+FFFD blocks the event loop for 50 ns and takes three bytes, so a text of invalid
-    bytes would take long and become three times as large."""
+    not ASCII becomes "?" instead. The reason is that a U+FFFD takes 50 ns of the event loop and three bytes of memory,
+    so megabytes of invalid bytes would block the loop and become three times as large."""
     try:
         return data.decode()
     except UnicodeDecodeError:
-        decoder, parts, num_invalid = _Decoder("replace"), [], 0
+        decoder, parts, num_invalid = _Utf8Decoder("replace"), [], 0
     for start in range(0, len(data), _CHUNK_BYTES):
         end = start + _CHUNK_BYTES
         parts.append(decoder.decode(data[start:end], final=end >= len(data)))
         num_invalid += parts[-1].count("\N{REPLACEMENT CHARACTER}")
         if num_invalid > MAX_INVALID:
-            parts.append(data[end:].translate(_ASCII).decode("ascii"))
+            parts.append(data[end:].translate(_ASCII_TABLE).decode("ascii"))
             break
     return "".join(parts)
 
@@ -90,8 +91,8 @@ def build_result(
     """Build the result of a call from the `ended` frame of its zygote and the frame's blobs (stdout, stderr, report,
     returned files).
 
-    `timed_out`: the call has used up its time, even if it ended just before the executor could kill it. `usage`: the
-    counters of the call's cgroup; None without a cgroup. Raises `ProtocolError`.
+    `timed_out`: whether the call has used up its time. It may have ended just before the executor could kill it.
+    `usage`: the counters of the call's cgroup; None without a cgroup. Raises `ProtocolError`.
     """
     stdout, stderr, report_bytes, file_bytes = (*blobs, b"", b"", b"", b"")[:4]  # missing blobs count as empty
     report = Report.parse(report_bytes)
@@ -146,8 +147,8 @@ def _peak_bytes(ended: Header, usage: CgroupUsage | None) -> float:
     inherited from the zygote. Without a cgroup, it is the peak of the largest process, without files and without copies
     of inherited pages.
 
-    The cgroup's peak is relative to the cgroup's usage before the call. It is negative if the kernel has freed cached
-    files since then.
+    The cgroup's peak is the growth since the start of the call. It is negative if the kernel has freed cached files
+    since then.
     """
     reported_bytes = get_number(ended, "peak_kb") * 1024
     return reported_bytes if usage is None or usage.peak_bytes is None else max(0, usage.peak_bytes)
@@ -157,8 +158,8 @@ def _status(
     exit_code: int | None, report: Report, *, timed_out: bool, output_exceeded: bool, oom_killed: bool
 ) -> Status:
     if output_exceeded:
-        # Checked first, so that the same code has the same status each time. Code that prints for ever exceeds this
-        # limit always, but whether it also times out depends on the load.
+        # This is checked first, so that the same code always gets the same status. Code that prints for ever always
+        # exceeds this limit, but whether it also times out depends on the load.
         return Status.OUTPUT_LIMIT
     if timed_out:
         return Status.TIMEOUT

@@ -18,9 +18,8 @@ Invariants:
   While all long slots are in use, there is no reserved slot.
 - A slot is free only once the kernel counts no process in its cgroup. Processes that stay in the cgroup are killed.
 - The executor keeps a descriptor of a long call's mount namespace, and closes it after the call. So the executor frees
-  the namespace, and the call does not. To free it, the kernel runs synchronize_rcu_expedited, for one caller at a time.
-  A long call may run at SCHED_IDLE. If a process at SCHED_IDLE were the caller, it would block every other call that
-  exits.
+  the namespace, and the call does not. To free a namespace, the kernel runs synchronize_rcu_expedited, for one process
+  at a time. A long call may run at SCHED_IDLE, and would then block all other calls that exit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 MIN_POLL_INTERVAL_S = 0.001
 """Seconds until the first check whether the cgroup of a parked slot is empty. The interval doubles with each check."""
 MAX_POLL_INTERVAL_S = 1.0
-"""Largest number of seconds between two such checks."""
+"""Maximum seconds between two such checks."""
 KILL_AFTER_S = 0.25
 """Seconds that a slot is parked before the processes left in it are killed."""
 
@@ -85,7 +84,7 @@ class Slots:
         return self.count - len(self.free)
 
     def acquire(self, *, reserved: bool = False) -> int:
-        """Take a free slot, as a reserved slot if `reserved`, else as a short slot."""
+        """Take a free slot, and count it as a reserved slot if `reserved`, else as a short slot."""
         slot = self.free.pop()
         if reserved:
             self.reserved.add(slot)

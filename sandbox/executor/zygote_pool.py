@@ -10,9 +10,9 @@ profile that its profile extends. The `verify` zygote is forked only on the firs
                            +------- back-off <----- _reap -----+    its calls are lost, its slots released
 
 Invariants:
-- The exit of a zygote ends only its own calls. There are two exceptions, in which the whole jail ends. The first is the
-  exit of the zygote of `bare`, because the launcher waits for this zygote. The second is the exit of any zygote if
-  there are no cgroups: then only the exit of the jail's init shows that the processes of the calls are gone.
+- The exit of a zygote ends only its own calls. In two cases it ends the whole jail. In the first case, the zygote is
+  that of `bare`, for which the launcher waits. In the second case, there are no cgroups: then only the exit of the
+  jail's init shows that the processes of the calls are gone.
 - A zygote that sends an invalid frame counts as compromised. Its whole jail is killed.
 - A slot (which is also a uid in the jail) is used by at most one call at a time.
 """
@@ -32,7 +32,7 @@ from sandbox import jail
 from sandbox.backoff import backoff_s
 from sandbox.errors import ConfigError, NodeError, ProtocolError
 from sandbox.executor import zygote_frames
-from sandbox.executor.call_state import HANG_GRACE_S, Attempt, CallState, StillRunning, wall_cap_s
+from sandbox.executor.call_state import HANG_GRACE_S, Attempt, StillRunning, SubmittedCall, wall_cap_s
 from sandbox.executor.profile_choice import ProfileTree
 from sandbox.executor.slots import Slots
 from sandbox.executor.unix_stream import UnixStream
@@ -42,25 +42,27 @@ from sandbox.types import Profile
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Seconds in which a zygote has to become ready. On an idle core the largest profile needs two seconds."""
+"""Maximum seconds until a zygote is ready. On an idle core the largest profile needs two seconds."""
 START_TRIES = 3
 """Number of failed starts in a row after which the executor gives up if its zygotes have never been ready."""
 MIN_RESTART_DELAY_S = 0.05
 """Seconds until a zygote is spawned again after its first failed start. Each further failure doubles the delay."""
 MAX_RESTART_DELAY_S = 5.0
-"""Largest delay, in seconds, until a zygote is spawned again."""
+"""Maximum delay, in seconds, until a zygote is spawned again."""
 KILL_TIMEOUT_S = 2.0
-"""Seconds for which the executor, and so every call, waits for the end of a jail that it has killed."""
+"""Maximum seconds from the kill of a jail to the start of the next one."""
+END_POLL_INTERVAL_S = 0.005
+"""Seconds between two checks whether a killed jail has ended. It usually ends within milliseconds."""
 
 
 class PoolOwner(Protocol):
-    """The executor, as far as a pool uses it."""
+    """The part of the executor that a pool uses."""
 
     profile_tree: ProfileTree
 
     def on_zygote_ready(self) -> None: ...
     def on_call_ended(self, attempt: Attempt, ended: Header, blobs: list[bytes]) -> None: ...
-    def on_start_failed(self, call: CallState, reason: str) -> None: ...
+    def on_start_failed(self, call: SubmittedCall, reason: str) -> None: ...
     def on_still_running(self, pool: ZygotePool, attempt: Attempt, running: StillRunning) -> None: ...
     def on_calls_lost(self, attempts: list[Attempt], reason: str) -> None: ...
     def start_queued_calls(self) -> None: ...
@@ -81,23 +83,23 @@ class Zygote:
         """Modules of its profile that its Python lacks."""
         self.was_ready = False
         self.jail_exited: trio.Event | None = None
-        """Set when the last process in the jail has exited. It is None at level `none`. It is also None if there are
-        cgroups, because they show when the processes of a call have exited."""
+        """Set when the last process in the jail has exited. It is None if there are cgroups, because they show when the
+        processes of a call have exited. It is also None at level `none`, which has no init."""
         self._slots_with_cgroup_fds: set[int] = set()
         self._unpacker = zygote_frames.Unpacker()
 
     def start_call(self, attempt: Attempt) -> None:
         self.running[attempt.run_id] = attempt
-        request = attempt.call.request
-        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, request.max_result_bytes)
-        self.stream.write(request.encode_start(attempt.run_id, attempt.slot))
+        spec = attempt.call.spec
+        self._unpacker.max_body_bytes = max(self._unpacker.max_body_bytes, spec.max_result_bytes)
+        self.stream.write(spec.encode_start(attempt.run_id, attempt.slot))
 
     def kill_call(self, run_id: int) -> None:
         self.send({"op": "kill", "run_id": run_id})
 
     def send_cgroup_fds(self, slot: int, cgroups: jail.CgroupTree) -> None:
-        """Send the zygote the cgroup descriptors of a slot when the slot is used for the first time. Descriptors of
-        unused slots would cost time, since every call closes all descriptors that it inherits."""
+        """Send the zygote the cgroup descriptors of a slot, when the slot is used for the first time. The descriptors
+        of all slots would cost each call time, since a call closes all descriptors that it inherits."""
         if slot not in self._slots_with_cgroup_fds:
             for op, fds in (
                 ("cgroup_procs", cgroups.open_procs_files(slot)),
@@ -136,16 +138,15 @@ class ZygotePool:
     ) -> None:
         self.slots = slots
         self.zygotes: dict[str, Zygote] = {}
-        """The zygotes that are ready."""
+        """The zygotes that are ready, by profile."""
         self.restarts = 0
         self.has_been_ready = False
-        """Whether all zygotes have been ready at the same time. If this executor replaces another, one zygote is
-        enough."""
+        """Whether all zygotes have been ready at the same time; with `is_replacement`, whether one has been ready."""
         self.max_zygote_bytes = 0
-        """Private memory in bytes of the largest zygote so far. A call that writes to inherited memory may copy this
-        many bytes, so they are added to the memory limit of each call."""
+        """Private memory in bytes of the largest zygote so far. It is added to the memory limit of each call, because a
+        call that writes to inherited memory copies up to this many bytes."""
         self._spec = spec
-        self._plan = jail.confinement_plan(spec)
+        self._confinement_plan = jail.confinement_plan(spec)
         self._tree = owner.profile_tree
         self._profiles = tuple(name for name in self._tree.names if name in profiles or name == Profile.BARE)
         self._owner = owner
@@ -168,8 +169,8 @@ class ZygotePool:
         self._verifier_requested.set()
 
     def best_zygote(self, profile: str) -> Zygote | None:
-        """Return the zygote of a profile. While this zygote is down, return the best substitute, or None if there is
-        none. The `verify` zygote has a substitute only if it has failed to start."""
+        """Return the zygote of a profile. While this zygote is not ready, return the best substitute that is ready, or
+        None. The `verify` zygote has a substitute only if it has failed to start."""
         if profile in self.zygotes:
             return self.zygotes[profile]
         if profile == Profile.VERIFY and not self._verifier_failed:
@@ -188,28 +189,30 @@ class ZygotePool:
                 await self._verifier_requested.wait()
                 await self._supervise(Profile.VERIFY)
         finally:
-            self._kill_jail(self._jail_process)
+            await self._end_jail(self._jail_process)
 
     def kill_jail(self) -> None:
         """Kill the jail at once. The supervising tasks start a new jail."""
         if self._jail_process is not None:
             self._jail_process.kill()
 
-    def start_call(self, call: CallState, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False) -> None:
+    def start_call(
+        self, call: SubmittedCall, zygote: Zygote, run_id: int, now: float, *, reserved: bool = False
+    ) -> None:
         """Start a call in a free slot, a reserved slot if `reserved`, else a short slot. Raises `OSError` if the slot's
         cgroup cannot be used. In this case the call has not started, and the slot is parked."""
-        request, slot = call.request, self.slots.acquire(reserved=reserved)
+        spec, slot = call.spec, self.slots.acquire(reserved=reserved)
         zygote_bytes = self.max_zygote_bytes
-        memory_bytes = request.cgroup_memory_bytes(zygote_bytes)
+        memory_bytes = spec.cgroup_memory_bytes(zygote_bytes)
         try:
-            self.slots.set_limits(slot, memory_bytes, request.max_tasks)
+            self.slots.set_limits(slot, memory_bytes, spec.max_tasks)
             if self.slots.cgroups is not None:
                 zygote.send_cgroup_fds(slot, self.slots.cgroups)
         except OSError:
             self._park_slot(slot)
             raise
         kill = partial(zygote.kill_call, run_id)
-        hang_deadline = now + wall_cap_s(request.timeout_s) + HANG_GRACE_S
+        hang_deadline = now + wall_cap_s(spec.timeout_s) + HANG_GRACE_S
         call.attempt = Attempt(call, run_id, slot, now, kill, hang_deadline, memory_bytes, zygote_bytes)
         zygote.start_call(call.attempt)
 
@@ -223,7 +226,7 @@ class ZygotePool:
             if profile == Profile.VERIFY:
                 self._verifier_failed = failures >= START_TRIES
             if zygote is not None:
-                self._reap(zygote, reason)
+                await self._reap(zygote, reason)
             else:
                 log.warning("%s zygote failed to start: %s; retrying", profile, reason)
                 self._owner.on_calls_lost([], reason)
@@ -260,7 +263,7 @@ class ZygotePool:
             zygote.jail_exited = parent.jail_exited
             return zygote
         self._jail_process = self._start_jail(zygote_sock)
-        stream.write(zygote_frames.pack({"op": "configure", "plan": self._plan, "profile": str(profile)}))
+        stream.write(zygote_frames.pack({"op": "configure", "plan": self._confinement_plan, "profile": str(profile)}))
         return Zygote(profile, stream, self._jail_process)
 
     async def _serve_zygote(self, zygote: Zygote) -> str:
@@ -285,7 +288,7 @@ class ZygotePool:
             except NodeError as error:
                 return str(error)
             except ProtocolError as error:
-                self._kill_jail(zygote.jail_process)
+                await self._end_jail(zygote.jail_process)
                 return str(error)
             finally:
                 nursery.cancel_scope.cancel()
@@ -328,7 +331,7 @@ class ZygotePool:
         op = zygote_frames.get_text(header, "op")
         if attempt is None:
             raise ProtocolError(f"{op!r} for a call that the zygote is not running")
-        if sum(map(len, blobs)) > attempt.call.request.max_result_bytes:
+        if sum(map(len, blobs)) > attempt.call.spec.max_result_bytes:
             raise ProtocolError(f"{op!r} is larger than the call's limits allow")
         match op:
             case "ended":
@@ -369,7 +372,7 @@ class ZygotePool:
         await self.slots.release_when_empty(slot)
         self._owner.start_queued_calls()
 
-    def _reap(self, zygote: Zygote, reason: str) -> None:
+    async def _reap(self, zygote: Zygote, reason: str) -> None:
         """Release the slots of a zygote that has ended, and report its calls to the owner as lost."""
         self.restarts += 1
         lost = list(zygote.running.values())
@@ -385,7 +388,7 @@ class ZygotePool:
             else:
                 self._park_slot(attempt.slot, zygote.jail_exited)
         if zygote.profile == Profile.BARE or zygote.jail_exited is not None:
-            self._kill_jail(zygote.jail_process)
+            await self._end_jail(zygote.jail_process)
         self._notify_change()
         self._owner.on_calls_lost(lost, reason)
 
@@ -405,17 +408,19 @@ class ZygotePool:
         except OSError as error:
             raise NodeError(f"cannot start the jail: {error}") from None
 
-    def _kill_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
-        """Kill a jail and forget its zygotes. Idempotent. SIGKILL ends the launcher, and all processes in the jail die
-        with the launcher. To wait for the launcher usually takes milliseconds. The whole executor is blocked meanwhile,
-        so the wait is bounded."""
-        if jail_process is not None:
-            jail_process.kill()
-            try:
-                jail_process.wait(KILL_TIMEOUT_S)
-            except subprocess.TimeoutExpired:  # the kernel blocks the process, for example in a read of a broken disk
-                log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
-            self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
+    async def _end_jail(self, jail_process: subprocess.Popen[bytes] | None) -> None:
+        """Forget the zygotes of a jail, kill the jail, and wait for its end, even in a cancelled task. Idempotent.
+        SIGKILL ends the launcher, and all processes in the jail die with the launcher."""
+        if jail_process is None:
+            return
+        self.zygotes = {p: zygote for p, zygote in self.zygotes.items() if zygote.jail_process is not jail_process}
+        jail_process.kill()
+        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+            while jail_process.poll() is None:  # noqa: ASYNC110  no event shows the end of a process
+                await trio.sleep(END_POLL_INTERVAL_S)
+            return
+        # The kernel may block the process, for example in a read of a broken disk.
+        log.error("jail process %d has not ended %g s after SIGKILL", jail_process.pid, KILL_TIMEOUT_S)
 
     def _watch_jail_init(self, zygote_pid: int) -> trio.Event:
         """Return an event that is set when the parent of a zygote exits. The parent is the jail's init, which exits

@@ -13,17 +13,18 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from answer_numbers import Unreadable, decimal_of, infinity, is_scalar, to_sympy
+from answer_numbers import Unreadable, decimal_of, infinity, is_scalar, sympy_module, to_sympy
 from answer_reader import Items, Quantity, Relation, Text, Value, read
 from answer_tokens import normalise, plain
 
 _MAX_PRECISION_BITS = 2000
 """Precision up to which a difference that may be zero is evaluated."""
 _MAX_ITEMS = 100
-"""Maximum number of values in two lists or sets together, if a value has roots, letters or functions. Each value of one
-list is compared with each value of the other, which takes time."""
+"""Maximum number of values in two lists or sets together, unless all are rational numbers. The time to compare other
+values grows with the square of their number."""
 _POINTS = (Fraction(7, 5), Fraction(-13, 9), Fraction(5, 17), Fraction(31, 11))
-"""Two expressions are compared numerically with each of these values p: the n-th letter, from 0, is p * (n + 1)."""
+"""Points at which two expressions are evaluated to see whether they differ. At the point p, the letter number n, from
+0, has the value p * (n + 1)."""
 _COMPLEX = re.compile(r"(?<![A-Za-z\\])[izw](?![A-Za-z])|\\bar|\\overline|mathbb\s*\{?C")
 _GREEK_NAME = r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|omega|rho|sigma|ell|pi)"
 _NAME = re.compile(
@@ -153,7 +154,7 @@ class _Comparison:
             return abs(gold - value) <= step / 2
         if gold.free_symbols:
             return False
-        distance = importlib.import_module("sympy").N(to_sympy(value) - gold, 50)
+        distance = sympy_module().N(to_sympy(value) - gold, 50)
         return bool(distance.is_real and abs(distance) <= to_sympy(step) / 2)
 
     # Several values
@@ -232,16 +233,14 @@ class _Comparison:
             return all(self.equal(gold, part) for part in answer.parts)  # such as 2 + 3 = 5
         return False
 
-    def _equations_equal(self, gold: Value, answer: Value) -> bool:
+    def _equations_equal(self, gold: Relation, answer: Relation) -> bool:
         """Return whether two equations, or two inequalities, differ by a factor only."""
-        if not isinstance(gold, Relation) or not isinstance(answer, Relation):
-            return False
         gold_form, answer_form = _standard_form(gold), _standard_form(answer)
         if gold_form is None or answer_form is None or gold_form[1] != answer_form[1]:
             return False
         if not gold_form[0].free_symbols or gold_form[0].free_symbols != answer_form[0].free_symbols:
             return False
-        ratio = importlib.import_module("sympy").cancel(gold_form[0] / answer_form[0])
+        ratio = sympy_module().cancel(gold_form[0] / answer_form[0])
         if not ratio.is_number or ratio.is_zero or not ratio.is_finite:
             return False
         return gold_form[1] in ("=", "!=") or bool(ratio.is_positive)
@@ -269,12 +268,13 @@ def _as_named_list(value: Value) -> Value:
     and `x = 1, 2`. Return other values as they are."""
     if not isinstance(value, Items) or value.kind not in ("list", "or"):
         return value
-    first = value.items[0]
-    if value.kind == "or" and all(_region(item) for item in value.items):
-        regions = [_region(item) for item in value.items]
-        if regions[0] and regions[0][0] and len({region[0] for region in regions if region}) == 1:
-            return _Region(regions[0][0], Items("union", tuple(region[1] for region in regions if region)))
-    name = _named(first)[0]
+    regions = [region for item in value.items if (region := _region(item))]
+    if value.kind == "or" and len(regions) == len(value.items):
+        name = regions[0][0]
+        if name and all(region[0] == name for region in regions):
+            union = Items("union", tuple(region[1] for region in regions))
+            return Relation((Text(name), union), ("in",), (name, ""))
+    name = _named(value.items[0])[0]
     if not name:
         return value
     values = []
@@ -284,10 +284,6 @@ def _as_named_list(value: Value) -> Value:
             return value
         values.append(own_value)
     return Relation((Text(name), Items("list", tuple(values))), ("=",), (name, ""))
-
-
-def _Region(name: str, items: Items) -> Relation:
-    return Relation((Text(name), items), ("in",), (name, ""))
 
 
 def _named(value: Value) -> tuple[str, Value]:
@@ -385,7 +381,7 @@ def _as_union(value: Items) -> Items:
         return value
     if not all(is_scalar(item) and not _letters(item) for item in removed.items):
         return value
-    sympy = importlib.import_module("sympy")
+    sympy = sympy_module()
     bounds = [reals.items[0], *sorted(removed.items, key=lambda item: sympy.N(to_sympy(item), 30)), reals.items[1]]
     return Items("union", tuple(Items("()", pair) for pair in zip(bounds, bounds[1:])))
 
@@ -409,21 +405,17 @@ def scalars_equal(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Fraction) and isinstance(answer, Fraction):
         return gold == answer
     gold, answer = to_sympy(gold), to_sympy(answer)
-    if gold == answer:
-        return True
     difference = gold - answer
     if difference.is_zero:
         return True
-    if difference.is_Rational:
-        return False
     if _differ_numerically(gold, answer, difference):
         return False
-    sympy = importlib.import_module("sympy")
+    sympy = sympy_module()
     if sympy.expand(difference.rewrite([sympy.sin, sympy.cos], sympy.exp)) == 0:
         return True
-    if difference.free_symbols:
-        return bool(sympy.expand(difference) == 0 or sympy.simplify(difference) == 0)
-    return bool(sympy.expand(difference) == 0 or difference.equals(0))
+    if sympy.expand(difference) == 0:
+        return True
+    return bool(sympy.simplify(difference) == 0 if difference.free_symbols else difference.equals(0))
 
 
 def _differ_numerically(gold: Any, answer: Any, difference: Any) -> bool:
@@ -434,7 +426,7 @@ def _differ_numerically(gold: Any, answer: Any, difference: Any) -> bool:
     if not letters:
         real, imaginary, real_bits, imaginary_bits = evalf(difference, 60, {"maxprec": _MAX_PRECISION_BITS})
         return bool((real and (real_bits or 0) > 1) or (imaginary and (imaginary_bits or 0) > 1))
-    sympy = importlib.import_module("sympy")
+    sympy = sympy_module()
     for point in _POINTS:
         values = {
             letter: to_sympy(abs(point) * (n + 1) if letter.is_positive else point * (n + 1))

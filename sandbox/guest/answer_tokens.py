@@ -13,19 +13,19 @@ _GREEK_WORDS = (
     "sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell"
 )
 GREEK = frozenset(_GREEK_WORDS.split())
+_SIGNS_AND_LATEX = r"""
+    × \times ✕ \times ⨯ \times · \cdot ⋅ \cdot ∙ \cdot ÷ \div π \pi ∞ \infty ≤ \le ≥ \ge ≠ \ne ≈ \approx ± \pm ∓ \mp
+    ∪ \cup ∩ \cap ∖ \setminus ∈ \in ∅ \emptyset ° ^\circ α \alpha β \beta γ \gamma θ \theta λ \lambda μ \mu σ \sigma
+    φ \phi ω \omega ½ \frac{1}{2} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ℝ \mathbb{R} ℤ \mathbb{Z}
+    ² ^2 ³ ^3 ％ %
+"""
+_LATEX_BY_SIGN = re.findall(r"(\S) (\S+)", _SIGNS_AND_LATEX)
 _UNICODE = {
+    **{sign: f"{latex} " for sign, latex in _LATEX_BY_SIGN},
     **dict.fromkeys("−–‐‑", "-"),
-    **dict.fromkeys("×✕⨯", r"\times "),
-    **dict.fromkeys("·⋅∙", r"\cdot "),
-    **dict.fromkeys("\u2009\u202f\u2006\u2008", r"\,"),
+    **dict.fromkeys("\u2009\u202f\u2006\u2008", r"\,"),  # thin spaces, which may group digits
     **dict.fromkeys("\u00a0\u2003\u2002", " "),
     **dict.fromkeys("’′", "'"),
-    **{"÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx "},
-    **{"±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ "},
-    **{"²": "^2", "³": "^3", "％": "%", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
-    **{"⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "∖": r"\setminus ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}"},
-    **{"α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu "},
-    **{"σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega "},
 }
 _TRANSLATED = str.maketrans(_UNICODE)
 _GROUP_SPACE = r"(?:\\[,;:!]|\{,\})"
@@ -63,7 +63,7 @@ _SUBSTITUTIONS = tuple(
 _MARKUP = (("**", "**"), ("__", "__"), ("```", "```"), ("`", "`"), ("*", "*"))
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _PAIRED_DOLLARS = re.compile(r"(?<!\\)\$((?=[^$\s])[^$]*[^$\s\\])\$(?![0-9$])")
-"""A formula between two dollar signs; `$5 and $6` has none."""
+"""A formula between two dollar signs. `$5 and $6` contains no formula, but two prices."""
 _DOLLARS = re.compile(r"(?<!\\)\$(?!-?[0-9.])")
 
 
@@ -94,8 +94,8 @@ def _stripped(text: str) -> str:
 
 
 def plain(text: str, keeps_case: bool = False) -> str:
-    """Return normalised text in the form in which two answers are compared as text. Words are in lower case, unless
-    `keeps_case`."""
+    """Return normalised text in the form in which two answers are compared as text. If `keeps_case` is false, words are
+    in lower case."""
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = " ".join(text.split())
     text = re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 CURRENCIES = {"$": "dollar", "\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 
-_NAMES = {
+_ALIASES = {
     "m": "meter metre",
     "cm": "centimeter centimetre",
     "mm": "millimeter millimetre",
@@ -22,21 +22,12 @@ _NAMES = {
     "second": "s sec secs",
     "minute": "min mins",
     "hour": "h hr hrs",
-    "day": "",
-    "week": "",
-    "month": "",
     "year": "yr",
     "liter": "L l litre",
     "ml": "mL milliliter millilitre",
     "gallon": "gal",
-    "cup": "",
-    "quart": "",
-    "pint": "",
     "dollar": "USD bucks",
-    "cent": "",
     "euro": "EUR",
-    "yen": "",
-    "rupee": "",
     "degree": "deg",
     "radian": "rad",
     "newton": "N",
@@ -45,73 +36,38 @@ _NAMES = {
     "kw": "kW kilowatt",
     "volt": "V",
     "ampere": "A amp",
-    "ohm": "",
     "hz": "Hz hertz",
     "pascal": "Pa",
     "kelvin": "K",
     "mole": "mol",
-    "acre": "",
-    "hectare": "",
-    "mph": "",
     "km/hour": "kmh kph",
-    "unit": "",
-    "point": "",
-    "digit": "",
-    "side": "",
-    "edge": "",
-    "way": "",
-    "time": "",
     "person": "people persons",
     "man": "men",
     "woman": "women",
     "child": "children",
-    "student": "",
-    "boy": "",
-    "girl": "",
-    "apple": "",
-    "orange": "",
-    "egg": "",
-    "book": "",
-    "page": "",
-    "coin": "",
-    "marble": "",
-    "ticket": "",
-    "game": "",
-    "ball": "",
-    "car": "",
-    "tree": "",
-    "flower": "",
-    "dog": "",
-    "cat": "",
-    "animal": "",
-    "bag": "",
     "box": "boxes",
-    "bottle": "",
     "candy": "candies",
-    "cookie": "",
-    "slice": "",
-    "piece": "",
-    "step": "",
-    "mark": "",
     "penny": "pennies",
-    "solution": "",
-    "number": "",
-    "triangle": "",
-    "square": "",
-    "sq": "",
-    "cubic": "",
 }
+"""Units, each with its other names."""
+_UNITS_WITHOUT_ALIAS = """
+    day week month cup quart pint cent yen rupee ohm acre hectare mph unit point digit side edge way time student
+    boy girl apple orange egg book page coin marble ticket game ball car tree flower dog cat animal bag bottle
+    cookie slice piece step mark solution number triangle square sq cubic
+"""
 _BY_NAME = {
     word: unit
-    for unit, names in _NAMES.items()
-    for name in (unit, *names.split())
-    for word in ((name,) if len(name) < 2 else (name, name + "s"))
+    for unit, aliases in (_ALIASES | dict.fromkeys(_UNITS_WITHOUT_ALIAS.split(), "")).items()
+    for name in (unit, *aliases.split())
+    for word in ((name,) if len(name) == 1 else (name, f"{name}s"))
 }
-_SHORT_UNIT_WORDS = (
+"""Unit by each of its names. A name of two or more letters may have a plural s."""
+_SHORT_UNIT_NAMES = (
     "cm mm km in ft yd mi mg kg lb lbs oz sec min hr hrs yr mL ml gal USD EUR deg rad kW Hz Pa mol mph sq kmh kph"
 )
-SHORT_UNITS = frozenset(_SHORT_UNIT_WORDS.split())
-"""Units of two or three letters that are read behind a number without `\\text`; alone they would be letters."""
+SHORT_UNITS = frozenset(_SHORT_UNIT_NAMES.split())
+"""Names of two or three letters that are units if they follow a number. Elsewhere each of their letters is a variable,
+unless they are in `\\text`."""
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
 
 

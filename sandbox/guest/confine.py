@@ -34,30 +34,39 @@ import errno
 import fcntl
 import os
 import resource
+import signal
 import socket
 import struct
+import time
 
 import fork_batch
 import landlock_slots
 import system_calls
 from system_calls import check
 
-_CLONE_CHILD_SETTID, _CLONE_NEWUSER, CLONE_NEWPID, _CLONE_NEWNET = 0x01000000, 0x10000000, 0x20000000, 0x40000000
+_CLONE_CHILD_SETTID = 0x01000000
+_CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+_CLONE_NEWNET = 0x40000000
 _CLONE_INTO_CGROUP = 0x200000000
-# struct clone_args (clone3(2)): its size, and the indices of three fields, each of 8 bytes
-_CLONE_ARGS_BYTES, _CLONE_ARG_CHILD_TID, _CLONE_ARG_EXIT_SIGNAL, _CLONE_ARG_CGROUP = 88, 2, 4, 10
+_CLONE_ARGS_BYTES = 88
+"""Size of struct clone_args (clone3(2)). All its fields have 8 bytes."""
+_CLONE_ARG_CHILD_TID = 2
+"""Index of a field of struct clone_args, as in the next two constants."""
+_CLONE_ARG_EXIT_SIGNAL = 4
+_CLONE_ARG_CGROUP = 10
 _MOUNT_FLAGS = 0x2 | 0x4 | 0x8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
-_CLOCK_MONOTONIC, _SIG_SETMASK = 1, 2
 _SIOCGSKNS, _SIOCSIFFLAGS = 0x894C, 0x8914
 _LOOPBACK_UP = struct.pack("16sH22x", b"lo", 0x1 | 0x8)  # struct ifreq with IFF_UP and IFF_LOOPBACK (netdevice(7))
 _LOOPBACK_FD = 9
-"""The highest descriptor that is open in the zygote and that a call does not use. A call with a loopback network closes
-it, and the socket that brings the network up gets this number."""
-_SIGKILL, _SIGCHLD = 9, 17
+"""A descriptor that is open in the zygote and that calls do not use. A call with a loopback network closes it. All
+lower ones are open, so the socket that brings the network up then gets this number."""
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-_TIME_WORD, _RLIMIT_WORD, _CLONE_WORD, _OPTIONS_WORD = 0, 2, 10, 21
-"""Offsets of the four parts of a job's data, in words of 8 bytes: a struct timespec (2 words), four struct rlimit (2
-words each), a struct clone_args (11 words), and the options of the mount."""
+# Offsets of the four parts of a job's data, in words of 8 bytes.
+_TIME_WORD = 0  # a struct timespec, of 2 words
+_RLIMIT_WORD = 2  # four struct rlimit, of 2 words each
+_CLONE_WORD = 10  # a struct clone_args, of 11 words
+_OPTIONS_WORD = 21  # the options of the mount
 _KEPT_NETWORKS = 64
 """Number of slots that keep their network namespace after a call. Others do not, because a namespace takes a descriptor
 and 200 KiB of kernel memory."""
@@ -72,7 +81,8 @@ RLIMITS = {
 
 
 class Confinement:
-    """The plan, prepared so that to confine a call takes only system calls. Child zygotes inherit this object."""
+    """A confinement plan as system calls: all memory to which their arguments point is prepared. Child zygotes inherit
+    this object."""
 
     def __init__(self, plan: dict) -> None:
         self.scratch_mount: str | None = plan["scratch_mount"]
@@ -88,29 +98,27 @@ class Confinement:
         self.has_namespaces: bool = plan["pid_namespace"]
         self.has_slot_networks: bool = plan["slot_networks"]
         self.network_fds: dict[int, int] = {}
-        """Descriptors of the slots' network namespaces. The calls of a slot use its namespace one after another. They
-        share only the names of AF_UNIX sockets, and these names end with the processes of a call. To create a namespace
-        takes 0.9 ms, and to enter a namespace takes 1.3 us."""
+        """Descriptors of the network namespaces, by slot. The calls of a slot use its namespace one after another,
+        because a new namespace takes 0.9 ms, and to enter an existing one takes 1.3 us. The calls share nothing but the
+        names of AF_UNIX sockets, and these names end with the processes of a call."""
         self._inodes: int = plan["max_files"]
         self._uid_base: int | None = plan["uid_base"]
-        self._limits = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
+        self._rlimit_names = [name for name in RLIMITS if name != "processes" or plan["limits_processes"]]
         self._buffers: list = []  # keeps the memory alive to which the steps point
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
         self._clone_flags, self._tid_address = _pid_namespace_flags() if self.has_namespaces else (0, 0)
         clone_args = (ctypes.c_uint64 * (_CLONE_ARGS_BYTES // 8))()
         clone_args[0] = self._clone_flags | _CLONE_INTO_CGROUP
-        clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, _SIGCHLD
+        clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, signal.SIGCHLD
         self._clone_args = list(clone_args)
-        self._filter, self._loopback_filter = (
-            _Filter(base64.b64decode(plan[name]), plan["own_pid_offsets"]) if plan[name] else None
-            for name in ("call_filter", "loopback_filter")
-        )
+        self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
+        self._loopback_filter = _Filter.decode(plan["loopback_filter"], plan["own_pid_offsets"])
         self._prepare_steps(plan)
         self.prepare()
 
     def prepare(self) -> None:
-        """Prepare this process, once in each zygote that uses the plan."""
+        """Prepare this process. Called once in each zygote."""
         if self.landlock is not None:
             self.landlock.become_subreaper()
 
@@ -138,14 +146,14 @@ class Confinement:
     def fork_step(self, data: int, slot: int = -1) -> tuple[int, ...]:
         """Return the step that forks, into a PID namespace if the plan has namespaces.
 
-        If the slot has a cgroup directory, clone3(2) forks the call into its cgroup. Otherwise clone(2) is used,
-        because the seccomp profile of common container runtimes refuses clone3. Neither of them runs Python's
-        after-fork handlers. The handlers repair the state of other threads, for which they write to 170 pages, but a
-        zygote has only one thread.
+        If the zygote has the directory of the slot's cgroup, clone3(2) forks the call into the cgroup. Otherwise
+        clone(2) is used, because the seccomp profile of common container runtimes refuses clone3. Neither of them runs
+        Python's after-fork handlers, which write to 170 pages to repair the state of other threads: a zygote has only
+        one thread.
         """
         if slot in self.cgroup_dir_fds:
             return _step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
-        return _step(system_calls.CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid_address)
+        return _step(system_calls.CLONE, self._clone_flags | signal.SIGCHLD, 0, 0, self._tid_address)
 
     def syscall_steps(
         self, slot: int, call: dict, fds: list[tuple[int, int]], data: int
@@ -153,13 +161,13 @@ class Confinement:
         """Return the steps of a job and its data, both in words of 8 bytes. `data` is the address at which the data
         will lie.
 
-        The first step reads the clock, and the second step forks. All other steps confine the child, in the order of
-        the table at the top. Each pair in `fds` is a descriptor in the zygote and the descriptor that it becomes in the
+        The first step reads the clock, the second step forks, and the other steps confine the child in the order of the
+        table at the top. Each pair in `fds` is a descriptor in the zygote and the descriptor that it becomes in the
         call.
         """
         uid = self._uid_base + slot if self._uid_base is not None else None
         steps = [
-            *_step(system_calls.CLOCK_GETTIME, _CLOCK_MONOTONIC, data + 8 * _TIME_WORD),
+            *_step(system_calls.CLOCK_GETTIME, time.CLOCK_MONOTONIC, data + 8 * _TIME_WORD),
             *self.fork_step(data, slot),
         ]
         for fd, number in fds:
@@ -184,17 +192,15 @@ class Confinement:
         else:
             steps += self._drop_capabilities
         steps += self._enter_scratch
-        for index, name in enumerate(self._limits):
+        for index, name in enumerate(self._rlimit_names):
             steps += _step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * index))
         steps += self._last_steps
         steps += self._load_loopback_filter if has_loopback else self._load_filter
         return steps, self._data(slot, call, uid)
 
     def finish(self, slot: int, directory: str | None) -> None:
-        """Take the last steps in the child, at the levels where they need more than system calls. Raises `OSError`.
-
-        `directory` is the call's working directory at level `none`.
-        """
+        """In the child: take the last steps (row 14 of the table). `directory` is the working directory of the call at
+        level `none`. Raises `OSError`."""
         if self.landlock is not None:
             self.landlock.exit_if_orphaned()
             directory = os.environ["HOME"] = os.environ["TMPDIR"] = self.landlock.home(slot)
@@ -210,7 +216,7 @@ class Confinement:
         self._zero = self._address(b"0")
         self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
         signals = self._address(bytes(128))  # an empty sigset_t of the C library, larger than the kernel's
-        self._signals = step(calls.SIGPROCMASK, _SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
+        self._signals = step(calls.SIGPROCMASK, signal.SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
         if self.landlock is None:
             self._signals += step(calls.SETPGID, 0, 0)
         self._unshare = step(calls.UNSHARE, plan["namespaces"]) if plan["namespaces"] else ()
@@ -228,7 +234,7 @@ class Confinement:
             no_capabilities = self._address(bytes(24))  # three empty sets of 64 bits
             self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), no_capabilities)
         self._enter_scratch = step(calls.CHDIR, home) if plan["scratch_mount"] else ()
-        self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, _SIGKILL)
+        self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.landlock is not None:
             self._last_steps += step(calls.SETSID)
         if plan["no_new_privs"]:
@@ -247,7 +253,7 @@ class Confinement:
         """Return the data to which a job's steps point; see `_TIME_WORD` for the layout."""
         data = [0] * _OPTIONS_WORD
         word = _RLIMIT_WORD
-        for name in self._limits:  # soft and hard limit
+        for name in self._rlimit_names:  # soft and hard limit
             data[word] = data[word + 1] = call[name] + (self.address_space_bytes if name == "memory_bytes" else 0)
             word += 2
         if slot in self.cgroup_dir_fds:
@@ -308,6 +314,11 @@ def _drop_bounding_set() -> None:
 
 class _Filter:
     """A seccomp program in memory, ready to load."""
+
+    @classmethod
+    def decode(cls, program: str | None, own_pid_offsets: list) -> _Filter | None:
+        """Return the filter for a program in base64; None for None."""
+        return None if program is None else cls(base64.b64decode(program), own_pid_offsets)
 
     def __init__(self, program: bytes, own_pid_offsets: list) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))

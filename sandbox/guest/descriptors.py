@@ -1,9 +1,9 @@
 """Closes all descriptors of this process from a number on, and moves a socket to a high number.
 
-os.closerange makes one system call only if Python was built with a C library that has close_range(2), and otherwise
-closes each number in turn. So this module makes the system call itself. Where the kernel lacks the call (Linux before
-5.9) or a container's filter refuses it, the numbers are closed in turn up to the size of the kernel's descriptor table:
-a jail has no /proc that lists the open descriptors.
+This module calls close_range(2) itself, because os.closerange does so only if Python was built with a C library that
+has the function. Linux before 5.9 lacks this system call, and the filters of some containers refuse it. Then the
+numbers are closed in turn, up to the size of the kernel's descriptor table: a jail has no /proc that lists open
+descriptors.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 # Returns, in the parent, the address behind the last element of `jobs`; in a child, the address of its own element.
 # A job, in words of 8 bytes:
 #   0      result: the child's process id or a negative error; in a child, the error of the step that failed
-#   1..4   copy plan: source, target, bytes, zero bytes behind them;
+#   1..4   input copy: source, target, bytes, zero bytes behind them;
 #          in a child whose step failed, word 1 becomes the address of that step
 #   5..    steps of 7 words: number of the system call, six arguments; -1 in place of a number ends them
 # The first step reads the clock, the second forks. All others are taken by the child until one fails.

@@ -3,15 +3,14 @@
 This is an optimisation. After a fork, both processes share all memory, and the first write to a page copies the page.
 An interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
 pages for every call. The machine code writes only to a stack, a page of results and the buffer of the child's input.
-Without the machine code, the CPU time of zygote and call together is 12 % higher for a `print`, and 7 % higher for a
-numpy call.
+docs/architecture.md has the CPU time that it saves.
 
 A job is a copy of the call's input and a list of system calls (steps), which `Confinement.syscall_steps` in
 `confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the layout of a job.
 
 Python executes the same jobs, more slowly, where memory cannot be made executable (PR_SET_MDWE, systemd's
-MemoryDenyWriteExecute, SELinux), and at the isolation levels `landlock` and `none`. Only these two levels support other
-processors than x86-64.
+MemoryDenyWriteExecute, SELinux), and at the isolation levels `landlock` and `none`. The machine code is for x86-64,
+which all levels but `none` require.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ STEP_WORDS = 7
 DATA_OFFSET = 260
 """Number of words of a job before its data. The steps may point to the data."""
 _JOB_WORDS = 320
+"""Size of a job. Its data has at most 60 words."""
 _HEADER_WORDS = 5
-"""Number of words of a job before its steps: the result, and the four words of the copy plan. If a step fails in a
-child, the address of this step replaces the first word of the copy plan, which is not needed any more."""
+"""Number of words of a job before its steps: the result, and the four words of the input copy. If a step fails in a
+child, the address of this step replaces the first word of the input copy, which has been done then."""
 _END = -1
 _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
     "5355415441554989fc4c8d2cf74d39ec744e498b1c24488b7308488b7b10488b"
@@ -58,7 +58,7 @@ class ForkBatch:
         for number in range(MAX_JOBS):
             self.words[number] = self._base_address + 8 * _job_word(number)
         self._own_job = 0
-        # The warm-up (`fork_warmup.py`) replaces these two functions for a while, so they are public attributes.
+        # These two functions are public attributes because the warm-up (`fork_warmup.py`) replaces them for a while.
         self.invoke: Callable[..., int] = system_calls.invoke
         """Function that makes a system call for `execute_in_python`."""
         self.execute: Callable[[int, int], int] = self.execute_in_python
@@ -75,14 +75,11 @@ class ForkBatch:
                 # CFUNCTYPE would release the GIL around the forks, which writes to memory; PYFUNCTYPE keeps it.
                 self.execute = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(code)
 
-    def add(self, number: int, copy_plan: tuple[int, int, int, int], steps: list[int], data: list[int]) -> None:
-        """Write a job.
-
-        The first step must read the clock into the data, and the second step must fork. The copy plan has four words:
-        source address, target address, number of bytes to copy, and number of zero bytes to write behind them.
-        """
+    def add(self, number: int, input_copy: tuple[int, int, int, int], steps: list[int], data: list[int]) -> None:
+        """Write a job. The first step must read the clock into the data, and the second step must fork. `input_copy` is
+        the result of `CallInput.prepare_copy`."""
         start = _job_word(number)
-        job = array.array("q", (0, *copy_plan, *steps, _END))
+        job = array.array("q", (0, *input_copy, *steps, _END))
         assert len(job) <= DATA_OFFSET and len(data) <= _JOB_WORDS - DATA_OFFSET
         self.words[start : start + len(job)] = job
         self.words[start + DATA_OFFSET : start + DATA_OFFSET + len(data)] = array.array("q", data)

@@ -2,9 +2,9 @@
 
 This is an optimisation: where the kernel or the C library lacks a feature, forks are slower.
 
-A fork copies each mapping of its parent. This takes about 1 us per mapping, and the exit of the child takes another 1
-us per mapping. A fork also copies a page table entry for each 4 KiB page that the parent has written. With a heap of 50
-MB these entries take more time than the rest of a small call.
+A fork copies each mapping of its parent. This takes about 1 us per mapping, and the exit of the child takes 1 us more.
+A fork also copies a page table entry for each 4 KiB page that the parent has written. For a heap of 50 MB, this takes
+longer than the rest of a small call.
 
     function       effect                                          when it is called
     use_one_heap   all memory comes from malloc's heap             when a zygote starts
@@ -24,8 +24,6 @@ import fork_refcounts
 
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-_PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
-_MAP_PRIVATE_ANONYMOUS = 0x22
 _MREMAP_MAYMOVE_FIXED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
@@ -89,16 +87,16 @@ _CALL_THRESHOLD_BYTES = 4 << 20
 """M_MMAP_THRESHOLD for calls. By default malloc starts with 128 KiB and adapts the threshold, but a call is too short
 for this."""
 _CHUNK_BYTES = 1 << 16
-_kept_alive: list = []  # objects in arenas that malloc must not free
+_kept_alive: list = []  # all objects of the interpreter's first arenas (`use_one_heap`)
 _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
 
 
 def use_one_heap() -> None:
     """Allocate memory of every kind from malloc's heap, until `compact_heap`.
 
-    Otherwise arenas and large blocks would get mappings of their own, between the mappings of libraries. malloc must
-    not free the arenas that exist already. So all objects in these arenas are kept alive, also the objects that the
-    interpreter created at its start.
+    Otherwise arenas and large blocks would get mappings of their own, between the mappings of libraries. The arenas
+    that exist already do not come from malloc, so malloc must not free them. To keep them in use, all their objects are
+    kept alive.
     """
     _kept_alive.append(gc.get_objects())
     raw = _Allocator()  # malloc with a context argument
@@ -109,7 +107,7 @@ def use_one_heap() -> None:
 
 
 def _restore_allocators() -> None:
-    """Use separate mappings again, because they can be returned to the kernel."""
+    """Use separate mappings for arenas and large blocks again. A call can return them to the kernel."""
     ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(_default_arenas))
     _map_blocks_from(_CALL_THRESHOLD_BYTES)
 
@@ -121,8 +119,8 @@ def _map_blocks_from(size: int) -> None:
 
 
 def compact_heap() -> int:
-    """Free unused objects, exclude all other objects from collection, and move the heap to huge pages. Return the
-    number of huge pages."""
+    """Free unused objects, exclude all other objects from garbage collection, and move the heap to huge pages. Return
+    the number of huge pages."""
     gc.collect()
     fork_refcounts.immortalize()
     blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}  # addresses in units of 2 MiB
@@ -132,7 +130,7 @@ def compact_heap() -> int:
     _fill_last_block()
     _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
-    top = _libc.sbrk(0) // _HUGE_BYTES  # the block where the heap ends; as a huge page, it could not grow
+    top = _libc.sbrk(0) // _HUGE_BYTES  # the block in which the heap ends. It stays small pages, so the heap can grow
     blocks |= _resident_blocks_below(top)
     return sum(_collapse(block) for block in blocks if block != top)
 
@@ -173,9 +171,9 @@ processor, as OpenBLAS does, and little of its code is executed."""
 def remap_code() -> int:
     """Reduce each library to two mappings instead of five. Copy its code into huge pages, and return their number.
 
-    A fork copies mappings, but not the page table entries of files. So each call would have page faults for the code of
-    libraries, one for 16 pages. Huge pages need no page fault in a call. A child zygote inherits the huge pages of its
-    parent, so they are not created again.
+    A fork copies no page table entries of files. So a call would have a page fault for every 16 pages of library code
+    that it executes. For huge pages it has none. A child zygote inherits the huge pages of its parent, so they are not
+    created again.
     """
     spans: list = []
 
@@ -186,7 +184,7 @@ def remap_code() -> int:
             if segment.type == _PT_LOAD:  # start is rounded down to a page, and end up
                 start = (library.base + segment.address) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = -(-(library.base + segment.address + segment.size) // mmap.PAGESIZE) * mmap.PAGESIZE
-                rights = _PROT_READ | (_PROT_WRITE if segment.flags & _PF_W else _PROT_EXEC)
+                rights = mmap.PROT_READ | (mmap.PROT_WRITE if segment.flags & _PF_W else mmap.PROT_EXEC)
                 if spans and spans[-1][1:] == (start, rights):  # the segment continues the span before it
                     start = spans.pop()[0]
                 spans.append((start, end, rights))
@@ -196,7 +194,7 @@ def remap_code() -> int:
     replaced = 0
     for start, end, rights in set(spans) - _remapped:
         _libc.mprotect(start, end - start, rights)
-        if rights & _PROT_EXEC and end - start <= _MAX_HUGE_CODE_BYTES:
+        if rights & mmap.PROT_EXEC and end - start <= _MAX_HUGE_CODE_BYTES:
             blocks = range(-(-start // _HUGE_BYTES), end // _HUGE_BYTES)
             replaced += sum(_replace_by_huge_page(block * _HUGE_BYTES) for block in blocks)
     _remapped.update(spans)
@@ -205,14 +203,15 @@ def remap_code() -> int:
 
 def _replace_by_huge_page(address: int) -> bool:
     """Replace 2 MiB of code by a huge page with the same content, atomically, since the code may be running."""
-    spare = _libc.mmap(None, 2 * _HUGE_BYTES, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+    rights, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    spare = _libc.mmap(None, 2 * _HUGE_BYTES, rights, flags, -1, 0)
     if spare == _FAILED:
         return False
     copy = -(-spare // _HUGE_BYTES) * _HUGE_BYTES  # the first aligned address
     ctypes.memmove(copy, address, _HUGE_BYTES)
     done = (
         _collapse(copy // _HUGE_BYTES)
-        and _libc.mprotect(copy, _HUGE_BYTES, _PROT_READ | _PROT_EXEC) == 0
+        and _libc.mprotect(copy, _HUGE_BYTES, mmap.PROT_READ | mmap.PROT_EXEC) == 0
         and _libc.mremap(copy, _HUGE_BYTES, _HUGE_BYTES, _MREMAP_MAYMOVE_FIXED, address) == address
     )
     moved = _HUGE_BYTES if done else 0

@@ -1,9 +1,10 @@
 """Makes the objects of a zygote immortal, so that a call does not write to an object when it uses the object.
 
 This is an optimisation. Each use of a Python object changes its reference count, so in a fork the first use of an
-object copies its page. Since Python 3.12 an object can be immortal, and its count then never changes (PEP 683). No
-public function makes an existing object immortal, so this module writes the count: lower 32 bits of all ones mean
-immortal in Python 3.12 to 3.14. Objects that are created later, in calls for example, are not affected.
+object copies its page. Since Python 3.12 an object can be immortal, and then its count never changes (PEP 683). No
+public function makes an existing object immortal, so this module writes the count. In Python 3.12 to 3.14 an object is
+immortal if the lower 32 bits of its count are all ones. Objects that are created later, for example in calls, are not
+affected.
 
 On other Pythons this does nothing, and calls copy more pages.
 """
@@ -15,7 +16,8 @@ import gc
 import sys
 import types
 
-_IMMORTAL, _MIN_IMMORTAL = 0xFFFFFFFF, 0x80000000  # with bit 31 set an object is immortal
+_IMMORTAL = 0xFFFFFFFF
+_MIN_IMMORTAL = 0x80000000  # an object with bit 31 set is immortal
 _CODE_PARTS = (
     "co_consts",
     "co_names",

@@ -1,9 +1,9 @@
 """Runs some scripts inside the zygote before it serves, so that real calls inherit a warm interpreter.
 
-A zygote is a preloaded interpreter that forks itself for each call. This module is an optimisation. While an
-interpreter runs a function, it specialises the function's bytecode and fills its caches (PEP 659). The functions that
-run a call's code only run in the fork. Without a warm-up, each fork would specialise these functions again. This writes
-to memory that the fork shares with the zygote, so the kernel would copy each page that is written to.
+A zygote is a preloaded interpreter that forks itself for each call. This module is an optimisation. When an interpreter
+runs a function for the first times, it specialises the function's bytecode and fills its caches (PEP 659). The
+functions that run a call's code run only in forks. Without a warm-up, each fork would specialise them again, and the
+kernel would copy each page that this writes to.
 
 The warm-up runs each script in the zygote itself, through all functions from the received frame to the result, without
 a fork. Some of these functions have an effect that cannot be undone, such as `os._exit`. Stubs replace these functions
@@ -60,11 +60,9 @@ the guest looks its functions up."""
 
 def run_scripts(zygote: Zygote, times: int) -> None:
     """Run all scripts, `times` times. Raises `RuntimeError` if the first script does not run as it would in a call."""
-    call = {  # the header of a frame `call`; the limits are 0, because no system call sets them here
-        **{"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "returns_files": False},
-        **{"output_bytes": 1024, "disk_bytes": 0, "return_bytes": 0},
-        **dict.fromkeys(confine.RLIMITS, 0),
-    }
+    limits = dict.fromkeys(("disk_bytes", "return_bytes", *confine.RLIMITS), 0)  # 0, because nothing sets them here
+    call = {"op": "call", "run_id": 0, "slot": _SLOT, "timeout_s": 1.0, "echo": True, "returns_files": False, **limits}
+    call["output_bytes"] = 1024
     with _stubbed(zygote):
         for _ in range(times):
             header, *_ = [_run(zygote, call, bytearray(script)) for script in _SCRIPTS]
@@ -127,7 +125,7 @@ def _process_state_restored() -> Iterator[None]:
         yield
     finally:
         for fd, original in enumerate(fds):
-            os.dup2(original, fd, inheritable=fd == 2)
+            os.dup2(original, fd)
             os.close(original)
         os.chdir(directory)
         if os.environ != environ:

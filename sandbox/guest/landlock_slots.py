@@ -2,12 +2,11 @@
 
 A slot is a numbered set of resources that one call uses at a time.
 
-- Each slot has a directory `SCRATCH/SLOT`, which stays. The slot's ruleset allows to use this directory. Each call gets
-  a new directory `tmp` in it, which is removed after the call. So a slot needs one ruleset, and not one ruleset per
-  call.
+- Each slot has a directory `SCRATCH/SLOT` and a ruleset for it, which stay. Each call gets a new directory `tmp` in it,
+  which is removed after the call.
 - If the zygote may change uids, a slot has three uids. The first is for the call, the second for the zygote while it
   cleans up after the call, and the third for a child process that removes many files. One kill(2) kills all processes
-  with the call's uid atomically, so neither a daemon nor a fork bomb escapes.
+  with the call's uid at the same time, so neither a daemon nor a fork bomb escapes.
 - If the zygote may not change uids, the seccomp filter limits a call to one process. The call ends with this process.
 """
 
@@ -30,6 +29,7 @@ _PATH_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _MAX_INLINE_S = 0.005
 """Seconds that a zygote spends at most on the removal of one call's files. A child process removes the rest."""
 _CLEANER_TIMEOUT_S = 60
+"""Seconds after which this child process is killed. The end of the jail then removes what is left."""
 
 
 class LandlockSlots:
@@ -49,7 +49,8 @@ class LandlockSlots:
         self._to_clean: list[tuple[int, str]] = []  # slots and directories that wait for a child that empties them
 
     def become_subreaper(self) -> None:
-        """Once in each zygote: become the parent of its calls' orphans, to be notified when they die."""
+        """Become the parent of all orphans of this zygote's calls, to be notified when they die. Called once in each
+        zygote."""
         self._zygote_pid = os.getpid()
         check(system_calls.prctl(system_calls.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(CHILD_SUBREAPER)")
         self._set_parent_death_signal()
@@ -104,10 +105,10 @@ class LandlockSlots:
         return True
 
     def _remove(self, slot: int) -> bool:
-        """Empty and remove a call's directory. Return False if that would take long.
+        """Empty and remove a call's directory. Return False if this takes longer than `_MAX_INLINE_S`.
 
-        If calls share one uid, a call can also write beside its directory. So in this case the whole directory of the
-        slot is emptied.
+        If all calls have one uid, a call can also write beside its directory, so the whole directory of the slot is
+        emptied.
         """
         directory = self.home(slot) if self._uid_base is not None else os.path.dirname(self.home(slot))
         with self._as_owner(slot):
@@ -161,8 +162,8 @@ class LandlockSlots:
     def _as_owner(self, slot: int) -> Iterator[None]:
         """Set the effective uid to the uid of the call. The effective uid decides about kill(2) and files.
 
-        The real uid becomes the slot's second uid, because a process of the call may signal every process that has the
-        call's uid as its real or saved uid. The saved uid stays 0, which permits to return to uid 0.
+        The real uid becomes the slot's second uid, because a process of the call may signal each process whose real or
+        saved uid is that of the call. The saved uid stays 0, so that this process can become uid 0 again.
         """
         if self._uid_base is None:
             yield

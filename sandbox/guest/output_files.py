@@ -19,21 +19,22 @@ import originals
 originals.use_builtins(globals())
 _write = os.write
 PAGE_BYTES = 4096
-_F_ADD_SEALS = 1033
-_SEAL, _SHRINK, _GROW, _WRITE = 0x1, 0x2, 0x4, 0x8  # F_SEAL_*
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
-_flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of a file whose size cannot change. No other seal can be added."""
+_MFD_NOEXEC_SEAL = 0x8
+_flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
 
 
 def bounded_file(limit_bytes: int) -> int:
     """Return the descriptor of an empty file with room for `limit_bytes`, and at most two pages more.
 
-    The kernel refuses writes by the page. The file ends one page beyond the limit, so output that exceeds the limit
-    writes at least one byte beyond it, which `written_bytes` detects.
+    The kernel writes the pages that fit into the file, and refuses the first page that does not. The file ends a page
+    beyond the limit. So output that exceeds the limit writes at least one byte beyond it, which `written_bytes`
+    detects.
     """
     fd = _memory_file("output")
     os.ftruncate(fd, bounded_size(limit_bytes))
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     return fd
 
 
@@ -45,9 +46,9 @@ def bounded_size(limit_bytes: int) -> int:
 def written_bytes(fd: int, limit_bytes: int) -> tuple[int, bool]:
     """Return the length of the output in a bounded file, at most the limit, and whether more was written.
 
-    The length is the file offset, which the zygote shares with the call. If a call moves the offset back, it discards
-    its own output behind the offset. A call can also move the offset beyond the limit without a write. So if the offset
-    is beyond the limit, the length is the end of the written data.
+    The length is the file offset, which the zygote shares with the call. A call that moves the offset back discards its
+    own output behind the offset. A call can also move the offset beyond the limit without a write. So if the offset is
+    beyond the limit, the length is the end of the written data instead.
     """
     end = os.lseek(fd, 0, os.SEEK_CUR)
     if end > limit_bytes:
@@ -80,7 +81,7 @@ def input_file(content: memoryview) -> int:
     fd = _memory_file("input")
     write_all(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW | _WRITE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_WRITE)
     return fd
 
 

@@ -2,7 +2,7 @@
 
 A zygote is an interpreter that forks once per call. Its profile is the set of modules that it imports before. This
 module has the built-in profiles. The executor sends the profiles that an operator has defined, called own profiles
-(`_run_own`).
+(`_run_own_profile`).
 
 An import is not enough: the first `sympy.solve` takes ten times as long as later ones, because of lazy imports and
 caches. So each zygote runs typical code of its profile once, before any call.
@@ -22,7 +22,7 @@ import importlib
 import threading
 from typing import Any
 
-from protocol import CHECKER_MODULE, PARENT_PROFILE
+from protocol import ANSWER_CHECK_MODULE, PARENT_PROFILE
 
 _MODULES = {
     "bare": (
@@ -37,7 +37,7 @@ _MODULES = {
         "scipy.special scipy.interpolate scipy.sparse scipy.spatial scipy.signal networkx pandas "
         "matplotlib.pyplot"
     ),
-    "verify": f"math_verify {CHECKER_MODULE}",
+    "verify": f"math_verify {ANSWER_CHECK_MODULE}",
 }
 
 _WARMUP_CODE = {
@@ -98,7 +98,7 @@ figure.savefig(io.BytesIO(), format="png"), plt.close("all")
 matplotlib.mathtext.MathTextParser._parse_cached.cache_clear(), matplotlib.font_manager._get_font.cache_clear()
 """,
     "verify": r"""
-from rstar_checker import compare
+from rstar_answer_check import compare
 pairs = [
     ("42", "42"), ("42", "43"), (r"\frac{1}{2}", "0.5"), (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"), ("(1, 2)", "(1,2)"),
     ("[0, 1)", "[0,1)"), ("1,2", "2,1"), (r"\{1, 2\}", r"\{2, 1\}"), ("x^2 + 2x + 1", "(x+1)^2"), ("x = 3", "3"),
@@ -114,15 +114,12 @@ pairs = [
 
 _OWN_WARMUP_FILE = "<warm-up>"
 _loaded: dict[str, tuple[list[str], list[str]]] = {}
-"""The missing modules and other problems of each profile that has been loaded, with those of its parents."""
+"""By profile that has been loaded: the missing modules and other problems of the profile and all its ancestors."""
 
 
 def load(profile: str) -> tuple[list[str], list[str]]:
-    """Import and warm up a built-in profile and its parents, each once.
-
-    Return the missing modules, and other problems, which only make calls slower. A second load of the profile returns
-    the same lists.
-    """
+    """Import and warm up a built-in profile and its ancestors, each once in a zygote and the zygotes forked from it.
+    Return the missing modules, and other problems, which only make calls slower."""
     if profile not in _loaded:
         parent = PARENT_PROFILE[profile]
         missing, problems = load(parent) if parent else ([], [])
@@ -135,30 +132,31 @@ def load(profile: str) -> tuple[list[str], list[str]]:
 
 
 def load_from(header: dict) -> tuple[list[str], list[str], str]:
-    """Load the profile of a frame `configure` or `spawn`, whose `own` is an operator's profile. Return what `load`
-    returns, and the reason why the profile cannot be used, or an empty text."""
-    own = header.get("own")
-    missing, problems = load(own["extends"] if own else header["profile"])
+    """Load the profile of a frame `configure` or `spawn`: its `own_profile` if it has one, else its `profile`. Return
+    what `load` returns, and the reason why the profile cannot be used, or an empty text."""
+    own_profile = header.get("own_profile")
+    missing, problems = load(own_profile["extends"] if own_profile else header["profile"])
     refused = ""
-    if own:
-        _loaded[own["name"]] = missing, problems  # for a profile that extends this one, in a child zygote
-        refused = _run_own(own)
+    if own_profile:
+        # A child zygote may load a profile that extends this one.
+        _loaded[own_profile["name"]] = missing, problems
+        refused = _run_own_profile(own_profile)
     if not refused and threading.active_count() != 1:
         refused = "expected one thread, because a zygote forks, but loading the profile started others"
     return missing, problems, refused
 
 
-def _run_own(own: dict) -> str:
+def _run_own_profile(own_profile: dict) -> str:
     """Import the modules of an operator's profile, and run its warm-up code as a whole. Return the error, or an empty
     text."""
     step = ""
     try:
-        for module in own["imports"]:
+        for module in own_profile["imports"]:
             step = f"import {module}"
             importlib.import_module(module)
         step = "warm-up code"
         scope: dict = {"__name__": "warm", "__builtins__": builtins}
-        exec(compile(own["warm"], _OWN_WARMUP_FILE, "exec", dont_inherit=True), scope)
+        exec(compile(own_profile["warm"], _OWN_WARMUP_FILE, "exec", dont_inherit=True), scope)
     except BaseException as error:
         return f"{step}{_line_of(error)}: {type(error).__name__}: {error}"
     return ""

@@ -84,6 +84,9 @@ PARENT_PROFILE: dict[str, str | None] = {
 before it forks calls. A profile contains all modules of the profile that it extends. All profiles but `verify` form a
 chain."""
 
+CALL_DIR_PREFIX = "rstar-call-"
+"""Start of the name of a call's working directory at level `none`. The directory is in /tmp. While the call runs, its
+zygote holds a lock (flock(2)) on the directory. So a directory without a lock is left over from a killed zygote."""
 SCRIPT = "main.py"
 """Name of the file with the code of a call."""
 COMPILED_FILE = "compiled"
@@ -91,8 +94,8 @@ COMPILED_FILE = "compiled"
 FUNCTION_CALL_FILE = "function_call.json"
 """Name of the file with the name of a function and its arguments, for a function test. A function test checks what a
 function of a judged program returns, instead of what the program prints."""
-CHECKER_MODULE = "rstar_checker"
-"""Name under which the code of a call imports `checker.py` of the guest."""
+ANSWER_CHECK_MODULE = "rstar_answer_check"
+"""Name under which the code of a call imports `answer_check.py` of the guest."""
 FUNCTION_CALL_MODULE = "rstar_function_call"
 """Name under which the code of a call imports `function_call.py` of the guest."""
 NOTEBOOK_MODULE = "rstar_notebook"

@@ -67,29 +67,35 @@ from protocol import (
 
 originals.use_builtins(globals())
 atexit, gc, os, threading, types, _thread = map(originals.own, (atexit, gc, os, threading, types, _thread))
-_NEEDS_SCRIPT = (b"__file__", b"main.py", b"argv", b"multiprocessing", b"concurrent", b"subprocess")
-"""Code that contains one of these may read its own file, or start a process that runs this file. So the file is written
-for such code. Other code needs no file, which saves the 20 us of a write."""
-_OWN_PROGRAM = b"__import__('rstar_"
-"""Start of the server's own programs, such as the program that runs the cells of a notebook. They need no file."""
+_SCRIPT_USES = (b"__file__", b"main.py", b"argv", b"multiprocessing", b"concurrent", b"subprocess")
+"""Code that contains one of these texts may read its own file, or start a process that runs this file. The file is
+written only for such code, which saves other code the 20 us of a write."""
+_SERVER_PROGRAM_START = b"__import__('rstar_"
+"""Start of the programs of the server itself, such as the program that runs the cells of a notebook. They need no
+file."""
 REPORT_FD = 3
-MAX_TYPE_BYTES, MAX_MESSAGE_BYTES = 256, 8192
+"""Descriptor to which a call writes its report."""
+MAX_TYPE_BYTES = 256
+"""Maximum bytes of an error's type in a report."""
+MAX_MESSAGE_BYTES = 8192
+"""Maximum bytes of an error's message in a report."""
 _FUTURE_FLAGS = 0
-"""Flags of code objects for `from __future__` statements."""
+"""All flags that `from __future__` statements set in a code object."""
 for _name in __future__.all_feature_names:
     _FUTURE_FLAGS |= getattr(__future__, _name).compiler_flag
 _STATEMENT = re.compile(
     r"(?:for|while|if|elif|else|def|class|with|try|except|finally|import|from|return|assert|del|pass|raise|global|async)\b"
     r"|@|\w+[ \t]*=[^=]"
 )
-"""Matches the start of a line that cannot be an expression. If it does not match the start of a statement, `_compile`
-compiles a second time. There is no other effect."""
+"""Matches lines that start a statement. A line that it does not match may be a statement nevertheless: then `_compile`
+tries to compile it as an expression first, which takes time and does not change the result."""
 _EMPTY_CODE = compile("", SCRIPT, "exec")
 _GUEST_DIR = os.path.dirname(__file__)
 _LIBRARY_PREFIXES = tuple(
     {_GUEST_DIR, os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))}
 )
 _MAX_TRACEBACK_FRAMES = 200
+"""Maximum number of frames in a traceback. A recursion has a thousand, which are all the same."""
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 _excepthook = sys.__excepthook__
 _memory_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -132,10 +138,10 @@ main_module = types.ModuleType("__main__")
 
 
 def prepare(directory: str) -> None:
-    """Set up once, in the zygote, what each call needs in the same form: standard streams, an empty `__main__`, paths.
+    """Set up once, in the zygote, what is the same for each call: standard streams, an empty `__main__`, paths. A call
+    that did this itself would write to more pages of memory, which the kernel would have to copy.
 
-    `directory` is the working directory of calls, or "" if each call has its own. If each call did this set-up itself,
-    the kernel would have to copy more pages of memory for each call.
+    `directory` is the working directory of calls, or "" if each call has its own.
     """
     for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         raw = _OutputFile(fd, "wb", closefd=False)
@@ -161,11 +167,9 @@ _handlers: list = []
 
 
 def keep_originals() -> None:
-    """Keep the originals that reports need (`originals.keep`), and unregister the exit function of `logging`. Called
-    once in a zygote after all imports.
-
-    The exit function is slow. Only a call that has added handlers to `logging` needs it, and for such a call
-    `_finalize` runs it.
+    """Keep the originals that reports need (`originals.keep`), and unregister the slow exit function of `logging`.
+    `_finalize` runs this function for calls that have added handlers to `logging`. Called once in a zygote after all
+    imports.
     """
     originals.keep()
     global _logging, _handlers
@@ -184,7 +188,7 @@ def run(call: dict, blobs: list) -> None:
     """
     exit_code = 70  # EX_SOFTWARE of sysexits.h: the runner itself failed
     try:
-        gc.freeze()  # no later collection visits the zygote's objects. This also resets the counters of allocations
+        gc.freeze()  # collections skip the objects of the zygote, and count allocations from 0
         gc.enable()
         source, stdin, options_json, *contents = blobs
         compiled = contents.pop() if "has_compiled" in call else b""
@@ -200,7 +204,8 @@ def run(call: dict, blobs: list) -> None:
         sources = [source, *(bytes(content) for path, content in files if path.endswith(".py"))]
         if fd_paths.are_in(*sources, *map(os.fsencode, options.get("argv", ()))):
             fd_paths.install()
-        if not source.startswith(_OWN_PROGRAM) and any(name in text for text in sources for name in _NEEDS_SCRIPT):
+        uses_script = any(use in text for text in sources for use in _SCRIPT_USES)
+        if uses_script and not source.startswith(_SERVER_PROGRAM_START):
             script = _write_script(source)
             if returned is not None:
                 returned.script = script
@@ -228,7 +233,7 @@ def _prepare_call(has_stdin: bool) -> None:
         sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]
     file_locks.set_first_process()
     _reseed()
-    # Forget which warnings were shown. If this Python lacks the function, `int` is called, which has no effect.
+    # Forget which warnings were shown. If this Python lacks the function, `int` is called instead, without effect.
     getattr(warnings, "_filters_mutated", int)()
 
 
@@ -241,7 +246,7 @@ def _set_environment(options: dict) -> None:
 
 
 def _reseed() -> None:
-    """Reseed random number generators. Otherwise all forks of a zygote would draw the same numbers."""
+    """Reseed the random number generators. Otherwise all calls of a zygote would draw the same numbers."""
     random = sys.modules.get("random")
     if random is not None:
         _Random.seed(random._inst)
@@ -254,8 +259,7 @@ def _reseed() -> None:
         _Random.seed(sympy_random.rng)
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:
-        # tempfile reseeds its names when the process id changes. But every call has the process id 1, so reset them
-        # here.
+        # tempfile would choose new random names when it notices another process id, but every call has the id 1.
         tempfile._name_sequence = None
         tempfile.tempdir = None
 
@@ -270,9 +274,8 @@ def _write_files(files: list) -> None:
 
 
 def _write_script(source: bytes) -> bytes:
-    """Write the file of the code, and return its content. It is written before the files of the call, because one of
-    these may have the same name and then replaces it. If the scratch directory is too full, the code runs without the
-    file."""
+    """Write the file of the code, and return its content. If the scratch directory is too full, the code runs without
+    the file. This is done before the files of the call are written, so that one of the same name replaces it."""
     script = source.removesuffix(FUNCTION_CALL_LINE.encode())  # a process that runs the file calls no function
     try:
         _write_files([(SCRIPT, script)])
@@ -291,7 +294,7 @@ def _run_script(
         if env:
             interpreter_variables.apply(env)
         text = _decode_source(source)
-        # Split lines as the compiler does; str.splitlines would also split at form feeds.
+        # Lines end as for the compiler. str.splitlines would also split at form feeds.
         linecache.cache[SCRIPT] = (len(text), None, [line + "\n" for line in text.split("\n")], SCRIPT)
         body, last = _load_compiled(compiled) or _compile(text, call["echo"])
         if "compile_only" in call:
@@ -340,8 +343,10 @@ def _compile(text: str, echo: bool) -> tuple[types.CodeType, types.CodeType | No
     """Compile a script. Return the code of the script and, with `echo`, the code of its last expression.
 
     With `echo` the value of the last expression is reported, so the first code object does not contain this expression.
-    A `;` at the end of the script prevents the echo. The text is split at its last unindented line. If both parts
-    compile, the result is the same as by the syntax tree, in half the time. Otherwise the syntax tree is used.
+    A `;` at the end of the script prevents the echo.
+
+    The text is split at its last unindented line. If both parts compile, the result is that of `_compile_tree`, in half
+    the time. Otherwise `_compile_tree` decides.
     """
     if not echo:
         return _compile_all(text), None
@@ -372,7 +377,7 @@ def _load_compiled(data: bytes | memoryview) -> tuple[types.CodeType, types.Code
 
 
 def _last_line_start(text: str) -> int:
-    """Return the start of the last line that is not indented, blank, a comment or a closing bracket."""
+    """Return the index at which the last line starts that is not indented, blank, a comment or a closing bracket."""
     end = len(text)
     while True:
         start = text.rfind("\n", 0, end) + 1
@@ -502,7 +507,7 @@ def _error_line(error: BaseException) -> int | None:
 
 
 def _write_stderr(text: str) -> None:
-    """Write to `sys.stderr`, which the code may have replaced by any object."""
+    """Write to `sys.stderr`, or to descriptor 2 if the code has replaced `sys.stderr` by something that fails."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -511,21 +516,22 @@ def _write_stderr(text: str) -> None:
 
 
 def _finalize(code: int) -> int:
-    """Do what an interpreter does at exit: wait for threads, run exit handlers, delete globals, flush."""
+    """Do what an interpreter does at exit: wait for threads, run exit handlers, delete globals, flush. Return the exit
+    code, which is `code` unless a flush fails."""
     # `logging` is last, because exit handlers run in reverse order of their registration.
     for step in (_wait_for_threads, atexit._run_exitfuncs, _shut_down_logging):
         try:
             step()
         except Exception as error:
             _write_stderr(_traceback_text(error))
-    code = _flush(code)  # a stream of the code may need the globals
+    code = _flush(code)  # before the globals are deleted, because a stream of the code may need them
     for name in ("stdin", "stdout", "stderr"):
         setattr(sys, name, getattr(sys, f"__{name}__", None))
     scope = main_module.__dict__
     for name in list(scope):  # closes files and runs finalizers, which still find the builtins
         if name != "__builtins__":
             scope.pop(name, None)
-    _flush(0)  # flush what finalizers have written. As in Python, a failure does not change the exit code here
+    _flush(0)  # what finalizers have written. As in Python, a failure does not change the exit code here
     return code
 
 
@@ -551,10 +557,10 @@ def _flush(code: int) -> int:
 
 
 class _Report:
-    """The last expression's value and the error, as the code's own process describes them."""
+    """The value of the last expression, and the error. `limit_bytes` applies to the value and to the traceback."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes  # of the value and of the traceback
+        self.limit_bytes = limit_bytes
         self.value: str | None = None
         self.error: tuple | None = None
         self.files_truncated = False
@@ -580,7 +586,7 @@ class _Report:
 
 
 def max_report_bytes(output_limit_bytes: int) -> int:
-    """Return the maximum size of a report. The limit applies to the value and to the traceback."""
+    """Return the maximum size of a report, whose value and traceback are limited to `output_limit_bytes` each."""
     return REPORT.size + 2 * output_limit_bytes + MAX_TYPE_BYTES + MAX_MESSAGE_BYTES
 
 

@@ -1,10 +1,9 @@
 """System calls of a zygote and its calls: their numbers, and functions that make them.
 
 Invariants:
-- A function of this module does not release the interpreter lock (PyDLL), and ctypes keeps no copy of errno. To release
-  the lock or to copy errno would write to memory that a call shares with its zygote, and the first write to a page
-  copies the page. No other thread waits for the lock, because the zygote has one thread, and a call has one thread
-  while it uses this module.
+- A function of this module does not release the interpreter lock (PyDLL), and ctypes keeps no copy of errno. Each of
+  them would write to memory that a call shares with its zygote, and the first write to a page copies the page. No other
+  thread waits for the lock, because a zygote has one thread, and a call has one thread while it uses this module.
 - Symbols are looked up at import, because a lookup in a call would read the C library's tables into its memory.
 
 The constants are the kernel's numbers on x86-64. On other architectures a constant only identifies a system call, and
@@ -18,13 +17,39 @@ import os
 import signal
 import sys
 
-WRITE, OPEN, CLOSE, SIGPROCMASK, IOCTL, DUP2, SOCKET, CLONE, CHDIR = 1, 2, 3, 14, 16, 33, 41, 56, 80
-SETPGID, SETSID, SETNS = 109, 112, 308
-SETGROUPS, SETRESUID, SETRESGID, CAPSET, PRCTL, SETRLIMIT, MOUNT = 116, 117, 119, 126, 157, 160, 165
-CLOCK_GETTIME, UNSHARE, SECCOMP, CLONE3, CLOSE_RANGE = 228, 272, 317, 435, 436
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+WRITE = 1
+OPEN = 2
+CLOSE = 3
+SIGPROCMASK = 14
+IOCTL = 16
+DUP2 = 33
+SOCKET = 41
+CLONE = 56
+CHDIR = 80
+SETPGID = 109
+SETSID = 112
+SETGROUPS = 116
+SETRESUID = 117
+SETRESGID = 119
+CAPSET = 126
+PRCTL = 157
+SETRLIMIT = 160
+MOUNT = 165
+CLOCK_GETTIME = 228
+UNSHARE = 272
+SETNS = 308
+SECCOMP = 317
+CLONE3 = 435
+CLOSE_RANGE = 436
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
 
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_GET_TID_ADDRESS = 1, 24, 36, 38, 40
+PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_GET_TID_ADDRESS = 40
 SECCOMP_SET_MODE_FILTER = 1
 SIGSET_BYTES = 8
 """Bytes of the kernel's sigset_t."""
@@ -32,24 +57,30 @@ SIGSET_BYTES = 8
 _libc = ctypes.PyDLL(None)
 _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
 errno_location = _libc.__errno_location
-fork, prctl, capset, syscall, unshare = _libc.fork, _libc.prctl, _libc.capset, _libc.syscall, _libc.unshare
-select, signalfd, sigprocmask, mprotect = _libc.select, _libc.signalfd, _libc.sigprocmask, _libc.mprotect
+fork, prctl, select, syscall, unshare = _libc.fork, _libc.prctl, _libc.select, _libc.syscall, _libc.unshare
+mprotect, signalfd, sigprocmask = _libc.mprotect, _libc.signalfd, _libc.sigprocmask
 mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 do_nothing = _libc.sched_yield
-"""A C function, like `syscall`, that has no effect and returns 0."""
+"""A C function, as `syscall` is one, that has no effect and returns 0."""
 _SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)  # sigset_t of the C library
-_SIG_BLOCK = 0
 _SFD_CLOEXEC = 0o2000000
 
 _raw = _libc["syscall"]  # a second function object, with other argument types than `syscall`
 _raw.argtypes, _raw.restype = (ctypes.c_long,) * 7, ctypes.c_long
 _IS_X86_64 = os.uname().machine == "x86_64"
-_NAMES = {
-    **{WRITE: "write", OPEN: "open", CLOSE: "close", SIGPROCMASK: "sigprocmask", DUP2: "dup2", SETPGID: "setpgid"},
-    **{PRCTL: "prctl", SETRLIMIT: "setrlimit", CLOCK_GETTIME: "clock_gettime"},
+_functions = {
+    WRITE: _libc["write"],
+    OPEN: _libc["open"],
+    CLOSE: _libc["close"],
+    SIGPROCMASK: _libc["sigprocmask"],
+    DUP2: _libc["dup2"],
+    SETPGID: _libc["setpgid"],
+    PRCTL: _libc["prctl"],
+    SETRLIMIT: _libc["setrlimit"],
+    CLOCK_GETTIME: _libc["clock_gettime"],
 }
-_functions = {number: _libc[name] for number, name in _NAMES.items()}
+"""Functions of the C library for the system calls that level `none` needs. Another processor than x86-64 uses them."""
 for _function in _functions.values():
     _function.argtypes, _function.restype = (ctypes.c_long,) * 6, ctypes.c_long
 
@@ -70,7 +101,7 @@ def invoke(number: int, *arguments: int) -> int:
 
 def open_child_signal_fd() -> int:
     """Return a descriptor that is readable when a child has died (signalfd(2)). No signal handler is needed."""
-    sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
+    sigprocmask(signal.SIG_BLOCK, _SIGCHLD_ONLY, None)
     return check(signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC), "signalfd")
 
 

@@ -36,12 +36,13 @@ class CallInput:
         self._used_bytes = 0  # of the last body in the usual buffer
         self.body = memoryview(b"")
 
-    def copy_plan(self, body: memoryview) -> tuple[int, int, int, int]:
-        """Return how to copy a body before the fork: source, target, bytes to copy, zero bytes to write behind them.
+    def prepare_copy(self, body: memoryview) -> tuple[int, int, int, int]:
+        """Return what `ForkBatch` has to copy before the fork: source address, target address, number of bytes, and
+        number of zero bytes to write behind them.
 
-        All calls of a batch use the same buffer. With a buffer for each call, a child would also inherit the buffers of
-        other calls. So `ForkBatch` copies each body just before its fork, in machine code. This method only returns
-        addresses. A body over `USUAL_BYTES` must be the only body of its batch; `Zygote.on_call` ensures this.
+        All calls of a batch use the same buffer, because with one buffer per call, a child would also inherit the
+        buffers of other calls. So each body is copied just before the fork of its call. A body over `USUAL_BYTES` must
+        be the only body of its batch.
         """
         size = len(body)
         source = _address(body) if size else 0
@@ -54,7 +55,7 @@ class CallInput:
         return source, self._usual_address, size, zeros
 
     def expose(self, size: int) -> None:
-        """In the child: set `body` to its input of `size` bytes. `copy_plan` has already set a large one."""
+        """In the child: set `body` to its input of `size` bytes. `prepare_copy` has already set a large one."""
         if size <= USUAL_BYTES:
             self.body = memoryview(self._usual)[:size]
 

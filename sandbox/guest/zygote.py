@@ -17,7 +17,7 @@ A profile is the set of modules that a zygote imports before it forks calls.
                                                   still_running {run_id, wall_ms} + pidfd: sent once, when the
                                                       call has run for report_after_s or for its timeout_s
     kill {run_id}
-    spawn {profile, own} + socket                 (forks a child zygote that loads a profile and serves the socket)
+    spawn {profile, own_profile} + socket         (forks a child zygote that loads a profile and serves the socket)
 
 If the executor closes its end of the socket, the zygote and all its calls end.
 """
@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 import contextlib
 import errno
+import fcntl
 import heapq
 import mmap
 import os
@@ -46,7 +47,7 @@ from collections.abc import Iterator
 import wiped_memory
 import fork_batch
 import output_files
-import checker
+import answer_check
 import notebook
 import confine
 import descriptors
@@ -57,9 +58,9 @@ import returned_files
 import fork_warmup
 import runner
 import system_calls
-from protocol import CHECKER_MODULE, FUNCTION_CALL_MODULE, MAX_SLOTS_PER_POOL, NOTEBOOK_MODULE
+from protocol import ANSWER_CHECK_MODULE, CALL_DIR_PREFIX, FUNCTION_CALL_MODULE, MAX_SLOTS_PER_POOL, NOTEBOOK_MODULE
 
-sys.modules[CHECKER_MODULE] = checker  # a call may bring a file named checker.py
+sys.modules[ANSWER_CHECK_MODULE] = answer_check  # a call may bring a file named answer_check.py
 sys.modules[FUNCTION_CALL_MODULE] = function_call
 sys.modules[NOTEBOOK_MODULE] = notebook
 _FIRST_FREE_FD = 10
@@ -75,19 +76,14 @@ _CONFINED = 1
 class RunningCall:
     """One call, from its frame to its result. `close` closes its descriptors and removes its temporary directory."""
 
-    __slots__ = (
-        *("deadline", "disk_limit_bytes", "fds", "files_fd", "output_limit_bytes", "pid", "run_id", "slot"),
-        *("started", "temp_dir"),
-    )
-
     def __init__(self, call: dict) -> None:
         self.run_id: int = call["run_id"]
         self.slot: int = call["slot"]
         self.output_limit_bytes: int = call["output_bytes"]
         self.disk_limit_bytes: int = call["return_bytes"]
         self.pid = 0
-        self.started = 0.0  # time of the fork by time.monotonic
-        self.deadline: float | None = None  # None once it has passed
+        self.started = 0.0  # time of the fork, by time.monotonic
+        self.deadline: float | None = None  # time at which it is reported as still running; None once it is
         self.fds: list[int] = []
         self.files_fd = -1  # of the returned files; it is also in `fds`
         self.temp_dir: str | None = None
@@ -111,15 +107,16 @@ class Zygote:
         self.input = wiped_memory.CallInput()
         self.writer = frames.FrameWriter(reader.sock)
         self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
-        # Calls that wait for their fork: (call, its frame's header, its descriptors by `_open_files`, its frame's body)
+        # Calls that wait for their fork, each with the header of its frame, the result of `_open_files`, and the body
         self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
         self.running: dict[int, RunningCall] = {}  # by process id
-        # Calls whose first process has died, with its wait status and usage. Other processes of these calls may be left
+        # Calls whose first process has died, with its wait status and usage. Other processes of these calls may run
         self.ending: list[tuple[RunningCall, int, resource.struct_rusage]] = []
         self.report_after_s = 0.0
         self.inherited_kb = 0  # resident memory of a fork that does nothing, in KiB
         self.deadlines: list[tuple[float, int, int]] = []  # a heap of (time, process id, run id)
-        self.confined_flags = mmap.mmap(-1, MAX_SLOTS_PER_POOL)  # shared: a call sets its slot's byte once
+        # One byte for each slot, in memory that the zygote and its calls share. A call sets its byte once
+        self.confined_flags = mmap.mmap(-1, MAX_SLOTS_PER_POOL)
         self.child_signal_fd = system_calls.open_child_signal_fd()
         self.poll = select.poll()
         self.poll.register(self.child_signal_fd, select.POLLIN)
@@ -150,10 +147,6 @@ class Zygote:
             if running.temp_dir is not None:
                 os.kill(running.pid, signal.SIGKILL)
                 running.close()
-
-    def send(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
-        """Queue a frame whose blobs are the first bytes of `files`, given as (descriptor, length)."""
-        self.writer.add(header, files)
 
     def _on_start(self, header: dict, _body: memoryview) -> None:
         self.confinement.address_space_bytes = header["address_space_bytes"]
@@ -200,14 +193,16 @@ class Zygote:
         elif self.confinement.scratch_mount is None:
             import tempfile  # only at level `none`, since it adds mappings, which every fork copies
 
-            running.temp_dir = tempfile.mkdtemp(prefix="rstar-call-")
+            running.temp_dir = tempfile.mkdtemp(prefix=CALL_DIR_PREFIX, dir="/tmp")
+            running.fds.append(os.open(running.temp_dir, os.O_RDONLY))
+            fcntl.flock(running.fds[-1], fcntl.LOCK_EX)
         self.confined_flags[running.slot] = 0
         return fds
 
     def _send_start_failed(self, running: RunningCall, reason: str) -> None:
         running.close()
         self.confinement.release_slot(running.slot)
-        self.send({"op": "start_failed", "run_id": running.run_id, "reason": reason})
+        self.writer.add({"op": "start_failed", "run_id": running.run_id, "reason": reason})
 
     def fork_pending(self) -> None:
         """Fork all calls in `to_fork`."""
@@ -216,7 +211,7 @@ class Zygote:
         pending, self.to_fork = self.to_fork, []
         for number, (running, call, fds, body) in enumerate(pending):
             job = self.confinement.syscall_steps(running.slot, call, fds, self.batch.data_addresses[number])
-            self.batch.add(number, self.input.copy_plan(body), *job)
+            self.batch.add(number, self.input.prepare_copy(body), *job)
         own_number = self.batch.run(len(pending))
         if own_number is not None:  # this process is the child
             self._run_child(*pending[own_number])
@@ -228,12 +223,12 @@ class Zygote:
                 self.running[running.pid] = running
                 self._set_deadline(running, running.started + min(call["timeout_s"], self.report_after_s))
             elif running.slot in self.confinement.cgroup_dir_fds and -running.pid not in (errno.EAGAIN, errno.ENOMEM):
-                self.to_fork.append(entry)  # this machine refuses clone3, so fork this call again, by clone
+                self.to_fork.append(entry)  # this machine refuses clone3, so this call is forked again, by clone
             else:
                 self._send_start_failed(running, f"fork: {os.strerror(-running.pid)}")
         self.input.free_large()
         if self.to_fork:
-            self.confinement.cgroup_dir_fds.clear()
+            self.confinement.cgroup_dir_fds.clear()  # without these descriptors, calls are forked by clone
             self.fork_pending()
 
     def _run_child(self, running: RunningCall, call: dict, _fds: list, body: memoryview) -> None:
@@ -246,8 +241,8 @@ class Zygote:
         except BaseException as error:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        # Set this slot's flag and unmap the flags. So the code cannot clear the flag, which would mean that its
-        # confinement failed and no code has run.
+        # Set this slot's flag, and unmap the flags before the code runs. Otherwise the code could clear its flag, and
+        # the zygote would report that no code has run.
         self.confined_flags[running.slot] = _CONFINED
         self.confined_flags.close()
         runner.run(call, frames.split_blobs(self.input.body, call["blobs"]))
@@ -295,7 +290,7 @@ class Zygote:
         if running.files_fd >= 0:
             files_size, _ = output_files.written_bytes(running.files_fd, running.disk_limit_bytes)
             blobs.append((running.files_fd, files_size))
-        self.send(header, blobs)
+        self.writer.add(header, blobs)
         running.close()
         self.confinement.release_slot(running.slot)
 
@@ -383,8 +378,8 @@ HANDLERS = {
 
 
 def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, header: dict) -> None:
-    """Import and warm up the profile that a frame names, compact the memory, and serve. Calls share the compacted
-    memory and rarely write to it."""
+    """Load the profile that a frame names, compact the memory, and serve. Calls share the compacted memory, and rarely
+    write to it."""
     fork_memory.use_one_heap()
     missing, problems, refused = profiles.load_from(header)
     if refused:
@@ -394,8 +389,8 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     _warm_up(sock, confinement)
     fork_memory.remap_code()
     fork_memory.compact_heap()
-    # The zygote object is created after the compaction, so that memory that changes with each call is outside the huge
-    # pages. A write to a huge page splits the page, and then each fork copies 512 page table entries instead of one.
+    # The zygote object changes with each call. So it is created after the compaction, outside of the huge pages: a
+    # write to a huge page splits it, and then each fork copies 512 page table entries instead of one.
     zygote = Zygote(frames.FrameReader(sock), confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
     zygote.inherited_kb = fork_memory.inherited_kb()

@@ -63,8 +63,8 @@ class JailSpec:
     """Directory on the host with the guest's source."""
     env: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
-    """Program and arguments that the jail runs instead of a zygote; empty except in tests. A word `{fd}` is replaced by
-    the number of the descriptor of the guest's socket."""
+    """Program and arguments that the jail runs instead of a zygote. It is empty except in tests and in the trial of
+    nsjail (`probe`). A word `{fd}` is replaced by the number of the descriptor of the guest's socket."""
     uid_base: int | None = None
     """First id of the jail's range of host uids and gids, or None if all calls share one id."""
     uid_count: int = 0
@@ -137,6 +137,6 @@ class JailSpec:
         fields = json.loads(text)
         # JSON has turned the enum member, the nested dataclass and the tuples into plain values; restore them.
         python = Interpreter.decode(fields["python"])
-        data = tuple((path, source) for path, source in fields.get("data", ()))
+        data = tuple((path, source) for path, source in fields["data"])
         converted = {"level": Level(fields["level"]), "python": python, "argv": tuple(fields["argv"]), "data": data}
         return cls(**{**fields, **converted})

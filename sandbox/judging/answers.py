@@ -2,8 +2,8 @@
 
 A pair is the reference answer, `gold`, and the `answer` to check; both may be whole completions. For each pair, one
 call in the sandbox extracts both answers and compares them. A pair on which the comparison hangs or crashes affects no
-other pair. The code of the call imports `guest/checker.py` as the module `rstar_checker`, a name that its zygote (the
-process from which the call is forked) gives to it.
+other pair. The code of the call imports `guest/answer_check.py` as the module `rstar_answer_check`, a name that its
+zygote (the process from which the call is forked) gives to it.
 
 - Both answers are data: they are sent as standard input and never executed.
 - If the pair causes a failure (a time-out, a crash, used up memory), the outcome is `unparsable`. After a failure of
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sandbox.errors import InvalidCall
 from sandbox.fields import check_flag, check_names
-from sandbox.guest.protocol import CHECKER_MODULE, MAX_ANSWER_TEXT_CHARS
+from sandbox.guest.protocol import ANSWER_CHECK_MODULE, MAX_ANSWER_TEXT_CHARS
 from sandbox.types import (
     CALL_FIELDS,
     MAX_STDIN_CHARS,
@@ -33,7 +33,7 @@ from sandbox.types import (
 )
 
 MIN_OUTPUT_KB = 8
-"""Minimum `output_kb` of a check. The report of the checker has at most 200 characters of each answer."""
+"""Minimum `output_kb` of a check. The report of a check has at most 200 characters of each answer."""
 VERIFY_CALL_FIELDS = {name: CALL_FIELDS[name] for name in ("limits", "priority", "tenant", "deadline_s")}
 """Fields of a call that a request may set for its checks."""
 OPTION_FIELDS = {
@@ -42,12 +42,12 @@ OPTION_FIELDS = {
 }
 """Fields of a request that say how its pairs are compared."""
 
-_CODE = f"import {CHECKER_MODULE}\n{CHECKER_MODULE}.outcome()"
+_CODE = f"import {ANSWER_CHECK_MODULE}\n{ANSWER_CHECK_MODULE}.outcome()"
 _COMPARED = (Outcome.EQUIVALENT, Outcome.NOT_EQUIVALENT, Outcome.UNPARSABLE)
-"""Outcomes that the checker returns."""
+"""Outcomes that a report may have."""
 _STATUSES_CAUSED_BY_PAIR = (Status.TIMEOUT, Status.MEMORY_LIMIT, Status.OUTPUT_LIMIT, Status.KILLED)
-"""`Status.ERROR` is not among them: the checker catches all exceptions that a pair causes, so any other exception is a
-fault of the guest's Python, such as a missing library."""
+"""`Status.ERROR` is not among them: `answer_check.py` catches all exceptions that a pair causes, so any other exception
+is a fault of the guest's Python, such as a missing library."""
 
 
 class CheckTemplate(NamedTuple):
@@ -85,7 +85,7 @@ def decode_pair(raw: Any, where: str) -> tuple[str, str]:
 
 def build_check(gold: str, answer: str, template: CheckTemplate) -> Call:
     """Return the call that compares `gold` and `answer`, with the fields of `template`. A text over
-    `MAX_ANSWER_TEXT_CHARS` is cut one character above it, so that the checker still refuses it."""
+    `MAX_ANSWER_TEXT_CHARS` is cut one character above it, so that the check still refuses it."""
     texts = [text[: MAX_ANSWER_TEXT_CHARS + 1].encode("utf-8", "surrogatepass") for text in (gold, answer)]
     header = {"strictness": template.strictness, "rounding": template.rounding, "gold_bytes": len(texts[0])}
     limits = template.call.limits
@@ -98,7 +98,7 @@ def verdict_of(result: Result) -> Verdict:
     """Return the verdict for the result of a check."""
     if result.status is Status.OK and (verdict := _decode_report(result.value or "")):
         return replace(verdict, usage=result.usage)
-    message = str(result.error or "the checker returned no outcome")
+    message = str(result.error or "the answer check returned no outcome")
     if result.status in _STATUSES_CAUSED_BY_PAIR:
         return Verdict(Outcome.UNPARSABLE, result.status, message, result.usage)
     if result.status is Status.INVALID:
@@ -107,7 +107,8 @@ def verdict_of(result: Result) -> Verdict:
 
 
 def _decode_report(value: str) -> Verdict | None:
-    """Return the verdict for the value of a finished check, the report of `guest/checker.py`; None for other values."""
+    """Return the verdict for the value of a finished check, the report of `guest/answer_check.py`; None for other
+    values."""
     try:
         report = json.loads(value)
     except (ValueError, RecursionError):

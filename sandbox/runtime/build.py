@@ -224,8 +224,8 @@ def best_python(environ: Mapping[str, str] = os.environ) -> tuple[Path, tuple[in
 
 
 def _has_venv(python: Path, version: tuple[int, int]) -> bool:
-    """Return whether `python` is CPython of this version, not free-threaded, and has venv. It may be a shim of pyenv.
-    The shim of a version that is not selected fails if it is run."""
+    """Return whether `python` is CPython of this version, not free-threaded, and has venv. Return False if it cannot be
+    run, as a shim of pyenv for a version that is not selected."""
     query = "import ensurepip, sys, venv; print(sys.implementation.name, *sys.version_info[:2], sys.abiflags)"
     try:
         completed = subprocess.run([python, "-I", "-c", query], capture_output=True, text=True, timeout=30, check=True)

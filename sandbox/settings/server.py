@@ -31,24 +31,23 @@ CLIENT_VARIABLES = ("URL",)
 LOG_FORMATS = ("text", "json")
 
 SLOTS_PER_CORE = 16
-"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle. Several slots become
-free together, so that the gateway sends several small calls in one message. With 8 slots per core, each call costs 10 %
-more CPU time."""
+"""Calls per core that run at once. With 16, a core is busy even if some of its calls sleep or do I/O. With 8, each call
+costs 10 % more CPU time, because fewer slots become free together and the gateway sends fewer calls in one message."""
 CORES_PER_ZYGOTE_POOL = 2
-"""Cores for which one zygote pool is started. A pool has one zygote per profile: a process from which calls are forked.
-A zygote forks one call at a time, and a fork takes a third of the CPU time of a small call. So a zygote can keep at
-most about three cores busy. With 2 cores it does not become the bottleneck. Each further pool costs memory."""
+"""Cores for which one zygote pool is started. A pool has one zygote, the process from which calls are forked, per
+profile. A zygote forks one call at a time, and a fork takes a third of the CPU time of a small call. So a zygote can
+keep about three cores busy. Each pool costs memory."""
 LONG_SLOTS_PER_CORE = 32
 """Long calls per core that run in addition to short calls. A call is long once it has used `demote_after_ms`. Long
-calls use the CPU time that short calls leave. So only memory and descriptors bound their number
+calls use only the CPU time that short calls leave, so their number is bounded only by memory and by descriptors
 (`jail.max_slots_for_fds`)."""
 MIN_LONG_SLOTS = 512
-"""Minimum number of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000
-calls, of which 1 % (500) are endless loops."""
+"""Minimum number of long slots. It suffices for the largest burst in docs/benchmarks.md: 50,000 calls, of which 1 %
+(500) are endless loops."""
 RESERVED_PART = 1 / 8
-"""Number of reserved slots, as a fraction of the short slots. Only the first call of a small request may use a reserved
-slot (`gateway/calls/request_queue.py`). So it gets a slot at once, even if another request uses all short slots. With
-16 short slots, two such calls may run at once."""
+"""Number of reserved slots, as a fraction of the short slots. Only first calls may use a reserved slot: calls of a
+small request of which no call runs (`gateway/calls/request_queue.py`). So they get a slot at once, even if another
+request uses all short slots."""
 CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""

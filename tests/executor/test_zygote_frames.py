@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sandbox.errors import ProtocolError
 from sandbox.executor import zygote_frames
-from sandbox.executor.call_state import CallRequest
+from sandbox.executor.call_state import CallSpec
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -104,8 +104,16 @@ def test_any_header_gives_a_frame_or_an_error(header: Any, body: bytes) -> None:
         b'{"op": "x", "blobs": []} {}',
     ],
     ids=[
-        *("empty", "no object", "not UTF-8", "deep lists", "deep objects", "long number", "long length"),
-        *("no blobs", "no op", "two values"),
+        "empty",
+        "no object",
+        "not UTF-8",
+        "deep lists",
+        "deep objects",
+        "long number",
+        "long length",
+        "no blobs",
+        "no op",
+        "two values",
     ],
 )
 def test_headers_built_to_break_a_decoder_are_errors(header: bytes) -> None:
@@ -184,5 +192,5 @@ def test_a_binary_ended_header_of_a_wrong_length_is_an_error(length: int) -> Non
     ("value", "is_sent"), [({}, False), ({"compile_only": False}, False), ({"compile_only": True}, True)]
 )
 def test_a_call_only_compiles_if_its_field_is_true(value: dict[str, bool], is_sent: bool) -> None:
-    frame = CallRequest.decode(1, {"code": "1", **value}).encode_start(run_id=1, slot=0)
+    frame = CallSpec.decode(1, {"code": "1", **value}).encode_start(run_id=1, slot=0)
     assert (b"compile_only" in frame) is is_sent

@@ -60,6 +60,21 @@ async def test_a_jail_that_outlives_its_kill_is_logged_and_replaced(
     assert f"has not ended {zygote_pool.KILL_TIMEOUT_S:g} s after SIGKILL" in caplog.text
 
 
+@pytest.mark.trio
+async def test_calls_of_another_jail_end_while_a_killed_jail_does_not(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with driven_executor(monkeypatch, zygote_pools=2) as driver:
+        driver.fleet.jails[0].outlives_kill = driver.fleet.jails[1].outlives_kill = True
+        lost = driver.submit("garbage 1")
+        await until(lambda: any(not zygote.is_open for jail in driver.fleet.jails for zygote in jail.zygotes))
+        killed_at = trio.current_time()
+        (result,) = await driver.run("ok")
+        waited_s = trio.current_time() - killed_at
+        assert (result.status, waited_s < zygote_pool.KILL_TIMEOUT_S) == (Status.OK, True), f"waited {waited_s} s"
+        await driver.wait_for(lost)
+
+
 def test_the_executor_ends_if_its_zygotes_never_start(monkeypatch: pytest.MonkeyPatch) -> None:
     two_byte_header = b"\2\0\0\0\0\0\0\0{}"
     for behaviour in (
@@ -167,8 +182,8 @@ async def test_verify_calls_wait_for_their_zygote_and_delay_no_other_call(
 async def test_verify_calls_run_in_other_zygotes_if_theirs_fails_to_start(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """A real zygote of another profile cannot import the checker. So the call ends there with an error, and without a
-    verdict."""
+    """A real zygote of another profile cannot import `rstar_answer_check`. So the call ends there with an error, and
+    without a verdict."""
     async with driven_executor(monkeypatch) as driver:
         zygotes_before = len(driver.fleet.zygotes)
         send_ready = FakeZygote.send_ready

@@ -97,7 +97,7 @@ class Poster:
             if "outcome" in result:
                 assert result["outcome"] == result["status"], "the fake executors compare nothing"
                 assert result["status"] in ("invalid", "unavailable")
-                assert result["message"].startswith(("InvalidCall: ", "the checker returned no outcome"))
+                assert result["message"].startswith(("InvalidCall: ", "the answer check returned no outcome"))
                 continue
             assert Status(result["status"]) in (Status.OK, Status.INVALID)
             if result["status"] == "invalid":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 from pathlib import Path
 
@@ -171,7 +173,10 @@ def test_without_a_jail_no_temporary_directory_outlives_the_executor(tmp_path: P
     with executor(isolation="none") as caller:
         caller.submit(call(f"import os, time\nos.symlink(os.getcwd(), {str(told)!r})\ntime.sleep(600)"))
         caller.until(told.is_symlink)
-        assert told.exists()
+        directory = os.open(told, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # without a lock, the launcher of another jail would remove the directory
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(directory)
         pids = caller.processes()
     wait_gone(pids)
     assert not told.exists()

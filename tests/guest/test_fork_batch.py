@@ -29,7 +29,7 @@ def step(*words): return [*words, *(0,) * (fork_batch.STEP_WORDS - len(words))]
 def add(number, body, *steps, flags=SIGCHLD):
     first = [*step(CLOCK_GETTIME, 1, batch.data_addresses[number]), *step(CLONE, flags)]
     words = sum((step(*words) for words in steps), first)
-    batch.add(number, call_input.copy_plan(memoryview(body)), words, [0, 0])
+    batch.add(number, call_input.prepare_copy(memoryview(body)), words, [0, 0])
 def finish(text): os.write(write_fd, text.encode() + b"\\n"); os._exit(0)
 x, batch, call_input = bytearray(b"x"), fork_batch.ForkBatch(), wiped_memory.CallInput()
 read_fd, write_fd = os.pipe()

@@ -38,7 +38,7 @@ def _blobs(sizes: tuple[int, ...]) -> list[bytes]:
 
 def _copy(call_input: Any, body: memoryview) -> None:
     """Copy a body as `fork_batch` does before a fork, and expose the copy as the child does after the fork."""
-    source, target, size, zeros = call_input.copy_plan(body)
+    source, target, size, zeros = call_input.prepare_copy(body)
     ctypes.memmove(target, source, size)
     ctypes.memset(target + size, 0, zeros)
     call_input.expose(size)

@@ -3,13 +3,16 @@ clean environment, and dies with its launcher."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from sandbox.guest.protocol import CALL_DIR_PREFIX
 from sandbox.jail import Interpreter, JailSpec, Level
 from tests.jail import jails
 from tests.jail.conftest import GUEST_EXIT_STATUS
@@ -32,6 +35,17 @@ def test_guest_has_a_session_of_its_own(spec: JailSpec) -> None:
 def test_exit_status_is_forwarded(spec: JailSpec) -> None:
     with jails.running(spec) as jail:
         assert jail.process.wait(jails.DEADLINE_S) == GUEST_EXIT_STATUS
+
+
+def test_only_directories_of_calls_whose_zygote_was_killed_are_removed(spec: JailSpec) -> None:
+    left, used = (tempfile.mkdtemp(prefix=CALL_DIR_PREFIX, dir="/tmp") for _ in range(2))
+    Path(left, "file").touch()
+    lock = os.open(used, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert jails.run(spec, f"send([os.path.exists(path) for path in {[left, used]}])") == [False, True]
+    os.close(lock)
+    jails.run(spec, "send(0)")
+    assert not os.path.exists(used), "the directory is left without a lock"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])

@@ -1,6 +1,7 @@
 """Strict answer checks on labelled pairs, on golds of public data sets, and on hostile text.
 
-The checker runs in a process of its own, as the guest imports it. Some pairs also pass through the service.
+They are compared in a process of its own, which imports the module as the guest does. Some pairs also pass through the
+service.
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ PAIRS = labelled_pairs()
 COMPARE = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-import checker
+import answer_check
 for line in sys.stdin:
     reports = []
     for gold, answer, options in json.loads(line):
         begun = time.process_time()
-        report = checker.compare(gold, answer, **options)
+        report = answer_check.compare(gold, answer, **options)
         reports.append([*report, time.process_time() - begun])
     print(json.dumps(reports), flush=True)
 """
 
 
 @cache
-def checker() -> subprocess.Popen[str]:
+def checking_process() -> subprocess.Popen[str]:
     """Return a process that compares the pairs of each line on its standard input. It ends with this process."""
     argv = [sys.executable, "-W", "ignore", "-I", "-c", COMPARE, str(GUEST)]
     return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _end_the_checker() -> Iterator[None]:
+def _end_the_process() -> Iterator[None]:
     yield
-    with checker() as process:
+    with checking_process() as process:
         assert process.stdin
         process.stdin.close()
-    checker.cache_clear()
+    checking_process.cache_clear()
 
 
 def compare(pairs: Sequence[tuple[str, str]], **options: Any) -> list[tuple[str, str, str | None, str | None, float]]:
     """Return outcome, message, both extracted answers and CPU seconds of each check."""
-    process = checker()
+    process = checking_process()
     assert process.stdin and process.stdout
     process.stdin.write(json.dumps([[gold, answer, options] for gold, answer in pairs]) + "\n")
     process.stdin.flush()
     line = process.stdout.readline()
-    assert line, "the checker has ended"
+    assert line, "the process that compares answers has ended"
     return [tuple(report) for report in json.loads(line)]
 
 

@@ -118,7 +118,7 @@ def test_a_request_cannot_set_the_code_of_its_checks() -> None:
         verify.check_template({"code": "1"})
 
 
-# The checker in the sandbox
+# Answer checks in the sandbox
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,8 @@ def test_the_verify_zygote_is_spawned_on_first_use(guest_python: Path) -> None:
 
 def test_math_verify_without_alarms_logs_no_warning(guest_python: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import checker; "
-        "print(checker.compare('1', '1', 'math-verify').outcome)"
+        "import sys; sys.path.insert(0, sys.argv[1]); import answer_check; "
+        "print(answer_check.compare('1', '1', 'math-verify').outcome)"
     )
     argv = [guest_python, "-I", "-c", code, str(Path(verify.__file__).parents[1] / "guest")]
     done = subprocess.run(argv, capture_output=True, text=True)
@@ -174,7 +174,7 @@ def test_a_whole_completion_is_an_answer_and_the_verdict_shows_what_was_compared
     assert wrong.outcome is NOT_EQUIVALENT
 
 
-def test_strictness_and_rounding_reach_the_checker(caller: Caller) -> None:
+def test_strictness_and_rounding_reach_the_comparison(caller: Caller) -> None:
     pairs = [(r"\sqrt{2}", "1.41421356"), ("12", "5 7")]
     outcomes = [
         [verdict.outcome for verdict in check(caller, pairs, **options)]
@@ -233,9 +233,9 @@ def test_no_answer_text_forges_a_verdict(caller: Caller) -> None:
         assert verdict.outcome in (NOT_EQUIVALENT, UNPARSABLE), (text, verdict)
 
 
-def test_sympy_evaluates_only_numbers_in_the_checker(caller: Caller) -> None:
+def test_sympy_evaluates_only_numbers_in_an_answer_check(caller: Caller) -> None:
     """Every text that reaches `sympify` must consist of numbers, whichever function passes the text on."""
-    script = "import rstar_checker, sympy\nrstar_checker.refuse_code()\nlist(map(sympy.sympify, {}))"
+    script = "import rstar_answer_check, sympy\nrstar_answer_check.refuse_code()\nlist(map(sympy.sympify, {}))"
     good = caller.run(script.format(["1 + 2*3", "-0.5", "1e10", "10/4"]), profile=Profile.VERIFY)
     assert good.value == "[7, -0.500000000000000, 10000000000.0000, 5/2]"
     for text in ("print(1)", "x.y", "[].append", "Integer.__class__", "'a'.upper()", EXIT):

@@ -27,7 +27,7 @@ from trainer.collection.local import LocalExecutor
 from trainer.collection.ray_executor import RayExecutor, connect, num_nodes
 from trainer.collection.store import EpisodeStore
 from trainer.collection.work import EpisodeExecutor, RunEpisode
-from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
+from trainer.config import TINY_MODEL, CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
@@ -37,7 +37,7 @@ from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
 from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
-from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
+from trainer.recipe.phases import INITIAL_STAGE, RecipeRun
 from trainer.recipe.rollout_session import (
     chat_formats,
     connect_sandbox,

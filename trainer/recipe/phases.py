@@ -22,8 +22,6 @@ from trainer.runs.run_folder import RunFolder
 SFT = "sft"
 INITIAL_STAGE = "initial"
 """The stage of the model before any training."""
-TINY_MODEL = "tiny"
-"""The `model.path` of a model that the run generates."""
 EVAL_SET = "eval"
 """Name of the file with the problems of the evaluation, without its suffix."""
 DISTRIBUTED_PHASES = ("sft", "grpo")

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from trainer.config import RunConfig, SamplingConfig
+from trainer.config import TINY_MODEL, RunConfig, SamplingConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
+from trainer.data.sources import tokenizer_conversations
 from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.chat_format import ChatFormat
@@ -18,7 +19,7 @@ from trainer.episodes.episode import Problem
 from trainer.episodes.reward import NoRewardsError, VerifyOutcome
 from trainer.json_files import write_json
 from trainer.progress_bar import progress_bar
-from trainer.recipe.phases import EVAL_SET, INITIAL_STAGE, TINY_MODEL, Phase, RecipeRun, TrainResult
+from trainer.recipe.phases import EVAL_SET, INITIAL_STAGE, Phase, RecipeRun, TrainResult
 from trainer.recipe.rollout_session import connect_sandbox, load_chat_format
 from trainer.rollout.loop_thread import LoopThread
 
@@ -29,7 +30,8 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
     check_reward(config)
     if model == TINY_MODEL:
         path = run.stage_dir(INITIAL_STAGE) / "model"
-        tiny_model.write_tiny_model(path, config.seed)
+        taught = tokenizer_conversations(config.sft.data, tiny_model.NUM_CONVERSATIONS, config.seed)
+        tiny_model.write_tiny_model(path, config.seed, taught)
         model = run.relative(path)
     chat_format, stages = load_chat_format(config, run.model_path(model)), config.stages.values()
     own_data = {stage.name: stage.data for stage in stages if stage.data}

@@ -192,22 +192,21 @@ class RocTrainer(TokenBudgetTrainer):
             wait_for_ranks(self._context.hardware)
         started_at = perf_counter()
         if self._synced_step != self.state.global_step:  # equal if an evaluation has just synced these weights
-            self._send_weights()
+            self._send_weights(plain_weights(self, getattr(torch, self._context.dtype)))
         return {
             "weight_version": self._trained_steps,
             "rollout_wait_s": started_at - waiting_since,
             "weight_sync_s": perf_counter() - started_at,
         }
 
-    def _send_weights(self) -> Mapping[str, torch.Tensor]:
-        """Give the engines the current weights, and return them. All ranks call this together."""
-        weights, self._synced_step = plain_weights(self), self.state.global_step
+    def _send_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the engines `weights`, the current ones of the model. All ranks call this together."""
+        self._synced_step = self.state.global_step
         if self._context.engines_sleep:
             torch.cuda.empty_cache()  # an engine takes the memory that this rank does not use
             wait_for_ranks(self._context.hardware)
         if self._sampler:
             self._sampler.sync_weights(weights, self._trained_steps)
-        return weights
 
     def _backward(self, model: Any, rows: Sequence[training_rows.TrainingRow]) -> float:
         """Compute the gradients of the step. Return its loss, the mean over all ranks."""
@@ -251,7 +250,9 @@ class RocTrainer(TokenBudgetTrainer):
         steps, every = self.state.global_step - self._earlier_steps, self._context.eval_steps
         if not every or (steps % every and steps < self._stage.steps):
             return {}
-        started_at, weights, found = perf_counter(), self._send_weights(), dict[str, float]()
+        # The best model is saved with the weights as they are trained. So they are gathered without rounding.
+        started_at, weights, found = perf_counter(), plain_weights(self), dict[str, float]()
+        self._send_weights(weights)
         if self._evaluate_model:
             found["eval_accuracy"] = self._evaluate_model(steps)
             self._context.keep_if_best(self, weights, self._trained_steps, found["eval_accuracy"])

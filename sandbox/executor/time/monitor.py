@@ -40,7 +40,7 @@ from typing import Protocol
 
 import trio
 
-from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_s, wall_cap_used_per_s
+from sandbox.executor.call_state import Attempt, StillRunning, wall_cap_rate, wall_cap_s
 from sandbox.executor.slots import Slots
 from sandbox.executor.time.process_tree import (
     CpuPriority,
@@ -56,8 +56,8 @@ from sandbox.executor.time.virtual_clock import VirtualClock
 log = logging.getLogger(__name__)
 
 SAMPLE_INTERVAL_S = 0.05, 0.25
-"""Minimum and maximum seconds between two samples of a call with one thread. Each interval is random, so that the code
-cannot hide its children from the samples."""
+"""Minimum and maximum seconds between two samples of a call with one thread. Each interval is random. Otherwise the
+code could start children just after each sample, and end them before the next one."""
 SAMPLE_INTERVAL_THREADED_S = 0.02, 0.1
 """Minimum and maximum seconds between two samples of a call with several threads or processes."""
 CROWDED_CALLS_PER_CORE = 48
@@ -76,17 +76,17 @@ often."""
 SAMPLE_RETRY_S = 0.1
 """Seconds until the next sample, if a sample failed because the machine lacked a resource."""
 MIN_UNCERTAIN_INTERVAL_S = 0.01
-"""Minimum seconds between two samples of a call that may have reached its time limit: with the uncertain part of its
-virtual time it has reached the limit, and without this part it has not."""
+"""Minimum seconds between two samples of a call that may have reached its time limit: it has reached the limit only if
+the uncertain part of its virtual time counts."""
 MAX_SPEEDUP = 4
-"""A demoted call may run faster after a sample than before it. The monitor assumes that it runs at most this many times
-faster until the next sample than between the last two samples. This bounds how late a time-out is noticed."""
+"""The monitor assumes that a demoted call runs, until its next sample, at most this many times as fast as between its
+last two samples. This bounds how late a time-out is noticed."""
 MIN_SHARE_DIVISOR = 4
 """A long call is promoted while it has had less than its fair share of the cores divided by this number."""
 MAX_LAG_S = 0.05
-"""Seconds of virtual time by which a long call may lag before it is promoted; they are multiplied by the crowding
-factor. The limit is not zero, because to move a thread between cgroups takes a lock that every fork and exit on the
-machine waits for."""
+"""Seconds of virtual time by which a long call may lag before it is promoted. They are multiplied by the crowding
+factor. The limit is not 0, because the move of a thread between cgroups takes a lock for which every fork and exit on
+the machine waits."""
 _memory_reader = ThreadPoolExecutor(1, "memory")
 """A thread that runs `socket_bytes` and `exceeds_memory` for one call at a time. These functions block for
 milliseconds, so they must not run in the event loop."""
@@ -109,7 +109,7 @@ class KillReason(Enum):
 
 
 class MonitorOwner(Protocol):
-    """The executor, as far as the monitor uses it."""
+    """The part of the executor that the monitor uses."""
 
     granted_cores: int
     cpu_priority: CpuPriority
@@ -178,11 +178,11 @@ class CallMonitor:
         self.is_stopped = False
         self.kill_reason: KillReason | None = None
         self.max_cpu_s = math.inf
-        """A call that has used more CPU seconds than this has timed out, because virtual time is never less than CPU
-        time per core. This also holds for a call that ended by itself before its next sample."""
+        """A call that has used more CPU seconds than this has timed out, even if it ended by itself before its next
+        sample. The reason is that virtual time is never less than the CPU time divided by the cores."""
         self._attempt, self._slots, self._started, self._owner = attempt, slots, started, owner
         self._pidfd = running.pidfd
-        self._timeout_s = attempt.call.request.timeout_s
+        self._timeout_s = attempt.call.spec.timeout_s
         self._is_long = self._has_long_slot = self._is_promoted = self._is_demoted_for_good = False
         self._tree: ProcessTree | None = None
         self._memory_check: Future[bool] | None = None
@@ -229,15 +229,15 @@ class CallMonitor:
             return None
         wall_s, calls_per_core = trio.current_time() - self._started, owner.calls_per_core
         self._advance_clock(tree, wall_s)
-        cap_used_per_s = wall_cap_used_per_s(calls_per_core)
+        cap_rate = wall_cap_rate(calls_per_core)
         span_s, gained_s = wall_s - self._last_sample[0], clock.elapsed_s - self._last_sample[1]
         self._last_sample = wall_s, clock.elapsed_s
-        self._wall_cap_left_s -= span_s * cap_used_per_s
+        self._wall_cap_left_s -= span_s * cap_rate
         self.kill_reason = self._find_kill_reason(tree)
         if self.kill_reason is not None:
             self._kill(tree)
             return None
-        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / cap_used_per_s)
+        owner.extend_hang_deadline(self._attempt, self._wall_cap_left_s / cap_rate)
         left_s, demote_after_s = self._timeout_s - clock.elapsed_s, owner.demote_after_s
         if not self._is_long and clock.elapsed_s >= demote_after_s:
             self._is_long, self._long_since = True, self._last_sample
@@ -291,7 +291,7 @@ class CallMonitor:
         sockets."""
         attempt, check = self._attempt, self._memory_check
         if check is None:
-            has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.request.has_loopback
+            has_cgroup, has_loopback = self._slots.cgroup(attempt.slot) is not None, attempt.call.spec.has_loopback
             resident = {} if has_cgroup else tree.resident_bytes()
             counts_sockets = self._slots.have_networks and (
                 has_loopback or (not has_cgroup and not has_few_sockets(tree.root))

@@ -27,9 +27,9 @@ MAX_SAMPLED_THREADS = 128
 """A call with more threads than this is no longer sampled, because sampling takes about 30 us for each thread. This is
 also the largest number of threads that are moved between cgroups at once."""
 LONG_THREADS_WEIGHT = 0.25
-"""Weight on each core of all threads of long calls together. One thread at normal priority has the weight 1. The value
-is used where long calls are demoted by nice values. With a smaller weight, long calls would starve as long as short
-calls keep arriving. With a larger weight, long calls would delay short calls."""
+"""Weight that the threads of all long calls together get on each core, where long calls are demoted by nice values. One
+thread at normal priority has the weight 1. With a smaller weight, long calls would starve while short calls keep
+arriving. With a larger weight, long calls would delay short calls."""
 WEIGHT_PER_NICE = 1.25
 """For each step of a thread's nice value, its weight is divided by this number (sched(7)). Its share of a core is
 proportional to its weight."""
@@ -38,10 +38,16 @@ _UNKNOWN_POLICY = -1
 _UNKNOWN_NICE = -21
 """Lower than every nice value (-20 to 19), so that `raise_nice` tries to set the value of the thread."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STAT_STATE, _STAT_PPID, _STAT_SESSION, _STAT_FLAGS = 0, 1, 3, 6
+# Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name.
+_STAT_STATE = 0
+_STAT_PPID = 1
+_STAT_SESSION = 3
+_STAT_FLAGS = 6
 _STAT_CHILDREN_CPU = slice(13, 15)
-_STAT_NICE, _STAT_THREADS, _STAT_START, _STAT_POLICY = 16, 17, 19, 38
-"""Positions in /proc/PID/stat (proc_pid_stat(5)), counted from the field after the name."""
+_STAT_NICE = 16
+_STAT_THREADS = 17
+_STAT_START = 19
+_STAT_POLICY = 38
 _PF_EXITING = 0x4
 """Flag of a thread that has begun to exit. On an overloaded machine the exit waits seconds for a core and for kernel
 locks; this time is not charged to the call."""
@@ -51,7 +57,7 @@ _RESIDENT_KEYS = b"RssAnon:", b"RssShmem:", b"VmSwap:"
 _PSS_KEYS = (b"Pss:", b"SwapPss:")
 """Lines of /proc/PID/smaps_rollup, in KiB. In them, a page that n processes share counts 1/n for each process."""
 _FILE_KEYS = (b"Pss_File:",)
-"""The part of `Pss:` that belongs to files, counted in the same way."""
+"""Line of /proc/PID/smaps_rollup: the part of `Pss:` that belongs to files."""
 _SOCKET_BYTES = 212_992
 """Data that an AF_UNIX stream can hold: net.core.wmem_default of all usual machines."""
 _MAX_DATAGRAMS = 11
@@ -65,7 +71,7 @@ _MAX_TABLE_LINES = 1 << 17
 count as 26 GiB if all of them are AF_UNIX streams."""
 _IP_SOCKET_BYTES = 4096
 """Upper bound of the memory of a TCP or UDP socket without its data."""
-_TCP_TIME_WAIT = b"06"
+_TCP_TIME_WAIT = b"06"  # include/net/tcp_states.h
 _SCHED_PARAM = os.sched_param(0)
 _GONE_ERRORS = OSError, IndexError, ValueError
 """Errors from reading the files of a process that has just ended."""
@@ -108,8 +114,8 @@ class ProcessTree:
         self.root = root
         self._members = members
         self._is_not_sampled = not counts_run_delay()
-        """Whether the call ever had more than `MAX_SAMPLED_THREADS` threads, or the kernel does not count run delay.
-        The virtual clock then follows wall time until the end of the call."""
+        """Whether the call has ever had more than `MAX_SAMPLED_THREADS` threads, or the kernel does not count run
+        delay. Then the virtual clock follows wall time until the end of the call."""
         self._pids: list[int] = []
         self._policy_by_thread: dict[int, int] = {}
         """Scheduling policy of each thread in the last sample."""
@@ -221,9 +227,9 @@ class ProcessTree:
         self._moved &= self._policy_by_thread.keys()
 
     def resident_bytes(self) -> dict[int, int]:
-        """Return the resident bytes of each process of the last sample, without pages of files. A page that several
-        processes share counts for each of them, so the sum is an upper bound. The result is empty if there is only one
-        process, because a single process has a memory limit of its own."""
+        """Return the resident bytes of each process of the last sample, without pages of files, by pid. The result is
+        empty if there is only one process, because RLIMIT_AS limits its memory. A page that several processes share
+        counts for each of them, so the sum is an upper bound."""
         resident = {}
         for pid in self._pids if len(self._pids) > 1 else ():
             with suppress(*_GONE_ERRORS):
@@ -363,9 +369,9 @@ class CpuPriority:
         demote: SCHED_IDLE, and the idle cgroup                        demote: raise the nice value
         promote: SCHED_OTHER                                           promote: the kernel refuses it (sched(7))
 
-    A nice value can be raised for every process of this uid, and for every process in the user namespaces that this uid
-    has created. It is raised only as far as `LONG_THREADS_WEIGHT` requires for the number of long threads, since it is
-    never lowered again.
+    An ordinary user may raise the nice values of its own processes, and of all processes in user namespaces that it has
+    created. It may not lower them again. So they are raised only as high as `LONG_THREADS_WEIGHT` requires for the
+    number of long threads.
     """
 
     def __init__(self, cores: float = 1.0) -> None:
@@ -403,7 +409,7 @@ class CpuPriority:
 
 def nice_of_long_calls(threads_per_core: float, own_nice: int = 0) -> int:
     """Return the nice value with which this many threads on each core have the weight `LONG_THREADS_WEIGHT` together.
-    `own_nice` is that of short calls."""
+    `own_nice` is the nice value of short calls."""
     weight = LONG_THREADS_WEIGHT / max(1.0, threads_per_core)
     return min(MAX_NICE, own_nice + math.ceil(-math.log(weight, WEIGHT_PER_NICE)))
 

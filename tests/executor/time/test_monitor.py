@@ -203,7 +203,7 @@ def test_with_the_minimum_share_a_call_reaches_its_time_limit_before_the_wall_ca
     for calls_per_core in (0.1, 1.0, 4.0, 8.0, 40.0):
         for timeout_s in (0.1, 10.0, 1000.0):
             max_wall_s = timeout_s * monitor.MIN_SHARE_DIVISOR * max(1.0, calls_per_core)
-            assert max_wall_s < call_state.wall_cap_s(timeout_s) / call_state.wall_cap_used_per_s(calls_per_core)
+            assert max_wall_s < call_state.wall_cap_s(timeout_s) / call_state.wall_cap_rate(calls_per_core)
 
 
 @pytest.mark.trio

@@ -294,9 +294,5 @@ def test_the_wall_cap_is_ten_times_the_limit_and_at_least_a_minute() -> None:
 
 
 def test_the_wall_cap_is_used_up_more_slowly_on_crowded_cores() -> None:
-    assert (
-        call_state.wall_cap_used_per_s(0.0)
-        == call_state.wall_cap_used_per_s(call_state.UNCROWDED_CALLS_PER_CORE)
-        == 1.0
-    )
-    assert call_state.wall_cap_used_per_s(4 * call_state.UNCROWDED_CALLS_PER_CORE) == 0.25
+    assert call_state.wall_cap_rate(0.0) == call_state.wall_cap_rate(call_state.UNCROWDED_CALLS_PER_CORE) == 1.0
+    assert call_state.wall_cap_rate(4 * call_state.UNCROWDED_CALLS_PER_CORE) == 0.25

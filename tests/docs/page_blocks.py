@@ -1,8 +1,9 @@
-"""Reads the code blocks of a tutorial: files that the reader writes, and commands with what they print."""
+"""Reads the code blocks of a page: files that the reader writes, and commands with what they print."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +25,27 @@ class Command:
     line: str
     expected_output: str
 
+    @property
+    def server_arguments(self) -> list[str] | None:
+        """The arguments of `rstar-sandbox serve ... &`, or None for another command."""
+        match = re.fullmatch(r"rstar-sandbox serve(.*) &", self.line)
+        return shlex.split(match[1]) if match else None
+
+    @property
+    def shows_an_error(self) -> bool:
+        """Whether the page shows an error message of one of the two commands, whose exit code is then not 0."""
+        return re.search(r"^rstar-(sandbox|train): ", self.expected_output, re.MULTILINE) is not None
+
     def prints(self, output: str) -> bool:
-        """Whether the command's output is as the tutorial shows it."""
+        """Whether the command's output is as the page shows it."""
         pattern = ".*".join(re.escape(part) for part in self.expected_output.rstrip("\n").split("..."))
         return re.fullmatch(pattern, output.rstrip("\n"), re.DOTALL) is not None
 
 
-def read_blocks(tutorial: Path) -> list[WrittenFile | Command]:
+def read_blocks(page: Path) -> list[WrittenFile | Command]:
     """Return the files and commands in their order. Raises `ValueError` for a block that no test could run."""
     blocks: list[WrittenFile | Command] = []
-    for language, title, text in FENCE.findall(tutorial.read_text(encoding="utf-8")):
+    for language, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if title:
             blocks.append(WrittenFile(title, text))
         elif language == "console":
@@ -41,5 +53,5 @@ def read_blocks(tutorial: Path) -> list[WrittenFile | Command]:
                 line, _, output = command.partition("\n")
                 blocks.append(Command(line, output))
         else:
-            raise ValueError(f"{tutorial.name}: expected a title or the language console, got ```{language}\n{text}")
+            raise ValueError(f"{page.name}: expected a title or the language console, got ```{language}\n{text}")
     return blocks

@@ -1,4 +1,4 @@
-"""Compares two answers, inside a call. Code imports this module as `rstar_checker`.
+"""Compares two answers, inside a call. Code imports this module as `rstar_answer_check`.
 
 There are two policies: `strict` is our own (`answer_comparison`), and `math-verify` is the unchanged library
 math-verify.
@@ -127,6 +127,6 @@ def refuse_code() -> None:
 
 
 def _math_verify() -> Any:
-    logging = importlib.import_module("logging")  # not at the top: zygotes without the checker must not import it
+    logging = importlib.import_module("logging")  # not at the top: zygotes of other profiles must not import it
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
     return importlib.import_module("math_verify")
