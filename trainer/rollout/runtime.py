@@ -11,7 +11,7 @@ from trainer.episodes.episode import Episode, Problem
 from trainer.rollout.loop_thread import LoopThread
 
 
-class GroupCollector(Protocol):
+class Collector(Protocol):
     """The part of `trainer.rollout.collector.EpisodeCollector` that training and evaluation use."""
 
     overhead_cpu_s: float
@@ -33,7 +33,7 @@ class RolloutRuntime:
     """The objects that collect episodes. `collector` and `pool` live in the event loop of `loop_thread`."""
 
     loop_thread: LoopThread
-    collector: GroupCollector
+    collector: Collector
     pool: WeightSync
     """The engines that get new weights. `collector` samples from them, unless its episodes are stored ones."""
     sleep: Callable[[], Awaitable[None]] | None = None

@@ -211,8 +211,7 @@ class RocTrainer(TokenBudgetTrainer):
     def _backward(self, model: Any, rows: Sequence[training_rows.TrainingRow]) -> float:
         """Compute the gradients of the step. Return its loss, the mean over all ranks."""
         model.train()
-        count = self._stage.problems_per_step * self._stage.kept_per_problem // self.accelerator.num_processes
-        own_rows = training_rows.scatter(rows, count, self._stage.kept_per_problem)
+        own_rows = training_rows.scatter(rows, self.accelerator.num_processes)
         self._rollout_ended_at = perf_counter()
         batch = training_rows.to_batch(own_rows, self._placeholder_id, self.accelerator.device)
         batch["num_items_in_batch"] = self.accelerator.gather(batch["tool_mask"].sum()).sum()

@@ -89,37 +89,29 @@ def to_batch(rows: Sequence[TrainingRow], placeholder_id: int, device: Any) -> d
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def scatter(rows: Sequence[TrainingRow], count: int, group_size: int) -> Sequence[TrainingRow]:
-    """Give each rank `count` of the first rank's rows. The other ranks wait here while the first rank samples.
-
-    Each `group_size` rows are a group.
-    """
+def scatter(rows: Sequence[TrainingRow], num_ranks: int) -> Sequence[TrainingRow]:
+    """Give each rank a share of the first rank's rows. The other ranks wait here while the first rank samples."""
     if (group := waiting_group()) is None:
         return rows
-    shares = balanced_shares(rows, count, group_size)
+    shares = balanced_shares(rows, num_ranks) if rows else None
     own: list[Sequence[TrainingRow]] = [()]
-    torch.distributed.scatter_object_list(own, shares or None, src=0, group=group)
+    torch.distributed.scatter_object_list(own, shares, src=0, group=group)
     return own[0]
 
 
-def balanced_shares(rows: Sequence[TrainingRow], count: int, group_size: int) -> list[Sequence[TrainingRow]]:
-    """Divide rows into shares of `count` rows, each with about as many tokens to compute as the others.
-
-    Whole groups are moved: the group with the most tokens goes to the share with the fewest that is not full. If a
-    share is not a number of whole groups, the rows stay in their order.
-    """
-    if count % group_size:
-        return [rows[start : start + count] for start in range(0, len(rows), count)]
-    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
-    shares: list[list[TrainingRow]] = [[] for _ in range(len(rows) // count)]
-    tokens = [0] * len(shares)
-    for group in sorted(groups, key=_tokens_to_compute, reverse=True):
-        share = min((i for i in range(len(shares)) if len(shares[i]) < count), key=tokens.__getitem__)
-        shares[share] += group
-        tokens[share] += _tokens_to_compute(group)
+def balanced_shares(rows: Sequence[TrainingRow], num_shares: int) -> list[Sequence[TrainingRow]]:
+    """Divide rows into shares of equally many rows, each with about as many tokens to compute as the others: the row
+    with the most tokens goes to the share with the fewest that is not full."""
+    size = len(rows) // num_shares
+    shares: list[list[TrainingRow]] = [[] for _ in range(num_shares)]
+    tokens = [0] * num_shares
+    for row in sorted(rows, key=_tokens_to_compute, reverse=True):
+        share = min((i for i in range(num_shares) if len(shares[i]) < size), key=tokens.__getitem__)
+        shares[share].append(row)
+        tokens[share] += _tokens_to_compute(row)
     return [*shares]
 
 
-def _tokens_to_compute(rows: Sequence[TrainingRow]) -> int:
-    """Return the tokens of the rows that are in the loss. No other row is computed."""
-    return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows if any(row.env_mask))
+def _tokens_to_compute(row: TrainingRow) -> int:
+    """Return the tokens of a row that is in the loss. No other row is computed."""
+    return len(row.prompt_ids) + len(row.completion_ids) if any(row.env_mask) else 0
