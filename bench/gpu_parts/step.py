@@ -118,4 +118,4 @@ def train(
     trainer.accelerator.clip_grad_norm_ = keep_gradients
     trainer.train()
     logs: dict[str, float] = [log for log in trainer.state.log_history if "loss" in log][-1]
-    return logs
+    return logs | getattr(trainer, "loss_means", {})  # means that `TokenBudgetTrainer` does not log

@@ -31,7 +31,6 @@ from trainer.config import HardwareConfig, StageConfig
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
-from trainer.training import grpo
 from trainer.training.adapters import plain_weights
 from trainer.training.context import TrainingContext, distributed_state, leave_ranks
 from trainer.training.grpo import train_stage
@@ -55,14 +54,14 @@ def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float
     rank = distributed_state(hardware).process_index
     record_gradients(run_dir / "gradients.pt")
     batches: list[Any] = []
-    compute_loss = grpo.GRPOTrainer.compute_loss
+    compute_loss = TokenBudgetTrainer.compute_loss
 
     def record_loss(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
         distributed_c10d._set_pg_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
         batches.append(inputs["completion_ids"].tolist())
         return compute_loss(self, model, inputs, **options)
 
-    grpo.GRPOTrainer.compute_loss = record_loss
+    TokenBudgetTrainer.compute_loss = record_loss
     reduced: list[tuple[bool, str]] = []
     post_backward = FSDPParamGroup.post_backward
 

@@ -31,7 +31,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,25 +148,8 @@ class LocalEngine:
         request = _LocalRequest(self._validated(ids, sampling.max_tokens), len(ids), sampling)
         await self._submit(request.finished, lambda: self._waiting.append(request))
         sampled = tuple(request.ids[request.prompt_length :])
-        has_stop_token = sampled[-1:] != () and sampled[-1] in sampling.stop_ids
-        return Generation(
-            sampled, tuple(request.logprobs), has_stop_token, self.name, self.weight_version, not request.is_complete
-        )
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return the ids sampled so far. If a later request continues one of them, it samples the
-        ids that the aborted request would have sampled."""
-        aborted = frozenset(request_ids)
-
-        done: Future[None] = Future()
-
-        def abort() -> None:
-            for request in [*self._running.values(), *self._waiting]:
-                if request.sampling and request.sampling.request_id in aborted:
-                    _resolve(request.finished)
-            _resolve(done)
-
-        await self._submit(done, abort)
+        has_stop_token = sampled[-1] in sampling.stop_ids
+        return Generation(sampled, tuple(request.logprobs), has_stop_token, self.name, self.weight_version)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
@@ -259,7 +242,7 @@ class LocalEngine:
             _resolve(future, EngineError(f"engine {self.name} failed: {self._failure!r}"))
 
     def _discard_finished(self) -> None:
-        """Free the slots of aborted and cancelled requests, and remove such requests from the queue."""
+        """Free the slots of cancelled requests, and remove such requests from the queue."""
         self._waiting = deque(request for request in self._waiting if not request.finished.done())
         for slot, request in list(self._running.items()):
             if request.finished.done():
@@ -406,7 +389,7 @@ class _LocalRequest:
     """Number of `ids` whose keys and values are in the cache."""
     logprobs: list[float] = field(default_factory=list)
     finished: Future[None] = field(default_factory=Future)
-    """Resolved when the request is complete or aborted."""
+    """Resolved when the request is complete."""
 
     @property
     def max_positions(self) -> int:

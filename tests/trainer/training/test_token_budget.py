@@ -46,8 +46,11 @@ def test_loss_gradients_and_correction_are_those_of_trl(
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
     # TRL logs the loss of a step as the sum over its micro-batches.
     assert logs["loss"] == pytest.approx(trl_logs["loss"], rel=1e-3, abs=1e-6)
-    for name in ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean"):
-        assert logs[name] == pytest.approx(trl_logs[name], rel=1e-3)
+    for name, trl_name in (
+        ("logprob_diff_mean", "sampling/sampling_logp_difference/mean"),
+        ("importance_ratio_mean", "sampling/importance_sampling_ratio/mean"),
+    ):
+        assert logs[name] == pytest.approx(trl_logs[trl_name], rel=1e-3)
 
 
 @given(
