@@ -33,7 +33,7 @@ import math
 import signal
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -311,7 +311,7 @@ class Executor:
         try:
             pool.start_call(call, zygote, next(self._run_ids), time.monotonic(), reserved=reserved)
         except OSError as error:
-            self._start_later(call, f"the cgroup of its slot cannot be used: {error}")
+            self._start_task(self._start_later, call, f"the cgroup of its slot cannot be used: {error}")
             return
         if not call.spec.modules <= zygote.modules:
             self._count_missed_imports(call.spec.modules - zygote.modules)
@@ -335,7 +335,7 @@ class Executor:
         was_killed = ended.get("signal") == signal.SIGKILL
         kill_reason = call_monitor.kill_reason if call_monitor is not None and was_killed else None
         if was_killed and self._machine_memory.has_killed(attempt, kill_reason, self._progress_at):
-            self._report_lost(call, "killed because the machine or a parent cgroup ran out of memory")
+            self._start_task(self._report_lost, call, "killed because the machine or a parent cgroup ran out of memory")
             return
         if kill_reason is KillReason.RESTARTED:
             call.keeps_priority = True
@@ -358,7 +358,7 @@ class Executor:
                 usage=usage,
             )
         except ProtocolError as error:
-            self._report_lost(call, str(error))
+            self._start_task(self._report_lost, call, str(error))
             raise
         if kill_reason is KillReason.STARVED:
             cap_s = wall_cap_s(spec.timeout_s)
@@ -368,7 +368,7 @@ class Executor:
 
     def on_start_failed(self, call: SubmittedCall, reason: str) -> None:
         log.warning("call could not be started: %s", reason)
-        self._start_later(call, reason)
+        self._start_task(self._start_later, call, reason)
 
     def on_frames_handled(self) -> None:
         self._deliver_results()
@@ -378,7 +378,7 @@ class Executor:
         self._deliver_results()  # those in front of an invalid frame
         for attempt in attempts:
             self._stop_monitoring(attempt)
-            self._report_lost(attempt.call, reason)
+            self._start_task(self._report_lost, attempt.call, reason)
         self._requeue_waiting()
 
     def _requeue_waiting(self) -> None:
@@ -412,25 +412,25 @@ class Executor:
     def count(self, event: str) -> None:
         self.counts[event] += 1
 
-    def _report_lost(self, call: SubmittedCall, reason: str) -> None:
-        """Report a call as lost whose code may have started. `reason` is for the message of its result."""
+    def _start_task(
+        self, task: Callable[[SubmittedCall, str], Awaitable[None]], call: SubmittedCall, reason: str
+    ) -> None:
         assert self._nursery is not None
-        self._nursery.start_soon(self._report_lost_later, call, reason)
+        self._nursery.start_soon(task, call, reason)
 
-    async def _report_lost_later(self, call: SubmittedCall, reason: str) -> None:
-        """Report a loss after a delay. If a whole jail dies, the executor notices the exits of its zygotes one after
-        another. Without the delay, the call could be sent again and be lost a second time, with the next zygote."""
+    async def _report_lost(self, call: SubmittedCall, reason: str) -> None:
+        """Report a call as lost, after a delay. Its code may have started. `reason` is for the message of its result.
+
+        If a whole jail dies, the executor notices the exits of its zygotes one after another. Without the delay, the
+        call could be sent again and be lost a second time, with the next zygote.
+        """
         await trio.sleep(MIN_RETRY_DELAY_S)
         self._forget_lost(call, reason, has_started=True)
 
-    def _start_later(self, call: SubmittedCall, reason: str) -> None:
+    async def _start_later(self, call: SubmittedCall, reason: str) -> None:
         """Queue a call again that could not be started because there was no process, descriptor or cgroup. After more
         than `MAX_START_FAILURES` failures, the call is lost."""
         call.start_failures += 1
-        assert self._nursery is not None
-        self._nursery.start_soon(self._requeue_later, call, reason)
-
-    async def _requeue_later(self, call: SubmittedCall, reason: str) -> None:
         await trio.sleep(backoff_s(call.start_failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S))
         if call.start_failures > MAX_START_FAILURES:
             self._forget_lost(call, reason, has_started=False)

@@ -1,8 +1,7 @@
-"""Runs one call without a gateway. The executor, the jail and the zygotes are those of a server; they end with the
-call.
+"""Runs one call without a gateway: starts an executor with one slot, runs the call in it, and ends the executor.
 
-The call has the same number of attempts as a call of a server. The attempts are counted here, since there is no call
-table (the gateway's list of calls).
+The call has as many attempts as a call of a server. They are counted here, since there is no call table (the gateway's
+list of calls).
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Tenant:
     max_limits: Limits = field(default=_UNLIMITED)
     """Maximum limits of its calls, in addition to the server's."""
     priority: int = 0
-    """Lowest priority number of its calls. A lower number would put a call before other tenants' calls, so it is raised
-    to this one."""
+    """Lowest priority number that its calls may have. A call with a lower number would run before calls of other
+    tenants, so its number is raised to this one."""
 
     def check_owner(self, named: str, where: str) -> None:
         """Check the tenant that a call of this tenant names. Raises `InvalidCall` if it names another tenant."""

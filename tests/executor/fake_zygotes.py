@@ -40,11 +40,11 @@ from tests.executor.calling import OWN_PYTHON, Attempts
 
 _find = cache(Interpreter.find)
 
-HOSTILE_BEHAVIOURS = (
-    *("die", "kill_jail", "garbage", "huge_head", "huge_body", "too_large", "truncated", "twice"),
-    *("unknown_call", "other_call", "no_op", "ready_again", "wrong_types", "deep_json", "not_a_number"),
-    *("invalid_wall_time", "no_pidfd", "fake_pidfd", "two_still_running", "too_many_fds"),
-)
+_HOSTILE_BEHAVIOURS = """
+    die kill_jail garbage huge_head huge_body too_large truncated twice unknown_call other_call no_op ready_again
+    wrong_types deep_json not_a_number invalid_wall_time no_pidfd fake_pidfd two_still_running too_many_fds
+"""
+HOSTILE_BEHAVIOURS = tuple(_HOSTILE_BEHAVIOURS.split())
 """Names of the methods of `FakeZygote` that break the protocol."""
 
 
