@@ -15,7 +15,7 @@ LATEST_VENV ?= .venv-latest
 LOCK_VENV := .venv-lock
 LOCK = $(LOCK_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command 'make lock' --constraint $(LOCK_VENV)/chosen.txt pyproject.toml
-VLLM_TESTS := $(addprefix tests/trainer/,engines/test_vllm_client.py engines/test_weight_sync.py engines/test_broadcast_transfer.py engines/test_vllm_pool.py recipe/test_vllm_recipe.py)
+VLLM_TESTS := $(addprefix tests/trainer/,engines/test_vllm_client.py sync/test_weight_sync.py sync/test_broadcast_transfer.py engines/test_vllm_pool.py recipe/test_vllm_recipe.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
@@ -69,11 +69,12 @@ lock:  ## choose the newest versions that pyproject.toml allows, and write them 
 	$(PYTHON) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	echo '$(TORCH)' >$(LOCK_VENV)/chosen.txt
-	$(LOCK) --extra dev --extra bench --extra kuberay --extra train --output-file $(LOCK_VENV)/all.txt
+	$(LOCK) --extra dev --extra bench --extra publish --extra kuberay --extra train --output-file $(LOCK_VENV)/all.txt
 	cp $(LOCK_VENV)/all.txt $(LOCK_VENV)/chosen.txt
 	$(LOCK) --output-file requirements/runtime.txt
 	$(LOCK) --extra dev --extra bench --extra cluster --output-file requirements/test.txt
 	$(LOCK) --extra kuberay --output-file requirements/kuberay.txt
+	$(LOCK) --extra publish --output-file requirements/publish.txt
 	$(LOCK) --extra train --output-file $(LOCK_VENV)/train.txt
 	awk '/^[a-z]/ {skip = /^(torch==|triton==|cuda-|nvidia-)/} !skip' $(LOCK_VENV)/train.txt >requirements/train.txt
 
@@ -96,6 +97,25 @@ lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	MYPYPATH=sandbox/guest $(BIN)/mypy --config-file= --strict --allow-any-generics --explicit-package-bases \
 		$(wildcard sandbox/guest/[a-z]*.py) sandbox/guest/site/sitecustomize.py
 	$(BIN)/lint-imports
+	$(BIN)/zizmor --offline --quiet .github
+
+$(VENV)/.publish: $(VENV)/.installed requirements/publish.txt
+	$(LOCKED) requirements/publish.txt
+	@touch $@
+
+.PHONY: docs docs-serve
+docs: $(VENV)/.publish  ## the documents as a site, in site/; a broken link or anchor is an error
+	$(BIN)/zensical build --strict --clean
+
+docs-serve: $(VENV)/.publish  ## the same on http://localhost:8000, built again after each change
+	$(BIN)/zensical serve
+
+.PHONY: dist
+dist: $(VENV)/.publish  ## a source archive and a wheel in dist/; with TAG=v1.2.3 the version has to be 1.2.3
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	@test -z '$(TAG)' || test -f 'dist/rstar_sandbox-$(TAG:v%=%)-py3-none-any.whl' || \
+		{ echo 'expected version $(TAG:v%=%) in pyproject.toml, got' dist/*.whl >&2; exit 1; }
 
 .PHONY: machine-code
 machine-code:  ## assemble sandbox/guest/fork_batch.S and print the bytes that fork_batch.py contains
@@ -103,5 +123,5 @@ machine-code:  ## assemble sandbox/guest/fork_batch.S and print the bytes that f
 		objcopy -O binary -j .text $$object && od -An -v -tx1 -w32 $$object | tr -d ' '; rm -f $$object
 
 clean:  ## remove what make made; the guest runtime stays
-	rm -rf $(VENV) $(VLLM_VENV) $(LATEST_VENV) $(LOCK_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LATEST_VENV) $(LOCK_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter, gt
 from typing import Annotated, Any, Literal, Self, TypedDict, cast, overload
 
 from sandbox import dataclass_codec
@@ -559,14 +560,11 @@ def with_defaults(call: EncodedCall, defaults: EncodedCall) -> EncodedCall:
 
 def clamp(call: EncodedCall, max_limits: Limits) -> tuple[EncodedCall, dict[str, float]]:
     """Lower each limit of a call to its maximum. Returns the call, and the lowered limits with their new values."""
-    limits, lowered = call.get("limits", _NO_LIMITS), dict[str, float]()
-    for name, rule in LIMIT_FIELDS.items():
-        maximum = getattr(max_limits, name)
-        if limits.get(name, rule.default) > maximum:
-            lowered[name] = maximum
-    if lowered:
-        call = {**call, "limits": {**limits, **lowered}}
-    return call, lowered
+    limits, maxima = {**_DEFAULT_VALUES, **call.get("limits", {})}, _limit_values(max_limits)
+    if not any(map(gt, limits.values(), maxima)):
+        return call, {}
+    lowered = {name: maximum for name, maximum in zip(limits, maxima, strict=True) if limits[name] > maximum}
+    return {**call, "limits": {**call.get("limits", {}), **lowered}}, lowered
 
 
 def call_size(call: EncodedCall) -> int:
@@ -579,7 +577,8 @@ def call_size(call: EncodedCall) -> int:
     return size
 
 
-_NO_LIMITS: Mapping[str, float] = {}
+_DEFAULT_VALUES = {name: rule.default for name, rule in LIMIT_FIELDS.items()}
+_limit_values: Callable[[Limits], tuple[float, ...]] = attrgetter(*LIMIT_FIELDS)
 _LIST_FIELDS = frozenset({"argv", "env", "files", "return_files"})
 _SIZED_FIELDS = ("code", "stdin", *_LIST_FIELDS)
 

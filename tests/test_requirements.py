@@ -16,6 +16,7 @@ DECLARED = {
     "runtime": PROJECT["dependencies"],
     "test": PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["bench"] + EXTRAS["cluster"],
     "train": PROJECT["dependencies"] + EXTRAS["train"],
+    "publish": PROJECT["dependencies"] + EXTRAS["publish"],
     "kuberay": PROJECT["dependencies"] + EXTRAS["kuberay"],
 }
 GPU_PACKAGES = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)$")

@@ -89,6 +89,16 @@ def _install_advice(module: str) -> str:
     return f"needs {name}: pip install {name}"
 
 
+def init(args: argparse.Namespace) -> None:
+    """Write a folder with the settings and the data of a first run, which learns on two CPU cores in minutes."""
+    from trainer.recipe.new_run import CONFIG_FILE, write_new_run
+
+    for path in write_new_run(args.folder, args.kind):
+        print(path)
+    commands = f"cd {args.folder}; export PYTHONPATH=.; rstar-train recipe {CONFIG_FILE} --smoke"
+    print(f"next: {commands}; without --smoke it trains", file=sys.stderr)
+
+
 def recipe(args: argparse.Namespace) -> None:
     """Run SFT and all RL stages, with an evaluation after each; after a kill, the same command continues."""
     if args.dry_run:
@@ -146,7 +156,7 @@ def train(args: argparse.Namespace) -> None:
 
     run, phase = _run(args), Phase("grpo", args.stage)
     _require(args, run, phase)
-    from trainer.recipe.phase_work import grpo
+    from trainer.recipe.rl_phase import grpo
 
     grpo(run, phase, args.episodes)
 
@@ -175,9 +185,9 @@ def evaluate(args: argparse.Namespace) -> None:
         check_same_settings(folder, mine, compared)
     if not reports or reports[ALL].unavailable:  # not done yet, or an outage left episodes without a reward
         _require(args, run, phase or Phase("eval", stage=""))
-        from trainer.recipe import phase_work
+        from trainer.recipe import eval_phase
 
-        reports = phase_work.evaluate(run, phase) if phase else phase_work.evaluate_model(run, args.model, args.out)
+        reports = eval_phase.evaluate(run, phase) if phase else eval_phase.evaluate_model(run, args.model, args.out)
     if args.json:
         print(json.dumps({source: asdict(report) for source, report in reports.items()}))
     else:
@@ -201,9 +211,9 @@ def rollout(args: argparse.Namespace) -> None:
 
     run = _run(args)
     _require(args, run, Phase("rollout", args.stage))
-    from trainer.recipe import phase_work
+    from trainer.recipe import eval_phase
 
-    phase_work.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
+    eval_phase.rollout(run, args.stage, num_problems=args.num_problems, samples=args.samples_per_problem, out=args.out)
 
 
 def try_env(args: argparse.Namespace) -> None:
@@ -296,6 +306,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--out", required=True, type=Path, metavar="FILE", help="the JSONL file to write")
 
+    option = add("init", init).add_argument
+    option("folder", type=Path, metavar="FOLDER", help="the folder to write; no file in it is changed")
+    text = "questions with answers, programs with tests, or an environment with a tool of its own (default: math)"
+    option("--kind", choices=("math", "code", "agent"), default="math", help=text)
     add("preflight", preflight, run)
     option = add("recipe", recipe, run, skip, as_json).add_argument
     text = "run every phase with the smallest sizes, in a folder RUN_DIR-smoke that begins anew each time"

@@ -79,11 +79,17 @@ class ModelShape:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
+TINY_MODEL = "tiny"
+"""The `model.path` of a model that the run generates from its seed."""
+TINY_SHAPE = ModelShape(2, 128, 384, 4, 2, vocab_size=640, head_dim=32, tie_word_embeddings=True)
+"""The sizes of this model. Its tokenizer has at most this vocabulary."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The model to train."""
 
-    path: str = "tiny"  # folder or hub name; 'tiny' is a model that the run generates from its seed
+    path: str = TINY_MODEL  # folder or hub name; 'tiny' is a model that the run generates from its seed
     dtype: Dtype = "bfloat16"  # dtype of engines, passes, and weights that peft freezes; trained weights are float32
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
@@ -164,7 +170,7 @@ class SftConfig:
     """Supervised fine-tuning on tool format and instruction following, without reasoning (the paper's section 4)."""
 
     data: StringList = ()  # sources of conversations, or 'generated:N'; if empty, there is no SFT
-    epochs: PositiveFloat = 3.0
+    epochs: PositiveFloat = 3.0  # passes over the conversations
     learning_rate: Fraction = 5e-6  # peak; cosine decay to 0
     warmup_ratio: Fraction = 0.04  # share of the steps in which the learning rate rises
     batch_size: PositiveInt = 128  # conversations per step
@@ -180,10 +186,10 @@ class SamplingConfig:
     """The limits and sampling parameters of episodes."""
 
     max_response_tokens: PositiveInt = 8192  # tokens after the prompt, observations included
-    max_turns: PositiveInt = 10
+    max_turns: PositiveInt = 10  # responses of the model in an episode
     max_tool_response_chars: Annotated[int, Field(ge=16)] = 4096  # longer tool responses are truncated
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: PositiveFloat = 1.0  # divides the logits before a token is sampled
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # a token is sampled from the most likely ones with this sum
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -196,7 +202,7 @@ class StageConfig(SamplingConfig):
     difficulty_filter_samples: NonNegativeInt = 0  # samples per problem before the stage; the stage drops problems
     # of which all samples are correct; 0 keeps all problems
     reset_optimizer: bool = False  # start with new optimizer states
-    problems_per_step: PositiveInt = 512
+    problems_per_step: PositiveInt = 512  # groups of episodes in a training step
     samples_per_problem: Annotated[int, Field(ge=2)] = 32  # the paper's 2G
     kept_per_problem: Annotated[int, Field(ge=2)] = 16  # episodes that RoC selects, the paper's G
     # Which samples are kept: by the paper's rule, by the released code's, at random for comparisons, or all.
@@ -213,7 +219,6 @@ class StageConfig(SamplingConfig):
     one_step_off_policy: bool = False  # sample the next step while this one is optimized, with the weights before it
     learning_rate: Fraction = 1e-6  # constant after the warm-up
     warmup_steps: NonNegativeInt = 20  # training steps in which the learning rate rises
-    # The ratio is clipped. This has no effect: a batch of episodes has one optimizer step, so the ratio is 1.
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this norm
     micro_batch_tokens: PositiveInt = 65536  # tokens per device and pass, prompts included; bounds activations
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
@@ -269,8 +274,8 @@ class RewardConfig:
 class TrackingConfig:
     """Trackers that receive the metrics besides the run folder."""
 
-    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_parse_list)] = ()
-    project: str = "rstar-train"
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_parse_list)] = ()  # packages that receive the metrics
+    project: str = "rstar-train"  # name under which a tracker lists the run
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -340,10 +345,6 @@ class RunConfig:
             not sft.data or sft.batch_size % (sft.micro_batch_size * ranks) == 0,
             f"sft: batch_size={sft.batch_size}: expected a multiple of micro_batch_size={sft.micro_batch_size} x "
             f"{ranks} ranks",
-        )
-        _require(
-            self.hardware.sharding == "none" or not self.model.peft,
-            "hardware: sharding=full: expected none with [model.peft], since only whole layers can be merged",
         )
         if engines.kind == "openai":
             self._check_openai()

@@ -14,17 +14,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sandbox.errors import ConfigError, InvalidCall, SandboxError
 from sandbox.settings.profiles import check_profile
-from sandbox.settings.server import ENV_PREFIX, SETTINGS, ServeConfig, flag_name, load
-from sandbox.types import LIMIT_FIELDS, Call, Network, Profile, Result, Status
-
-if TYPE_CHECKING:
-    from sandbox.jail import ProbedLayer
+from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, ServeConfig, flag_name, load
+from sandbox.types import LIMIT_FIELDS, Network, Profile, Result, Status
 
 EXIT_TIMEOUT = 124
 """Exit code of timeout(1)."""
@@ -34,16 +31,6 @@ EXIT_SIGNAL_BASE = 128
 
 _RUN_SETTINGS = ("isolation", "python")
 """Settings of the server that also apply to `run` and `doctor`."""
-_GROUPS = {
-    "listen": "the HTTP side",
-    "queue": "waiting calls and results",
-    "limits": "the maximum that a call may request; a higher limit is lowered to it",
-    "isolation": "the jail around the calls",
-    "cluster": "calls on other machines",
-    "logs": "log lines on stderr",
-    "tuning": "the defaults suit the machine",
-}
-"""Headings of the argument groups in `--help`, in order, with their descriptions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,27 +92,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Show the isolation layers of this machine, the level that `auto` chooses, and whether a call runs."""
-    from sandbox.jail import choose_level, probe
+    """Show what this machine has and lacks, the isolation level that `serve` runs calls at, and the commands that give
+    a better one. The exit code is 0 if a call has run at that level, and 1 otherwise."""
+    from sandbox.commands import doctor as doctor_command
 
-    config = _config(args, _RUN_SETTINGS)
-    layers = probe()
-    try:
-        choice = choose_level("auto", layers)
-        level, reason = choice.level.value, choice.reason
-    except ConfigError as error:
-        level, reason = "", str(error)
-    python, python_error = _guest_python(config)
-    is_isolated = bool(level) and level != "none"
-    outcome = _try_call(replace(config, python=python)) if is_isolated and python else "not tried"
-    if args.json:
-        report = {"auto": level or None, "auto_reason": reason, "python": python or None, "call": outcome}
-        print(json.dumps({"layers": [asdict(layer) for layer in layers], **report}))
-    else:
-        _print_layers(layers)
-        print(f"isolation auto: {'; '.join(filter(None, (level, reason)))}")
-        print(f"python for calls: {python or python_error}\na call: {outcome}")
-    return 0 if is_isolated and outcome == "ok" else 1
+    report = doctor_command.doctor(_config(args, _RUN_SETTINGS))
+    print(report.encode() if args.json else "\n".join(doctor_command.lines(report)))
+    return report.exit_code
 
 
 def runtime(args: argparse.Namespace) -> int:
@@ -337,7 +310,7 @@ def _add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_settings_arguments(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-    for title, description in _GROUPS.items():
+    for title, description in SETTING_GROUPS.items():
         shown = [name for name in names if SETTINGS[name].group == title and not SETTINGS[name].is_secret]
         group = parser.add_argument_group(title, description) if shown else parser
         for name in shown:
@@ -377,42 +350,3 @@ def _sigterm_as_exit() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _guest_python(config: ServeConfig) -> tuple[str, str]:
-    """Return the Python that runs the calls and no error, or an empty string and the reason why there is none."""
-    if config.python is not None:
-        return config.python, ""
-    from sandbox.runtime.build import default_python
-
-    try:
-        return str(default_python()), ""
-    except ConfigError as error:
-        return "", str(error)
-
-
-def _try_call(config: ServeConfig) -> str:
-    """Run a small call. Return `ok`, or the reason of its failure."""
-    from sandbox.executor import run_once
-
-    try:
-        result = run_once(Call("print(6 * 7)"), config.executor_config())
-    except SandboxError as error:
-        return str(error)
-    if result.stdout == "42\n":
-        return "ok"
-    return f"{result.status}: {result.error.message if result.error else result.stderr.strip()}"
-
-
-def _print_layers(layers: Sequence[ProbedLayer]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("layer", "", "found", "purpose"):
-        table.add_column(column)
-    for layer in layers:
-        mark = Text("yes", "green") if layer.ok else Text("no", "red")
-        table.add_row(Text(layer.name), mark, Text(layer.found), Text(layer.purpose))
-    Console().print(table)

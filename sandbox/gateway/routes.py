@@ -74,12 +74,12 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 
 
 async def run_call(request: web.Request) -> web.StreamResponse:
-    form = validation.CallForm(request.app[DISPATCHER].config, request.get(TENANT))
-    async with exchange.admitted_batch(request, form) as (batch, sent, _):
+    form = validation.CallForm(request.app[DISPATCHER].config, request[TENANT])
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, _):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
         result = batch.pop_result(0)
-        body = await codec.encode_result(result, content_type)
+        body = await codec.encode_result(result, batch.unread_bytes, content_type)
         if result["status"] != Status.UNAVAILABLE:
             return await exchange.respond(request, 200, body, content_type, begun)
         headers = {"Retry-After": str(request.app[DISPATCHER].retry_after_s())}
@@ -89,8 +89,8 @@ async def run_call(request: web.Request) -> web.StreamResponse:
 
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
-    form = validation.BatchForm(request.app[DISPATCHER].config, request.get(TENANT))
-    async with exchange.admitted_batch(request, form) as (batch, sent, status):
+    form = validation.BatchForm(request.app[DISPATCHER].config, request[TENANT])
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
@@ -100,8 +100,8 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
-    form = validation.PairsForm(request.app[DISPATCHER].config, request.get(TENANT))
-    async with exchange.admitted_batch(request, form) as (batch, sent, status):
+    form = validation.PairsForm(request.app[DISPATCHER].config, request[TENANT])
+    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
         content_type = codec.response_type(request, sent, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         results = map(Result.decode, exchange.pop_results(batch))
@@ -126,7 +126,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def prometheus(request: web.Request) -> web.Response:
-    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    dispatcher, owner = request.app[DISPATCHER], request[TENANT]
     prometheus = request.app[PROMETHEUS] if owner is None else PrometheusText(partial(dispatcher.samples, owner))
     text = prometheus.render()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -137,7 +137,7 @@ async def stats(request: web.Request) -> web.Response:
     is_number = after.isascii() and after.isdigit() and len(after) <= len(str(MAX_SAFE_INTEGER))
     if not is_number or int(after) > MAX_SAFE_INTEGER:
         raise HttpError(400, f"after: expected the number of a step, or 0 for all steps, got {after!r:.80}")
-    body = request.app[STATS].build(int(after), request.get(TENANT))
+    body = request.app[STATS].build(int(after), request[TENANT])
     return web.json_response(body, headers={"Cache-Control": "no-store"})
 
 

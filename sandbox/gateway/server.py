@@ -108,7 +108,13 @@ async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Listen
     config = dispatcher.config
     assert runner.server is not None
     max_connections = raise_connection_limit(config.connections)
-    listener = Listener(runner.server, max_connections, config.stall_s, dispatcher.connection_rejected)
+    listener = Listener(
+        runner.server,
+        max_connections,
+        config.stall_s,
+        dispatcher.connection_rejected,
+        dispatcher.connection_stalled,
+    )
     return listener, await listener.open(config.host, config.port)
 
 

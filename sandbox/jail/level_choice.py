@@ -29,6 +29,7 @@ _REMEDIES = {
     Level.NAMESPACES: _ALLOW_NAMESPACES,
     Level.LANDLOCK: "Start on Linux 5.13 or later with CONFIG_SECURITY_LANDLOCK and landlock among lsm= at boot",
 }
+_REMEDY_FOR_SECCOMP = "Start on a kernel with CONFIG_SECCOMP_FILTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def choose_level(
         if requested != AUTO or level is not Level.NSJAIL or is_nsjail_requested:  # nsjail is optional otherwise
             refused.append((level, problem, remedy))
     sentences = (f"isolation={level.value}: {problem}{remedy}" for level, problem, remedy in refused)
-    raise IsolationError(f"{'. '.join(sentences)}, or ask for isolation=none by name")
+    raise IsolationError(
+        f"{'. '.join(sentences)}, or ask for isolation=none by name. `rstar-sandbox doctor` shows the commands"
+    )
 
 
 def _missing_layers(
@@ -81,5 +84,10 @@ def _missing_layers(
     required = _REQUIRED_LAYERS[level]
     if layers is None:
         layers = probe_layers(required) if required else ()
-    missing = [f"{layer.name} ({layer.found})" for layer in layers if layer.name in required and not layer.ok]
-    return f"this machine lacks {'; '.join(missing)}" if missing else "", f". {_REMEDIES.get(level, '')}"
+    missing = [layer for layer in layers if layer.name in required and not layer.ok]
+    if not missing:
+        return "", ""
+    # The first missing layer is often the reason why the others are missing too.
+    text = ", ".join([f"{missing[0].name} ({missing[0].found})", *(layer.name for layer in missing[1:])])
+    remedy = _REMEDY_FOR_SECCOMP if "seccomp" in {layer.name for layer in missing} else _REMEDIES[level]
+    return f"this machine lacks {text}", f". {remedy}"

@@ -37,6 +37,7 @@ from sandbox.jail.uid_range import host_uids
 MIB = 1 << 20
 NSJAIL = "nsjail"
 PROCESS_LIMITS = "process limits"
+UID_PER_SLOT = "a uid for each slot"
 MAX_TRIES = 5
 """Maximum number of attempts at a layer. If the last one also fails for a transient reason, the layer is missing."""
 RETRY_DELAY_S = 0.1
@@ -359,7 +360,7 @@ def _try_landlock() -> str:
         os.close(os.open("/", os.O_RDONLY))
     except PermissionError:
         restricted = ["files", *(["TCP"] if handled[1] else []), *(["signals, abstract sockets"] if handled[2] else [])]
-        return f"ABI {abi}: {', '.join(restricted)}; {'a uid for each slot' if has_uids else 'one uid for all calls'}"
+        return f"ABI {abi}: {', '.join(restricted)}; {UID_PER_SLOT if has_uids else 'one uid for all calls'}"
     raise OSError("a ruleset was accepted but a refused directory was opened")
 
 

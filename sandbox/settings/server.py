@@ -107,6 +107,17 @@ class NameListRule:
         return tuple(value)
 
 
+SETTING_GROUPS = {
+    "listen": "the HTTP side",
+    "queue": "waiting calls and results",
+    "limits": "the maximum that a call may request; a higher limit is lowered to it",
+    "isolation": "the jail around the calls",
+    "cluster": "calls on other machines",
+    "logs": "log lines on stderr",
+    "tuning": "the defaults suit the machine",
+}
+"""Groups of settings in the order of `serve --help`, with their descriptions."""
+
 SettingRule = TextRule | NameListRule | NumberRule
 
 

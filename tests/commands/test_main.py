@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,83 +262,6 @@ class ProbedLayer:
     purpose: str
 
 
-def _fake_jail(monkeypatch: pytest.MonkeyPatch, level: str | None) -> list[Sequence[ProbedLayer] | None]:
-    """Replace the jail by one whose `auto` chooses `level`, or raises `IsolationError` if `level` is None. Return a
-    list of the layers from which a level is chosen; None stands for another probe."""
-    given: list[Sequence[ProbedLayer] | None] = []
-
-    def choose_level(requested: str, found: Sequence[ProbedLayer] | None = None) -> types.SimpleNamespace:
-        given.append(found)
-        if level is None:
-            raise IsolationError("nothing isolates here")
-        return types.SimpleNamespace(level=types.SimpleNamespace(value=level), reason=f"weaker than {requested}")
-
-    layers = (
-        ProbedLayer("seccomp", True, "filter mode", "fewer system calls"),
-        ProbedLayer("nsjail", False, "no binary", "a jail"),
-    )
-    monkeypatch.setitem(
-        sys.modules, "sandbox.jail", types.SimpleNamespace(probe=lambda: layers, choose_level=choose_level)
-    )
-    return given
-
-
-@pytest.mark.parametrize(("level", "exit_code"), [("namespaces", 0), (None, 1)])
-def test_doctor_shows_the_layers_and_the_level_that_auto_chooses(
-    level: str | None, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = _fake_jail(monkeypatch, level)
-    _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
-    assert cli.main(["doctor"]) == exit_code
-    assert len(given) == 1 and given[0] is not None, "the layers were probed a second time"
-    output = capsys.readouterr().out
-    for text in (
-        "seccomp",
-        "filter mode",
-        "no binary",
-        f"{level}; weaker than" if level else "nothing isolates here",
-        "a call: ok" if level else "",
-    ):
-        assert text in output
-    assert cli.main(["doctor", "--json"]) == exit_code
-    report = json.loads(capsys.readouterr().out)
-    assert report["auto"] == level
-    assert report["auto_reason"] == ("weaker than auto" if level else "nothing isolates here")
-    assert report["layers"][1] == {"name": "nsjail", "ok": False, "found": "no binary", "purpose": "a jail"}
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (Result("", Status.UNAVAILABLE, error=CallError("NodeError", "all died")), "a call: unavailable: all died"),
-        (Result("", Status.ERROR, stderr="no stdlib\n", exit_code=1), "a call: error: no stdlib"),
-        (None, "a call: the kernel refused"),
-    ],
-)
-def test_doctor_fails_if_a_call_does_not_run(
-    answer: Result | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(call: Call, config: ExecutorConfig) -> Result:
-        raise IsolationError("the kernel refused")
-
-    _fake_jail(monkeypatch, "namespaces")
-    _fake_executor(monkeypatch, answer or fail)
-    assert cli.main(["doctor"]) == 1
-    assert message in capsys.readouterr().out
-
-
-def test_doctor_fails_without_a_runtime_and_names_the_command_that_builds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _fake_jail(monkeypatch, "namespaces")
-    calls = _fake_executor(monkeypatch, Result("", Status.OK, "42\n"))
-    monkeypatch.delenv("RSTAR_SANDBOX_PYTHON")
-    monkeypatch.setenv("RSTAR_RUNTIME", str(tmp_path / "nowhere"))
-    assert cli.main(["doctor"]) == 1
-    assert "run `rstar-sandbox runtime` first" in capsys.readouterr().out
-    assert calls == []
-
-
 @pytest.mark.parametrize("command", [("run", "-c", "1"), ("serve", "--port", "0")], ids=lambda command: command[0])
 def test_run_and_serve_build_the_runtime_once_and_fail_with_no_install(
     command: tuple[str, ...],
@@ -387,7 +310,10 @@ def test_run_and_serve_build_the_runtime_once_and_fail_with_no_install(
 
 
 def test_serve_chooses_the_level_once_for_all_executors(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fake_jail(monkeypatch, "landlock")
+    def choose_level(requested: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(level=types.SimpleNamespace(value="landlock"), reason=f"weaker than {requested}")
+
+    monkeypatch.setitem(sys.modules, "sandbox.jail", types.SimpleNamespace(choose_level=choose_level))
     served: list[ServeConfig] = []
     fake = types.SimpleNamespace(serve=lambda config: served.append(config) or 0)
     monkeypatch.setitem(sys.modules, "sandbox.gateway", fake)

@@ -41,6 +41,11 @@ def test_the_server_may_create_cgroups_and_has_time_to_drain() -> None:
     assert float(OPTIONS["TimeoutStopSec"]) >= ServeConfig().drain_s + CLOSE_TIMEOUT_S + STOP_TIMEOUT_S
 
 
+def test_a_call_that_is_killed_for_its_memory_does_not_stop_the_server() -> None:
+    """The default of systemd is `stop`, and the kernel kills calls in cgroups below the unit."""
+    assert OPTIONS["OOMPolicy"] == "continue"
+
+
 @pytest.mark.parametrize(
     "option",
     [

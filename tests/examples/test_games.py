@@ -122,7 +122,7 @@ def test_a_wrong_option_of_a_game_is_an_error_that_names_it(options: dict[str, o
 
 
 def test_the_problem_in_the_readme_is_valid(tmp_path: Path) -> None:
-    readme = Path(__file__).parents[2] / "examples/README.md"
+    readme = Path(__file__).parents[2] / "docs/examples.md"
     (row,) = re.findall(r"^{.*GameEnvironment.*}$", readme.read_text(encoding="utf-8"), re.MULTILINE)
     (tmp_path / "games.jsonl").write_text(row, encoding="utf-8")
     (game,) = read_problems(str(tmp_path / "games.jsonl"))

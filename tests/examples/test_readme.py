@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("examples/README.md", "docs/evaluation.md", "docs/environments.md")
+DOCUMENTS = ("docs/examples.md", "docs/evaluation.md", "docs/environments.md")
 COMMANDS = {
     command
     for name in DOCUMENTS

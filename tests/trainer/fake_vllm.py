@@ -119,7 +119,7 @@ class MarkovEngine:
 def _checksums(directory: Path) -> dict[str, int]:
     from safetensors.torch import load_file
 
-    from trainer.engines.weight_group import checksum
+    from trainer.sync.weight_group import checksum
 
     tensors = [pair for file in directory.glob("*.safetensors") for pair in load_file(file).items()]
     return {name: checksum(tensor) for name, tensor in tensors}

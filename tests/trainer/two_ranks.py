@@ -1,10 +1,10 @@
 """Trains two steps of a stage as one of the two processes that `torchrun` starts, and writes what the process did.
 
-    two_ranks.py MODEL RUN_DIR [none|full] [DTYPE]      writes RUN_DIR/rank0.json or rank1.json
+    two_ranks.py MODEL RUN_DIR [none|full] [DTYPE] [PEFT]      writes RUN_DIR/rank0.json or rank1.json
 
-The second step's rollouts take longer than the timeout of the default process group.
-With "full" the model is sharded by FSDP, as on GPUs. The first rank also writes the gradients of the first step, as
-`record_gradients` describes.
+PEFT is a table `[model.peft]` in JSON. With "full" the model is sharded by FSDP, as on GPUs. The second step's rollouts
+take longer than the timeout of the default process group. The first rank also writes the gradients of the first step,
+as `record_gradients` describes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
 from trainer.training import grpo
+from trainer.training.adapters import plain_weights
 from trainer.training.context import TrainingContext, distributed_state, leave_ranks
 from trainer.training.grpo import train_stage
 from trainer.training.token_budget import TokenBudgetTrainer
@@ -46,7 +47,7 @@ STAGE = StageConfig(
 SEED, NUM_PROBLEMS = 3, 6
 
 
-def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float32") -> None:
+def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float32", peft: str = "{}") -> None:
     hardware = HardwareConfig(nodes=2, sharding=sharding)
     if sharding == "full":
         PartialState.__init__ = report_cpus_as_gpus(PartialState.__init__)
@@ -68,7 +69,8 @@ def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float
         post_backward(self, *args)
         has_no_rest = all(param.unsharded_accumulated_grad is None for param in self.fsdp_params)
         dtype = self._reduce_dtype or self.mp_policy.param_dtype  # None: gradients are reduced in the dtype of the pass
-        reduced.append((has_no_rest and self.reduce_grads, str(dtype)))
+        if any(param.sharded_param.requires_grad for param in self.fsdp_params):
+            reduced.append((has_no_rest and self.reduce_grads, str(dtype)))
 
     FSDPParamGroup.post_backward = record_reduction
     score, dtypes = TokenBudgetTrainer._score, set[str]()
@@ -103,18 +105,22 @@ def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float
             rollouts = RolloutRuntime(stack.enter_context(LoopThread()), sampler, sampler)
         context = TrainingContext(
             model, run_dir / "stages/rl1", RunFolder(run_dir), seed=SEED, hardware=hardware, eval_steps=STAGE.steps,
-            dtype=dtype,
+            dtype=dtype, peft=json.loads(peft),
         )  # fmt: skip
         evaluate_first = evaluate if rollouts else None
         train_stage(STAGE, context, problems=problems(NUM_PROBLEMS), rollouts=rollouts, evaluate=evaluate_first)
-    digest = hashlib.sha256()
-    for _, tensor in sorted(trainers[0].model.state_dict().items()):
-        digest.update(_whole(tensor).numpy().tobytes())
+    engine_dtype = getattr(torch, dtype)
+    gathered, rounded = plain_weights(trainers[0]), plain_weights(trainers[0], engine_dtype)
     recorded = {
         "batches": batches,  # response ids of each row of each step
-        "weights": digest.hexdigest(),
+        "weights": _digest({name: _whole(part) for name, part in trainers[0].model.state_dict().items()}),
+        "rounded_before": _digest(rounded),
+        "rounded_after": _digest({name: weight.to(engine_dtype) for name, weight in gathered.items()}),
+        "sent_dtypes": sorted({str(weight.dtype) for weight in rounded.values()}),
+        "num_weights": len(rounded),
         "waits": waits,  # exchanges with the other rank, each with its seconds
-        # For each backward pass of a sharded module: whether all gradients are reduced after it, and in which dtype.
+        # For each backward pass of a sharded module with trained weights: whether all gradients are reduced after it,
+        # and in which dtype.
         "reduced": reduced,
         "score_dtypes": sorted(dtypes),  # of log-probabilities and entropies
         "evaluations": evaluations,
@@ -125,18 +131,27 @@ def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float
 
 
 def record_gradients(file: Path) -> None:
-    """Patch transformers so that `file` gets the gradients of the first step: one tensor of all parameters."""
+    """Patch transformers so that `file` gets the gradients of the first step: one tensor of all parameters
+    that are trained."""
     clip = Accelerator.clip_grad_norm_
 
     def record(self: Any, parameters: Any, *rest: Any) -> Any:
         parameters = list(parameters)
         if not file.exists():
-            gradients = torch.cat([_whole(parameter.grad).flatten() for parameter in parameters])
+            trained = (parameter for parameter in parameters if parameter.requires_grad)
+            gradients = torch.cat([_whole(parameter.grad).flatten() for parameter in trained])
             if self.is_main_process:
                 torch.save(gradients, file)
         return clip(self, parameters, *rest)
 
     Accelerator.clip_grad_norm_ = record
+
+
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        digest.update(name.encode() + weight.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Reads problems and conversations from a source: `generated:N`, a file, or a hub name.
+"""Reads problems and conversations from a source: generated ones, a file, or a hub name.
 
 | source                                | rows                                                                      |
 |---------------------------------------|---------------------------------------------------------------------------|
 | `generated:N`                         | N problems, see `trainer.data.synthetic`                                  |
+| `generated-programs:N`                | N programs to write, with tests, see `trainer.data.synthetic_programs`    |
 | `.jsonl`, `.json`, `.csv`, `.parquet` | the rows of a file                                                        |
 | `owner/name[@config][:split]`         | the rows of a data set on the hub                                         |
 
@@ -19,16 +20,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from trainer.data import synthetic
+from trainer.data import synthetic, synthetic_programs
 from trainer.data.rows import FILE_SUFFIXES, DataError, file_rows
 from trainer.episodes.episode import Problem
 from trainer.episodes.turn_parser import boxed_answer
 
-GENERATED = "generated:"
 CONVERSATION_SEED_OFFSET = 1 << 20
 """Added to the seed for conversations, so that they are not about the problems of the training."""
+_GENERATORS = {"generated": synthetic, "generated-programs": synthetic_programs}
+"""The modules that generate problems and conversations, by the part of a source before the colon."""
 # Paths of keys and indices. A row of ORZ is itself a list of messages (0 and 1); DAPO and verl have a list of messages
 # under the key `prompt`.
 TEXT_PATHS = ("0.value", "prompt.-1.content", "problem", "question", "prompt", "text")
@@ -73,8 +76,9 @@ def iter_problems(
     source: str, on_malformed: OnMalformed, *, seed: int = 0, held_out: bool = False
 ) -> Iterator[Problem]:
     """Yield the problems of `source` in order, and pass each malformed row to `on_malformed`."""
-    if source.startswith(GENERATED):
-        yield from synthetic.generate(_generated_count(source), seed, held_out=held_out)
+    if is_generated(source):
+        generator, count = _generator(source)
+        yield from generator.generate(count, seed, held_out=held_out)
         return
     name = Path(source).stem if source.endswith(FILE_SUFFIXES) else source
     for number, row in enumerate(iter_rows(source)):
@@ -94,9 +98,10 @@ def iter_problems(
 
 def read_conversations(source: str, *, seed: int = 0) -> list[synthetic.Messages]:
     """Return the conversations of `source`, rows of `{"messages": [{"role", "content"}, ...]}`. Raises `DataError`."""
-    if source.startswith(GENERATED):
-        # The second seed chooses the faults that the conversations contain on purpose (`trainer.data.synthetic`).
-        return synthetic.conversations(_generated_count(source), seed + CONVERSATION_SEED_OFFSET, fault_seed=seed)
+    if is_generated(source):
+        generator, count = _generator(source)
+        # The second seed chooses the faults that the conversations contain on purpose.
+        return generator.conversations(count, seed + CONVERSATION_SEED_OFFSET, fault_seed=seed)
     return [_conversation(source, number, row) for number, row in enumerate(iter_rows(source))]
 
 
@@ -106,8 +111,8 @@ def check_source(source: str, *, has_conversations: bool = False) -> None:
     With `has_conversations`, raise it also if the first row of a file is not a conversation. For a data set on the hub,
     only its description is read, not its rows.
     """
-    if source.startswith(GENERATED):
-        _generated_count(source)
+    if is_generated(source):
+        _generator(source)
         return
     if match := _match_hub_name(source):
         import datasets
@@ -134,11 +139,27 @@ def _conversation(source: str, number: int, row: Any) -> synthetic.Messages:
     return [{key: message[key] for key in ("role", "content")} for message in messages]
 
 
-def _generated_count(source: str) -> int:
-    count = source.removeprefix(GENERATED)
+def is_generated(source: str) -> bool:
+    """Return whether the rows of a source are generated."""
+    return source.partition(":")[0] in _GENERATORS and ":" in source
+
+
+def _generator(source: str) -> tuple[ModuleType, int]:
+    """Return the module and the number of rows of a source that is generated. Raises `DataError`."""
+    name, _, count = source.partition(":")
     if not (count.isdecimal() and count.isascii()):
-        raise DataError(f"{source}: expected {GENERATED}N with a whole number")
-    return int(count)
+        raise DataError(f"{source}: expected {name}:N with a whole number")
+    return _GENERATORS[name], int(count)
+
+
+def tokenizer_conversations(sources: Iterable[str], count: int, seed: int) -> list[synthetic.Messages]:
+    """Return at most `count` conversations from which a generated model's tokenizer learns its merges. They are of the
+    first of `sources` that is generated or a file, and those of `trainer.data.synthetic` if there is none."""
+    source = next((source for source in sources if not is_on_hub(source)), "generated:0")
+    if not is_generated(source):
+        return read_conversations(source)[:count]
+    conversations: list[synthetic.Messages] = _generator(source)[0].conversations(count, seed, fault_seed=seed)
+    return conversations
 
 
 def is_on_hub(source: str) -> bool:
@@ -161,7 +182,8 @@ def iter_rows(source: str) -> Iterator[Any]:
 def _hub_rows(source: str) -> Iterator[Any]:
     if not (match := _match_hub_name(source)):
         suffixes = " | ".join(FILE_SUFFIXES)
-        raise DataError(f"{source}: expected {GENERATED}N, a {suffixes} file, or owner/name[@config][:split]")
+        generated = ", ".join(f"{name}:N" for name in _GENERATORS)
+        raise DataError(f"{source}: expected {generated}, a {suffixes} file, or owner/name[@config][:split]")
     import datasets
 
     name, config, split = match.groups()

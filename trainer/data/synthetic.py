@@ -69,7 +69,7 @@ Calculation = tuple[int, list[tuple[str, int]]]
 def generate(n: int, seed: int, *, held_out: bool = False) -> list[Problem]:
     """Return `n` different problems with integer answers. Held-out ones share no text with training problems."""
     return [
-        Problem(f"{SOURCE}-{_digest(text):016x}", text, str(_value(calculation)), SOURCE)
+        Problem(f"{SOURCE}-{text_digest(text):016x}", text, str(_value(calculation)), SOURCE)
         for text, calculation in _calculations(n, seed, held_out).items()
     ]
 
@@ -91,13 +91,19 @@ def _calculations(n: int, seed: int, held_out: bool) -> dict[str, Calculation]:
     calculations: dict[str, Calculation] = {}
     while len(calculations) < n:
         text, calculation = _problem(rng)
-        if (_digest(text) % HELD_OUT_MODULUS == 0) == held_out:
+        if is_held_out(text) == held_out:
             calculations.setdefault(text, calculation)
     return calculations
 
 
-def _digest(text: str) -> int:
+def text_digest(text: str) -> int:
+    """Return a number that names a problem, and decides whether it is held out."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+
+
+def is_held_out(text: str) -> bool:
+    """Return whether the problem with this text is for evaluation only."""
+    return text_digest(text) % HELD_OUT_MODULUS == 0
 
 
 def _problem(rng: random.Random) -> tuple[str, Calculation]:
@@ -139,9 +145,11 @@ def _conversation(text: str, calculation: Calculation, rng: random.Random) -> Me
         messages += _broken_call(thought, _code(calculation), rng)
         thought = "That failed. Again."
     value = str(_value(calculation))
-    messages += [_assistant(thought, _call(_code(calculation))), {"role": "tool", "content": value}]
+    messages += [assistant_message(thought, _call(_code(calculation))), {"role": "tool", "content": value}]
     answer = f"\n<answer>\n\\boxed{{{value}}}\n</answer>"
-    messages.append(_assistant("Python says so.", answer.lstrip() + answer * (rng.random() < DOUBLE_ANSWER_RATE)))
+    messages.append(
+        assistant_message("Python says so.", answer.lstrip() + answer * (rng.random() < DOUBLE_ANSWER_RATE))
+    )
     return messages
 
 
@@ -154,7 +162,7 @@ def _broken_call(thought: str, code: str, rng: random.Random) -> Messages:
         (malformed,) = parse_turn(call).tool_calls
         assert isinstance(malformed, MalformedCall)
         response = malformed.response
-    return [_assistant(thought, call), {"role": "tool", "content": response}]
+    return [assistant_message(thought, call), {"role": "tool", "content": response}]
 
 
 def _syntax_error(code: str) -> str:
@@ -165,7 +173,7 @@ def _syntax_error(code: str) -> str:
     raise AssertionError(f"{code!r} is valid")
 
 
-def _assistant(thought: str, text: str) -> dict[str, str]:
+def assistant_message(thought: str, text: str) -> dict[str, str]:
     return {"role": "assistant", "content": f"<reason>{thought}</reason>\n{text}"}
 
 

@@ -1,4 +1,4 @@
-"""The tiny model: a Qwen3 of 2 layers × 128 with random weights, and a tokenizer for the generated problems.
+"""The tiny model: a Qwen3 of the sizes `TINY_SHAPE` with random weights, and a tokenizer for the generated problems.
 
 The model learns to use a tool within minutes on two cores. `write_tiny_model` writes a folder that transformers' Auto
 classes and vLLM can load. Equal seeds give equal models. The tokenizer is byte-level, so it can encode any text. Each
@@ -9,39 +9,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from trainer.config import TINY_SHAPE
 from trainer.data import synthetic
 
-VOCAB_SIZE = 640
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = tuple(f"<{slash}{name}>" for name in ("tool_call", "tool_response", "reason", "answer") for slash in ("", "/"))
 MAX_POSITIONS = 4096
-_NUM_CONVERSATIONS = 2000
-"""Conversations from which the tokenizer learns its merges."""
+NUM_CONVERSATIONS = 2000
+"""Generated conversations from which the tokenizer learns its merges."""
 
 
 def write_tiny_model(model_dir: Path, seed: int = 0, conversations: Sequence[synthetic.Messages] | None = None) -> None:
     """Write model and tokenizer into `model_dir`. The tokenizer learns its merges from `conversations`; by default they
     are those of the generated problems."""
     if conversations is None:
-        conversations = synthetic.conversations(_NUM_CONVERSATIONS, seed, fault_seed=seed)
+        conversations = synthetic.conversations(NUM_CONVERSATIONS, seed, fault_seed=seed)
     tokenizer = _tokenizer(conversations)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=384,
+        **{**asdict(TINY_SHAPE), "vocab_size": len(tokenizer)},
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.08,  # about 1 / sqrt(128); with the default 0.02 it learns to copy numbers much later
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -61,7 +55,7 @@ def _tokenizer(conversations: Sequence[synthetic.Messages]) -> PreTrainedTokeniz
     bpe.decoder = decoders.ByteLevel()
     # All tags are special tokens, so that `ChatFormat` keeps them out of untrusted text.
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TINY_SHAPE.vocab_size,
         special_tokens=[PAD, START, END, *TAGS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

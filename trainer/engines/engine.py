@@ -106,7 +106,7 @@ class Engine(Protocol):
 
 class LoadsWeights(Protocol):
     """An engine that can load weights itself. The alternative is that this process broadcasts the weights to an
-    engine's workers (`trainer.engines.weight_sync.BroadcastTransfer`)."""
+    engine's workers (`trainer.sync.broadcast.BroadcastTransfer`)."""
 
     name: str
 
@@ -124,6 +124,16 @@ class WeightStore(Protocol):
 
     async def delete_others(self, keep: Path | None) -> None:
         """Delete all stored weights but `keep`."""
+
+
+class WeightProbe(Protocol):
+    """Compares what an engine computes with what the trainer computes with the same weights."""
+
+    def expected_logprobs(self, weights: Weights) -> Any:
+        """Return what the trainer computes, for `check`."""
+
+    async def check(self, engine: Engine, expected: Any) -> None:
+        """Raise an error if the engine computes something else."""
 
 
 WeightTransfer = Callable[[Sequence[Any], Any, int], Awaitable[Sequence[BaseException | None]]]

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from trainer.engines.busy_timer import BusyTimer
 from trainer.engines.engine import (
@@ -31,15 +31,13 @@ from trainer.engines.engine import (
     Generation,
     SamplingParams,
     TurnError,
+    WeightProbe,
     Weights,
     WeightStore,
     WeightTransfer,
 )
 from trainer.engines.engine_state import SCRAPE_TIMEOUT_S, UNKNOWN_VERSION, EngineState
 from trainer.scheduling.scheduler import Placement, Scheduler
-
-if TYPE_CHECKING:
-    from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class EnginePool:
         scheduler: Scheduler,
         transfer: WeightTransfer | None = None,
         store: WeightStore | None = None,
-        probe: SyncProbe | None = None,
+        probe: WeightProbe | None = None,
         probes_once: bool = False,
         scrape_interval_s: float = 1.0,
         turn_timeout_s: float = 600.0,
@@ -99,8 +97,8 @@ class EnginePool:
         self.turn_timeout_s, self.retry_after_s = turn_timeout_s, retry_after_s
         self.engine_states = {engine.name: EngineState(engine, self) for engine in engines}
         self.weight_version = 0
-        self.expected: ExpectedLogprobs | None = None
-        """The log-probabilities of the probe with the weights of the last sync. None if they are unknown."""
+        self.expected: Any = None
+        """What the probe expects with the weights of the last sync. None if it is unknown."""
         self.stored: Path | None = None
         """The stored weights of the last sync."""
         self.is_sleeping = False

@@ -91,7 +91,7 @@ class _Completion(BaseModel, strict=True):
 
 
 class _LoadReport(BaseModel, strict=True):
-    """The answer of a worker that has loaded weights (`weight_group.checked_load`)."""
+    """The answer of a worker that has loaded weights (`trainer.sync.weight_group.checked_load`)."""
 
     checksums: dict[str, int]
     missing: list[str]

@@ -30,14 +30,15 @@ from typing import Any
 
 import aiohttp
 
+from trainer import __path__ as package_path
 from trainer.config import ConfigError
-from trainer.engines import __path__ as package_path
 from trainer.engines.engine import EngineError
 
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "vllm_worker.Worker"
 WORKER_FILES = ("vllm_worker.py", "weight_group.py")
+"""Files of `trainer/sync` that a server loads."""
 START_TIMEOUT_S = 900.0
 """Seconds that a server may take to start. Reading a large model and capturing its graphs takes minutes."""
 KILL_AFTER_S = 20.0
@@ -250,12 +251,12 @@ async def _wait_until_healthy(session: aiohttp.ClientSession, url: str, process:
 
 
 def _extension_dir(logs: Path) -> Path:
-    """Copy the worker extension to a directory of its own, for PYTHONPATH, and return the directory. The directory of
-    this file cannot be used: its modules would shadow modules of vLLM's environment."""
+    """Copy the worker extension to a directory of its own, for PYTHONPATH, and return the directory. The package
+    itself cannot be used: its modules would shadow modules of vLLM's environment."""
     directory = (logs / "extension").absolute()
     directory.mkdir(parents=True, exist_ok=True)
     for file in WORKER_FILES:
-        shutil.copy(Path(package_path[0], file), directory)
+        shutil.copy(Path(package_path[0], "sync", file), directory)
     return directory
 
 

@@ -18,7 +18,7 @@ from trainer.environments.environment import parse_options
 from trainer.environments.python_environment import PythonEnvironment
 from trainer.episodes.episode import Episode, Problem
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
-from trainer.episodes.turn_parser import fenced_block
+from trainer.episodes.turn_parser import fenced_block, program_prompt
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -50,9 +50,7 @@ class CodeEnvironment(PythonEnvironment):
     @classmethod
     def prompt(cls, problem: Problem) -> str:
         names = dict.fromkeys(str(test["call"]) for test in parse_options(cls, problem.options).tests if "call" in test)
-        kind = f"defines {' and '.join(names)}" if names else "reads standard input and prints the answer"
-        block = "Put the whole program into one block that begins with ```python and ends with ```, inside <answer>."
-        return f"{problem.text}\n\nWrite a Python program that {kind}. {block}"
+        return program_prompt(problem.text, *([f"defines {' and '.join(names)}"] if names else []))
 
     async def score(self, episode: Episode) -> float | None:
         if episode.stop_reason in INFRASTRUCTURE_STOPS:

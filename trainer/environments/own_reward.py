@@ -11,8 +11,10 @@ Invariants:
   cancellation.
 - A call fails if it raises an exception, exceeds its time limit, or returns anything but a finite number, or for a
   group a list of as many numbers as episodes.
-- At most `max_concurrent` calls run at once. Nothing can end a call that blocks in a thread. Such calls are abandoned,
-  and while there are `max_concurrent` abandoned calls, further calls fail at once.
+- At most `max_concurrent` calls run at once. No call runs in the event loop that collects the episodes: those of an
+  `async def` share a loop of their own (`trainer.environments.reward_loop`), and each other call has a thread.
+- Nothing can end a call that blocks in a thread. Such calls are abandoned, and so is a loop that a call blocks. While
+  there are `max_concurrent` abandoned threads, further calls fail at once.
 - Infrastructure failures are not scored.
 """
 
@@ -22,7 +24,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +34,7 @@ from typing import Any
 from trainer.config import ConfigError, RewardConfig, RunConfig
 from trainer.environments.environment import Environment, EnvironmentFailure
 from trainer.environments.imports import import_named
+from trainer.environments.reward_loop import RewardLoop
 from trainer.episodes.episode import Episode
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
 
@@ -107,6 +110,13 @@ class RewardCalls:
         self._free = asyncio.Semaphore(self._config.max_concurrent)
         self._num_threads = 0
         """The number of threads that have not ended, those of abandoned calls included."""
+        self._loop: RewardLoop | None = None
+
+    def close(self) -> None:
+        """End the thread of the functions with `async def`, unless one of them blocks."""
+        if self._loop:
+            self._loop.stop()
+            self._loop = None
 
     async def score(self, function: RewardFunction, episodes: Sequence[Episode]) -> list[float | None]:
         """Return the rewards of finished episodes of one problem, in order."""
@@ -147,30 +157,63 @@ class RewardCalls:
         finally:
             call.cancel()  # a call that is done stays as it is
         if not done:
-            raise EnvironmentFailure(f"no value after {self._config.timeout_s:g} s (reward.timeout_s)")
+            reason = f"no value after {self._config.timeout_s:g} s (reward.timeout_s)"
+            raise EnvironmentFailure(reason + await self._blocked_advice())
         if call.cancelled():
             raise EnvironmentFailure("CancelledError")
         return call.result()
 
     async def _value(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
         try:
-            value = function.call(**arguments) if function.is_async else await self._in_thread(function, arguments)
-            return await value if inspect.isawaitable(value) else value
-        except SystemExit as error:  # it would end the event loop
-            raise EnvironmentFailure(f"SystemExit: {error}") from None
+            if function.is_async:
+                return await self._in_loop(lambda: function.call(**arguments))
+            value = await self._in_thread(function, arguments)
+            return await self._in_loop(lambda: value) if inspect.isawaitable(value) else value
+        except (SystemExit, KeyboardInterrupt) as error:  # of the function; it would end the event loop
+            raise EnvironmentFailure(_reason(error)) from None
 
-    async def _in_thread(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
-        """Return the value of a call in a thread of its own. The thread is a daemon, so that a call that never returns
-        does not keep the process alive."""
+    async def _in_loop(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        """Await `function()` in the loop of functions with `async def`."""
+        if self._loop is None:
+            self._count_thread()
+            mine = asyncio.get_running_loop()
+
+            def end() -> None:
+                with suppress(RuntimeError):  # the loop is closed
+                    mine.call_soon_threadsafe(self._forget_thread)
+
+            self._loop = RewardLoop(end)
+        return await self._loop.call(function)
+
+    async def _blocked_advice(self) -> str:
+        """Abandon the loop of functions with `async def` if one of them blocks it. Return what to do then."""
+        loop = self._loop
+        if loop is None or not await loop.is_blocked():
+            return ""
+        if self._loop is loop:
+            self.close()
+        return "; an `async def` blocks the loop that all of them share: await instead, or use `def`"
+
+    def _count_thread(self) -> None:
+        """Count a thread that is about to start. Raises `EnvironmentFailure` if too many have not ended."""
         if self._num_threads >= 2 * self._config.max_concurrent:
             raise EnvironmentFailure(
                 f"{self._num_threads} earlier calls have not returned; mend the function, which blocks"
             )
+        self._num_threads += 1
+
+    def _forget_thread(self) -> None:
+        self._num_threads -= 1
+
+    async def _in_thread(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+        """Return the value of a call in a thread of its own. The thread is a daemon, so that a call that never returns
+        does not keep the process alive."""
+        self._count_thread()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
         def end(value: object, failure: EnvironmentFailure | None) -> None:
-            self._num_threads -= 1
+            self._forget_thread()
             if future.cancelled():
                 return
             if failure:
@@ -188,7 +231,6 @@ class RewardCalls:
                 loop.call_soon_threadsafe(end, value, failure)
 
         Thread(target=run, name=f"reward {function.name}", daemon=True).start()
-        self._num_threads += 1
         return await future
 
 

@@ -29,9 +29,11 @@ class Services:
 async def open_services(
     sandbox: SandboxConnection | None = None, rewards: RewardConfig | None = None
 ) -> AsyncIterator[Services]:
-    """Open the services of one process. At the end the sessions with MCP servers are closed; `sandbox` stays open."""
+    """Open the services of one process. At the end the sessions with MCP servers and the thread of reward functions are
+    closed; `sandbox` stays open."""
     services = Services(sandbox, reward_calls=RewardCalls(rewards))
     try:
         yield services
     finally:
+        services.reward_calls.close()
         await services.mcp_sessions.close()

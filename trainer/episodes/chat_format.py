@@ -17,11 +17,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
-from trainer.episodes.turn_parser import TOOL_CALL_OPEN, parse_turn
+from trainer.episodes.chat_template import TEMPLATE_ADVICE, ChatTemplate, Render
+from trainer.episodes.template_checks import check_append_only, check_earlier_turns, check_tool_call
 
 # The words and the layout that the released model was trained with (custom_chat_template in microsoft/rStar,
 # rstar2_agent/config/rstar2_agent_trainer.yaml).
@@ -44,20 +45,9 @@ ANSWER_INSTRUCTIONS = (
     "And your final answer will be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n"
 )
 
-REASONING = "<think>\nI let Python do it.\n</think>"
-"""The reasoning of the turns with which chat templates are checked."""
-_CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "print(1)"}}\n</tool_call>'
-TEMPLATE_ADVICE = (
-    "set model.chat_template to the file of another template (docs/training.md names some), or model.chat_format to "
-    "rstar2 if the tokenizer has Qwen's chat tokens"
-)
-
 Message = Mapping[str, str]
 ToolSchema = Mapping[str, Any]
 """The description of a tool in the form that OpenAI-compatible servers and chat templates accept."""
-Render = Callable[[list[dict[str, Any]], bool], str]
-"""Takes (messages, with_tools). Renders the messages and the opening of the assistant's next turn as text. If
-`with_tools` is true, the text describes the tools."""
 
 
 class Tokenizer(Protocol):
@@ -94,7 +84,7 @@ class ChatFormat:
         """Render conversations of placeholders, to find the text around messages. Three kinds of ids end a turn: the
         template's end of turn, the tokenizer's end token, and `eos_ids`. Raises `ValueError` if `render` is not
         append-only."""
-        self._tokenizer, self._render = tokenizer, render
+        self._tokenizer = tokenizer
         self.needs_answer_tags = needs_answer_tags
         """Whether only the content of `<answer>` is an answer. Otherwise, a last turn without it is the answer."""
         self._system_prompt, self._answer_instructions = system_prompt, answer_instructions
@@ -104,52 +94,20 @@ class ChatFormat:
         self._special_token_pattern = _compile_special_token_pattern(added)
         self._encode_cached = functools.lru_cache(4096)(self._encode)  # the samples of a problem share their prompt
 
-        # The text before a problem, and the text between a problem and the first turn.
-        self.prompt_prefix, self._generation_prompt = self._template_segments("user")
-        # The segments are the text before the user's message, before the assistant's, before the first tool response,
-        # between the two tool responses, and at the end.
-        _, _, before_responses, self._between_responses, self._after_responses = self._template_segments(
-            "user", "assistant", "tool", "tool"
+        self._template = ChatTemplate(
+            render, system_prompt=system_prompt, answer_instructions=answer_instructions, special_tokens=added
         )
-        # The same conversation, one turn longer.
-        prefix, before_turn, before_first, between, _, before_second, after = self._template_segments(
-            "user", "assistant", "tool", "tool", "assistant", "tool"
-        )
-        longer = (prefix, before_first, between, before_second, after)
-        between_responses, after_responses = self._between_responses, self._after_responses
-        # The text before a turn is not compared, since it may differ (see `_finished_turn_opening` below).
-        if longer != (self.prompt_prefix, before_responses, between_responses, before_responses, after_responses):
-            raise ValueError(
-                "the chat template is not append-only: it renders a turn differently if other messages follow; "
-                f"{TEMPLATE_ADVICE}"
-            )
-        # A template may open the assistant's turn with a tag, such as `<reason>`. If a finished turn lacks this tag,
-        # the template may render something else before the turn, such as an empty block of thoughts.
-        #   generation prompt   <|im_start|>assistant\n + _turn_opening
-        #   before_turn         <|im_start|>assistant\n + _finished_turn_opening
-        opening_tag = re.search(r"<\w+>\s*$", self._generation_prompt)
-        self._turn_opening = self._finished_turn_opening = ""
-        if opening_tag:
-            self._turn_opening = opening_tag[0]
-            turn_start = self._generation_prompt.removesuffix(self._turn_opening)
-            self._finished_turn_opening = before_turn.removeprefix(turn_start)
-        self._end_of_turn = max((text for text in added if before_responses.startswith(text)), key=len, default="")
-        if not self._end_of_turn:
-            raise ValueError(
-                f"the chat template renders {before_responses[:40]!r} after a turn; expected this text to begin with a "
-                "special token that ends the turn"
-            )
-        self._before_responses = before_responses.removeprefix(self._end_of_turn)
-        stops = (added[self._end_of_turn], tokenizer.eos_token_id, *eos_ids)
+        check_append_only(self._template)
+        stops = (added[self._template.end_of_turn], tokenizer.eos_token_id, *eos_ids)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(id for id in stops if id is not None))
 
     def encode_prompt(self, problem: str) -> list[int]:
         """Return the token ids before the first turn."""
-        return self._interleave((self.prompt_prefix, self._generation_prompt), (problem,))
+        return self._interleave((self._template.prompt_prefix, self._template.generation_prompt), (problem,))
 
     def encode_tool_responses(self, texts: Sequence[str]) -> list[int]:
         """Return the token ids between the end token of a turn and the next turn, for its tool responses in order."""
-        return self._interleave(self._response_segments(len(texts)), texts)
+        return self._interleave(self._template.response_segments(len(texts)), texts)
 
     def messages(self, prompt_ids: Sequence[int], turns: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
         """Return an episode as messages. `turns` are texts, each with the texts of its tool responses.
@@ -158,16 +116,16 @@ class ChatFormat:
         an end token, `encode_conversation` gives the ids of the episode again. Raises `ValueError` if the prompt is of
         another format, for example with other tools.
         """
-        prompt = self.decode(prompt_ids)
-        if not (prompt.startswith(self.prompt_prefix) and prompt.endswith(self._generation_prompt)):
-            raise ValueError(f"expected a prompt that begins with {self.prompt_prefix[-80:]!r}, got {prompt[:200]!r}")
-        problem = prompt.removeprefix(self.prompt_prefix).removesuffix(self._generation_prompt)
+        prompt, before, after = self.decode(prompt_ids), self._template.prompt_prefix, self._template.generation_prompt
+        if not (prompt.startswith(before) and prompt.endswith(after)):
+            raise ValueError(f"expected a prompt that begins with {before[-80:]!r}, got {prompt[:200]!r}")
+        problem = prompt.removeprefix(before).removesuffix(after)
         messages = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
         messages.append({"role": "user", "content": self._answer_instructions + problem})
         responses: Sequence[str] = ()  # to the previous turn
         for text, next_responses in turns:
             messages += [{"role": "tool", "content": response} for response in responses]
-            messages.append({"role": "assistant", "content": self._turn_opening + text})
+            messages.append({"role": "assistant", "content": self._template.turn_opening + text})
             responses = next_responses
         return messages
 
@@ -182,6 +140,7 @@ class ChatFormat:
         the turns and of `encode_tool_responses`. With a system message, no instructions are added. Raises `ValueError`
         if the roles are out of order.
         """
+        template = self._template
         roles = [message["role"] for message in messages]
         contents = [message["content"] for message in messages]
         position = 2 if roles[:1] == ["system"] else 1
@@ -191,22 +150,22 @@ class ChatFormat:
         mask: list[int] = []
         # `pending_texts` are the messages since the last turn. They are encoded together with the next turn. `segments`
         # is the text before, between and after them. It is empty if there are none.
-        segments = self._template_segments(*roles[:position])
+        segments = template.segments(*roles[:position])
         pending_texts = contents[:position]
         for role, same_role in groupby(roles[position:]):
             count = len(list(same_role))
             if role == "assistant" and count == 1 and segments:
                 turn = contents[position]
-                if not turn.startswith(self._turn_opening):
-                    opening = segments[-1].removesuffix(self._turn_opening) + self._finished_turn_opening
+                if not turn.startswith(template.turn_opening):
+                    opening = segments[-1].removesuffix(template.turn_opening) + template.finished_turn_opening
                     segments = [*segments[:-1], opening]
                 context = self._interleave(segments, pending_texts)
-                sampled = [*self._encode(turn.removeprefix(self._turn_opening)), self.stop_ids[0]]
+                sampled = [*self._encode(turn.removeprefix(template.turn_opening)), self.stop_ids[0]]
                 ids += context + sampled
                 mask += [0] * len(context) + [1] * len(sampled)
                 segments = []
             elif role in ("tool", "user") and not segments and (role == "tool" or count == 1):
-                segments = self._response_segments(count) if role == "tool" else self._user_segments
+                segments = template.response_segments(count) if role == "tool" else template.user_segments
                 pending_texts = contents[position : position + count]
             else:
                 raise ValueError(
@@ -215,36 +174,6 @@ class ChatFormat:
                 )
             position += count
         return ids, mask
-
-    def _response_segments(self, count: int) -> list[str]:
-        assert count, "expected a tool response; an episode ends after a turn without tool calls"
-        return [self._before_responses, *[self._between_responses] * (count - 1), self._after_responses]
-
-    @functools.cached_property
-    def _user_segments(self) -> list[str]:
-        """The text before and after a user message that follows a turn."""
-        before, after = self._template_segments("user", "assistant", "user")[2:]
-        return [before.removeprefix(self._end_of_turn), after]
-
-    def _template_segments(self, *roles: str) -> list[str]:
-        """Return the text before, between and after the contents of messages with these roles.
-
-        If a user message is first, the segments include the system prompt and the answer instructions.
-        """
-        marks = [f"[content-{i}]" for i in range(len(roles))]
-        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-        has_instructions = roles[0] == "user"
-        if has_instructions:
-            messages[0]["content"] = self._answer_instructions + marks[0]
-            if self._system_prompt:
-                messages.insert(0, {"role": "system", "content": self._system_prompt})
-        segments, rest = [], self._render(messages, has_instructions)
-        for mark, role in zip(marks, roles, strict=True):
-            segment, has_mark, rest = rest.partition(mark)
-            if not has_mark:
-                raise ValueError(f"the chat template omits or changes the content of a message from {role!r}")
-            segments.append(segment)
-        return [*segments, rest]
 
     def _interleave(self, segments: Sequence[str], contents: Iterable[str]) -> list[int]:
         ids = list(self._encode_cached(segments[0]))
@@ -304,9 +233,9 @@ def tokenizer_format(
             ) from error
 
     instructions = "" if system_prompt else ANSWER_INSTRUCTIONS
-    _check_earlier_turns(tokenizer, render)
+    check_earlier_turns(tokenizer, render)
     if not system_prompt:
-        _check_tool_call(render)
+        check_tool_call(render)
     return ChatFormat(
         tokenizer,
         render,
@@ -315,39 +244,6 @@ def tokenizer_format(
         eos_ids=eos_ids,
         needs_answer_tags=False,
     )
-
-
-def _check_earlier_turns(tokenizer: Tokenizer, render: Callable[[list[dict[str, Any]], bool, bool], str]) -> None:
-    """Render a growing conversation. Raises `ValueError` if a rendering does not begin with the tokens of the previous
-    one."""
-    roles = ("user", "assistant", "tool", "assistant", "user", "assistant")
-    contents = {"user": "1 + 1?", "assistant": f"{REASONING}\n\n{_CALL}", "tool": "2"}
-    messages: list[dict[str, Any]] = []
-    shorter: list[int] = []
-    for role, next_role in pairwise((*roles, "")):
-        messages.append({"role": role, "content": contents[role]})
-        text = render(messages, True, next_role == "assistant")
-        longer = tokenizer.encode(text, add_special_tokens=False)
-        if longer[: len(shorter)] != shorter:
-            change = "changes" if text.count(REASONING) == len(messages) // 2 else "removes the reasoning of"
-            raise ValueError(
-                f"the chat template {change} earlier turns if a message from {role!r} follows; {TEMPLATE_ADVICE}"
-            )
-        shorter = longer
-
-
-def _check_tool_call(render: Render) -> None:
-    """Raise `ValueError` unless the trainer reads a tool call that the template writes."""
-    function = {"name": "run", "arguments": {"code": "print(1)"}}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-    ]
-    if parse_turn(render(messages, True)).tool_calls[-1:] != parse_turn(_CALL).tool_calls:
-        raise ValueError(
-            f"the chat template does not write tool calls as JSON in {TOOL_CALL_OPEN} tags, which the trainer reads; "
-            f"set model.system_prompt to a text that asks for such calls, or {TEMPLATE_ADVICE}"
-        )
 
 
 def _render_rstar2(messages: list[dict[str, Any]], with_tools: bool) -> str:

@@ -8,7 +8,7 @@ Invariants:
   check the answer.
 - A failure of the model gives 0, never None: the model gave no answer, or an answer that the checker cannot parse, or
   on which the checker does not finish.
-- Problems whose own answer the checker cannot parse are dropped when data is prepared (`trainer.recipe.phase_work`).
+- Problems whose own answer the checker cannot parse are dropped when data is prepared (`trainer.recipe.prepare_phase`).
 """
 
 from __future__ import annotations

@@ -99,6 +99,13 @@ def boxed_answer(text: str) -> str | None:
     return text[start:end].strip() or None if start >= 0 else None
 
 
+def program_prompt(text: str, kind: str = "reads standard input and prints the answer") -> str:
+    """Return the text of a problem with a request for a program in the form that `fenced_block` reads. `kind` says what
+    the program does."""
+    block = "Put the whole program into one block that begins with ```python and ends with ```, inside <answer>."
+    return f"{text}\n\nWrite a Python program that {kind}. {block}"
+
+
 def fenced_block(text: str) -> str | None:
     """Return the content of the last closed block between lines of three backquotes. Blocks in thoughts do not count.
     None if there is no block. The first line of a block may name a language."""

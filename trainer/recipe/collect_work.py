@@ -27,18 +27,17 @@ from trainer.collection.local import LocalExecutor
 from trainer.collection.ray_executor import RayExecutor, connect, num_nodes
 from trainer.collection.store import EpisodeStore
 from trainer.collection.work import EpisodeExecutor, RunEpisode
-from trainer.config import CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
+from trainer.config import TINY_MODEL, CollectConfig, ConfigError, RunConfig, SamplingConfig, StageConfig, expand_urls
 from trainer.data.rows import DataError
 from trainer.data.sources import iter_problems
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
-from trainer.engines.weight_sync import ExpectedLogprobs, SyncProbe
 from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, needs_sandbox, open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.episode import Problem
 from trainer.json_files import read_json, write_json
 from trainer.progress_bar import progress_bar
-from trainer.recipe.phases import INITIAL_STAGE, TINY_MODEL, RecipeRun
+from trainer.recipe.phases import INITIAL_STAGE, RecipeRun
 from trainer.recipe.rollout_session import (
     chat_formats,
     connect_sandbox,
@@ -52,6 +51,7 @@ from trainer.recipe.rollout_session import (
 from trainer.rollout.episode_runner import EpisodeRunner
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
+from trainer.sync.probe import ExpectedLogprobs, SyncProbe
 from trainer.training.context import model_errors_as_config_errors
 
 STATUS_FILE = "status.json"

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,8 +22,6 @@ from trainer.runs.run_folder import RunFolder
 SFT = "sft"
 INITIAL_STAGE = "initial"
 """The stage of the model before any training."""
-TINY_MODEL = "tiny"
-"""The `model.path` of a model that the run generates."""
 EVAL_SET = "eval"
 """Name of the file with the problems of the evaluation, without its suffix."""
 DISTRIBUTED_PHASES = ("sft", "grpo")
@@ -156,6 +155,11 @@ class RecipeRun:
         result = self.require_result(phases[index - 1 if of_previous_stage else index])
         assert isinstance(result, TrainResult)
         return result
+
+    def seed(self, name: str) -> int:
+        """Return the seed of the phase or stage `name`. Different names give different seeds, so that two stages do not
+        have the same order of problems."""
+        return random.Random(f"{self.config.seed} {name}").getrandbits(31)
 
     def stage_dir(self, stage: str) -> Path:
         return self.dir / "stages" / stage

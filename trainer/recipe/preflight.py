@@ -33,9 +33,9 @@ from typing import Any
 import aiohttp
 
 from sandbox.machine import memory_available
-from trainer.config import ConfigError, ModelShape, RunConfig, expand_urls, needs_bitsandbytes
+from trainer.config import TINY_MODEL, ConfigError, ModelShape, RunConfig, expand_urls, needs_bitsandbytes
 from trainer.data.rows import DataError
-from trainer.data.sources import GENERATED, check_source, is_on_hub, iter_problems
+from trainer.data.sources import check_source, is_generated, is_on_hub, iter_problems
 from trainer.engines.engine import EngineError
 from trainer.engines.vllm_servers import (
     CHECK_MODEL_CODE,
@@ -49,7 +49,7 @@ from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError, read_json
-from trainer.recipe.phases import DISTRIBUTED_PHASES, TINY_MODEL, Phase, RecipeRun
+from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 from trainer.recipe.resource_plan import (
     CACHE_MEMORY_SHARE,
     GB,
@@ -182,7 +182,7 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
     for setting, names in reversed(_problem_sources(config).items()):
         is_eval = setting == "eval.data"
         for source in names:
-            if source.startswith(GENERATED):
+            if is_generated(source):
                 continue
             lines, texts = _problem_errors(source)
             yield from (f"{setting}: {source}: {line}" for line in lines)

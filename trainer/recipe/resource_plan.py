@@ -20,7 +20,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, ModelShape, Optimizer, RunConfig, SftConfig, StageConfig, expand_urls
+from trainer.config import (
+    TINY_MODEL,
+    TINY_SHAPE,
+    ConfigError,
+    ModelShape,
+    Optimizer,
+    RunConfig,
+    SftConfig,
+    StageConfig,
+    expand_urls,
+)
 from trainer.config_loading import validate_tree
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -90,8 +100,10 @@ def shape_of(model: Mapping[str, Any]) -> ModelShape:
 
 
 def known_shape(config: RunConfig) -> ModelShape | None:
-    """Return the sizes in the model's folder. If the folder is not on this machine, return the sizes in `config`, or
-    None. Raises `ConfigError`."""
+    """Return the sizes in the model's folder, or those of a model that the run generates. If the folder is not on this
+    machine, return the sizes in `config`, or None. Raises `ConfigError`."""
+    if config.model.path == TINY_MODEL:
+        return TINY_SHAPE
     file = Path(config.model.path) / "config.json"
     if not file.exists():
         return config.model.shape

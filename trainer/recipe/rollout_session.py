@@ -23,7 +23,6 @@ from trainer.engines.openai_client import OpenAIEngine
 from trainer.engines.pool import ALL_DOWN_TIMEOUT_S, EnginePool
 from trainer.engines.vllm_client import VllmEngine
 from trainer.engines.vllm_servers import VllmServers
-from trainer.engines.weight_sync import BroadcastTransfer, FileWeightStore, SyncProbe, WakingTransfer, load_by_engine
 from trainer.environments.connection import SandboxConnection, open_sandbox
 from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.environments.registry import open_environment
@@ -35,6 +34,10 @@ from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.scheduling.scheduler import POLICIES
+from trainer.sync.broadcast import BroadcastTransfer
+from trainer.sync.probe import SyncProbe
+from trainer.sync.transfers import WakingTransfer, load_by_engine
+from trainer.sync.weight_store import FileWeightStore
 from trainer.training.context import model_errors_as_config_errors
 
 PROMPT_SETTINGS = ("chat_format", "chat_template", "system_prompt")

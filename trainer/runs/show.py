@@ -132,8 +132,8 @@ def _stage_table(rows: Sequence[Row], summary: Row | None) -> Table:
 def _time_table(rows: Sequence[Row]) -> Table:
     """Return the shares of a step's time, and the shares of the time of its episodes, of which many run at once."""
     times = table(
-        "stage", "s per step>", "wait for episodes>", "weight sync>", "training>", "rest>",
-        "episodes: engine wait>", "generation>", "tools>",
+        "stage", "s per step>…", "wait for episodes>…", "weight sync>…", "training>…", "rest>…",
+        "episodes: engine wait>…", "sampling>…", "tools>…",
     )  # fmt: skip
     for name, group in groupby(rows, key=lambda row: row["stage"]):
         stage = [row for row in group if row.get("step_s")]

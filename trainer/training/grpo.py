@@ -230,23 +230,22 @@ class TrlAdapter(MetricsCallback):
             wait_for_ranks(self._context.hardware)
         started_at = perf_counter()
         if self._synced_step != self.trainer.state.global_step:  # equal if an evaluation has just synced these weights
-            self._send_weights()
+            self._send_weights(plain_weights(self.trainer, getattr(torch, self._context.dtype)))
         self._step_metrics = {
             "weight_version": self._weight_version,
             "rollout_wait_s": started_at - waiting_since,
             "weight_sync_s": perf_counter() - started_at,
         }
 
-    def _send_weights(self) -> Mapping[str, torch.Tensor]:
-        """Give the engines the current weights, and return them. All ranks call this together."""
-        weights, self._synced_step = plain_weights(self.trainer), self.trainer.state.global_step
+    def _send_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the engines `weights`, the current ones of the model. All ranks call this together."""
+        self._synced_step = self.trainer.state.global_step
         self._weight_version = self.step_offset + self._synced_step
         if self._context.engines_sleep:
             torch.cuda.empty_cache()  # an engine takes the memory that this rank does not use
             wait_for_ranks(self._context.hardware)
         if self._rollouts:
             self._rollouts.loop_thread.run(self._rollouts.pool.sync_weights, weights, self._weight_version)
-        return weights
 
     def rollout(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return the rows of this rank, one for each of `prompts` (TRL's `rollout_func`)."""
@@ -331,7 +330,9 @@ class TrlAdapter(MetricsCallback):
         steps, every = state.global_step - self._earlier_steps, self._context.eval_steps
         if not every or (steps % every and steps < self._stage.steps):
             return
-        started_at, weights = perf_counter(), self._send_weights()
+        # The best model is saved with the weights as they are trained. So they are gathered without rounding.
+        started_at, weights = perf_counter(), plain_weights(self.trainer)
+        self._send_weights(weights)
         if self._evaluate:
             accuracy = self._step_metrics["eval_accuracy"] = self._evaluate(steps)
             self._context.keep_if_best(self.trainer, weights, self.step_offset + state.global_step, accuracy)

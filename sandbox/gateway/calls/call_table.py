@@ -92,18 +92,25 @@ class Ended:
     """By executor: the `seq` of each of these calls that was running. The executor must cancel them."""
 
 
-class _CapacityCheck(NamedTuple):
-    """A comparison: do `wanted` more calls or bytes fit beside the `held` calls or bytes of the queue or of a tenant?
-    The texts are parts of the error message."""
+class _Excess(NamedTuple):
+    """A limit that a batch would exceed: its `wanted` calls or bytes do not fit beside those that are held already."""
 
-    holder: str
-    """The queue or the tenant."""
-    derivation: str
-    """Derivation of the maximum, or an empty text."""
+    tenant: str | None
+    """The tenant to which the limit applies; None if it applies to the whole queue."""
     unit: str
     held: int
     wanted: int
     maximum: int
+    queue_maximum: int
+
+    @property
+    def holder(self) -> str:
+        return "the queue" if self.tenant is None else f"tenant {self.tenant!r}"
+
+    @property
+    def derivation(self) -> str:
+        """Derivation of the maximum for an error message."""
+        return "" if self.tenant is None else f", a tenant's share of {self.queue_maximum}"
 
 
 class CallTable:
@@ -147,7 +154,7 @@ class CallTable:
 
     def outstanding_of(self, tenant: str) -> Outstanding:
         """Return the unfinished calls of a tenant."""
-        return self._tenants.get(tenant) or Outstanding()
+        return self._tenants.get(tenant, _NOTHING)
 
     def running_of(self, tenant: str) -> int:
         """Return how many calls of a tenant all executors have, without calls on their last attempt."""
@@ -305,12 +312,12 @@ class CallTable:
             self._end(call, UnavailableReason.DEADLINE, message, expired)
         return expired
 
-    def next_expiry(self, batch: Batch) -> float | None:
+    def next_expiry(self, batch: Batch) -> float:
         """Return the time at which the first waiting call of a batch expires, or at which the first deadline passes;
-        None if no call waits or has a deadline."""
+        infinity if no call waits or has a deadline."""
         call, deadline = batch.longest_waiting(), batch.next_deadline()
-        times = [] if call is None else [call.waiting_since + batch.queue_timeout_s]
-        return min([*times, deadline[0]] if deadline else times, default=None)
+        expiry = math.inf if call is None else call.waiting_since + batch.queue_timeout_s
+        return expiry if deadline is None else min(expiry, deadline[0])
 
     def with_id(self, call_id: str, owner: Tenant | None) -> list[PendingCall]:
         """Return the unfinished calls to which their caller gave this id, waiting calls first: those of the tenant
@@ -410,38 +417,37 @@ class CallTable:
                 f"{self.limits.max_result_bytes}; try again in {after_s} s",
                 retry_after_s=after_s,
             )
-        checks = list(self._capacity_checks(wanted, self._share(owner)))
-        for check in checks:
-            if check.wanted > check.maximum:
+        exceeded = list(self._exceeded(wanted, self._share(owner)))
+        for excess in exceeded:
+            if excess.wanted > excess.maximum:
                 raise RequestRefused(
-                    f"{check.wanted} {check.unit} in one batch, but {check.holder} holds at most "
-                    f"{check.maximum}{check.derivation}; send smaller batches"
+                    f"{excess.wanted} {excess.unit} in one batch, but {excess.holder} holds at most "
+                    f"{excess.maximum}{excess.derivation}; send smaller batches"
                 )
-        for check in checks:
-            excess = check.held + check.wanted - check.maximum
-            if excess > 0:
-                # The excess is this part of the calls or bytes held, so about this part of all calls must finish first.
-                part = excess / max(check.held, 1)
-                after_s = self.retry_after_s(math.ceil(part * self.outstanding.calls), now)
-                raise Overloaded(
-                    f"{check.holder} holds {check.held} of at most {check.maximum} {check.unit}{check.derivation}, and "
-                    f"this batch has {check.wanted} more; try again in {after_s} s",
-                    retry_after_s=after_s,
-                )
+        if exceeded:
+            excess = exceeded[0]
+            # The excess is this part of the calls or bytes held, so about this part of all calls must finish first.
+            part = (excess.held + excess.wanted - excess.maximum) / max(excess.held, 1)
+            after_s = self.retry_after_s(math.ceil(part * self.outstanding.calls), now)
+            raise Overloaded(
+                f"{excess.holder} holds {excess.held} of at most {excess.maximum} {excess.unit}{excess.derivation}, "
+                f"and this batch has {excess.wanted} more; try again in {after_s} s",
+                retry_after_s=after_s,
+            )
 
-    def _capacity_checks(self, wanted: Mapping[str, Outstanding], share: float) -> Iterator[_CapacityCheck]:
-        """Yield the checks of calls and of bytes: for the queue, then for each tenant."""
-        limits, held = self.limits, self.outstanding
-        calls, size_bytes = sum(load.calls for load in wanted.values()), sum(load.bytes for load in wanted.values())
-        yield _CapacityCheck("the queue", "", "calls", held.calls, calls, limits.max_calls)
-        yield _CapacityCheck("the queue", "", "bytes", held.bytes, size_bytes, limits.max_bytes)
-        max_calls = math.ceil(limits.max_calls * share)
-        max_bytes = math.ceil(limits.max_bytes * share)
-        for name, load in wanted.items():
-            tenant, share_of = self._tenants.get(name) or Outstanding(), ", a tenant's share of "
-            holder = f"tenant {name!r}"
-            yield _CapacityCheck(holder, f"{share_of}{limits.max_calls}", "calls", tenant.calls, load.calls, max_calls)
-            yield _CapacityCheck(holder, f"{share_of}{limits.max_bytes}", "bytes", tenant.bytes, load.bytes, max_bytes)
+    def _exceeded(self, wanted: Mapping[str, Outstanding], share: float) -> Iterator[_Excess]:
+        """Yield the limits on calls and on bytes that a load by tenant exceeds: of the queue, then of each tenant."""
+        limits, total = self.limits, Outstanding()
+        for load in wanted.values():
+            total.add(load.calls, load.bytes)
+        holders: list[tuple[str | None, Outstanding, Outstanding, float]] = [(None, self.outstanding, total, 1.0)]
+        holders += [(name, self._tenants.get(name, _NOTHING), load, share) for name, load in wanted.items()]
+        for tenant, held, load, part in holders:
+            max_calls, max_bytes = math.ceil(limits.max_calls * part), math.ceil(limits.max_bytes * part)
+            if held.calls + load.calls > max_calls:
+                yield _Excess(tenant, "calls", held.calls, load.calls, max_calls, limits.max_calls)
+            if held.bytes + load.bytes > max_bytes:
+                yield _Excess(tenant, "bytes", held.bytes, load.bytes, max_bytes, limits.max_bytes)
 
     def _note_tenants(self, admitted: Iterable[str], now: float) -> None:
         """Note that calls of these tenants were admitted."""
@@ -519,6 +525,10 @@ class AnswerRate:
         if self._counted_at is None:
             return 0.0
         return self._rate * math.exp(min(0.0, self._counted_at - now) / RATE_WINDOW_S)
+
+
+_NOTHING = Outstanding()
+"""What a tenant without unfinished calls holds. Never changed."""
 
 
 def _group_by_tenant(calls: Sequence[PendingCall]) -> Collection[Sequence[PendingCall]]:

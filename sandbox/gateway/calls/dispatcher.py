@@ -271,6 +271,10 @@ class Dispatcher:
         """Count a connection that exceeded the limit."""
         self.counters.refused[503] += 1
 
+    def connection_stalled(self) -> None:
+        """Count a connection that is closed because its client does not read."""
+        self.counters.stalled += 1
+
     def submit(self, batch: Batch) -> None:
         """Admit the calls of a batch. Raises `Overloaded` or `RequestRefused`."""
         self.check_accepting()
@@ -458,8 +462,6 @@ class Dispatcher:
     def _arm_expiry_timer(self, batch: Batch) -> None:
         """Set the timer of a batch to its next expiry or deadline. An earlier timer stays."""
         expiry = self.call_table.next_expiry(batch)
-        if expiry is None:
-            return
         timed_for, timer = self._expiry_timers.get(batch, (math.inf, None))
         if expiry < timed_for:
             if timer is not None:

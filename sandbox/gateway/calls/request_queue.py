@@ -122,10 +122,10 @@ class RequestQueue(Generic[Item]):
     def _set_running(self, request: _Request[Item], change: int) -> None:
         before = self._ring(request)
         request.running += change
-        after = self._ring(request)
-        if request.waiting and after is not before:
+        if not request.waiting:
+            self._remove_if_unused(request)
+        elif (after := self._ring(request)) is not before:
             after[request.number] = before.pop(request.number)
-        self._remove_if_unused(request)
 
     def _ring(self, request: _Request[Item]) -> OrderedDict[int, _Request[Item]]:
         return self._others if request.running or request.calls > MAX_SMALL_CALLS else self._first_calls

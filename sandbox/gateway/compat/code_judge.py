@@ -205,9 +205,9 @@ def _answer(result: EncodedResult, expected_output: str | None) -> Answer:
 
 async def _run(request: web.Request, mode: Mode) -> web.StreamResponse:
     dispatcher, started_at = request.app[DISPATCHER], monotonic()
-    form = (SubmissionsForm if mode.is_batch else SubmissionForm)(dispatcher.config, request.get(TENANT))
+    form = (SubmissionsForm if mode.is_batch else SubmissionForm)(dispatcher.config, request[TENANT])
     form.max_wait_s = mode.queue_timeout_s
-    async with exchange.admitted_batch(request, form) as (batch, _, _):
+    async with exchange.AdmittedBatch(request, form) as (batch, _, _):
         submissions = Submissions(mode, dispatcher, form, batch, started_at)
         try:
             await exchange.wait_for_results(batch)

@@ -117,9 +117,9 @@ class RunJupyterForm(CallsForm):
 
 async def _run(request: web.Request, make_form: type[RunCodeForm | RunJupyterForm]) -> web.StreamResponse:
     """Run the call of a request. Raises `HttpError` 504 if the service failed and the client should try again."""
-    form = make_form(request.app[DISPATCHER].config, request.get(TENANT))
+    form = make_form(request.app[DISPATCHER].config, request[TENANT])
     try:
-        async with exchange.admitted_batch(request, form) as (batch, _, _):
+        async with exchange.AdmittedBatch(request, form) as (batch, _, _):
             await exchange.wait_for_results(batch)
             result = batch.pop_result(0)
             response = _unavailable(result) or form.build_response(result)

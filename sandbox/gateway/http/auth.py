@@ -24,9 +24,9 @@ from sandbox.gateway.http.errors import HttpError
 from sandbox.settings.tenants import Tenant, Tenants
 
 DOCS_ASSETS = frozenset({"/docs/assets/swagger-ui.css", "/docs/assets/swagger-ui-bundle.js"})
-TENANT = web.RequestKey("tenant", Tenant)
-"""The tenant whose token the request has. The key is missing if the request has the server's token, and on a server
-without tenants."""
+TENANT: web.RequestKey[Tenant | None] = web.RequestKey("tenant")
+"""The tenant whose token the request has; None if the request has the server's token, and on a server without
+tenants."""
 PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
@@ -36,13 +36,12 @@ def auth_middleware(dispatcher: Dispatcher) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[TENANT] = None
         if not config.needs_token:
             check_local_request(request.headers.get("Host", ""), request.headers.get("Origin"), config.host)
         elif request.path not in PUBLIC_PATHS:
             token = sent_token(request.headers.get("Authorization", ""), request.headers.get("Origin"))
-            tenant = check_token(token, config.token, dispatcher.tenants)
-            if tenant is not None:
-                request[TENANT] = tenant
+            request[TENANT] = check_token(token, config.token, dispatcher.tenants)
         return await handler(request)
 
     return middleware

@@ -105,7 +105,7 @@ class BodyReader:
 
     def reservation(self, request: web.Request) -> Reservation:
         """Return a reservation for the body of a request."""
-        return Reservation(self.budget, request.get(TENANT), "bodies are being received")
+        return Reservation(self.budget, request[TENANT], "bodies are being received")
 
     async def read(self, request: web.Request, reservation: Reservation, max_bytes: int | None = None) -> bytes:
         """Return the body, of at most `max_bytes` (default: `max_body_bytes`), and reserve its bytes.

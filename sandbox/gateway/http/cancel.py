@@ -20,7 +20,7 @@ from sandbox.gateway.http.openapi import Route
 
 async def cancel_calls(request: web.Request) -> web.Response:
     call_id = request.match_info["id"]
-    owner = request.get(TENANT)
+    owner = request[TENANT]
     count = request.app[JUDGE].cancel(call_id, owner)
     count += await request.app[DISPATCHER].cancel_calls(call_id, owner)
     if not count:

@@ -113,9 +113,9 @@ async def encode_in_steps(value: object, content_type: str) -> list[bytes]:
     return [*parts, b"".join(step)]
 
 
-async def encode_result(result: Encoded, content_type: str) -> list[bytes]:
-    """Encode one result, a large one in steps. Returns the parts of the body."""
-    if encoded_bytes(result) <= CHUNK_BYTES:
+async def encode_result(result: Encoded, size: int, content_type: str) -> list[bytes]:
+    """Encode one result, a large one in steps. `size` is its `encoded_bytes`. Returns the parts of the body."""
+    if size <= CHUNK_BYTES:
         return [encode(result, content_type)]
     return await encode_in_steps(result, content_type)
 
@@ -146,7 +146,7 @@ async def encode_results(
             group.append(result)
             group_bytes += size
         else:
-            parts += await encode_result(result, content_type)
+            parts += await encode_in_steps(result, content_type)
             parts.append(separator if number < count - 1 else b"")
     if group:
         parts.append(_encode_group(group, content_type))
@@ -158,7 +158,7 @@ async def encode_results(
 async def encode_line(index: int, result: Encoded, size: int, content_type: str) -> list[bytes]:
     """Encode one result of a stream. `size` is its `encoded_bytes`. Returns the parts of the line."""
     line = {"index": index, **result}
-    parts = [encode(line, content_type)] if size <= CHUNK_BYTES else await encode_in_steps(line, content_type)
+    parts = await encode_result(line, size, content_type)
     if content_type == NDJSON:
         parts.append(b"\n")
     return parts
@@ -305,7 +305,7 @@ def _base64(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_base64)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"), default=_base64)
 
 
 def _encode_json(value: object) -> bytes:

@@ -266,7 +266,8 @@ async def run_judge(request: web.Request) -> web.StreamResponse:
                     return await exchange.stream(request, status, parsed.results, content_type)
                 begun = await exchange.wait_with_heartbeats(request, parsed.results, status, content_type)
         if parsed.is_single:
-            body = await codec.encode_result(parsed.results.pop_result(0), content_type)
+            result = parsed.results.pop_result(0)
+            body = await codec.encode_result(result, codec.encoded_bytes(result), content_type)
         else:
             results = parsed.results
             body = await codec.encode_results(exchange.pop_results(results), len(results.results), content_type)
@@ -279,7 +280,7 @@ async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
             judged = judged.with_id(str(index))
         _set_result(parsed.results, index, judged)
 
-    context = JudgeRequest(parsed.queue_timeout_s, request.get(TENANT), partial(exchange.admit, request))
+    context = JudgeRequest(parsed.queue_timeout_s, request[TENANT], partial(exchange.admit, request))
     await request.app[JUDGE].judge_all(parsed.programs, context, on_judged)
 
 
@@ -287,7 +288,7 @@ async def _judge(request: web.Request, parsed: ParsedPrograms) -> None:
 async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[ParsedPrograms, str]]:
     """Read and parse the programs of a request, and check that the queue has room for their tests. Yields them with the
     body's content type."""
-    dispatcher, owner = request.app[DISPATCHER], request.get(TENANT)
+    dispatcher, owner = request.app[DISPATCHER], request[TENANT]
     form = ProgramsForm(dispatcher.config, owner)
     with Reservation(request.app[JUDGED_BYTES], owner, "programs are being judged") as judged:
         with request.app[BODIES].reservation(request) as reservation:

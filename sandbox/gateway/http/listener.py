@@ -1,10 +1,12 @@
-"""The listening socket: limits the number of connections, and the time to send a request head.
+"""The listening socket: limits the number of connections, the time to send a request head, and the time to read.
 
 Invariants:
 - At most `max_connections` are served at once. A further connection gets 503 and is closed. While `MAX_REJECTED` such
   connections are still open, the next one is closed without a response.
 - A new connection that has not sent a whole request head within `stall_s` is closed. Between requests aiohttp's
   keep-alive timer (`KEEPALIVE_S`) applies instead.
+- A connection is closed if its client does not read for `stall_s`: if so long there are too many unsent bytes for more
+  to be written. Routes write at most `codec.CHUNK_BYTES` at once, so a client has this time for these bytes.
 
 The HTTP protocol itself is aiohttp's (`protocol_factory`, a `web.Server`), which this module wraps.
 """
@@ -43,7 +45,8 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
 class Listener:
-    """Call `open`, later `close`. `on_rejected` is called for each connection over the limit."""
+    """Call `open`, later `close`. `on_rejected` is called for each connection over the limit, `on_stalled` for each one
+    that is closed because its client does not read."""
 
     def __init__(
         self,
@@ -51,11 +54,13 @@ class Listener:
         max_connections: int,
         stall_s: float,
         on_rejected: Callable[[], None],
+        on_stalled: Callable[[], None],
     ) -> None:
         self.protocol_factory = protocol_factory
         self.max_connections = max_connections
-        self.stall_s = stall_s
+        self.send_timeout_s = self.read_timeout_s = stall_s
         self.on_rejected = on_rejected
+        self.on_stalled = on_stalled
         self.connections = 0
         """Served connections that are open."""
         self.rejected = 0
@@ -87,29 +92,33 @@ class Listener:
 
 
 class _Connection(asyncio.Protocol):
-    """A served connection: passes everything to aiohttp's protocol, and times the first request head."""
+    """A served connection: passes everything to aiohttp's protocol, and times the client."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._protocol = listener.protocol_factory()
         self._head_tail = b""
         """The last three bytes received, while the first request head is incomplete."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Set while the first request head is incomplete."""
+        self._read_timer: asyncio.TimerHandle | None = None
+        """Set while too many bytes are unsent."""
         listener.connections += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._loop = asyncio.get_running_loop()
         self._abort = cast(asyncio.Transport, transport).abort
-        self._timer = asyncio.get_running_loop().call_later(self._listener.stall_s, self._on_stalled)
+        self._head_timer = self._loop.call_later(self._listener.send_timeout_s, self._on_head_late)
         self._protocol.connection_made(transport)
 
-    def _on_stalled(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(READ_GRACE_S, self._abort)
+    def _on_head_late(self) -> None:
+        self._head_timer = self._loop.call_later(READ_GRACE_S, self._abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._timer is not None:
+        if self._head_timer is not None:
             if HEAD_END in self._head_tail + data:
-                self._timer.cancel()
-                self._timer = None
+                self._head_timer.cancel()
+                self._head_timer = None
             else:
                 self._head_tail = (self._head_tail + data[-3:])[-3:]
         self._protocol.data_received(data)
@@ -118,16 +127,28 @@ class _Connection(asyncio.Protocol):
         return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
+        self._read_timer = self._loop.call_later(self._listener.read_timeout_s, self._on_stalled)
         self._protocol.pause_writing()
 
+    def _on_stalled(self) -> None:
+        self._listener.on_stalled()
+        self._abort()
+
     def resume_writing(self) -> None:
+        self._stop_read_timer()
         self._protocol.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._listener.connections -= 1
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._stop_read_timer()
         self._protocol.connection_lost(exc)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
 
 class _RejectedConnection(asyncio.Protocol):

@@ -153,7 +153,7 @@ class _AsgiRequest:
         """End the response and return it."""
         if self._response is None:
             raise HttpError(500, "the MCP transport sent no response; the server's log has the reason")
-        await exchange.end(self._request, self._response)
+        await self._response.write_eof()
         return self._response
 
 

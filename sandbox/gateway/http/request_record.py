@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def request_id(headers: Mapping[str, str]) -> str:
     parent = headers.get("traceparent")
     if parent is not None and (match := TRACEPARENT.fullmatch(parent)):
         return match[1]
-    return secrets.token_hex(16)
+    return f"{random.getrandbits(128):032x}"  # no secret: it only has to differ from other ids
 
 
 def shown_path(request: web.Request) -> str:
@@ -83,16 +83,16 @@ def record_requests(traces: Traces | None, *, has_access_log: bool) -> Middlewar
         token = logs.request_id.set(record.id)
         if traces is not None:
             record.trace = traces.start(request.method, shown_path(request), request.headers, record.id)
-        status, bytes_out = CLIENT_DISCONNECTED, 0
+        response: web.StreamResponse | None = None
         try:
             response = await handler(request)
-            status, bytes_out = response.status, _size(response)
             return response
         finally:
+            status = CLIENT_DISCONNECTED if response is None else response.status
             if record.trace is not None:
                 record.trace.end(status, record.tenant, record.calls)
             if has_access_log:
-                _log_access(request, record, status, bytes_out)
+                _log_access(request, record, status, 0 if response is None else _size(response))
             logs.request_id.reset(token)
 
     return middleware

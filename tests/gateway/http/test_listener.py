@@ -6,22 +6,19 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
-from unittest.mock import Mock
 
 import msgpack
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 
 from sandbox.client import clients as client
 from sandbox.errors import ConfigError
 from sandbox.gateway import build_app, routes, server
 from sandbox.gateway.http import body_reader, listener
 from sandbox.gateway.http.body_reader import BodyReader, Reservation
-from sandbox.gateway.http.exchange import end
 from tests.fakes import FakeFleet
 from tests.gateway.serving import Served, serving, until
 from tests.http_server import stop_accepting
@@ -45,7 +42,7 @@ async def serving_through_listener(
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
     listening, address = await server._listen(runner, served.dispatcher)
-    listening.stall_s = send_timeout_s
+    listening.send_timeout_s = send_timeout_s
     host, _, port = address.removeprefix("http://").rpartition(":")
     try:
         yield listening, host, int(port)
@@ -122,6 +119,16 @@ class FakeTransport(asyncio.Transport):
         self.was_aborted = True
 
 
+def connect_fake(stall_s: float = 0.0, on_stalled: Callable[[], None] = lambda: None) -> tuple[Any, FakeTransport]:
+    """Return a connection of a listener with the limit `stall_s`, and its transport."""
+    connection = listener._Connection(
+        listener.Listener(asyncio.Protocol, 1, stall_s, on_rejected=lambda: None, on_stalled=on_stalled)
+    )
+    transport = FakeTransport()
+    connection.connection_made(transport)
+    return connection, transport
+
+
 @pytest.mark.parametrize(
     ("chunks", "is_complete"),
     [
@@ -136,9 +143,7 @@ class FakeTransport(asyncio.Transport):
 async def test_the_end_of_a_head_is_recognized_however_the_bytes_are_split(
     chunks: tuple[bytes, ...], is_complete: bool
 ) -> None:
-    connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
-    transport = FakeTransport()
-    connection.connection_made(transport)
+    connection, transport = connect_fake()
     for chunk in chunks:
         connection.data_received(chunk)
     if not is_complete:
@@ -151,11 +156,9 @@ async def test_the_end_of_a_head_is_recognized_however_the_bytes_are_split(
 async def test_bytes_that_arrived_while_the_loop_was_blocked_are_read_before_the_abort() -> None:
     """After a time in which an event loop was blocked, it first runs its expired timers, and then reads from
     sockets."""
-    connection = listener._Connection(listener.Listener(asyncio.Protocol, 1, 0.0, lambda: None))
-    transport = FakeTransport()
-    connection.connection_made(transport)
-    timer = connection._timer
-    await until(lambda: connection._timer is not timer)
+    connection, transport = connect_fake()
+    timer = connection._head_timer
+    await until(lambda: connection._head_timer is not timer)
     connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
     await asyncio.sleep(listener.READ_GRACE_S + 0.05)
     assert not transport.was_aborted
@@ -323,14 +326,22 @@ async def test_the_minimum_of_connections_is_the_maximum_of_one_client() -> None
     assert listener.MIN_CONNECTIONS == client.MAX_CONNECTIONS
 
 
-async def test_the_end_of_a_stream_has_the_time_limit_of_its_parts() -> None:
-    class Unread(web.StreamResponse):
-        async def write_eof(self, data: bytes = b"") -> None:
-            await asyncio.Event().wait()
+async def test_a_connection_that_stays_paused_is_closed_and_counted() -> None:
+    stalled: list[str] = []
+    connection, transport = connect_fake(on_stalled=lambda: stalled.append("once"))
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    connection.pause_writing()
+    await until(lambda: transport.was_aborted)
+    assert stalled == ["once"], f"on_stalled was called {len(stalled)} times"
+    connection.connection_lost(None)
 
-    async with serving(stall_s=0.05) as served:
-        request = make_mocked_request("GET", "/", app=served.app)
-        ending = asyncio.create_task(end(request, Unread()))
-        await until(lambda: served.dispatcher.counters.stalled == 1)
-        assert cast(Mock, request.transport).abort.called, "the end of the connection cancels the handler"
-        ending.cancel()
+
+@pytest.mark.parametrize("end", ["resume_writing", "connection_lost"])
+async def test_a_connection_that_resumes_or_ends_has_no_time_limit_left(end: str) -> None:
+    connection, transport = connect_fake(stall_s=600)
+    connection.pause_writing()
+    timer = connection._read_timer
+    getattr(connection, end)(*([None] if end == "connection_lost" else []))
+    assert timer.cancelled() and not transport.was_aborted, f"the time limit goes on after {end}"
+    if end == "resume_writing":
+        connection.connection_lost(None)

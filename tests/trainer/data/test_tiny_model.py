@@ -3,6 +3,7 @@ any text."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="the tiny model needs torch")
 transformers = pytest.importorskip("transformers", reason="the tiny model needs transformers")
 
+from trainer.config import TINY_SHAPE, EvalConfig, RunConfig  # noqa: E402
 from trainer.data import synthetic, tiny_model  # noqa: E402
 from trainer.episodes.chat_format import rstar2_format  # noqa: E402
+from trainer.recipe.resource_plan import known_shape, shape_of  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     tiny_model.write_tiny_model(path, seed=3)
     return path
+
+
+def test_the_model_has_the_sizes_from_which_a_run_is_planned(folder: Path) -> None:
+    written = shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    assert known_shape(RunConfig(eval=EvalConfig(data=("generated:1",)))) == written
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def test_equal_seeds_write_equal_files_and_another_seed_other_weights(folder: Pa
 def test_the_tiny_model_loads_from_its_directory(folder: Path, tokenizer: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) < 500_000
-    assert model.config.vocab_size == len(tokenizer) == tiny_model.VOCAB_SIZE
+    assert model.config.vocab_size == len(tokenizer) == TINY_SHAPE.vocab_size
     assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 

@@ -237,7 +237,7 @@ async def test_too_few_gpus_are_a_config_error_before_any_server_starts(servers,
 
 @pytest.mark.parametrize("file", WORKER_FILES)
 def test_the_worker_extension_imports_nothing_but_vllm_and_torch(file):
-    tree = ast.parse(Path(trainer.__path__[0], "engines", file).read_text())
+    tree = ast.parse(Path(trainer.__path__[0], "sync", file).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in imported} <= {"vllm", "torch", "weight_group", *sys.stdlib_module_names}

@@ -21,6 +21,7 @@ from tests.trainer.fakes import ScriptedPool, ScriptedTools
 from tests.trainer.rollout.conftest import chat_format  # noqa: F401  a fixture
 from tests.trainer.rollout.scripted_rollout import PROBLEM, collect, text_by_seed
 from trainer.config import ConfigError, EnginesConfig, RewardConfig, RunConfig, StageConfig
+from trainer.environments import reward_loop
 from trainer.environments.environment import EnvironmentFailure
 from trainer.environments.own_reward import RewardCalls, check_reward, load_reward
 from trainer.environments.registry import check_problem
@@ -129,6 +130,13 @@ async def swallow(response: str) -> float:
     return 1.0
 
 
+async def block_its_loop(response: str) -> float:
+    """Block the event loop in which it runs, except for the response "fast"."""
+    if response != "fast":
+        BLOCKED.wait()
+    return 1.0
+
+
 def positional(response: str, /) -> float:
     return 1.0
 
@@ -189,8 +197,7 @@ async def test_a_response_is_the_text_of_all_turns() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("function", [by_sample, by_sample_async])
 async def test_a_value_that_is_no_finite_number_leaves_its_episode_unscored_with_the_reason(function: Any) -> None:
-    # A coroutine cannot raise StopIteration. KeyboardInterrupt in the event loop must end it, as Ctrl-C does.
-    left_out = (KeyboardInterrupt, StopIteration) if function is by_sample_async else ()
+    left_out = (StopIteration,) if function is by_sample_async else ()  # a coroutine cannot raise it
     episodes = [one for one in episodes_with(*["x"] * len(VALUES)) if not isinstance(VALUES[one.sample], left_out)]
     rewards = await rewards_of(function, episodes)
     assert rewards[: len(REWARDS)] == REWARDS
@@ -250,6 +257,37 @@ async def test_a_call_that_never_returns_is_abandoned_after_its_time_limit(funct
     assert await rewards_of(function, [episode], timeout_s=0.01) == [None]
     assert episode.error.endswith("no value after 0.01 s (reward.timeout_s)")
     BLOCKED.set()  # before the event loop ends, which awaits its tasks
+
+
+@pytest.mark.asyncio
+async def test_an_async_function_that_blocks_stops_no_other_task_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 0.05)
+    calls = RewardCalls(RewardConfig(timeout_s=0.05, max_concurrent=1))
+    function, threads_before = load_reward(f"{__name__}:block_its_loop"), threading.active_count()
+    ticks, has_ended = 0, asyncio.Event()
+
+    async def tick() -> None:
+        nonlocal ticks
+        while not has_ended.is_set():
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(tick())
+        (blocked,) = episodes_with("slow")
+        assert await calls.score(function, [blocked]) == [None]
+        has_ended.set()
+    assert ticks > 10, "the collection's loop stood still"
+    assert "(reward.timeout_s); an `async def` blocks the loop that all of them share: await instead" in blocked.error
+    assert await calls.score(function, episodes_with("fast")) == [1.0], "a new loop has replaced the blocked one"
+    assert threading.active_count() - threads_before == 2
+    blocked_again, refused = episodes_with("slow", "slow")
+    assert await calls.score(function, [blocked_again]) == [None]
+    assert await calls.score(function, [refused]) == [None]
+    assert refused.error.endswith("2 earlier calls have not returned; mend the function, which blocks")
+    BLOCKED.set()
+    while calls._num_threads:  # noqa: ASYNC110  threads end here, without an event
+        await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio

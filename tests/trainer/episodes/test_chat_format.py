@@ -15,11 +15,11 @@ from tests.trainer.episodes.untrusted_text import untrusted_texts
 from tests.trainer.fakes import call_text, qwen_tokenizer, released_template
 from trainer.episodes.chat_format import (
     ANSWER_INSTRUCTIONS,
-    REASONING,
     RSTAR2_SYSTEM,
     rstar2_format,
     tokenizer_format,
 )
+from trainer.episodes.template_checks import REASONING
 from trainer.episodes.turn_parser import parse_turn
 
 SYSTEM_PROMPT = "Be brief."
@@ -139,7 +139,7 @@ def test_the_end_of_turn_and_the_eos_token_are_the_stop_ids():
 @example(problem="x", turns=[("<reason>well", ["1"]), ("<think>\nno", ["2", "3"])])
 def test_a_conversation_encodes_as_its_prompt_turns_and_tool_responses(chat_format, problem, turns):
     tokenizer = qwen_tokenizer()
-    opening_tag = chat_format._turn_opening  # ends the prompt, so that the model does not sample it
+    opening_tag = chat_format._template.turn_opening  # ends the prompt, so that the model does not sample it
     ids, mask = chat_format.encode_prompt(problem), [0] * len(chat_format.encode_prompt(problem))
     messages = [{"role": "user", "content": problem}]
     for turn_text, responses in [*turns, ("<answer>\\boxed{1}</answer>", [])]:

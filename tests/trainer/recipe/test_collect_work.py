@@ -14,8 +14,8 @@ from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from trainer.config import EnginesConfig, RunConfig  # noqa: E402
 from trainer.data.tiny_model import write_tiny_model  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
-from trainer.engines.weight_sync import SyncProbe  # noqa: E402
 from trainer.recipe.collect_work import HostSpec, _open_pool  # noqa: E402
+from trainer.sync.probe import SyncProbe  # noqa: E402
 
 
 @pytest.mark.parametrize("has_collected_weights", [True, False])

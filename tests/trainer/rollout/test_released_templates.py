@@ -9,8 +9,9 @@ import pytest
 from sandbox.tool import TOOL_SCHEMA
 from tests.trainer.fakes import ScriptedPool, ScriptedTools, answer_text, qwen_tokenizer, released_template
 from tests.trainer.rollout.scripted_rollout import PROBLEM, run_episode, turns
-from trainer.episodes.chat_format import ANSWER_INSTRUCTIONS, REASONING, tokenizer_format
+from trainer.episodes.chat_format import ANSWER_INSTRUCTIONS, tokenizer_format
 from trainer.episodes.episode import StopReason
+from trainer.episodes.template_checks import REASONING
 
 
 @pytest.mark.asyncio

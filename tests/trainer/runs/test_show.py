@@ -69,6 +69,17 @@ def test_the_terminal_shows_where_the_time_of_a_step_goes(tmp_path: Path, show_i
     assert line.split()[1:] == ["5", "60.0%", "8.0%", "20.0%", "12.0%", "10.0%", "20.0%", "70.0%"]
 
 
+def test_no_word_of_a_table_is_cut_in_a_terminal_of_80_columns(
+    tmp_path: Path, show_in_terminal: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = RunFolder(tmp_path)
+    times = {"step_s": 1.25, "rollout_wait_s": 1.0, "weight_sync_s": 0.1, "optimize_s": 0.1}
+    folder.append_metrics({"step": 1, "stage": "rl1", **times, "wait_s_sum": 1.0, "generate_s_sum": 2.0})
+    words = set(show_in_terminal(folder).split())
+    assert {"episodes", "weight", "training", "engine", "sampling", "tools", "80.0%"} <= words
+
+
 def as_shown(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
 

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler  # noqa: E402
 from tests.trainer.training.stage_run import StageRun, are_equal, load_weights  # noqa: E402
 from trainer.config import ConfigError, SftConfig  # noqa: E402
-from trainer.config_loading import load_config  # noqa: E402
 from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
@@ -140,12 +139,6 @@ def test_an_adapter_that_peft_rejects_or_that_cannot_be_merged_is_refused(
         peft_config(options, model)
     assert str(caught.value).startswith("model.peft: ")
     assert "\n" not in str(caught.value)
-
-
-def test_an_adapter_with_sharded_weights_is_refused() -> None:
-    sets = ["model.peft.r=4", "hardware.gpus_per_node=2", "hardware.sharding=full"]
-    with pytest.raises(ConfigError, match=r"sharding=full: expected none with \[model\.peft\]"):
-        load_config(None, {}, sets)
 
 
 def test_the_frozen_weights_of_an_adapted_model_in_training_stay_exact_over_many_merges(model: Path) -> None:

@@ -28,7 +28,7 @@ from trainer.engines.vllm_client import VllmEngine
 
 pytest.importorskip("torch")
 
-from trainer.engines.weight_sync import WakingTransfer, load_by_engine
+from trainer.sync.transfers import WakingTransfer, load_by_engine
 
 WAKE_WEIGHTS, WAKE_KV_CACHE, SLEEP = "/wake_up?tags=weights", "/wake_up?tags=kv_cache", "/sleep?level=2"
 SYNC = [WAKE_WEIGHTS, "/collective_rpc", "/reset_prefix_cache", WAKE_KV_CACHE, "/v1/completions"]

@@ -32,22 +32,17 @@ from tests.trainer.engines.qwen_model import (  # noqa: E402
 )
 from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.real_vllm import real_vllm_engine  # noqa: E402
-from trainer.engines import weight_group, weight_sync  # noqa: E402
 from trainer.engines.engine import EngineError, SamplingParams  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.engines.pool import EnginePool  # noqa: E402
 from trainer.engines.vllm_client import CHECKSUMS_FILE, VllmEngine  # noqa: E402
-from trainer.engines.weight_sync import (  # noqa: E402
-    BOUNDS,
-    ERROR_FACTOR,
-    BroadcastTransfer,
-    FileWeightStore,
-    SyncProbe,
-    WakingTransfer,
-    WeightSyncError,
-    load_by_engine,
-)
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
+from trainer.sync import weight_group, weight_store  # noqa: E402
+from trainer.sync.broadcast import BroadcastTransfer  # noqa: E402
+from trainer.sync.probe import BOUNDS, ERROR_FACTOR, NUM_PROBES, PROBE_TOKENS, SyncProbe  # noqa: E402
+from trainer.sync.saved_tensors import WeightSyncError  # noqa: E402
+from trainer.sync.transfers import WakingTransfer, load_by_engine  # noqa: E402
+from trainer.sync.weight_store import FileWeightStore  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +141,7 @@ async def test_servers_load_weights_from_a_directory_that_lasts_until_newer_ones
 @pytest.mark.parametrize("architecture", ["qwen3", *EXPERTS_MODELS])
 async def test_stored_tensors_are_those_of_save_pretrained_in_the_engines_dtype(tmp_path, monkeypatch, architecture):
     """In memory, the experts of a layer are one tensor, and some names differ."""
-    monkeypatch.setattr(weight_sync, "MAX_FILE_BYTES", 2**14)  # so small that there are several files
+    monkeypatch.setattr(weight_store, "MAX_FILE_BYTES", 2**14)  # so small that there are several files
     trained = make_any_model(architecture, seed=1)
     trained.save_pretrained(tmp_path / "saved")
     saved = load_stored(tmp_path / "saved")
@@ -390,19 +385,17 @@ def make_sharper_model(seed, num_layers, factor):
 @pytest.mark.parametrize("num_layers", [2, 4])
 @pytest.mark.parametrize("dtype", BOUNDS)
 async def test_rounding_alone_passes_the_probe(tmp_path, caplog, dtype, num_layers):
-    """The largest difference is at most 0.71 of the bound for 10,000 models (`trainer.engines.weight_sync`)."""
+    """The largest difference is at most 0.71 of the bound for 10,000 models (`trainer.sync.probe`)."""
     probe, rng, max_ratio = make_probe(tmp_path, dtype, num_layers), random.Random(0), 0.0
     for seed in range(4):
         model = make_sharper_model(seed, num_layers, factor=1 + seed)
-        probe.sequences = [
-            rng.choices(range(VOCAB_SIZE), k=weight_sync.PROBE_TOKENS) for _ in range(weight_sync.NUM_PROBES)
-        ]
+        probe.sequences = [rng.choices(range(VOCAB_SIZE), k=PROBE_TOKENS) for _ in range(NUM_PROBES)]
         expected = probe.expected_logprobs(model.state_dict())
         engine = ScoringEngine(model, dtype)
         assert await count_warnings(probe, engine, expected, caplog) == 0
         scores = torch.tensor([await engine.logprobs(sequence) for sequence in probe.sequences], dtype=torch.float64)
         bound = BOUNDS[dtype] * expected.rounding
-        max_ratio = max(max_ratio, weight_sync._rms(scores - expected.logprobs) / bound)
+        max_ratio = max(max_ratio, float((scores - expected.logprobs).square().mean().sqrt()) / bound)
     assert 0 < max_ratio < 0.75
 
 

@@ -18,7 +18,7 @@ import torch
 from aiohttp import web
 from torch.distributed import TCPStore
 
-from trainer.engines import weight_group
+from trainer.sync import weight_group
 
 weight_group.BUCKET_BYTES = 2**14  # so small that the weights take several buckets
 

@@ -26,10 +26,10 @@ from tests.trainer.engines.qwen_model import (  # noqa: E402
     trainer_logprobs,
 )
 from tests.trainer.real_vllm import real_vllm_engine  # noqa: E402
-from trainer.engines import weight_group  # noqa: E402
 from trainer.engines.engine import EngineError  # noqa: E402
 from trainer.engines.vllm_client import VllmEngine  # noqa: E402
-from trainer.engines.weight_sync import BroadcastTransfer  # noqa: E402
+from trainer.sync import weight_group  # noqa: E402
+from trainer.sync.broadcast import BroadcastTransfer  # noqa: E402
 
 TIMEOUT_S = 1.5
 

@@ -1,0 +1,188 @@
+"""Write the reference pages in docs/reference/ from the code: settings, routes, metrics.
+
+    python -m bench.reference          # writes the pages
+    python -m bench.reference --check  # exits with 1 and names each page that differs from the code
+
+No page is written by hand that a program knows. `tests/bench/test_reference.py` holds the pages against the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from sandbox.gateway import metrics, routes
+from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, Setting
+from trainer.config import RunConfig
+from trainer.setting_comments import setting_comments
+
+PAGES = Path(__file__).parents[1] / "docs/reference"
+NOTICE = "<!-- Written by `python -m bench.reference`. Change the code, not this page. -->"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table. A bar in a cell is escaped."""
+    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def server_settings() -> str:
+    """Return the page of the settings of `rstar-sandbox serve`, by the groups of its help."""
+    parts = [
+        "# Settings of the server",
+        "Each setting of `rstar-sandbox serve` is a key of the TOML file (`--config FILE`), a flag, and a variable of "
+        f"the environment. The flag of `queue_mb` is `--queue-mb`, and its variable is `{ENV_PREFIX}QUEUE_MB`. Flags "
+        "take precedence over variables, variables over the file, and the file over the defaults. An unknown name is "
+        "an error.\n\n"
+        "The tables `[profiles.NAME]` and `[mounts]` of the file are described in "
+        "[operations](../operations.md#profiles).",
+    ]
+    by_group = sorted(SETTINGS.items(), key=lambda item: list(SETTING_GROUPS).index(item[1].group))
+    for group, settings in groupby(by_group, key=lambda item: item[1].group):
+        rows = [_setting_row(name, setting) for name, setting in settings]
+        parts += [
+            f"## {group.capitalize()}",
+            f"{SETTING_GROUPS[group][0].upper()}{SETTING_GROUPS[group][1:]}.",
+            table(_SETTING_HEADER, rows),
+        ]
+    return "\n\n".join(parts)
+
+
+_NO_SETTINGS = ("name", "stages")
+"""Fields of the trainer's configuration that are no settings: a stage's name is the key of its table."""
+_SETTING_HEADER = ("setting", "default", "expected", "description")
+
+
+def _setting_row(name: str, setting: Setting) -> Sequence[str]:
+    default = "none" if setting.default is None else f"`{_spelled(setting.default)}`"
+    flag = "; no flag, since command lines are visible to other users" if setting.is_secret else ""
+    return f"`{name}`", default, setting.rule.expected, setting.doc + flag
+
+
+def _spelled(value: object) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def trainer_settings() -> str:
+    """Return the page of the settings of `rstar-train`, by the tables of its TOML file."""
+    schema = TypeAdapter(RunConfig).json_schema()
+    parts = [
+        "# Settings of the trainer",
+        "Each setting of `rstar-train` is a key of the TOML file. `--set stages.rl1.steps=3` replaces it on the "
+        "command line, and `RSTAR_TRAIN_STAGES__RL1__STEPS=3` in the environment. An unknown name is an error. "
+        "[Training](../training.md#settings) explains how the tables work together.",
+    ]
+    tables = {"": RunConfig}
+    tables |= {field.name: _table_class(field) for field in dataclasses.fields(RunConfig) if _table_class(field)}
+    for name, cls in tables.items():
+        comments = setting_comments(cls)
+        properties = schema["properties"] if cls is RunConfig else schema["$defs"][cls.__name__]["properties"]
+        rows = [
+            (f"`{key}`", _default_text(field), _expected(properties[key]), comments.get(key, ""))
+            for key, field in ((field.name, field) for field in dataclasses.fields(cls))
+            if key not in _NO_SETTINGS and not (cls is RunConfig and key in tables)
+        ]
+        heading = f"[{name}]" if name != "rl" else "[rl] and [stages.NAME]"
+        parts += [
+            f"## {heading if name else 'Without a table'}",
+            inspect.getdoc(cls) or "",
+            table(_SETTING_HEADER, rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def _table_class(field: dataclasses.Field[Any]) -> Any:
+    """Return the dataclass whose fields are the keys of this table, or None for a setting."""
+    return field.default_factory if dataclasses.is_dataclass(field.default_factory) else None
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "none"
+    value = field.default
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{_spelled(value)}`" if value else "none"
+    return f"`{value}`" if value not in ("", None) else "none"
+
+
+def _expected(schema: Mapping[str, Any]) -> str:
+    """Say in words what a JSON schema accepts."""
+    if "enum" in schema or "const" in schema:
+        return f"one of {', '.join(schema.get('enum') or [schema['const']])}"
+    if schema.get("type") == "array":
+        return "list of texts" if "enum" not in schema["items"] else f"list of {', '.join(schema['items']['enum'])}"
+    if "anyOf" in schema or "$ref" in schema or schema.get("type") == "object":
+        return "table"
+    words = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
+    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    return " ".join(
+        [words[schema["type"]], *(f"{word} {schema[key]}" for key, word in bounds.items() if key in schema)]
+    )
+
+
+def http_routes() -> str:
+    """Return the page of the HTTP routes, by the headings of the API page."""
+    parts = [
+        "# HTTP routes",
+        "A running server describes its routes, bodies and responses at `/docs`, and in the OpenAPI document "
+        "`/openapi.json`. [HTTP](../http.md) explains statuses, errors and retries.",
+    ]
+    for group, members in groupby(routes.ROUTES, key=lambda route: route.group):
+        rows = [(route.method, f"`{route.path}`", route.summary) for route in members]
+        parts += [f"## {group}", table(("method", "path", "does"), rows)]
+    return "\n\n".join(parts)
+
+
+def metric_names() -> str:
+    """Return the page of the metrics of `GET /metrics`."""
+    rows = [(f"`{metrics.PREFIX}{name}`", kind, text) for name, (kind, text) in metrics.METRICS.items()]
+    return "\n\n".join(
+        [
+            "# Metrics",
+            "`GET /metrics` has these metrics in the text format of Prometheus. [Tenants](../operations.md#tenants) "
+            "says which of them the token of a tenant may read.",
+            table(("metric", "type", "description"), rows),
+        ]
+    )
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    texts = {
+        "server-settings.md": server_settings(),
+        "trainer-settings.md": trainer_settings(),
+        "routes.md": http_routes(),
+        "metrics.md": metric_names(),
+    }
+    return {name: f"{NOTICE}\n\n{text}\n" for name, text in texts.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
+    arguments = parser.parse_args(argv)
+    PAGES.mkdir(exist_ok=True)
+    different = []
+    for name, text in pages().items():
+        page = PAGES / name
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            different.append(page)
+            if not arguments.check:
+                page.write_text(text, encoding="utf-8")
+    for page in different:
+        print(f"{page}: {'differs from the code; run python -m bench.reference' if arguments.check else 'written'}")
+    return int(arguments.check and bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The reference pages equal the code, and describe each setting, route and metric."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench import reference
+from sandbox.settings.server import SETTINGS
+from trainer.config import StageConfig
+
+
+@pytest.mark.parametrize(("name", "text"), reference.pages().items(), ids=reference.pages())
+def test_a_page_equals_the_code(name: str, text: str) -> None:
+    assert (reference.PAGES / name).read_text(encoding="utf-8") == text, "run python -m bench.reference"
+
+
+@pytest.mark.parametrize("text", reference.pages().values(), ids=reference.pages())
+def test_each_row_has_a_description(text: str) -> None:
+    rows = re.findall(r"^\| (?!---).*\|$", text, re.MULTILINE)
+    assert rows
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_setting_of_both_commands_has_a_row() -> None:
+    server, trainer = reference.server_settings(), reference.trainer_settings()
+    assert [name for name in SETTINGS if f"| `{name}` |" not in server] == []
+    stage = [name for name in StageConfig.__dataclass_fields__ if name != "name"]
+    assert [name for name in stage if f"| `{name}` |" not in trainer] == []
+
+
+def test_a_page_that_differs_is_named_and_is_an_error(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reference, "PAGES", tmp_path)
+    assert reference.main(["--check"]) == 1
+    assert "metrics.md: differs from the code; run python -m bench.reference" in capsys.readouterr().out
+    assert reference.main([]) == 0
+    assert reference.main(["--check"]) == 0

@@ -1,0 +1,1 @@
+"""The Python files that `rstar-train init` copies into a new folder."""
