@@ -158,7 +158,7 @@ class HardwareConfig:
 class DataConfig:
     """The training problems."""
 
-    train: StringList = ("generated:2048",)  # files, hub names, or 'generated:N'
+    train: StringList = ("generated:2048",)  # files, hub names, 'generated:N', or 'generated-programs:N'
     decontaminate_against: StringList = ()  # sources whose 8-grams must not occur in training problems
     integer_answers_only: bool = True  # keep only problems whose answer is an integer
 
@@ -167,7 +167,7 @@ class DataConfig:
 class SftConfig:
     """Supervised fine-tuning on tool format and instruction following, without reasoning (the paper's section 4)."""
 
-    data: StringList = ()  # sources of conversations, or 'generated:N'; if empty, there is no SFT
+    data: StringList = ()  # files, hub names, or generated ones, of conversations; if empty, there is no SFT
     epochs: PositiveFloat = 3.0  # passes over the conversations
     learning_rate: Fraction = 5e-6  # peak; cosine decay to 0
     warmup_ratio: Fraction = 0.04  # share of the steps in which the learning rate rises

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
-from trainer.config import TINY_MODEL, RunConfig, SamplingConfig
+from trainer.config import TINY_MODEL, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import tokenizer_conversations
@@ -46,12 +47,21 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
     for stage in stages:
-        total = Counter[str]()
-        for counts in reports[run.unfiltered_path(stage).stem]["counts"].values():
-            total.update(counts)
-        rows = ", ".join(f"{number} {label}" for label, number in total.items())
-        stage.require_problems(total["kept"], f"its data has {rows}; {run.dir}/data/report.json names dropped rows")
+        _require_problems(run, stage, reports[run.unfiltered_path(stage).stem])
     run.write_result(phase, TrainResult(model, step=0))
+
+
+def _require_problems(run: RecipeRun, stage: StageConfig, report: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` with the reasons for which problems were dropped, if a stage has too few of them."""
+    total = Counter[str]()
+    for source_counts in report["counts"].values():
+        total.update(source_counts)
+    first_of = {
+        dropped["reason"]: " (the first is {row} of {source}: {details})".format_map(dropped)
+        for dropped in reversed(report["examples"])
+    }
+    reasons = ", ".join(f"{number} {label}{first_of.get(label, '')}" for label, number in total.items())
+    stage.require_problems(total["kept"], f"its data has {reasons}; {run.dir}/data/report.json names dropped rows")
 
 
 def prepare_problems(

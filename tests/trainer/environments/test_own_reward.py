@@ -153,7 +153,8 @@ VALUES = [
 REWARDS = [1.0, 1.0, -2.5, 0.5, 3.0]
 REASONS = [
     "expected a finite number, got None", "expected a finite number, got '1'", "expected a finite number, got nan",
-    "expected a finite number, got -inf", "OverflowError: ", "expected a finite number, got [1.0]", "ValueError: ",
+    "expected a finite number, got -inf", "OverflowError: ", "expected a finite number, got [1.0]",
+    "expected a finite number, got array([1., 2.])",
     "expected a finite number, got <class 'object'>", "ValueError: no", "KeyError: 'k'", "SystemExit: 3",
     "StopIteration: ", "KeyboardInterrupt: ", "CancelledError",
 ]  # fmt: skip
