@@ -15,7 +15,8 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -282,21 +283,30 @@ def under_profile() -> tuple[str, bool]:
 
     Three system calls with arguments that have no effect tell it. The kernel gives other errors than a filter.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def is_refused(function: str, *arguments: int) -> bool:
-        ctypes.set_errno(0)
-        getattr(libc, function)(*(ctypes.c_long(argument) for argument in arguments))
-        return ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
-
-    refuses_clone3 = not kernel.has_clone3()
-    refuses_ptrace = is_refused("ptrace", _PTRACE_PEEKTEXT, 0, 0, 0)  # the kernel: ESRCH, no process has number 0
-    refuses_unshare = is_refused("unshare", kernel.CLONE_NEWUSER | _INVALID_UNSHARE_FLAG)  # the kernel: EINVAL
+    refuses_clone3 = _is_refused_in_child(lambda: 0 if kernel.has_clone3() else errno.ENOSYS)
+    refuses_ptrace = _is_refused_in_child(lambda: _error_of("ptrace", _PTRACE_PEEKTEXT, 0, 0, 0))  # the kernel: ESRCH
+    flags = kernel.CLONE_NEWUSER | _INVALID_UNSHARE_FLAG  # the kernel: EINVAL
+    refuses_unshare = _is_refused_in_child(lambda: _error_of("unshare", flags))
     if refuses_clone3 and refuses_ptrace:
         return SECCOMP_PROFILE, False
     if refuses_clone3 and refuses_unshare:
         return "the default profile of a container engine", True
     return "a filter that is none of the known profiles", refuses_unshare
+
+
+def _error_of(function: str, *arguments: int) -> int:
+    """Call a function of the C library, and return its errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    getattr(libc, function)(*(ctypes.c_long(argument) for argument in arguments))
+    return ctypes.get_errno()
+
+
+def _is_refused_in_child(error_of: Callable[[], int]) -> bool:
+    """Return whether a system call is refused. It is made in a child process, which some filters kill."""
+    child = os.fork()
+    if child == 0:
+        os._exit(error_of())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (errno.EPERM, errno.ENOSYS, -signal.SIGSYS)
 
 
 def _landlock(of: Machine) -> Check:

@@ -68,7 +68,12 @@ def serve(args: argparse.Namespace) -> int:
     from sandbox.jail import choose_level
 
     choice = choose_level(config.isolation)  # chosen once: restarted executors get the same level
-    return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
+    config = replace(config, isolation=choice.level.value, isolation_reason=choice.reason)
+    if config.workers > 1:
+        from sandbox.commands.workers import serve_workers
+
+        return serve_workers(config)
+    return serve_http(config)
 
 
 def run(args: argparse.Namespace) -> int:

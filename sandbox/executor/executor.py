@@ -79,11 +79,20 @@ class Executor:
     """Runs calls on its zygote pools. The thread that runs Trio must make all calls of its methods.
 
     `on_result(seq, result)` or `on_lost(seq, reason, has_started)` is called once for each call that is not cancelled,
-    and at most once for a cancelled call. `is_replacement`: this executor replaces an executor that has died. A
-    replacement is ready as soon as its first zygote is ready.
+    and at most once for a cancelled call. `on_window_changed(window)` is called whenever the window has changed.
+    `is_replacement`: this executor replaces an executor that has died. A replacement is ready as soon as its first
+    zygote is ready.
     """
 
-    def __init__(self, plan: PoolPlan, on_result: OnResult, on_lost: OnLost, *, is_replacement: bool = False) -> None:
+    def __init__(
+        self,
+        plan: PoolPlan,
+        on_result: OnResult,
+        on_lost: OnLost,
+        on_window_changed: Callable[[int], None] = lambda _window: None,
+        *,
+        is_replacement: bool = False,
+    ) -> None:
         self.plan = plan
         self.granted_cores = plan.granted_cores
         self.profile_tree = plan.profile_tree
@@ -93,13 +102,12 @@ class Executor:
         """What this machine lacks, one sentence each. A server logs them once. The command `run` does not print them;
         the command `doctor` does."""
         self.cpu_priority = CpuPriority(plan.cores)
-        self.on_window_changed: Callable[[int], None] = lambda _window: None
-        """Called with the new `window` whenever the window has changed."""
         self.counts: Counter[str] = Counter()
         self.missed_imports: Counter[str] = Counter()
         """By module: how often calls have imported it in a zygote that had not loaded it."""
         self._on_result = on_result
         self._on_lost = on_lost
+        self._on_window_changed = on_window_changed
         self._is_replacement = is_replacement
         self._demote_after_s = plan.config.demote_after_ms / 1e3
         self._progress_at = -math.inf
@@ -220,7 +228,7 @@ class Executor:
                 self._start(call, *picked, reserved=reserved)
         if self.window != self._announced_window:
             self._announced_window = self.window
-            self.on_window_changed(self._announced_window)
+            self._on_window_changed(self._announced_window)
 
     def stats(self) -> dict[str, Any]:
         """Return gauges and counters for `/v1/stats` and `/metrics`, as plain data."""

@@ -295,7 +295,11 @@ class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
-        self.executor = Executor(plan_pools(config), self._on_result, self._on_lost, is_replacement=is_replacement)
+        self.windows: list[int] = []
+        """The window of the executor after each of its changes."""
+        self.executor = Executor(
+            plan_pools(config), self._on_result, self._on_lost, self.windows.append, is_replacement=is_replacement
+        )
         self.attempts = Attempts(config.attempts, self.executor.submit)
         self.results: dict[int, Result] = {}
         self.fleet: Fleet

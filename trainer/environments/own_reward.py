@@ -93,12 +93,12 @@ def check_reward(config: RunConfig, *, is_collection: bool = False) -> None:
     `is_collection`: whether the settings are for `rstar-train collect`, which scores each episode alone.
     """
     name, stages = config.reward.function, config.stages.items()
-    alone = [f"stages.{key}" for key, stage in stages if stage.episodes != "online" or stage.cancel_stragglers]
+    alone = [f"stages.{key}" for key, stage in stages if stage.episodes != "online"]
     alone += ["collect"] if is_collection else []
     if name and load_reward(name).is_group and alone:
         raise ConfigError(
             f"reward.function={name} scores the episodes of a problem together, but {alone[0]} scores each one alone: "
-            "expected a function of one episode, or stages with episodes=online and cancel_stragglers=false"
+            "expected a function of one episode, or stages with episodes=online"
         )
 
 

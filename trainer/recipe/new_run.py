@@ -191,7 +191,7 @@ KINDS = {
     ),
     "code": _Kind(
         "programs to write; the reward is whether a program passes the tests of its problem",
-        _sizes(384, "generated-programs:12000", 128, 1) | {"sandbox": {"timeout_s": 2.0}},
+        {**_sizes(384, "generated-programs:12000", 128, 1), "sandbox": {"timeout_s": 2.0}},
         _code_rows,
     ),
     "agent": _Kind(

@@ -239,10 +239,9 @@ def _check_reward(config: RunConfig) -> Iterator[str]:
         return
     _log(f"reward.function on the responses {', '.join(map(repr, TRIED_RESPONSES))}")
     problem = next(_first_problems(config), Problem("p", "1 + 1?", "2", "preflight"))
-    if error := asyncio.run(
-        try_reward(replace(problem, reward=config.reward.function), TRIED_RESPONSES, config.reward)
-    ):
-        yield f"{error} for problem {problem.id}; mend the function, or start anyway with --no-preflight"
+    tried = replace(problem, reward=config.reward.function)
+    if failure := asyncio.run(try_reward(tried, TRIED_RESPONSES, config.reward)):
+        yield f"{failure} for problem {problem.id}; mend the function, or start anyway with --no-preflight"
 
 
 def _first_problems(config: RunConfig) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ from trainer.recipe.resource_plan import CACHE_MEMORY_SHARE
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
-from trainer.scheduling.scheduler import POLICIES
+from trainer.scheduling.scheduler import Scheduler
 from trainer.sync.broadcast import BroadcastTransfer
 from trainer.sync.probe import SyncProbe
 from trainer.sync.transfers import WakingTransfer, load_by_engine
@@ -176,7 +176,7 @@ def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: A
     max_down_s = ALL_DOWN_TIMEOUT_S if settings.kind == "local" else settings.max_down_s
     return EnginePool(
         engines,
-        scheduler=POLICIES[settings.placement_policy](settings.max_model_len),
+        scheduler=Scheduler(settings.max_model_len),
         turn_timeout_s=settings.turn_timeout_s,
         **{"all_down_timeout_s": max_down_s, **options},
     )
