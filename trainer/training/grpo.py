@@ -27,12 +27,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig
 
-from trainer.config import StageConfig, check_options
+from trainer.config import ConfigError, StageConfig, check_options
 from trainer.episodes.episode import Problem
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training import training_rows
@@ -78,6 +79,11 @@ def train_stage(
 
     Raises `ConfigError` for settings that do not fit together, `NoRewardsError`, and errors of engines and tools.
     """
+    if not hasattr(TokenBudgetTrainer, "_run_epoch"):  # the loop of `RocTrainer` would never be called
+        raise ConfigError(
+            f"transformers {transformers.__version__}: expected a version whose Trainer has the method `_run_epoch`, "
+            "such as 5.24; install one of them"
+        )
     if context.peft:
         optimizer_checkpoint = None
     checkpoint = context.latest_checkpoint() or optimizer_checkpoint
