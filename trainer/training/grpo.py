@@ -161,10 +161,10 @@ class RocTrainer(TokenBudgetTrainer):
         self._step_started_at = perf_counter()
         while self.state.global_step < self.state.max_steps:
             step, rows = self._trained_steps + 1, list[training_rows.TrainingRow]()
-            times = self._sync_weights()
-            if self._sampler:
-                groups = self._sampler.rollout(step)
-                selected = self._sampler.select(groups, step)
+            times = self._sync_weights()  # the engines get the weights that the step starts from
+            if self._sampler:  # on the first rank
+                groups = self._sampler.rollout(step)  # all episodes of each problem
+                selected = self._sampler.select(groups, step)  # those that RoC keeps
                 rows = self._sampler.record(groups, selected, step)
             loss = self._backward(model, rows)
             update = self._update(model, loss)
