@@ -63,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=arguments.seconds, default=DEFAULT_MINUTES, help=minutes)
     parser.add_argument("--parts", type=arguments.names_of(PARTS), default=tuple(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, with small sizes")
-    parser.add_argument("--smallest", action="store_true", help="with --cpu: the smallest sizes, as in the tests")
     parser.add_argument("--pretrained", type=Path, metavar="DIR", help="folder of a pretrained model for the recipe")
     parser.add_argument("--vllm", metavar="PYTHON", help=f"Python with vLLM (default: ${VLLM_PYTHON}, or this Python)")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="folder of wheels to list with their sizes")
@@ -72,8 +71,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    if args.smallest and not args.cpu:
-        raise command.Misuse("--smallest: expected --cpu")
     if args.pretrained and not (args.pretrained / "config.json").is_file():
         raise command.Misuse(f"--pretrained {args.pretrained}: expected the folder of a model, with a config.json")
     if missing := [name for name in PACKAGES if not find_spec(name)]:
@@ -89,7 +86,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         settings = Settings(
             folder=folder,
             device="cpu" if args.cpu else "cuda",
-            sizes="smallest" if args.smallest else "cpu" if args.cpu else "gpu",
             pretrained=str(args.pretrained.absolute()) if args.pretrained else "",
             vllm=args.vllm or os.environ.get(VLLM_PYTHON) or (sys.executable if find_spec("vllm") else ""),
             python=args.python or sys.executable,

@@ -95,8 +95,8 @@ def init(args: argparse.Namespace) -> None:
 
     for path in write_new_run(args.folder, args.kind):
         print(path)
-    commands = f"cd {args.folder}; export PYTHONPATH=.; rstar-train recipe {CONFIG_FILE} --smoke"
-    print(f"next: {commands}; without --smoke it trains", file=sys.stderr)
+    command = f"PYTHONPATH=. rstar-train recipe {CONFIG_FILE} --smoke"
+    print(f"next, in {args.folder}: `{command}` tries every phase; without --smoke it trains", file=sys.stderr)
 
 
 def recipe(args: argparse.Namespace) -> None:

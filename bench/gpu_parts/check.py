@@ -29,8 +29,6 @@ class Settings:
     """An empty folder for the files of the part."""
     device: str
     """torch's name of the device: "cpu" or "cuda", which also stands for ROCm."""
-    sizes: str
-    """"gpu", "cpu" or, for tests, "smallest"."""
     card: str = ""
     """The name of the GPU."""
     memory_gb: float = 0.0
@@ -48,9 +46,9 @@ class Settings:
     def path(self) -> Path:
         return Path(self.folder)
 
-    def choose(self, gpu: Any, cpu: Any, smallest: Any) -> Any:
-        """Return the value for the sizes of this run."""
-        return {"gpu": gpu, "cpu": cpu, "smallest": smallest}[self.sizes]
+    def choose(self, gpu: Any, cpu: Any) -> Any:
+        """Return the value for this device: sizes that mean something on a GPU, or small ones."""
+        return cpu if self.device == "cpu" else gpu
 
     def require_memory(self, needed_gb: float) -> None:
         """Raise `Skipped` if the device has less free memory than this."""

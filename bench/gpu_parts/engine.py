@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bench.gpu_parts.check import Checks, Finding, Settings
-from bench.gpu_parts.memory import SHAPES, SMALL, SMALLEST
+from bench.gpu_parts.memory import SHAPES, SMALL
 from bench.gpu_parts.step import random_model
 from trainer.config import ModelShape
 from trainer.engines.engine import SamplingParams
@@ -23,7 +23,7 @@ PROMPT_TOKENS = 32
 
 
 def checks(settings: Settings) -> Checks:
-    shape = settings.choose(SHAPES["0.1B"], SMALL, SMALLEST)
+    shape = settings.choose(SHAPES["0.1B"], SMALL)
     return {dtype: partial(_measure, settings, shape, dtype) for dtype in ("bfloat16", "float32")}
 
 
@@ -35,7 +35,7 @@ def _measure(settings: Settings, shape: ModelShape, dtype: str) -> Finding:
 
 
 async def _run(settings: Settings, model: Any, folder: Path, dtype: str) -> Finding:
-    num_requests, num_tokens = settings.choose((64, 64), (16, 32), (4, 8))
+    num_requests, num_tokens = settings.choose((64, 64), (4, 8))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = LocalEngine(model, max_num_seqs=num_requests, max_model_len=256)
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from bench import fits
 from bench.gpu_parts.check import Checks, Finding, Settings, free_memory
 from bench.gpu_parts.step import Rows, random_model, train, write_tokenizer
 from trainer.config import EnginesConfig, ModelShape, RunConfig, StageConfig
@@ -29,11 +30,10 @@ STEPS = 3
 """Training steps. The first one creates the optimizer's states, and the last one is timed."""
 SHAPES = {
     "0.1B": ModelShape(30, 576, 1536, 9, 3, 49_152, tie_word_embeddings=True),  # SmolLM2-135M
-    "0.5B": ModelShape(24, 896, 4864, 14, 2, 151_936, tie_word_embeddings=True),  # Qwen2.5-0.5B
-    "1.5B": ModelShape(28, 1536, 8960, 12, 2, 151_936, tie_word_embeddings=True),  # Qwen2.5-1.5B
+    "0.5B": fits.SHAPES["Qwen2.5-0.5B"],
+    "1.5B": fits.SHAPES["Qwen2.5-1.5B"],
 }
-SMALL = ModelShape(4, 256, 768, 4, 2, 4096, tie_word_embeddings=True)
-SMALLEST = ModelShape(2, 64, 192, 2, 1, 640, tie_word_embeddings=True)
+SMALL = ModelShape(2, 64, 192, 2, 1, 640, tie_word_embeddings=True)
 PEAK_FLOPS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "A100": 312e12,
     "L40S": 362e12, "L4": 121e12, "MI300X": 1307e12, "MI325X": 1307e12,
@@ -43,8 +43,8 @@ figures with sparsity) and AMD. The first name that fits counts."""
 
 
 def checks(settings: Settings) -> Checks:
-    shapes = settings.choose(SHAPES, {"small": SMALL}, {"smallest": SMALLEST})
-    tokens = settings.choose((4096, MAX_TOKENS), (256, 1024), (256,))
+    shapes = settings.choose(SHAPES, {"small": SMALL})
+    tokens = settings.choose((4096, MAX_TOKENS), (256,))
     tokenizer = write_tokenizer(settings.path / "tokenizer")
     return {
         f"{name}, {count} tokens{', gradient checkpointing' * checkpointing}": partial(

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.gpu_parts.__main__ import last_lines
 from bench.gpu_parts.check import Checks, Finding, Settings, Skipped
-from bench.gpu_parts.memory import SHAPES, SMALL, SMALLEST
+from bench.gpu_parts.memory import SHAPES, SMALL
 from bench.gpu_parts.step import random_model, write_tokenizer
 from trainer.config import HardwareConfig, ModelConfig, RunConfig, SftConfig
 from trainer.data import synthetic
@@ -62,11 +62,11 @@ class Training:
 
 
 def checks(settings: Settings) -> Checks:
-    shape = settings.choose(SHAPES["0.1B"], SMALL, SMALLEST)
+    shape = settings.choose(SHAPES["0.1B"], SMALL)
     settings.require_memory(20 * num_parameters(shape) / 1e9)
     model = write_tokenizer(settings.path / "model")
     random_model(shape, "cpu").save_pretrained(model)
-    steps = settings.choose(10, 4, 2)
+    steps = settings.choose(10, 2)
 
     def training(name: str, dtype: str, **options: Any) -> Training:
         return Training(str(model), str(settings.path / name), settings.device, steps, dtype, **options)

@@ -31,7 +31,7 @@ UNIT = "docker/rstar-sandbox.service"
 SECCOMP_PROFILE = "docker/seccomp.json"
 NAMESPACES_PER_SERVER = 64
 """User namespaces that the jails of a server need, besides those of its calls. Each jail needs two."""
-_LOCALHOST_PROFILE = "securityContext: {seccompProfile: {type: Localhost, localhostProfile: rstar-sandbox.json}}"
+LOCALHOST_PROFILE = "securityContext: {seccompProfile: {type: Localhost, localhostProfile: rstar-sandbox.json}}"
 _V1_HIERARCHIES = ("memory", "pids", "cpuacct")
 """Hierarchies of cgroup version 1 in which the server creates cgroups."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
@@ -180,7 +180,7 @@ def _namespaces(of: Machine) -> Check:
         needs += ": a kernel with CONFIG_USER_NS"
     else:
         flags = f"--security-opt seccomp={SECCOMP_PROFILE} --security-opt apparmor=unconfined"
-        command = of.command(of.as_root("rstar-sandbox serve"), flags, _LOCALHOST_PROFILE)
+        command = of.command(of.as_root("rstar-sandbox serve"), flags, LOCALHOST_PROFILE)
     return Check("namespaces", False, found, needs, command, Level.NAMESPACES)
 
 
@@ -272,7 +272,7 @@ def _seccomp_filter(of: Machine) -> Check:
     command = of.command(
         f"remove RestrictNamespaces= and SystemCallFilter= from the systemd unit, as in {UNIT}",
         f"--security-opt seccomp={SECCOMP_PROFILE}",
-        _LOCALHOST_PROFILE,
+        LOCALHOST_PROFILE,
     )
     found = f"the server is under {profile}, which refuses namespaces"
     return Check(name, False, found, "system calls for level namespaces", command, Level.NAMESPACES)
@@ -315,7 +315,7 @@ def _landlock(of: Machine) -> Check:
         return Check("landlock", True, layer.found)
     if not of.lacks_namespaces:
         return Check("landlock", True, f"{layer.found}; level namespaces does without")
-    command = of.command("", f"--security-opt seccomp={SECCOMP_PROFILE}", _LOCALHOST_PROFILE)
+    command = of.command("", f"--security-opt seccomp={SECCOMP_PROFILE}", LOCALHOST_PROFILE)
     if active and "landlock" not in active.split(","):
         line = f'GRUB_CMDLINE_LINUX="$GRUB_CMDLINE_LINUX lsm=landlock,{active}"'
         command = of.as_root(f"tee /etc/default/grub.d/landlock.cfg <<<'{line}'", "update-grub", "reboot")

@@ -74,6 +74,7 @@ class _Supervisor:
         """The running workers by process id."""
         self._restarted: set[int] = set()
         self._is_stopping = False
+        self._pid = os.getpid()
 
     def run(self) -> int:
         for number in _SIGNALS:
@@ -112,6 +113,8 @@ class _Supervisor:
         """Run in the child process. Ctrl-C in a terminal is for the supervisor alone, which sends it on."""
         try:
             kernel.set_parent_death_signal()
+            if os.getppid() != self._pid:  # the supervisor has died before this process asked for the signal
+                return 1
             os.setpgid(0, 0)
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)

@@ -189,7 +189,9 @@ def _announce(dispatcher: Dispatcher, address: str) -> None:
         f"rstar-sandbox {VERSION} on {address}  isolation={isolation}  "
         f"slots={sum(report.slots for report in reports)}  python={python}"
         + (f"  isolation_reason={reason!r}" if reason else "")
-        + (f"  worker={worker.number}" if worker else ""),
+        + (f"  worker={worker.number}" if worker else "")
+        + "\n",
+        end="",  # a line break of its own would be a second write, between which another worker can write
         file=sys.stderr,
         flush=True,
     )

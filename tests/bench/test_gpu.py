@@ -22,7 +22,7 @@ LONG_S = 300.0
 
 
 def settings(tmp_path: Path, checks: str = "", **changes: Any) -> Settings:
-    return Settings(folder=str(tmp_path), device="cpu", sizes="smallest", card=checks, **changes)
+    return Settings(folder=str(tmp_path), device="cpu", card=checks, **changes)
 
 
 def test_a_check_that_raises_or_is_skipped_is_a_finding_and_the_next_check_runs(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_gpu_with_too_little_memory_skips_the_check_before_a_model_is_made(
 ) -> None:
     memory = pytest.importorskip("bench.gpu_parts.memory", reason="needs torch and trl", exc_type=ImportError)
     monkeypatch.setattr(memory, "random_model", lambda *_: pytest.fail("a model was made"))
-    large = memory.checks(Settings(folder=str(tmp_path), device="cuda", sizes="gpu", memory_gb=40.0))
+    large = memory.checks(Settings(folder=str(tmp_path), device="cuda", memory_gb=40.0))
     with pytest.raises(Skipped, match=r"needs \d+\.\d GB by the resource plan; 40\.0 GB are free"):
         large["1.5B, 16384 tokens"]()
 
@@ -148,7 +148,6 @@ def test_a_machine_without_a_gpu_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--smallest"], "--smallest: expected --cpu"),
         (["--cpu", "--pretrained", "/dev"], "--pretrained /dev: expected the folder of a model, with a config.json"),
         (["--cpu", "--parts", "loss,lost"], "unknown name 'lost'"),
     ],
@@ -175,7 +174,7 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path, run_benchmark: RunBenchmark) -> 
     """Each check holds or has a reason, and each part ends."""
     pytest.importorskip("trl", reason="needs trl")
     out = tmp_path / "result.json"
-    exit_code, result = run_benchmark(gpu.main, "--cpu", "--smallest", "--minutes", "60", "--out", str(out))
+    exit_code, result = run_benchmark(gpu.main, "--cpu", "--minutes", "60", "--out", str(out))
     assert exit_code == 0, result["requirements"]
     assert list(result["parts"]) == list(gpu.PARTS)
     for name, part in result["parts"].items():

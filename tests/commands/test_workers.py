@@ -98,12 +98,14 @@ def started(port: int = 0, module: str = "tests.fakes") -> Iterator[subprocess.P
 def server() -> Iterator[Server]:
     with started() as process:
         assert process.stderr is not None
-        lines = [process.stderr.readline() for _ in range(2)]
-        urls = [re.search(r"on (http://127\.0\.0\.1:\d+)  .*  worker=(\d)$", line) for line in lines]
-        assert all(urls), lines
-        assert {match[2] for match in urls if match} == {"0", "1"}
-        assert urls[0] and urls[1] and urls[0][1] == urls[1][1], "both workers have the same address"
-        yield Server(process, urls[0][1])
+        urls: dict[str, str] = {}
+        while len(urls) < 2:
+            line = process.stderr.readline()
+            assert line, "the server has ended"
+            if match := re.search(r"on (http://127\.0\.0\.1:\d+)  .*  worker=(\d)$", line):
+                urls[match[2]] = match[1]
+        assert urls["0"] == urls["1"], "the workers have different addresses"
+        yield Server(process, urls["0"])
 
 
 def test_the_settings_are_divided_among_the_workers() -> None:
@@ -149,7 +151,8 @@ def test_a_killed_worker_is_started_again_while_the_other_one_answers(server: Se
             assert server.run("hi") == "ok"
         assert others < server.workers()
     assert server.process.stderr is not None
-    assert "has ended (exit code -9) and is started again" in server.process.stderr.readline()
+    while "has ended (exit code -9) and is started again" not in (line := server.process.stderr.readline()):
+        assert line, "the supervisor has not logged the end of a worker"
 
 
 def test_one_request_cancels_the_calls_of_all_workers(server: Server) -> None:
@@ -195,8 +198,8 @@ def test_a_second_signal_ends_all_workers_at_once(server: Server) -> None:
             pass
         server.process.send_signal(signal.SIGINT)
         assert server.process.stderr is not None
-        while "stopping: 1 running calls" not in server.process.stderr.readline():
-            pass
+        while "stopping: 1 running calls" not in (line := server.process.stderr.readline()):
+            assert line, "the worker has not logged that it stops"
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(TIMEOUT_S) == 1
 

@@ -28,6 +28,7 @@ from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.environments.registry import open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
+from trainer.episodes.chat_template import CHATML_TOOLS, CHATML_TOOLS_FILE
 from trainer.recipe.phases import RecipeRun
 from trainer.recipe.resource_plan import CACHE_MEMORY_SHARE
 from trainer.rollout.collector import EpisodeCollector
@@ -51,8 +52,9 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
     create = rstar2_format if config.model.chat_format == "rstar2" else tokenizer_format
     with model_errors_as_config_errors(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
-        if config.model.chat_template:
-            tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
+        if template := config.model.chat_template:
+            file = CHATML_TOOLS_FILE if template == CHATML_TOOLS else Path(template)
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
         return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt, eos_ids=model_eos_ids(model))
 
 

@@ -253,7 +253,10 @@ async def test_calls_run_at_the_same_time(function: Any) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("function", [block, swallow])
-async def test_a_call_that_never_returns_is_abandoned_after_its_time_limit(function: Any) -> None:
+async def test_a_call_that_never_returns_is_abandoned_after_its_time_limit(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 60)  # its loop answers, however slow this machine is
     (episode,) = episodes_with("a")
     assert await rewards_of(function, [episode], timeout_s=0.01) == [None]
     assert episode.error.endswith("no value after 0.01 s (reward.timeout_s)")
@@ -280,8 +283,11 @@ async def test_an_async_function_that_blocks_stops_no_other_task_and_is_named(mo
         has_ended.set()
     assert ticks > 10, "the collection's loop stood still"
     assert "(reward.timeout_s); an `async def` blocks the loop that all of them share: await instead" in blocked.error
-    assert await calls.score(function, episodes_with("fast")) == [1.0], "a new loop has replaced the blocked one"
+    short_limit = calls._config
+    calls._config = RewardConfig(max_concurrent=1)  # the next call is in time, however slow this machine is
+    assert await calls.score(function, episodes_with("fast")) == [1.0], "no new loop has replaced the blocked one"
     assert threading.active_count() - threads_before == 2
+    calls._config = short_limit
     blocked_again, refused = episodes_with("slow", "slow")
     assert await calls.score(function, [blocked_again]) == [None]
     assert await calls.score(function, [refused]) == [None]
