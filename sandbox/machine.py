@@ -41,10 +41,10 @@ def memory_available(root: str = "/") -> int:
     return max(0, available)
 
 
-def oom_kills(root: str = "/") -> int:
+def oom_kills() -> int:
     """Return how many processes the kernel has killed since the boot because memory ran out, on the machine or in a
     cgroup; 0 if it does not count them (before Linux 4.13)."""
-    counters = dict(line.split() for line in _read(Path(root, "proc/vmstat")).splitlines())
+    counters = dict(line.split() for line in _read(Path("/proc/vmstat")).splitlines())
     return _number(counters.get("oom_kill", ""))
 
 
@@ -91,11 +91,8 @@ def own_cgroups(root: str = "/") -> Iterator[tuple[str, Path, Path]]:
         for name in paths.keys() & names:
             relative = os.path.relpath(paths[name], mount_root)
             mount_dir = Path(root, mount_point.lstrip("/"))
-            yield (
-                name,
-                mount_dir,
-                mount_dir if relative.startswith("..") else mount_dir / relative,
-            )  # "..": the mount shows another part
+            is_outside = relative.startswith("..")  # the mount shows a part of the tree without this cgroup
+            yield name, mount_dir, mount_dir if is_outside else mount_dir / relative
 
 
 def cgroup_paths(root: str = "/") -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A server whose executors run nothing: each call is answered at once, with its own code as output.
 
-    python -m bench.servers.stub_executor PORT [--executors N]       a gateway with N such executors, until a signal
+    python -m bench.servers.stub_executor PORT [--executors N] [--workers N]      such a server, until a signal
     python -m bench.servers.stub_executor --fd N                     one such executor, started by the gateway
 
 Such a server has only the gateway's own work: HTTP, admission, frames (`sandbox.wire`), responses.
@@ -23,11 +23,11 @@ SLOTS = 512
 READ_BYTES = 1 << 18
 
 
-def serving() -> AbstractContextManager[Any]:
-    """A `bench.servers.service.Service` with one stub executor. Raises `BenchFailed` if it does not start."""
+def serving(workers: int = 1) -> AbstractContextManager[Any]:
+    """A `bench.servers.service.Service` with one stub executor per worker. Raises `BenchFailed` if it fails."""
     from bench.servers import service
 
-    return service.started(["-m", "bench.servers.stub_executor"])
+    return service.started(["-m", "bench.servers.stub_executor", "--workers", str(workers)])
 
 
 def main() -> int:
@@ -35,17 +35,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.servers.stub_executor")
     parser.add_argument("port", type=int, nargs="?", default=0)
     parser.add_argument("--executors", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--fd", type=int)
     parser.add_argument("--parent", type=int)
     args = parser.parse_args()
     if args.fd is not None:
         return answer_all(socket.socket(fileno=args.fd))
+    from sandbox.commands.workers import serve_workers
     from sandbox.gateway import serve
     from sandbox.gateway.calls.executor_handle import ExecutorProcess
     from sandbox.settings.server import ServeConfig
 
-    config = ServeConfig(port=args.port, executors=args.executors)
-    return serve(config, functools.partial(ExecutorProcess.launch, "bench.servers.stub_executor"))
+    config = ServeConfig(port=args.port, executors=args.executors, workers=args.workers)
+    launch = functools.partial(ExecutorProcess.launch, "bench.servers.stub_executor")
+    return serve(config, launch) if args.workers == 1 else serve_workers(config, launch)
 
 
 def answer_all(sock: socket.socket) -> int:

@@ -9,13 +9,13 @@
     any -> removed         `LOST_SHOWN_S` after Ray has stopped listing the node and no executor of the node answers
 
 Invariants:
-- An executor is lost if its own connection ends, fails or is silent, and for no other reason. If Ray reports that a
-  node is lost, the node's executors are removed, unless one of them still answers.
+- An executor is lost only if its own connection ends, fails or is silent. If Ray reports that a node is lost, the
+  node's executors are removed once none of them answers.
 - If the agent of a node (`node_agent.py`) has been started again, the node's executors are replaced.
 - A node that comes back has new executors with new numbers.
 - If an executor does not start, its start is repeated after a back-off. The other executors of its node keep running.
-- An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server. The start of
-  the server fails if the cluster turns out to be unusable before any node has been ready.
+- An error of one node is logged with the node's name and shown in `/v1/stats`; it never ends the server.
+- The start of the server fails if, before any node has been ready, Ray cannot be used or all its nodes are refused.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 SILENCE_TIMEOUT_S = 10.0
 """Seconds without a frame after which an executor on a node counts as lost. Stats frames come about once a second."""
 MIN_RESTART_DELAY_S = 1.0
-"""Seconds before the driver is started again after its first failure, and before the executors of a node are started
-again after their first failed start. Each further failure doubles the time, up to `MAX_RESTART_DELAY_S`."""
+"""Seconds before another start: of the driver after its first failure, and of the executors of a node after their first
+failed start. Each further failure doubles the time, up to `MAX_RESTART_DELAY_S`."""
 MAX_RESTART_DELAY_S = 30.0
 LOST_SHOWN_S = 600.0
 """Seconds for which `/v1/stats` shows a node as lost after the node has left the cluster."""
@@ -71,9 +71,8 @@ class _Node:
     address: str
     report: NodeReport | None = None
     executors: dict[int, ExecutorHandle] = field(default_factory=dict)
-    """By the executor's number on the node. Executors whose start has failed are left out."""
-    executor_count: int = 1
-    """Executors that the node should have."""
+    """By the executor's number on the node, from 0. Executors whose start has failed are left out."""
+    wanted_executors: int = 1
     is_listed: bool = True
     was_ready: bool = False
     refusal: str = ""
@@ -81,8 +80,8 @@ class _Node:
     loss: str = ""
     """Ray's reason why the node may be lost. Empty if Ray gives no reason."""
     failed_starts: int = 0
-    """Failed starts since all executors of the node were last ready. After a failure that counts, further failures do
-    not count until `retry_at`."""
+    """Failed starts since all executors of the node were last ready. Failures before `retry_at` do not count, because
+    the executors of a node fail together."""
     retry_at: float = 0.0
     past_restarts: int = 0
     """Restarts of executors that have been removed, and of agents."""
@@ -191,15 +190,13 @@ class ClusterMembership:
         except ProtocolError as error:
             node.refusal = str(error)
             return
-        # A node without CPUs is used only if it is the only node. Its executors then use all its cores.
-        if raw["cpus"] >= 1:
-            report = replace(report, cores=min(report.cores, int(raw["cpus"])))
+        report = replace(report, cores=min(report.cores, max(1, int(raw["cpus"]))))
         if node.report is None or node.report.instance != report.instance:  # another start of the agent
-            node.past_restarts += node.report is not None  # 0 for the first start of the agent, otherwise 1
+            node.past_restarts += node.report is not None  # the first start is no restart
             self._remove_executors(node)
             node.report, node.retry_at = report, 0.0
             self._add_executors(node, report)
-        elif len(node.executors) < node.executor_count and monotonic() >= node.retry_at:
+        elif len(node.executors) < node.wanted_executors and monotonic() >= node.retry_at:
             self._add_executors(node, report)
 
     def _add_executors(self, node: _Node, report: NodeReport) -> None:
@@ -214,7 +211,7 @@ class ClusterMembership:
             node.refusal = str(error)
             return
         self._runtime_identity = self._runtime_identity or report.runtime
-        node.executor_count = len(executor_configs)
+        node.wanted_executors = len(executor_configs)
         for index, executor_config in enumerate(executor_configs):
             if index not in node.executors:
                 launch = functools.partial(self._launch, report, index)
@@ -234,11 +231,11 @@ class ClusterMembership:
         error = started.exception()
         if error is None:
             node.was_ready, node.lost_at = True, None
-            if sum(executor.is_ready for executor in node.executors.values()) == node.executor_count:
+            if sum(executor.is_ready for executor in node.executors.values()) == node.wanted_executors:
                 node.failed_starts = 0
             self._server_start_ended.set()
         else:
-            if (now := monotonic()) >= node.retry_at:  # otherwise it is within the back-off of a counted failure
+            if (now := monotonic()) >= node.retry_at:
                 node.failed_starts += 1
                 node.retry_at = now + backoff_s(node.failed_starts, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S)
             node.refusal = str(error)
@@ -250,7 +247,7 @@ class ClusterMembership:
 
     def _remove_executors(self, node: _Node) -> None:
         if node.executors:
-            node.refusal = ""  # the node had executors, so the text said why another one of its executors did not start
+            node.refusal = ""  # it was the reason why one executor did not start, while others ran
         for index in list(node.executors):
             self._remove_executor(node, index)
 
@@ -270,7 +267,7 @@ class ClusterMembership:
     def _log_changes(self) -> None:
         had_nodes, self._has_nodes = self._has_nodes, any(node.is_listed for node in self._nodes.values())
         if had_nodes and not self._has_nodes:
-            log.warning("Ray lists no node that can be used; calls wait in the queue")
+            log.warning("Ray lists no node with CPUs; calls wait in the queue")
         for node in self._nodes.values():
             row = node.row()
             if row.state != node.logged_state:

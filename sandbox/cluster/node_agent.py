@@ -4,9 +4,9 @@ the socket of the connection directly.
     accept -> handshake -> spawn `python -m sandbox.executor --fd N` -> wait for exit or hang-up -> kill, close
 
 Invariants:
-- An executor runs only as long as its connection: it is killed at once after a reset, and `STOP_TIMEOUT_S` after EOF.
-- An executor runs only as long as its agent. The kernel kills the executor when the thread of the agent ends
-  (PR_SET_PDEATHSIG, which the executor sets itself). The thread also ends when the process of the agent is killed.
+- An executor ends with its connection. It is killed at once after a reset, and `STOP_TIMEOUT_S` after EOF.
+- An executor ends with its agent. The kernel kills the executor when the thread of the agent ends (PR_SET_PDEATHSIG,
+  which the executor sets itself). The thread also ends when the process of the agent is killed.
 - At most one process runs for an executor's number: the process of the highest generation (`handshake`).
 - At most `MAX_UNAUTHENTICATED` connections wait for the handshake, each for at most `handshake.TIMEOUT_S`.
 
@@ -36,6 +36,7 @@ from sandbox.gateway.calls.executor_handle import EXECUTOR_MODULE
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
+"""Maximum connections that may wait for the handshake. Further ones are closed at once."""
 STOP_TIMEOUT_S = 8.0
 """Seconds from EOF to the kill. It is longer than the executor's time-out for unsent frames."""
 EXECUTOR_COMMAND = (sys.executable, "-m", EXECUTOR_MODULE)

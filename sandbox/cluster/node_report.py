@@ -21,7 +21,9 @@ from sandbox.runtime import build as runtime
 from sandbox.settings.server import ServeConfig, weakness
 
 INSPECTION_TIMEOUT_S = 60.0
+"""Maximum seconds for the inspection of a machine. The probe of the isolation layers takes about a second."""
 MAX_TEXT_CHARS = 500
+"""Maximum characters of an error in a report."""
 
 
 @dataclass(frozen=True, slots=True)

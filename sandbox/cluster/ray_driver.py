@@ -36,8 +36,8 @@ packages on the nodes."""
 
 MAX_STDERR_BYTES = 1 << 16
 FATAL_LINE = re.compile(r"\[[^]]* [CF] \d+ \d+\] ")
-"""A line of Ray's own log at the level of an error that ends the process."""
-START_NODE = "start one with `ray start --address=HOST:PORT --num-cpus=0`"
+"""Start of a line of Ray's own log that reports an error which ends the process."""
+NO_NODE_HINT = "; this machine is no node of the cluster: start one with `ray start --address=HOST:PORT --num-cpus=0`"
 
 RawNodes = list[dict[str, Any]]
 
@@ -60,7 +60,10 @@ class RayDriver:
         with driver_end:
             fd = driver_end.fileno()
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "sandbox.cluster", "--fd", str(fd)),
+                sys.executable,
+                "-m",
+                "sandbox.cluster",
+                f"--fd={fd}",
                 stdin=DEVNULL,
                 stdout=DEVNULL,
                 stderr=self._stderr,
@@ -103,8 +106,9 @@ class RayDriver:
         lines = [line for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
         fatal = [FATAL_LINE.sub("", line) for line in lines if FATAL_LINE.match(line)]
         line = (fatal or lines or ["it printed nothing"])[-1]
-        is_no_node = "/sockets/raylet" in line
-        return line + (f"; this machine is no node of the cluster: {START_NODE}" if is_no_node else "")
+        return (
+            f"{line}{NO_NODE_HINT}" if "/sockets/raylet" in line else line
+        )  # the socket of the node's own Ray process
 
     async def snapshots(self) -> AsyncIterator[RawNodes]:
         """Yield the list of nodes each time it comes. Raises `ClusterError` if the cluster cannot be used, and

@@ -30,17 +30,18 @@ from sandbox.cluster.node_agent import NodeAgent, environment_without_ray
 from sandbox.cluster.node_report import inspect_in_subprocess
 
 POLL_INTERVAL_S = 2.0
+"""Seconds between two lists of the nodes."""
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds without an answer of its actor after which a node counts as lost."""
+"""A node counts as lost if its actor has not answered for this many seconds."""
 RETRY_S = 30.0
 """Seconds before an actor whose constructor failed is created again."""
 NODE_RESOURCE = "rstar_sandbox"
-"""Custom resource of Ray. If any node has this resource, nodes without it are not used."""
+"""Custom resource of Ray. If any node with CPUs has this resource, nodes without it are not used."""
 OBJECT_STORE_BYTES = 100 << 20
 """Bytes of the object store of a Ray that is started here. It is small because actors return only reports of less than
 a kilobyte."""
 TOKEN_BY_DEFAULT = (2, 59)
-"""The first version of Ray that starts a local cluster with token authentication."""
+"""The first version of Ray that uses token authentication in a local cluster without being asked to."""
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
 MAX_REASON_CHARS = 500
 
@@ -62,7 +63,7 @@ class NodeActor:
 
 
 class _Node:
-    """The driver's view of one node: its actor and the last answer."""
+    """The actor of one node, and the actor's last answer."""
 
     def __init__(self, node_id: str, start: dict[str, Any], namespace: str) -> None:
         self._node_id, self._start, self._namespace = node_id, start, namespace
@@ -136,7 +137,7 @@ class RayNodes:
                 "id": node_id,
                 "name": f"{_name(info)} ({node_id[:8]})",
                 "address": info["NodeManagerAddress"],
-                "cpus": float(info["Resources"].get("CPU", 0)),
+                "cpus": float(info["Resources"]["CPU"]),
             }
             listed.append({**about, **self._nodes[node_id].poll()})
         return listed
@@ -147,15 +148,12 @@ class RayNodes:
 
 
 def _usable_nodes(infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the living nodes that may run calls.
+    """Return the living nodes with CPUs. If any of them has `NODE_RESOURCE`, return only those that have it.
 
-    - A node with CPUs may run calls. A node without CPUs may run calls only if it is the only living node.
-    - If one of these nodes has `NODE_RESOURCE`, only the nodes with this resource are returned.
-
-    A head without CPUs must not run calls when the other nodes are lost or have not joined yet.
+    A node without CPUs is never used, not even while it is the only living node: a head without CPUs must not run calls
+    while the other nodes are lost or have not joined yet.
     """
-    alive = [info for info in infos if info["Alive"]]
-    usable = [info for info in alive if len(alive) == 1 or info["Resources"].get("CPU", 0) > 0]
+    usable = [info for info in infos if info["Alive"] and info["Resources"].get("CPU", 0) > 0]
     return [info for info in usable if NODE_RESOURCE in info["Resources"]] or usable
 
 

@@ -27,8 +27,9 @@ class RemoteExecutor:
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self._watched: socket.socket | None = sock.dup()
-        """A second descriptor of the connection, because the event loop closes `socket` itself."""
+        self._own_socket: socket.socket | None = sock.dup()
+        """A second descriptor of the connection, which stays open when the event loop has closed `socket`. None after
+        `kill`."""
 
     @classmethod
     async def launch(cls, host: str, port: int, secret: bytes, start: ExecutorStart) -> RemoteExecutor:
@@ -61,15 +62,15 @@ class RemoteExecutor:
     def kill(self) -> None:
         """Make the close of `socket` reset the connection; the agent then kills the executor at once. Without a reset,
         the agent would get the end of the stream only after all unsent data."""
-        if self._watched is not None:
-            self._watched.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-            self._watched.close()
-            self._watched = None
+        if self._own_socket is not None:
+            self._own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._own_socket.close()
+            self._own_socket = None
 
     async def wait(self) -> None:
         """Wait until the other end has closed the connection. The agent closes it when the process has exited."""
-        while self._watched is not None:
-            state = self._watched.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        while self._own_socket is not None:
+            state = self._own_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
             if state not in _OPEN_STATES:
                 return
             await asyncio.sleep(EXIT_POLL_INTERVAL_S)

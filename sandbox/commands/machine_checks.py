@@ -15,7 +15,8 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,7 @@ UNIT = "docker/rstar-sandbox.service"
 SECCOMP_PROFILE = "docker/seccomp.json"
 NAMESPACES_PER_SERVER = 64
 """User namespaces that the jails of a server need, besides those of its calls. Each jail needs two."""
-_LOCALHOST_PROFILE = "securityContext: {seccompProfile: {type: Localhost, localhostProfile: rstar-sandbox.json}}"
+LOCALHOST_PROFILE = "securityContext: {seccompProfile: {type: Localhost, localhostProfile: rstar-sandbox.json}}"
 _V1_HIERARCHIES = ("memory", "pids", "cpuacct")
 """Hierarchies of cgroup version 1 in which the server creates cgroups."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
@@ -179,7 +180,7 @@ def _namespaces(of: Machine) -> Check:
         needs += ": a kernel with CONFIG_USER_NS"
     else:
         flags = f"--security-opt seccomp={SECCOMP_PROFILE} --security-opt apparmor=unconfined"
-        command = of.command(of.as_root("rstar-sandbox serve"), flags, _LOCALHOST_PROFILE)
+        command = of.command(of.as_root("rstar-sandbox serve"), flags, LOCALHOST_PROFILE)
     return Check("namespaces", False, found, needs, command, Level.NAMESPACES)
 
 
@@ -271,7 +272,7 @@ def _seccomp_filter(of: Machine) -> Check:
     command = of.command(
         f"remove RestrictNamespaces= and SystemCallFilter= from the systemd unit, as in {UNIT}",
         f"--security-opt seccomp={SECCOMP_PROFILE}",
-        _LOCALHOST_PROFILE,
+        LOCALHOST_PROFILE,
     )
     found = f"the server is under {profile}, which refuses namespaces"
     return Check(name, False, found, "system calls for level namespaces", command, Level.NAMESPACES)
@@ -282,21 +283,30 @@ def under_profile() -> tuple[str, bool]:
 
     Three system calls with arguments that have no effect tell it. The kernel gives other errors than a filter.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def is_refused(function: str, *arguments: int) -> bool:
-        ctypes.set_errno(0)
-        getattr(libc, function)(*(ctypes.c_long(argument) for argument in arguments))
-        return ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
-
-    refuses_clone3 = not kernel.has_clone3()
-    refuses_ptrace = is_refused("ptrace", _PTRACE_PEEKTEXT, 0, 0, 0)  # the kernel: ESRCH, no process has number 0
-    refuses_unshare = is_refused("unshare", kernel.CLONE_NEWUSER | _INVALID_UNSHARE_FLAG)  # the kernel: EINVAL
+    refuses_clone3 = _is_refused_in_child(lambda: 0 if kernel.has_clone3() else errno.ENOSYS)
+    refuses_ptrace = _is_refused_in_child(lambda: _error_of("ptrace", _PTRACE_PEEKTEXT, 0, 0, 0))  # the kernel: ESRCH
+    flags = kernel.CLONE_NEWUSER | _INVALID_UNSHARE_FLAG  # the kernel: EINVAL
+    refuses_unshare = _is_refused_in_child(lambda: _error_of("unshare", flags))
     if refuses_clone3 and refuses_ptrace:
         return SECCOMP_PROFILE, False
     if refuses_clone3 and refuses_unshare:
         return "the default profile of a container engine", True
     return "a filter that is none of the known profiles", refuses_unshare
+
+
+def _error_of(function: str, *arguments: int) -> int:
+    """Call a function of the C library, and return its errno."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    getattr(libc, function)(*(ctypes.c_long(argument) for argument in arguments))
+    return ctypes.get_errno()
+
+
+def _is_refused_in_child(error_of: Callable[[], int]) -> bool:
+    """Return whether a system call is refused. It is made in a child process, which some filters kill."""
+    child = os.fork()
+    if child == 0:
+        os._exit(error_of())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (errno.EPERM, errno.ENOSYS, -signal.SIGSYS)
 
 
 def _landlock(of: Machine) -> Check:
@@ -305,7 +315,7 @@ def _landlock(of: Machine) -> Check:
         return Check("landlock", True, layer.found)
     if not of.lacks_namespaces:
         return Check("landlock", True, f"{layer.found}; level namespaces does without")
-    command = of.command("", f"--security-opt seccomp={SECCOMP_PROFILE}", _LOCALHOST_PROFILE)
+    command = of.command("", f"--security-opt seccomp={SECCOMP_PROFILE}", LOCALHOST_PROFILE)
     if active and "landlock" not in active.split(","):
         line = f'GRUB_CMDLINE_LINUX="$GRUB_CMDLINE_LINUX lsm=landlock,{active}"'
         command = of.as_root(f"tee /etc/default/grub.d/landlock.cfg <<<'{line}'", "update-grub", "reboot")

@@ -27,7 +27,7 @@ EXIT_TIMEOUT = 124
 """Exit code of timeout(1)."""
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL_BASE = 128
-"""A shell reports a process that signal n ended as 128 + n."""
+"""A shell reports 128 + n if signal n killed a process."""
 
 _RUN_SETTINGS = ("isolation", "python")
 """Settings of the server that also apply to `run` and `doctor`."""
@@ -68,7 +68,12 @@ def serve(args: argparse.Namespace) -> int:
     from sandbox.jail import choose_level
 
     choice = choose_level(config.isolation)  # chosen once: restarted executors get the same level
-    return serve_http(replace(config, isolation=choice.level.value, isolation_reason=choice.reason))
+    config = replace(config, isolation=choice.level.value, isolation_reason=choice.reason)
+    if config.workers > 1:
+        from sandbox.commands.workers import serve_workers
+
+        return serve_workers(config)
+    return serve_http(config)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_python(config, args)
     from sandbox.executor import run_once
 
-    result = run_once(call, replace(config.executor_config(), zygote_pools=1, slots=1))
+    result = run_once(call, config.executor_config())
     if args.json:
         print(json.dumps(result.encode()))
     else:

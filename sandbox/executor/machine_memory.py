@@ -34,12 +34,11 @@ class MachineMemory:
         return self._is_available
 
     def has_killed(self, attempt: Attempt, kill_reason: KillReason | None, now: float) -> bool:
-        """Return whether the SIGKILL that ended a call may come from the kernel, because memory outside of the call's
-        own limit ran out.
+        """Return whether the kernel may have killed a call because memory outside of the call's own limit ran out.
 
-        If the call has a cgroup, the cgroup shows this. Otherwise the kernel's count of such kills on the whole machine
-        decides. Then the answer may be True although the kernel killed another process, or killed a process before this
-        call started. After a wrong True the call is run a second time.
+        If the call has a cgroup, the cgroup shows this. Otherwise the answer is True if the kernel has killed any
+        process of the machine for lack of memory since about the start of the call. After a wrong True the call is run
+        a second time.
         """
         if attempt.usage is not None:
             return attempt.usage.hit_outer_limit and kill_reason is not KillReason.TIMED_OUT

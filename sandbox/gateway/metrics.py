@@ -179,6 +179,13 @@ class Counters:
         yield from self.answer_s.samples("answer_seconds")
 
 
+def with_worker_label(by_worker: Mapping[int, Iterable[MetricSample]]) -> Iterator[MetricSample]:
+    """Yield the samples of several workers, each with the label `worker`."""
+    for worker, samples in sorted(by_worker.items()):
+        for name, labels, value in samples:
+            yield name, {**labels, "worker": str(worker)}, value
+
+
 class PrometheusText:
     """Renders samples in the Prometheus text format. Has its own registry, so that nothing global is exposed."""
 

@@ -22,7 +22,8 @@ from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_
 from sandbox.gateway.http.listener import KEEPALIVE_S
 from sandbox.gateway.http.openapi import MAX_SAFE_INTEGER, Route, document
 from sandbox.gateway.http.request_record import add_request_id, record_requests, shorten_malformed
-from sandbox.gateway.metrics import PrometheusText
+from sandbox.gateway.http.siblings import SIBLINGS, Siblings, siblings_to_ask
+from sandbox.gateway.metrics import PrometheusText, with_worker_label
 from sandbox.gateway.observe.stats import Stats
 from sandbox.gateway.observe.traces import Traces
 from sandbox.judging import answers as verify
@@ -62,6 +63,10 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
     app[PARSER] = BodyParser(config)
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)
+    if config.worker is not None:
+        app[SIBLINGS] = siblings = Siblings(config, config.worker)
+        if siblings.number == 0:
+            app[STATS].ask_others = partial(siblings.ask_others, "/v1/stats")
     app.on_response_prepare.append(add_request_id)
     app.on_startup.extend([_start_stats, judge.on_startup, mcp.on_startup])
     app.on_cleanup.extend([_stop_stats, mcp.on_cleanup, _stop_parser])
@@ -75,8 +80,8 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 
 async def run_call(request: web.Request) -> web.StreamResponse:
     form = validation.CallForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.AdmittedBatch(request, form) as (batch, sent, _):
-        content_type = codec.response_type(request, sent, BODY_TYPES)
+    async with exchange.AdmittedBatch(request, form) as (batch, body_type, _):
+        content_type = codec.response_type(request, body_type, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
         result = batch.pop_result(0)
         body = await codec.encode_result(result, batch.unread_bytes, content_type)
@@ -90,8 +95,8 @@ async def run_call(request: web.Request) -> web.StreamResponse:
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
     form = validation.BatchForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
-        content_type = codec.response_type(request, sent, BATCH_TYPES)
+    async with exchange.AdmittedBatch(request, form) as (batch, body_type, status):
+        content_type = codec.response_type(request, body_type, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
@@ -101,8 +106,8 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
     form = validation.PairsForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
-        content_type = codec.response_type(request, sent, BODY_TYPES)
+    async with exchange.AdmittedBatch(request, form) as (batch, body_type, status):
+        content_type = codec.response_type(request, body_type, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         results = map(Result.decode, exchange.pop_results(batch))
         verdicts = (verify.verdict_of(result).encode() for result in results)
@@ -128,6 +133,11 @@ async def ready(request: web.Request) -> web.Response:
 async def prometheus(request: web.Request) -> web.Response:
     dispatcher, owner = request.app[DISPATCHER], request[TENANT]
     prometheus = request.app[PROMETHEUS] if owner is None else PrometheusText(partial(dispatcher.samples, owner))
+    if (siblings := siblings_to_ask(request)) is not None:
+        by_worker = {siblings.number: dispatcher.samples(), **await siblings.ask_others("/metrics")}
+        prometheus = PrometheusText(partial(with_worker_label, by_worker))
+    elif SIBLINGS in request.app:
+        return web.json_response(dispatcher.samples())
     text = prometheus.render()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -137,7 +147,13 @@ async def stats(request: web.Request) -> web.Response:
     is_number = after.isascii() and after.isdigit() and len(after) <= len(str(MAX_SAFE_INTEGER))
     if not is_number or int(after) > MAX_SAFE_INTEGER:
         raise HttpError(400, f"after: expected the number of a step, or 0 for all steps, got {after!r:.80}")
-    body = request.app[STATS].build(int(after), request[TENANT])
+    siblings = request.app.get(SIBLINGS)
+    if siblings is None or siblings.number == 0:
+        body = request.app[STATS].build(int(after), request[TENANT])
+    elif siblings_to_ask(request) is None:
+        body = request.app[STATS].build_for_worker_0()
+    elif (body := await siblings.ask(0, request.raw_path)) is None:
+        raise HttpError(503, "worker 0, which has all statistics, starts again; try in 1 s", {"Retry-After": "1"})
     return web.json_response(body, headers={"Cache-Control": "no-store"})
 
 
@@ -231,7 +247,7 @@ ROUTES: tuple[Route, ...] = (
         stats,
         "The dashboard's data",
         {JSON: "Stats"},
-        error_statuses=(400, 401, 403),
+        error_statuses=(400, 401, 403, 503),
         query=_AFTER,
     ),
     Route("GET", "/openapi.json", openapi, "This description", {JSON: None}, error_statuses=(401, 403)),

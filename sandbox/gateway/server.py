@@ -28,6 +28,7 @@ from sandbox.gateway import heap
 from sandbox.gateway.calls.dispatcher import Dispatcher, Membership
 from sandbox.gateway.calls.executor_handle import ExecutorProcess, Launch
 from sandbox.gateway.http.listener import RESERVED_FDS, Listener, raise_connection_limit
+from sandbox.gateway.http.siblings import SIBLINGS
 from sandbox.gateway.metrics import VERSION
 from sandbox.gateway.observe.traces import Traces
 from sandbox.gateway.routes import build_app
@@ -114,7 +115,10 @@ async def _listen(runner: web.AppRunner, dispatcher: Dispatcher) -> tuple[Listen
         config.stall_s,
         dispatcher.connection_rejected,
         dispatcher.connection_stalled,
+        shares_port=config.workers > 1,
     )
+    if (siblings := runner.app.get(SIBLINGS)) is not None:
+        await siblings.listen(runner.server)
     return listener, await listener.open(config.host, config.port)
 
 
@@ -180,10 +184,14 @@ def _announce(dispatcher: Dispatcher, address: str) -> None:
     reason = dispatcher.config.isolation_reason
     isolation = next((report.isolation for report in reports if report.isolation), "?")
     python = next((report.python for report in reports if report.python), "?")
+    worker = dispatcher.config.worker
     print(
         f"rstar-sandbox {VERSION} on {address}  isolation={isolation}  "
         f"slots={sum(report.slots for report in reports)}  python={python}"
-        + (f"  isolation_reason={reason!r}" if reason else ""),
+        + (f"  isolation_reason={reason!r}" if reason else "")
+        + (f"  worker={worker.number}" if worker else "")
+        + "\n",
+        end="",  # a line break of its own would be a second write, between which another worker can write
         file=sys.stderr,
         flush=True,
     )

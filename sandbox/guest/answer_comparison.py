@@ -13,7 +13,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from answer_numbers import Unreadable, decimal_of, infinity, is_scalar, to_sympy
+from answer_numbers import Unreadable, decimal_of, infinity, is_scalar, sympy_module, to_sympy
 from answer_reader import Items, Quantity, Relation, Text, Value, read
 from answer_tokens import normalise, plain
 
@@ -154,7 +154,7 @@ class _Comparison:
             return abs(gold - value) <= step / 2
         if gold.free_symbols:
             return False
-        distance = importlib.import_module("sympy").N(to_sympy(value) - gold, 50)
+        distance = sympy_module().N(to_sympy(value) - gold, 50)
         return bool(distance.is_real and abs(distance) <= to_sympy(step) / 2)
 
     # Several values
@@ -240,7 +240,7 @@ class _Comparison:
             return False
         if not gold_form[0].free_symbols or gold_form[0].free_symbols != answer_form[0].free_symbols:
             return False
-        ratio = importlib.import_module("sympy").cancel(gold_form[0] / answer_form[0])
+        ratio = sympy_module().cancel(gold_form[0] / answer_form[0])
         if not ratio.is_number or ratio.is_zero or not ratio.is_finite:
             return False
         return gold_form[1] in ("=", "!=") or bool(ratio.is_positive)
@@ -381,7 +381,7 @@ def _as_union(value: Items) -> Items:
         return value
     if not all(is_scalar(item) and not _letters(item) for item in removed.items):
         return value
-    sympy = importlib.import_module("sympy")
+    sympy = sympy_module()
     bounds = [reals.items[0], *sorted(removed.items, key=lambda item: sympy.N(to_sympy(item), 30)), reals.items[1]]
     return Items("union", tuple(Items("()", pair) for pair in zip(bounds, bounds[1:])))
 
@@ -410,7 +410,7 @@ def scalars_equal(gold: Any, answer: Any) -> bool:
         return True
     if _differ_numerically(gold, answer, difference):
         return False
-    sympy = importlib.import_module("sympy")
+    sympy = sympy_module()
     if sympy.expand(difference.rewrite([sympy.sin, sympy.cos], sympy.exp)) == 0:
         return True
     if sympy.expand(difference) == 0:
@@ -426,7 +426,7 @@ def _differ_numerically(gold: Any, answer: Any, difference: Any) -> bool:
     if not letters:
         real, imaginary, real_bits, imaginary_bits = evalf(difference, 60, {"maxprec": _MAX_PRECISION_BITS})
         return bool((real and (real_bits or 0) > 1) or (imaginary and (imaginary_bits or 0) > 1))
-    sympy = importlib.import_module("sympy")
+    sympy = sympy_module()
     for point in _POINTS:
         values = {
             letter: to_sympy(abs(point) * (n + 1) if letter.is_positive else point * (n + 1))

@@ -85,14 +85,16 @@ _RELATIONS = {
     r"\approx": "~",
     r"\in": "in",
 }
-_TIMES, _OVER = ("*", r"\cdot", r"\times"), ("/", r"\div")
+_TIMES_SIGNS = ("*", r"\cdot", r"\times")
+_DIVISION_SIGNS = ("/", r"\div")
 _BRACKETS = {"(": (")", "]"), "[": ("]", ")"), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
 _SYMPY_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot"}
 _INVERSES = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot"}
 _NUMBER_SETS = {r"\mathbbR": "reals", r"\mathbbZ": "integers", r"\mathbbN": "naturals", r"\mathbbQ": "rationals"}
-DEGREE, LOG_BASE = "deg", "log_base"
-"""Names of two symbols. The first is a degree; as a symbol, it stays distinct in a sum. The second is the base of a
-logarithm that is written without a base."""
+DEGREE = "deg"
+"""Name of the symbol for one degree. As a symbol, it does not mix with the numbers of a sum."""
+LOG_BASE = "log_base"
+"""Name of the symbol for the base of a logarithm that is written without a base."""
 
 
 def read(source: str, is_real: bool = True) -> Value:
@@ -122,10 +124,14 @@ class _Reader:
     def __init__(self, source: str, is_real: bool) -> None:
         self._source, self._is_real = source, is_real
         self._tokens, self._index = tokens_of(source), 0
-        self._depth, self._bars, self._functions = 0, 0, 0
+        self._depth = self._functions = 0
+        """Number of brackets, and number of functions, roots and exponents, around the present token."""
+        self._bars = 0
+        """Number of bars of absolute values around the present token, since the last bracket."""
         self._sign = 1
-        """The sign as which `\\pm` is read now. An element with `\\pm` is read twice, once for each sign."""
+        """The sign that `\\pm` has now. An element with `\\pm` is read twice, once for each sign."""
         self._has_signs = False
+        """Whether the present element has a `\\pm` or `\\mp`."""
 
     def read(self) -> Value:
         value = self._list(expands=True)
@@ -162,20 +168,20 @@ class _Reader:
     # Lists and relations
 
     def _list(self, expands: bool) -> Value:
-        elements, joins = self._elements(expands), []
+        elements, words = self._elements(expands), set()
         while True:
-            join = self._accept(",", ";") and ","
+            has_comma = self._accept(",", ";")
             if self._token.kind == "word" and self._token.text.lower() in ("and", "or"):
-                join = self._next().text.lower()
-            if not join:
+                words.add(self._next().text.lower())
+            elif not has_comma:
                 break
-            joins.append(join)
             elements += self._elements(expands)
         if len(elements) == 1:
             return elements[0]
-        return Items("or" if joins and "or" in joins and "and" not in joins else "list", tuple(elements))
+        return Items("or" if words == {"or"} else "list", tuple(elements))
 
     def _elements(self, expands: bool) -> list[Value]:
+        r"""Read one element of a list. If `expands`, an element with `\pm` gives two values."""
         start, outer_signs = self._index, self._has_signs
         self._has_signs = False
         values = [self._relation()]
@@ -295,9 +301,9 @@ class _Reader:
         value = self._factor()
         was_divided = False
         while True:
-            if self._accept(*_TIMES):
+            if self._accept(*_TIMES_SIGNS):
                 value = _scaled(value, self._signed_factor())
-            elif self._accept(*_OVER):
+            elif self._accept(*_DIVISION_SIGNS):
                 value = divide(value, self._signed_factor())
                 was_divided = True
             elif self._starts_factor():

@@ -63,7 +63,7 @@ _SUBSTITUTIONS = tuple(
 _MARKUP = (("**", "**"), ("__", "__"), ("```", "```"), ("`", "`"), ("*", "*"))
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _PAIRED_DOLLARS = re.compile(r"(?<!\\)\$((?=[^$\s])[^$]*[^$\s\\])\$(?![0-9$])")
-"""A formula between two dollar signs; `$5 and $6` has none."""
+"""A formula between two dollar signs. `$5 and $6` contains no formula, but two prices."""
 _DOLLARS = re.compile(r"(?<!\\)\$(?!-?[0-9.])")
 
 
@@ -94,8 +94,8 @@ def _stripped(text: str) -> str:
 
 
 def plain(text: str, keeps_case: bool = False) -> str:
-    """Return normalised text in the form in which two answers are compared as text. Words are in lower case, unless
-    `keeps_case`."""
+    """Return normalised text in the form in which two answers are compared as text. If `keeps_case` is false, words are
+    in lower case."""
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = " ".join(text.split())
     text = re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)

@@ -34,8 +34,10 @@ import errno
 import fcntl
 import os
 import resource
+import signal
 import socket
 import struct
+import time
 
 import fork_batch
 import landlock_slots
@@ -54,13 +56,11 @@ _CLONE_ARG_CHILD_TID = 2
 _CLONE_ARG_EXIT_SIGNAL = 4
 _CLONE_ARG_CGROUP = 10
 _MOUNT_FLAGS = 0x2 | 0x4 | 0x8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
-_CLOCK_MONOTONIC, _SIG_SETMASK = 1, 2
 _SIOCGSKNS, _SIOCSIFFLAGS = 0x894C, 0x8914
 _LOOPBACK_UP = struct.pack("16sH22x", b"lo", 0x1 | 0x8)  # struct ifreq with IFF_UP and IFF_LOOPBACK (netdevice(7))
 _LOOPBACK_FD = 9
 """A descriptor that is open in the zygote and that calls do not use. A call with a loopback network closes it. All
 lower ones are open, so the socket that brings the network up then gets this number."""
-_SIGKILL, _SIGCHLD = 9, 17
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
 # Offsets of the four parts of a job's data, in words of 8 bytes.
 _TIME_WORD = 0  # a struct timespec, of 2 words
@@ -110,12 +110,10 @@ class Confinement:
         self._clone_flags, self._tid_address = _pid_namespace_flags() if self.has_namespaces else (0, 0)
         clone_args = (ctypes.c_uint64 * (_CLONE_ARGS_BYTES // 8))()
         clone_args[0] = self._clone_flags | _CLONE_INTO_CGROUP
-        clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, _SIGCHLD
+        clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, signal.SIGCHLD
         self._clone_args = list(clone_args)
-        self._filter, self._loopback_filter = (
-            _Filter(base64.b64decode(plan[name]), plan["own_pid_offsets"]) if plan[name] else None
-            for name in ("call_filter", "loopback_filter")
-        )
+        self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
+        self._loopback_filter = _Filter.decode(plan["loopback_filter"], plan["own_pid_offsets"])
         self._prepare_steps(plan)
         self.prepare()
 
@@ -155,7 +153,7 @@ class Confinement:
         """
         if slot in self.cgroup_dir_fds:
             return _step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
-        return _step(system_calls.CLONE, self._clone_flags | _SIGCHLD, 0, 0, self._tid_address)
+        return _step(system_calls.CLONE, self._clone_flags | signal.SIGCHLD, 0, 0, self._tid_address)
 
     def syscall_steps(
         self, slot: int, call: dict, fds: list[tuple[int, int]], data: int
@@ -169,7 +167,7 @@ class Confinement:
         """
         uid = self._uid_base + slot if self._uid_base is not None else None
         steps = [
-            *_step(system_calls.CLOCK_GETTIME, _CLOCK_MONOTONIC, data + 8 * _TIME_WORD),
+            *_step(system_calls.CLOCK_GETTIME, time.CLOCK_MONOTONIC, data + 8 * _TIME_WORD),
             *self.fork_step(data, slot),
         ]
         for fd, number in fds:
@@ -218,7 +216,7 @@ class Confinement:
         self._zero = self._address(b"0")
         self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
         signals = self._address(bytes(128))  # an empty sigset_t of the C library, larger than the kernel's
-        self._signals = step(calls.SIGPROCMASK, _SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
+        self._signals = step(calls.SIGPROCMASK, signal.SIG_SETMASK, signals, 0, calls.SIGSET_BYTES)
         if self.landlock is None:
             self._signals += step(calls.SETPGID, 0, 0)
         self._unshare = step(calls.UNSHARE, plan["namespaces"]) if plan["namespaces"] else ()
@@ -236,7 +234,7 @@ class Confinement:
             no_capabilities = self._address(bytes(24))  # three empty sets of 64 bits
             self._drop_capabilities += step(calls.CAPSET, self._address(_CAP_HEADER), no_capabilities)
         self._enter_scratch = step(calls.CHDIR, home) if plan["scratch_mount"] else ()
-        self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, _SIGKILL)
+        self._last_steps = step(calls.PRCTL, calls.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.landlock is not None:
             self._last_steps += step(calls.SETSID)
         if plan["no_new_privs"]:
@@ -316,6 +314,11 @@ def _drop_bounding_set() -> None:
 
 class _Filter:
     """A seccomp program in memory, ready to load."""
+
+    @classmethod
+    def decode(cls, program: str | None, own_pid_offsets: list) -> _Filter | None:
+        """Return the filter for a program in base64; None for None."""
+        return None if program is None else cls(base64.b64decode(program), own_pid_offsets)
 
     def __init__(self, program: bytes, own_pid_offsets: list) -> None:
         self._program = ctypes.create_string_buffer(program, len(program))

@@ -19,6 +19,7 @@ from replacements import Replacement
 RETRY_S = 0.001
 """Seconds between two attempts to get a lock that another open file of this process has."""
 _CLOSED_FD = 0x7FFFFFFF
+"""A number that no descriptor has."""
 _NO_LOCKS = "no file locks between the processes of a call; use multiprocessing.Lock"
 _flock, _lockf, _fcntl = fcntl.flock, fcntl.lockf, fcntl.fcntl
 _held: dict[int, tuple[tuple[int, int], bool]] = {}

@@ -30,6 +30,7 @@ STEP_WORDS = 7
 DATA_OFFSET = 260
 """Number of words of a job before its data. The steps may point to the data."""
 _JOB_WORDS = 320
+"""Size of a job. Its data has at most 60 words."""
 _HEADER_WORDS = 5
 """Number of words of a job before its steps: the result, and the four words of the input copy. If a step fails in a
 child, the address of this step replaces the first word of the input copy, which has been done then."""

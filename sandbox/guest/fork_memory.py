@@ -24,8 +24,6 @@ import fork_refcounts
 
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
-_PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
-_MAP_PRIVATE_ANONYMOUS = 0x22
 _MREMAP_MAYMOVE_FIXED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _PT_LOAD, _PF_W = 1, 2
@@ -186,7 +184,7 @@ def remap_code() -> int:
             if segment.type == _PT_LOAD:  # start is rounded down to a page, and end up
                 start = (library.base + segment.address) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = -(-(library.base + segment.address + segment.size) // mmap.PAGESIZE) * mmap.PAGESIZE
-                rights = _PROT_READ | (_PROT_WRITE if segment.flags & _PF_W else _PROT_EXEC)
+                rights = mmap.PROT_READ | (mmap.PROT_WRITE if segment.flags & _PF_W else mmap.PROT_EXEC)
                 if spans and spans[-1][1:] == (start, rights):  # the segment continues the span before it
                     start = spans.pop()[0]
                 spans.append((start, end, rights))
@@ -196,7 +194,7 @@ def remap_code() -> int:
     replaced = 0
     for start, end, rights in set(spans) - _remapped:
         _libc.mprotect(start, end - start, rights)
-        if rights & _PROT_EXEC and end - start <= _MAX_HUGE_CODE_BYTES:
+        if rights & mmap.PROT_EXEC and end - start <= _MAX_HUGE_CODE_BYTES:
             blocks = range(-(-start // _HUGE_BYTES), end // _HUGE_BYTES)
             replaced += sum(_replace_by_huge_page(block * _HUGE_BYTES) for block in blocks)
     _remapped.update(spans)
@@ -205,14 +203,15 @@ def remap_code() -> int:
 
 def _replace_by_huge_page(address: int) -> bool:
     """Replace 2 MiB of code by a huge page with the same content, atomically, since the code may be running."""
-    spare = _libc.mmap(None, 2 * _HUGE_BYTES, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+    rights, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    spare = _libc.mmap(None, 2 * _HUGE_BYTES, rights, flags, -1, 0)
     if spare == _FAILED:
         return False
     copy = -(-spare // _HUGE_BYTES) * _HUGE_BYTES  # the first aligned address
     ctypes.memmove(copy, address, _HUGE_BYTES)
     done = (
         _collapse(copy // _HUGE_BYTES)
-        and _libc.mprotect(copy, _HUGE_BYTES, _PROT_READ | _PROT_EXEC) == 0
+        and _libc.mprotect(copy, _HUGE_BYTES, mmap.PROT_READ | mmap.PROT_EXEC) == 0
         and _libc.mremap(copy, _HUGE_BYTES, _HUGE_BYTES, _MREMAP_MAYMOVE_FIXED, address) == address
     )
     moved = _HUGE_BYTES if done else 0

@@ -14,7 +14,7 @@ import struct
 import sys
 
 _CAPABILITY_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-_EXIT_CANNOT_START = 127
+_EXIT_CANNOT_START = 127  # as in shells
 _SYS_CLOSE_RANGE = 436  # os.closerange uses it only if Python was built with a C library that has it
 _libc = ctypes.CDLL(None)
 

@@ -29,6 +29,7 @@ _PATH_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _MAX_INLINE_S = 0.005
 """Seconds that a zygote spends at most on the removal of one call's files. A child process removes the rest."""
 _CLEANER_TIMEOUT_S = 60
+"""Seconds after which this child process is killed. The end of the jail then removes what is left."""
 
 
 class LandlockSlots:

@@ -8,7 +8,8 @@ the same way. Guards such as `builtins.open = os._exit = None` are common at the
   nothing.
 - The standard library looks its names up in the modules that the code may have changed. `call` calls a function. If the
   function raises an exception, `call` calls it again while the modules that reports need have their original
-  attributes. `call` does not compare the attributes before: this would take 2 ms in every call, to copy memory.
+  attributes. `call` does not restore the attributes before the first try, because that would copy pages of memory in
+  every call, which takes 2 ms.
 """
 
 from __future__ import annotations

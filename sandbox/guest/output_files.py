@@ -19,13 +19,10 @@ import originals
 originals.use_builtins(globals())
 _write = os.write
 PAGE_BYTES = 4096
-_F_ADD_SEALS = 1033
-_SEAL_SEAL = 0x1
-_SEAL_SHRINK = 0x2
-_SEAL_GROW = 0x4
-_SEAL_WRITE = 0x8
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 0x1, 0x2, 0x8
-_flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of a file whose size cannot change. No other seal can be added."""
+_MFD_NOEXEC_SEAL = 0x8
+_flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
 
 
 def bounded_file(limit_bytes: int) -> int:
@@ -37,7 +34,7 @@ def bounded_file(limit_bytes: int) -> int:
     """
     fd = _memory_file("output")
     os.ftruncate(fd, bounded_size(limit_bytes))
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     return fd
 
 
@@ -84,7 +81,7 @@ def input_file(content: memoryview) -> int:
     fd = _memory_file("input")
     write_all(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_WRITE)
     return fd
 
 

@@ -114,15 +114,12 @@ pairs = [
 
 _OWN_WARMUP_FILE = "<warm-up>"
 _loaded: dict[str, tuple[list[str], list[str]]] = {}
-"""The missing modules and other problems of each profile that has been loaded, with those of its parents."""
+"""By profile that has been loaded: the missing modules and other problems of the profile and all its ancestors."""
 
 
 def load(profile: str) -> tuple[list[str], list[str]]:
-    """Import and warm up a built-in profile and its parents, each once.
-
-    Return the missing modules, and other problems, which only make calls slower. A second load of the profile returns
-    the same lists.
-    """
+    """Import and warm up a built-in profile and its ancestors, each once in a zygote and the zygotes forked from it.
+    Return the missing modules, and other problems, which only make calls slower."""
     if profile not in _loaded:
         parent = PARENT_PROFILE[profile]
         missing, problems = load(parent) if parent else ([], [])

@@ -4,8 +4,8 @@
 pattern is already in an earlier entry, the pattern gets one entry without content, with the path of one of these files.
 This entry shows that the pattern has a match. The rules for patterns are those of `sandbox/path_patterns.py`.
 
-This module runs after the code of the call, in the same process, so the code can change it. So the executor trusts no
-entry. The bounds in this module only save the call from useless work.
+This module runs after the code of the call, in the same process, so the code can change it. The executor therefore
+trusts no entry. The bounds in this module only save the call from useless work.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from protocol import (
 originals.use_builtins(globals())
 _modules = sys.modules
 FILES_FD = 4
+"""Descriptor to which a call writes its returned files."""
 MAX_SCANNED_ENTRIES = 20_000
 """Directory entries that the patterns of one call may visit together."""
 _is_pattern = re.compile(f"[{PATTERN_CHARACTERS}]").search

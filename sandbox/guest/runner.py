@@ -74,6 +74,7 @@ _SERVER_PROGRAM_START = b"__import__('rstar_"
 """Start of the programs of the server itself, such as the program that runs the cells of a notebook. They need no
 file."""
 REPORT_FD = 3
+"""Descriptor to which a call writes its report."""
 MAX_TYPE_BYTES = 256
 """Maximum bytes of an error's type in a report."""
 MAX_MESSAGE_BYTES = 8192
@@ -94,6 +95,7 @@ _LIBRARY_PREFIXES = tuple(
     {_GUEST_DIR, os.path.dirname(os.__file__), "<frozen ", *(p for p in sys.path if p.endswith("-packages"))}
 )
 _MAX_TRACEBACK_FRAMES = 200
+"""Maximum number of frames in a traceback. A recursion has a thousand, which are all the same."""
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 _excepthook = sys.__excepthook__
 _memory_reserve = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

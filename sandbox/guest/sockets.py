@@ -17,6 +17,7 @@ from typing import Any
 from protocol import MAX_BACKLOG
 
 _FORKSERVER = "multiprocessing.popen_forkserver"
+_socket_listen = socket.socket.listen
 
 
 def install() -> None:
@@ -38,9 +39,6 @@ def _sendmsg(sock: socket.socket, buffers: Any, ancdata: Any = (), flags: int = 
 def _listen(sock: socket.socket, backlog: int = MAX_BACKLOG) -> None:
     """Listen with a backlog of at most `MAX_BACKLOG`. On every system a larger backlog is only a hint."""
     _socket_listen(sock, min(backlog, MAX_BACKLOG))
-
-
-_socket_listen = socket.socket.listen
 
 
 class _ForkServer(types.ModuleType):

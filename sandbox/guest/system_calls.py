@@ -64,7 +64,6 @@ mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 do_nothing = _libc.sched_yield
 """A C function, as `syscall` is one, that has no effect and returns 0."""
 _SIGCHLD_ONLY = (1 << signal.SIGCHLD - 1).to_bytes(128, sys.byteorder)  # sigset_t of the C library
-_SIG_BLOCK = 0
 _SFD_CLOEXEC = 0o2000000
 
 _raw = _libc["syscall"]  # a second function object, with other argument types than `syscall`
@@ -102,7 +101,7 @@ def invoke(number: int, *arguments: int) -> int:
 
 def open_child_signal_fd() -> int:
     """Return a descriptor that is readable when a child has died (signalfd(2)). No signal handler is needed."""
-    sigprocmask(_SIG_BLOCK, _SIGCHLD_ONLY, None)
+    sigprocmask(signal.SIG_BLOCK, _SIGCHLD_ONLY, None)
     return check(signalfd(-1, _SIGCHLD_ONLY, _SFD_CLOEXEC), "signalfd")
 
 

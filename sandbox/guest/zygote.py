@@ -148,10 +148,6 @@ class Zygote:
                 os.kill(running.pid, signal.SIGKILL)
                 running.close()
 
-    def send(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
-        """Queue a frame whose blobs are the first bytes of `files`, given as (descriptor, length)."""
-        self.writer.add(header, files)
-
     def _on_start(self, header: dict, _body: memoryview) -> None:
         self.confinement.address_space_bytes = header["address_space_bytes"]
         self.report_after_s = header["report_after_s"]
@@ -206,7 +202,7 @@ class Zygote:
     def _send_start_failed(self, running: RunningCall, reason: str) -> None:
         running.close()
         self.confinement.release_slot(running.slot)
-        self.send({"op": "start_failed", "run_id": running.run_id, "reason": reason})
+        self.writer.add({"op": "start_failed", "run_id": running.run_id, "reason": reason})
 
     def fork_pending(self) -> None:
         """Fork all calls in `to_fork`."""
@@ -294,7 +290,7 @@ class Zygote:
         if running.files_fd >= 0:
             files_size, _ = output_files.written_bytes(running.files_fd, running.disk_limit_bytes)
             blobs.append((running.files_fd, files_size))
-        self.send(header, blobs)
+        self.writer.add(header, blobs)
         running.close()
         self.confinement.release_slot(running.slot)
 

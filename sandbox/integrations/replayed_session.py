@@ -3,7 +3,7 @@
 The server keeps no state between calls, so each call builds the state again. This has effects that users of a session
 must know:
 - The time limit of a call covers the earlier code too, and the cost of a session grows with the square of its length.
-- Code that depends on the clock or on unseeded random numbers can give another state.
+- If the earlier code depends on the clock or on unseeded random numbers, the state can differ from call to call.
 - Code that does not end as ok leaves no variables and no files behind. `sys.exit()` ends its own step, which is ok.
 - If the process ends before the new code has ended, for example by `os._exit(0)`, the step has the error `ProcessExit`.
   This also holds if the earlier code ends the process.

@@ -1,7 +1,7 @@
 """Isolation: jails around zygotes, the plan that confines each call, and a probe of what this machine supports.
 
     python = Interpreter.find("/opt/runtime/bin/python")
-    uid_base, uid_count = host_uids(jail=0, slots=64)
+    uid_base, uid_count = host_uids(jail_number=0, slots=64)
     spec = JailSpec(choose_level("auto").level, python, GUEST_SOURCE_DIR, uid_base=uid_base, uid_count=uid_count)
     subprocess.Popen(launch_argv(spec, fd), pass_fds=[fd])
 

@@ -11,9 +11,8 @@
 - The executor holds a lock (flock(2)) on its tree. A tree without a lock is left over from an executor that was killed,
   and is removed when the next tree is created.
 - The cgroups are below the server's own, so that the operator's limits on the server apply to its calls.
-- Version 2 allows no processes in a cgroup whose children have limits. So the server and all other processes of its
-  cgroup are moved to a child cgroup. This is done only in a container, or if systemd has delegated the cgroup to the
-  server.
+- Version 2 allows no processes in a cgroup whose children have limits. So all processes of the server's cgroup are
+  moved to a child cgroup. This is done only in a container, or if systemd has delegated the cgroup to the server.
 - A jail has no cgroup file system. A call enters its cgroup by a file that was opened outside of the jail
   (`open_procs_files`). This works because the kernel checks the permissions of the process that opened the file.
 - In version 2, a process that enters a cgroup waits for all forks on the machine. So a zygote (the interpreter in the
@@ -50,7 +49,7 @@ cgroup's `enter_file` and the files of the call."""
 RESERVED_FDS = 256
 """Descriptors that a process needs for all other purposes."""
 MAX_TRIES = 5
-"""Number of tries of an operation that other processes can disturb."""
+"""Maximum number of tries of an operation that other processes can disturb."""
 _V2_CONTROLLERS = {"memory", "pids"}
 """Controllers that version 2 must have. CPU time is counted without a controller."""
 
@@ -81,7 +80,7 @@ class CgroupTree:
         self._locks: dict[str, int] = {}  # directory -> descriptor; several hierarchies may be mounted together
         self._cgroups: dict[int, SlotCgroup] = {}
         self.idle: IdleCgroup | None = None
-        self._zygote_uid = -1  # unknown
+        self._zygote_uid = -1  # unknown until `allow_clone_into`
         self._can_clone_into = False
         try:
             self._version, parents = _find_version()
@@ -107,9 +106,9 @@ class CgroupTree:
     def allow_clone_into(self, pid: int, uid: int) -> None:
         """Allow a zygote and its forks to fork directly into the cgroups (clone3(2)), if the kernel supports it.
 
-        `pid` and `uid` are the ids of the zygote outside of the jail. The kernel requires write permission to two files
-        cgroup.procs: that of the target cgroup, and that of the common ancestor of the target cgroup and the zygote's
-        cgroup.
+        `pid` and `uid` are the ids of the zygote outside of the jail. The kernel requires that the zygote may write to
+        the file cgroup.procs of two cgroups: of the target, and of the common ancestor of the target and the zygote's
+        own cgroup.
         """
         self._can_clone_into = False
         if self._version is not V2 or not kernel.has_clone3():
@@ -142,7 +141,8 @@ class CgroupTree:
             yield _open(f"{top}/{slot}/{self._version.enter_file}", os.O_WRONLY)
 
     def close(self) -> None:
-        """Kill all processes in the cgroups, and remove the cgroups. Idempotent. The next tree removes leftovers."""
+        """Kill all processes in the cgroups, and remove the cgroups. Idempotent. The next tree removes those that could
+        not be removed."""
         for cgroup in self._cgroups.values():
             cgroup.close()
         if self.idle is not None:

@@ -21,8 +21,8 @@ from sandbox.jail.shared_libraries import library_closure
 PYTHON_DIR_IN_JAIL = "/python"
 MIN_VERSION = (3, 9)
 PACKAGE_DIRS = ("site-packages", "dist-packages")
-SKIPPED_LIBRARIES = ("_tkinter.", "nis.")
-"""Prefixes of extension modules whose libraries are left out: they are large, and need a display or a network."""
+SKIPPED_MODULE_PREFIXES = ("_tkinter.", "nis.")
+"""Extension modules whose libraries are left out: they are large, and need a display or a network."""
 
 _QUERY = """
 import json, os, site, sys, sysconfig
@@ -108,7 +108,15 @@ def _query(python: str) -> dict[str, Any]:
 def _plan_mounts(
     paths: dict[str, Any], base: dict[str, Any]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the fields (mounts, masked_paths, pythonpath). `base` has the paths of the base interpreter."""
+    """Return the fields (mounts, masked_paths, pythonpath).
+
+    `paths` is the result of `_query` for the operator's Python, and `base` for its base interpreter. A directory of
+    packages gets one of these places in the jail, the first that is free:
+
+    1. the same place as on the host
+    2. a place where the base interpreter looks for packages
+    3. a directory of its own, which PYTHONPATH names
+    """
     prefix = base["base_prefix"]
     stdlib = os.path.realpath(base["stdlib"])
     stdlib_in_jail = _path_in_jail(base["stdlib"], prefix)
@@ -117,7 +125,7 @@ def _plan_mounts(
         if not os.path.realpath(dynload).startswith(stdlib + "/"):  # as on some Debian and Fedora systems
             mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, prefix)))
 
-    def can_mount(target: str) -> bool:
+    def can_mount(target: str) -> bool:  # below the read-only standard library, only existing directories
         relative = os.path.relpath(target, stdlib_in_jail)
         return relative.startswith("..") or os.path.isdir(os.path.join(stdlib, relative))
 
@@ -151,9 +159,10 @@ def _path_in_jail(path: str, prefix: str) -> str:
 
 def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return all shared libraries. In the jail they lie in one directory, where the loader finds libc by default."""
-    packages = [path for top in mounted_dirs for name in PACKAGE_DIRS if os.path.isdir(path := os.path.join(top, name))]
-    tops = list(dict.fromkeys((*mounted_dirs, *packages)))
-    loader, libraries = library_closure(binary, [path for top in tops for path in _shared_objects(top)], tops)
+    paths = (os.path.join(directory, name) for directory in mounted_dirs for name in PACKAGE_DIRS)
+    directories = list(dict.fromkeys((*mounted_dirs, *filter(os.path.isdir, paths))))
+    modules = [path for directory in directories for path in _shared_objects(directory)]
+    loader, libraries = library_closure(binary, modules, directories)
     libc = libraries.get("libc.so.6") or loader
     if loader is None or libc is None:
         return ()  # a static interpreter loads no library
@@ -162,11 +171,11 @@ def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str
     return ((os.path.realpath(loader), loader), *((libraries[name], f"{libc_dir}/{name}") for name in names))
 
 
-def _shared_objects(top: str) -> Iterator[str]:
-    for directory, subdirs, names in os.walk(top):
+def _shared_objects(searched_dir: str) -> Iterator[str]:
+    for directory, subdirs, names in os.walk(searched_dir):
         subdirs[:] = [name for name in subdirs if name not in PACKAGE_DIRS]  # the caller adds those that are not masked
         for name in names:
-            if (name.endswith(".so") or ".so." in name) and not name.startswith(SKIPPED_LIBRARIES):
+            if (name.endswith(".so") or ".so." in name) and not name.startswith(SKIPPED_MODULE_PREFIXES):
                 yield os.path.join(directory, name)
 
 

@@ -7,8 +7,8 @@ rulesets apply to a call:
     of the zygote   grants to read what Python needs, and to read and write the scratch directories of all slots
     of the call     grants to read what Python needs, and to read and write the scratch directory of its own slot
 
-A ruleset "handles" some rights. It denies each right that it handles and does not grant. Our rulesets handle all rights
-that the ABI version knows: on files, on TCP, on signals to processes outside, and on abstract sockets of such
+A ruleset "handles" some rights: it denies each of them that it does not grant. Our rulesets handle all rights that the
+ABI version knows. They are rights on files, on TCP, on signals to processes outside, and on abstract sockets of such
 processes.
 """
 
@@ -26,19 +26,29 @@ from sandbox.jail.root_fs import DEVICES, LOCALE_DIRS, first_unreadable
 from sandbox.jail.spec import JailSpec
 
 # linux/landlock.h
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, MAKE_FIFO, MAKE_SYM = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 10, 1 << 12
-REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+EXECUTE = 1 << 0
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+REMOVE_DIR = 1 << 4
+REMOVE_FILE = 1 << 5
+MAKE_DIR = 1 << 7
+MAKE_REG = 1 << 8
+MAKE_FIFO = 1 << 10
+MAKE_SYM = 1 << 12
+REFER = 1 << 13
+TRUNCATE = 1 << 14
+IOCTL_DEV = 1 << 15
 _FILE_RIGHTS_OF_ABI_1 = REFER - 1
-_TCP = 0b11  # bind, connect
+_TCP_RIGHTS = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract Unix sockets, signals
 _NO_AUDIT = 0b101
-"""LANDLOCK_RESTRICT_SELF_LOG_SAME_EXEC_OFF and LOG_SUBDOMAINS_OFF (from ABI 7). Hostile code must not be able to fill
-the host's audit log with denials."""
+"""LANDLOCK_RESTRICT_SELF_LOG_SAME_EXEC_OFF and LOG_SUBDOMAINS_OFF, which ABI 7 has added. Without them hostile code
+could fill the host's audit log with denials."""
 
 TRUNCATE_ABI = 3
-"""First ABI version that can deny truncate(2). With older ones, code can empty each file that its uid may write."""
-_SCRATCH = (
+"""First ABI version that can deny truncate(2). With an older one, code can empty each file that its uid may write."""
+_SCRATCH_RIGHTS = (
     WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE
     | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
 )  # fmt: skip
@@ -72,7 +82,7 @@ def rules_for(spec: JailSpec, abi: int) -> LandlockRules:
         **dict.fromkeys((f"/dev/{name}" for name in DEVICES), READ_FILE | WRITE_FILE),
     }
     paths = tuple((os.path.realpath(path), access & files) for path, access in rights.items())
-    return LandlockRules((files, network, scopes), _NO_AUDIT if abi >= 7 else 0, paths, _SCRATCH & files)
+    return LandlockRules((files, network, scopes), _NO_AUDIT if abi >= 7 else 0, paths, _SCRATCH_RIGHTS & files)
 
 
 def check_requirements(spec: JailSpec, abi: int) -> None:
@@ -120,7 +130,7 @@ def handled_rights(abi: int) -> tuple[int, int, int]:
     files = _FILE_RIGHTS_OF_ABI_1
     for right, since_abi in ((REFER, 2), (TRUNCATE, TRUNCATE_ABI), (IOCTL_DEV, 5)):
         files |= right if abi >= since_abi else 0
-    return files, _TCP if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
+    return files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
 
 
 def _config_files(python: Interpreter) -> list[str]:

@@ -3,16 +3,16 @@
     server ── launcher ── init (subreaper) ── guest (the zygote), its own process group ── calls, one uid per slot
               waits       cleans up after the guest
 
-- Landlock restricts only the guest. The guest may read the files that Python needs, and write below
-  `scratch_root`/calls. Launcher and init run only the code of this file.
+- Landlock restricts the guest: it may read the files that Python needs, and write below `scratch_root`/calls. Launcher
+  and init are not restricted, since they run only the code of this file.
 - When the guest or the launcher ends, init kills the guest's process group, all processes with a uid of a slot, and all
   children of init. init repeats this until it has no child. Then no process of the jail is left, because a process
   whose parent has died becomes a child of init. At last init renames `scratch_root` and removes it, which may take
   minutes.
-- The process that holds the lock on `scratch_root` owns the uids of the slots. Once the directory is renamed, the next
+- The launcher that holds the lock on `scratch_root` owns the uids of the slots. Once the directory is renamed, the next
   launcher may take the lock and these uids.
-- If launcher and init were killed together, the directories of their jail are left. A child of the next init that has
-  the same `scratch_root` removes them while its guest runs.
+- If launcher and init are killed together, the directories of their jail are left. The next init with the same
+  `scratch_root` has a child that removes them while the guest runs.
 """
 
 from __future__ import annotations
@@ -102,9 +102,8 @@ def _run_guest(spec: JailSpec, socket_fd: int) -> NoReturn:
 def _kill_all(spec: JailSpec, guest: int) -> int:
     """Kill processes until init has no child left, and return the guest's exit status.
 
-    A call leaves the guest's process group only after it has taken the uid of its slot. So when the group is killed,
-    each process outside of the group has the uid of a slot, and `_kill_slots` kills it. If slots have no uids, a call
-    dies with its zygote.
+    A call leaves the guest's process group only after it has taken the uid of its slot. So each process outside of the
+    group has the uid of a slot, and `_kill_slots` kills it. If slots have no uids, a call dies with its zygote.
     """
     guest_status = 0
     while True:

@@ -5,8 +5,8 @@
 
 - When init ends, the kernel kills all processes inside. Init ends with the guest, and dies with the launcher.
 - Once the jail is complete, the launcher drops its privileges. It then sees only the jail's files.
-- The root is built *before* the guest's user namespace: its mounts then belong to a more privileged namespace and are
-  locked. Even the guest's CAP_SYS_ADMIN can neither remount them writable nor unmount them (mount_namespaces(7)).
+- The root is built *before* the guest's user namespace. So its mounts belong to a more privileged namespace, which
+  locks them: even with CAP_SYS_ADMIN the guest can neither make them writable nor unmount them (mount_namespaces(7)).
 """
 
 from __future__ import annotations

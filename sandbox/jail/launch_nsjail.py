@@ -46,7 +46,8 @@ def _run_nsjail(spec: JailSpec, socket_fd: int, server_pidfd: int) -> int:
     """Start nsjail, wait for it and return its exit status, which is the guest's."""
     binary = os.open(nsjail_binary.find(os.environ), os.O_RDONLY)
     nsjail_alive_r, nsjail_alive_w = os.pipe()
-    passed_fds = (binary, socket_fd, nsjail_alive_r, nsjail_alive_w)  # the binary too: a script is opened again
+    # If the binary is a script, the script's interpreter opens it again, so it is passed too.
+    passed_fds = (binary, socket_fd, nsjail_alive_r, nsjail_alive_w)
     id_map = prepare_host_side(spec)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     start = nsjail_config.StartParameters(socket_fd, nsjail_alive_r, ROOT, LOG, id_map, nice)

@@ -8,7 +8,7 @@ kernel mechanism that isolates the jail, such as a user namespace.
 - The process that starts a launcher is called the server here; usually it is an executor. The launcher watches the
   server by a pidfd. PR_SET_PDEATHSIG does not suffice: it fires when the *thread* that forked a process ends, and any
   thread may start a launcher.
-- Each process below the launcher has a parent with a single thread, so it uses PR_SET_PDEATHSIG.
+- The processes below the launcher use PR_SET_PDEATHSIG, since each of their parents has a single thread.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def leave_server_session() -> int:
     """Leave the server's session and reset what is inherited from it. Return a pidfd of the server, with which the
     launcher notices the server's end.
 
-    If the server has already ended, the pidfd is that of another process. The jail ends nevertheless, because a zygote
-    ends when the server's end of its socket is closed.
+    If the server has already ended, the pidfd is that of the process that has adopted the launcher. The jail ends
+    nevertheless, because a zygote ends when the server's end of its socket is closed.
     """
     server_pidfd = os.pidfd_open(os.getppid())
     if os.getsid(0) != os.getpid():

@@ -36,7 +36,7 @@ _REMEDY_FOR_SECCOMP = "Start on a kernel with CONFIG_SECCOMP_FILTER"
 class LevelChoice:
     level: Level
     reason: str = ""
-    """Text that names the layers that the machine lacks for stronger levels. It is empty if `auto` chose the strongest
+    """Why `auto` chose no stronger level: the layers that the machine lacks. It is empty if `auto` chose the strongest
     level, or if a level was requested by name."""
 
 

@@ -1,10 +1,11 @@
 """Finds out which isolation layers this machine grants, by setting up each of them in a child process.
 
-- Versions and configuration are not consulted: containers refuse system calls that their kernel has.
-- The attempts are children of a fresh interpreter. A process with two threads may enter no user namespace, and a
-  library of this process may start threads in forked children (`os.register_at_fork`), as OpenTelemetry does.
-- A layer is missing only if the kernel refuses it. An attempt may fail for a transient reason: a signal killed it, or
-  memory or process ids ran out. Such an attempt is repeated, until there were `MAX_TRIES` attempts.
+- Versions and configuration are not consulted, because containers refuse system calls that their kernel has.
+- Each attempt runs in a child of a fresh interpreter, and not in a child of this process. A process with two threads
+  may enter no user namespace, and a library of this process may start threads in forked children
+  (`os.register_at_fork`), as OpenTelemetry does.
+- A layer is missing only if the kernel refuses it. If an attempt fails for a transient reason (a signal killed it, or
+  memory or process ids ran out), it is repeated, up to `MAX_TRIES` attempts.
 - `level_choice` turns the result into a level.
 """
 
@@ -41,13 +42,16 @@ MAX_TRIES = 5
 """Maximum number of attempts at a layer. If the last one also fails for a transient reason, the layer is missing."""
 RETRY_DELAY_S = 0.1
 MAX_REPORT_BYTES = 4096
+"""Maximum size of the text that an attempt reports. It fits into a pipe, so the child never blocks."""
 TRIAL_TIMEOUT_S = 60
 """Maximum number of seconds for the trial of nsjail (`_run_nsjail_trial`)."""
 MAX_TRIAL_ERROR_CHARS = 1000
 EXIT_SIGNAL_BASE = 128
-"""A launcher exits with this plus n if signal n killed its child (`launcher.shell_exit_status`)."""
-_OK, _REFUSED, _TRANSIENT = 0, 1, 2
-"""Outcomes of an attempt, and the exit statuses of its child process."""
+"""If signal n killed the child of a launcher, the launcher exits with this plus n (`launcher.shell_exit_status`)."""
+# Outcomes of an attempt, which are also the exit statuses of its child process
+_OK = 0
+_REFUSED = 1
+_TRANSIENT = 2
 _TRANSIENT_ERRORS = frozenset({errno.EAGAIN, errno.ENOMEM})
 
 
@@ -160,9 +164,9 @@ def _is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def _text_or_raise(holds: bool, text: str, problem: str) -> str:
-    """Return `text` if the attempt has succeeded, and raise `problem` otherwise."""
-    if not holds:
+def _text_or_raise(has_succeeded: bool, text: str, problem: str) -> str:
+    """Return `text` if an attempt has succeeded. Otherwise raise `OSError` with `problem`."""
+    if not has_succeeded:
         raise OSError(problem)
     return text
 
@@ -186,7 +190,7 @@ def _try_uid_range() -> str:
 
 
 def _enter_jail_namespaces() -> tuple[int | None, int]:
-    base, count = host_uids(jail=0, slots=1)
+    base, count = host_uids(jail_number=0, slots=1)
     proc_self = userns.open_proc_self()
     privileged = userns.become_privileged(base, count)
     userns.enter_jail_namespaces(base, count, proc_self, privileged=privileged)
@@ -344,7 +348,7 @@ def _try_priorities() -> str:
 def _try_landlock() -> str:
     abi = kernel.landlock_abi()
     handled = landlock_rules.handled_rights(abi)
-    has_uids = host_uids(jail=0, slots=1, level=Level.LANDLOCK)[0] is not None
+    has_uids = host_uids(jail_number=0, slots=1, level=Level.LANDLOCK)[0] is not None
     if abi < landlock_rules.TRUNCATE_ABI and not has_uids:
         raise IsolationError(
             f"ABI {abi}; without root and Docker's default capabilities, ABI {landlock_rules.TRUNCATE_ABI} is needed"
@@ -393,9 +397,9 @@ def _use_memory_and_fork(procs_fds: list[int]) -> int:
 def _run_nsjail_trial(environ: Mapping[str, str]) -> None:
     """Run one line of this Python in a jail, started as for a zygote. Takes half a second."""
     is_jailed = "os.getuid() == 0 and os.getpid() > 1 and not os.listdir('/tmp') and not os.path.exists('/proc')"
-    spec = JailSpec(
-        Level.NSJAIL, Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR), {}, (), *host_uids(jail=0, slots=1)
-    )
+    python, guest_dir = Interpreter.find(sys.executable), str(GUEST_SOURCE_DIR)
+    uid_base, uid_count = host_uids(jail_number=0, slots=1)
+    spec = JailSpec(Level.NSJAIL, python, guest_dir, uid_base=uid_base, uid_count=uid_count)
     spec = replace(spec, argv=(spec.guest_python, "-I", "-S", "-c", f"import os, sys; sys.exit(not ({is_jailed}))"))
     with open(os.devnull) as null:  # in place of the guest's socket, which this one line does not use
         argv, fd = launch_argv(spec, null.fileno()), null.fileno()

@@ -43,7 +43,7 @@ USER = "sandbox"
 LOCALE_DIRS = ("/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8")
 """Directories in which the C library looks for the locale C.UTF-8. A host that has only an archive of locales has
 neither directory."""
-_READ_ONLY = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+_BIND_FLAGS = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 
 
 def build(spec: JailSpec) -> None:
@@ -59,7 +59,7 @@ def build(spec: JailSpec) -> None:
     _add_python(spec.python)
     _make_devices()
     for target, source in spec.data:
-        _bind(source, target, _READ_ONLY | kernel.MS_NOEXEC)
+        _bind(source, target, _BIND_FLAGS | kernel.MS_NOEXEC)
     # This must be last, when all files exist. It makes the file system itself read-only, and not only one mount of it.
     flags = kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID
     kernel.mount("jail", ROOT_STAGING_DIR, flags=flags, options="mode=755")
@@ -152,7 +152,7 @@ def _make_devices() -> None:
     os.symlink("/tmp", f"{ROOT_STAGING_DIR}/dev/shm")
 
 
-def _bind(source: str, target: str, flags: int = _READ_ONLY) -> None:
+def _bind(source: str, target: str, flags: int = _BIND_FLAGS) -> None:
     path = ROOT_STAGING_DIR + target
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)

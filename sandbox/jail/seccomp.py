@@ -4,8 +4,8 @@
 - A system call that the policy does not name fails with EPERM. The kernel's other entries (int 0x80, x32) fail with
   ENOSYS. The process is not killed, because the kernel would then write a line to the host's audit log at each attempt.
 - Each call loads a filter, so loading must be fast. When a filter is loaded, the kernel runs its program once for each
-  system call number. It later skips the program for numbers that are always allowed. So a program is a balanced search
-  tree over ranges of numbers:
+  system call number, to find the numbers that are always allowed. For these it never runs the program again. A program
+  is a balanced search tree over ranges of numbers:
 
       number >= n2?  -- no --> number >= n1?  -- no --> allow
             |                        +-- yes -> refuse
@@ -44,10 +44,8 @@ X32_BIT = 0x40000000  # __X32_SYSCALL_BIT, part of the numbers of the x32 ABI
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
-    """A condition: the low 32 bits of argument `index`, after `mask`, are among `values`.
-
-    The kernel itself reads only the low 32 bits of all arguments that are checked here.
-    """
+    """A condition: the low 32 bits of argument `index`, ANDed with `mask`, are among `values`. Of all arguments that
+    are checked here, the kernel itself reads only the low 32 bits."""
 
     index: int
     values: tuple[int, ...]
@@ -55,11 +53,10 @@ class ArgumentCheck:
     fake_success_values: tuple[int, ...] = ()
     """Further values, for which the result is `FAKE_SUCCESS`."""
     bounded_value: tuple[int, int, int] | None = None
-    """Three numbers: a further value that is allowed, the index of another argument, and the maximum of this other
-    argument (its low 32 bits). If the checked argument has this value, the other argument must not exceed the
-    maximum."""
+    """A further value that is allowed, the index of another argument, and a maximum. If the checked argument has this
+    value, the low 32 bits of the other argument must not exceed the maximum."""
     maximum: int | None = None
-    """Numbers from 0 to `maximum` are allowed in addition to `values`. The argument is compared as unsigned."""
+    """Numbers from 0 to `maximum` are allowed too. The argument is compared as an unsigned number."""
 
 
 SyscallRule = int | tuple[ArgumentCheck, ...]
@@ -95,10 +92,10 @@ _SIGNALS_AND_TIME = """
     timerfd_create timerfd_settime timerfd_gettime
 """
 _EVENTS = " epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 "
-# Without a network namespace of its own, a call can connect sockets only in pairs. setsockopt is missing, because
+# A call without a network namespace of its own can connect sockets only in pairs. setsockopt is missing, because
 # SO_ATTACH_FILTER loads BPF, and SO_PASSCRED gives the socket a name to which other calls could send.
 _SOCKETPAIRS = "shutdown getsockname getpeername"
-# A process without capabilities can only take ids that it has, so these change nothing.
+# A process without capabilities can only take ids that it has already, so these calls change nothing.
 _OWN_IDS = "setuid setgid setreuid setregid setresuid setresgid"
 
 # For these system calls the result is ENOSYS. After ENOSYS of clone3, the C library uses clone; after EPERM it would
@@ -304,7 +301,10 @@ def program(kind: FilterKind = FilterKind.NAMESPACED) -> bytes:
     )
 
 
-_ARCH, _NUMBER, _ARGUMENTS = 4, 0, 16  # offsets in struct seccomp_data
+# Offsets in struct seccomp_data
+_NUMBER = 0
+_ARCH = 4
+_ARGUMENTS = 16
 # Names of system calls are labels too. They have no spaces, so they differ from these labels.
 _ACTION_LABELS = {ALLOW: "to allow", EPERM: "to refuse", ENOSYS: "to deny", FAKE_SUCCESS: "to fake"}
 
@@ -338,8 +338,8 @@ def _search_tree(ranges: Sequence[tuple[int, str]], label: str | None = None) ->
 def _checks(name: str, rule: tuple[ArgumentCheck, ...]) -> Iterator[bpf.Instruction]:
     """Yield the instructions that check the arguments of the system call `name`, one check after another."""
     label: str | None = name
-    for check in rule:
-        passed = _ACTION_LABELS[ALLOW] if check is rule[-1] else f"{name} {check.index}"
+    for number, check in enumerate(rule, 1):
+        passed = _ACTION_LABELS[ALLOW] if number == len(rule) else f"{name} {check.index}"
         yield bpf.Instruction(bpf.LOAD, _ARGUMENTS + 8 * check.index, label=label)
         label = passed
         if check.mask != 0xFFFFFFFF:

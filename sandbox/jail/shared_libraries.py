@@ -4,8 +4,9 @@ The loader maps the files and prints the libraries that it has found. It runs no
 find a library, the library is left out. The import of a module that needs this library then fails in the jail as it
 fails outside.
 
-The loader runs once for each package. One run for all packages is not possible, because a run finds only one library
-for each name. A run takes 2 to 5 ms of CPU time, so one run for each file would take 0.5 s for the guest runtime.
+The loader runs once for each package. A single run does not suffice, because a run finds only one library for each
+name, and two packages may have different libraries of the same name. A run takes 2 to 5 ms of CPU time, so one run for
+each file would take 0.5 s for the guest runtime.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 OPENED_BY_LIBC = ("libgcc_s.so.1", "libnss_files.so.2")
 """Libraries that glibc opens by itself: libgcc_s when a thread exits, nss_files for passwd before glibc 2.34."""
 _WORKING_DIR = "/proc/self/cwd"
-"""The loader gets the files of a package by this path. If it finds a library by $ORIGIN, the path that it prints for
-the library begins with this path. Otherwise the printed path does not."""
+"""The loader gets the files of a package by this path. The path that it prints for a library begins with this path if,
+and only if, the loader has found the library by $ORIGIN."""
 _PT_INTERP = 3
 
 
@@ -42,10 +43,10 @@ def library_closure(
         return None, {}
     libraries = _list_libraries(loader, program, "/", OPENED_BY_LIBC)
     prefixes = tuple(os.path.join(directory, "") for directory in mounted_dirs)
-    for (top, _package), names in _by_package(modules, mounted_dirs).items():
-        for name, path in _list_of_modules(loader, program, top, names):
+    for (mounted_dir, _package), names in _by_package(modules, mounted_dirs).items():
+        for name, path in _list_of_modules(loader, program, mounted_dir, names):
             if path.startswith(f"{_WORKING_DIR}/"):
-                directory, file = os.path.split(top + path.removeprefix(_WORKING_DIR))
+                directory, file = os.path.split(mounted_dir + path.removeprefix(_WORKING_DIR))
                 path = os.path.join(os.path.realpath(directory), file)
                 if path.startswith(prefixes):
                     continue
@@ -74,25 +75,25 @@ def _by_package(modules: Iterable[str], mounted_dirs: Sequence[str]) -> dict[tup
     empty for modules that are not in one."""
     packages: dict[tuple[str, str], list[str]] = {}
     for path in modules:
-        top = max((top for top in mounted_dirs if path.startswith(f"{top}/")), key=len)
-        name = path[len(top) + 1 :]
-        packages.setdefault((top, name.rpartition("/")[0].partition("/")[0]), []).append(name)
+        mounted_dir = max((each for each in mounted_dirs if path.startswith(f"{each}/")), key=len)
+        name = path[len(mounted_dir) + 1 :]
+        packages.setdefault((mounted_dir, name.rpartition("/")[0].partition("/")[0]), []).append(name)
     return packages
 
 
-def _list_of_modules(loader: str, program: str, top: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, path) of each library that the modules `names` of `top` need."""
+def _list_of_modules(loader: str, program: str, mounted_dir: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, path) of each library that the modules `names` of `mounted_dir` need."""
     files = [f"{_WORKING_DIR}/{name}" for name in names]
     try:
-        yield from _list_libraries(loader, program, top, files).items()
+        yield from _list_libraries(loader, program, mounted_dir, files).items()
         return
     except ConfigError as error:  # for example because a file is truncated
-        log.info("%s: the loader failed, and is run for each file: %s", top, error)
+        log.info("%s: the loader failed, and is run for each file: %s", mounted_dir, error)
     for name, file in zip(names, files, strict=True):
         try:
-            yield from _list_libraries(loader, file, top).items()
+            yield from _list_libraries(loader, file, mounted_dir).items()
         except ConfigError as error:
-            log.info("%s/%s is left out: %s", top, name, error)
+            log.info("%s/%s is left out: %s", mounted_dir, name, error)
 
 
 def _list_libraries(loader: str, file: str, working_dir: str, preloaded: Sequence[str] = ()) -> dict[str, str]:

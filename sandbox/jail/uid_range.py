@@ -1,6 +1,6 @@
 """Chooses the host uids of a jail: a range of uids that no user and no other jail has.
 
-host_uids(jail=2, slots=64)  ->  (first uid, number of uids), or (None, 0) if this process cannot map a range
+host_uids(jail_number=2, slots=64)  ->  (first uid, number of uids), or (None, 0) if this process cannot map a range
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ must not share uids: at level `landlock` no namespace separates their signals, a
 
 
 def host_uids(
-    jail: int, slots: int, level: Level = Level.NAMESPACES, python: Interpreter | None = None
+    jail_number: int, slots: int, level: Level = Level.NAMESPACES, python: Interpreter | None = None
 ) -> tuple[int | None, int]:
-    """Return (`uid_base`, `uid_count`) for this process's jail number `jail`, from 0. The jails' ranges are disjoint.
+    """Return (`uid_base`, `uid_count`) for a jail of this process. Jails with different numbers, from 0, have disjoint
+    ranges.
 
     Returns (None, 0) if this process may not use a range. There are two reasons: it has neither the privilege nor
     enough subordinate ids; or it belongs to an ordinary user, and other users cannot read this user's `python`.
@@ -40,32 +41,32 @@ def host_uids(
     if level is Level.LANDLOCK:
         if os.getresuid() != (0, 0, 0) or not kernel.effective_capabilities() >= LANDLOCK_CAPABILITIES:
             return None, 0
-        return _own_range(jail, FIRST_SLOT_UID + UIDS_PER_SLOT * slots)
+        return _own_range(jail_number, FIRST_SLOT_UID + UIDS_PER_SLOT * slots)
     capabilities, count = kernel.effective_capabilities(), FIRST_SLOT_UID + slots
     can_set_ids = {kernel.CAP_SETUID, kernel.CAP_SETGID} <= capabilities
     if can_set_ids and kernel.CAP_SYS_ADMIN in capabilities:
-        return _own_range(jail, count)
+        return _own_range(jail_number, count)
     if can_set_ids:
-        uids = _own_range(jail, count)
+        uids = _own_range(jail_number, count)
     else:
-        uids = choose_range(jail, count, *userns.subordinate_ids(), _RANGE_SHIFT)
+        uids = choose_range(jail_number, count, *userns.subordinate_ids(), _RANGE_SHIFT)
     is_readable = python is None or root_fs.first_unreadable(python) is None
     return uids if uids[0] is not None and is_readable and userns.can_map_range(uids[0], count) else (None, 0)
 
 
-def _own_range(jail: int, count: int) -> tuple[int | None, int]:
+def _own_range(jail_number: int, count: int) -> tuple[int | None, int]:
     uids, gids = _largest_extent("/proc/self/uid_map"), _largest_extent("/proc/self/gid_map")
-    return choose_range(jail, count, max(uids[0], gids[0]), min(uids[1], gids[1]), _RANGE_SHIFT)
+    return choose_range(jail_number, count, max(uids[0], gids[0]), min(uids[1], gids[1]), _RANGE_SHIFT)
 
 
-def choose_range(jail: int, count: int, first: int, end: int, shift: int = 0) -> tuple[int | None, int]:
-    """Choose `count` ids for jail number `jail` out of those from `first` to `end - 1`.
+def choose_range(jail_number: int, count: int, first: int, end: int, shift: int = 0) -> tuple[int | None, int]:
+    """Choose `count` ids for a jail, from `first` to `end - 1`.
 
     `shift` moves all ranges. If there are too few ids, the ranges lie in their upper half, and the shift wraps around.
     """
-    base = RANGE_START + shift + jail * count
+    base = RANGE_START + shift + jail_number * count
     if base + count > end:  # too few ids, as in the user namespace of a container: count down from the last id
-        base = end - shift % max(1, (end - max(first, MIN_UID)) // 2) - (jail + 1) * count
+        base = end - shift % max(1, (end - max(first, MIN_UID)) // 2) - (jail_number + 1) * count
     return (base, count) if base >= max(first, MIN_UID) else (None, 0)
 
 

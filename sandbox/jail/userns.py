@@ -26,6 +26,7 @@ from sandbox.errors import IsolationError
 from sandbox.jail import kernel
 
 NOBODY = 65_534
+"""The usual id of the user nobody, who owns no files."""
 ID_MAP_REMEDY = "raise user.max_user_namespaces, or give the container more ids"
 JAIL_NAMESPACES = (
     kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -34,7 +35,8 @@ JAIL_NAMESPACES = (
 A cgroup namespace is not needed: it changes only /proc and /sys, which a jail does not have. A time namespace is not
 needed, because clocks are not secret."""
 RANGE_START_INSIDE = 1
-"""First id of the range inside the namespace of `enter_as_root`, where id 0 is the user who started the process."""
+"""First id of the range as it is inside the namespace of `enter_as_root`. There, id 0 is the user who started the
+process."""
 MAPPING_PROGRAMS = {"gid_map": "newgidmap", "uid_map": "newuidmap"}
 """Program that writes each of the two id maps in /proc/PID."""
 ID_MAP_FILES = tuple(MAPPING_PROGRAMS)
@@ -44,8 +46,8 @@ SUBORDINATE_ID_FILES = "/etc/subuid", "/etc/subgid"
 def open_proc_self() -> int:
     """Return a descriptor of this process's directory in /proc.
 
-    The descriptor stays usable when /proc is unmounted. In a child process, it still refers to the directory of this
-    process, because /proc/self is resolved here.
+    The descriptor stays usable when /proc is unmounted. It refers to the directory of this process even in a child
+    process, because the link /proc/self is resolved here.
     """
     return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
 
@@ -54,8 +56,8 @@ def become_privileged(uid_base: int | None = None, uid_count: int = 0) -> bool:
     """Obtain the right to mount. If this process has CAP_SYS_ADMIN, it has this right already. Otherwise it calls
     `enter_as_root`.
 
-    Returns True in the first case: the privileges are those of the host. The "host" is the user namespace in which this
-    process was started. In a container, this may be a namespace with fewer ids than the machine.
+    Returns True in the first case: this process has privileges on the host. The "host" is the user namespace in which
+    this process was started. In a container, this may be a namespace with fewer ids than the machine.
     """
     if kernel.CAP_SYS_ADMIN in kernel.effective_capabilities():
         return True

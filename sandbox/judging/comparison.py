@@ -1,8 +1,8 @@
 """Compares the output of a program with the expected output: text by lines, tokens or numbers, and JSON.
 
 The output is hostile. A comparison takes time linear in the length of both sides, and does not recurse into nested
-values. It is a generator. It yields after each `PIECES_PER_STEP`, so that an event loop can do other work, and returns
-whether both sides are equal.
+values. It is a generator that returns whether both sides are equal. It yields after each `PIECES_PER_STEP` pieces, so
+that an event loop can do other work.
 
     compare         two texts are equal if                                   two JSON values are equal if
     exact           they are the same, apart from one newline at the end     they are equal
@@ -12,8 +12,8 @@ whether both sides are equal.
     Tolerance       each two tokens are the same text, or numbers within     they are equal, numbers within
                     the tolerance                                            the tolerance
 
-A number is within the tolerance if it differs from the expected number by at most `abs`, or by `rel` times the expected
-number. Two NaN are equal, and an infinity equals itself only. A token that is too large for a float (1e400) is
+A number is within the tolerance if it differs from the expected number by at most `abs`, or by at most `rel` times the
+expected number. Two NaN are equal, and an infinity equals itself only. A token that is too large for a float (1e400) is
 compared as text. In JSON, 1 equals 1.0, and true does not equal 1.
 """
 

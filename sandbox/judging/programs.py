@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -46,11 +47,11 @@ EXCERPT_CHARS = 1000
 """Maximum characters of stdout, of stderr and of value in the result of a test."""
 MAX_MESSAGE_CHARS = 500
 TOLERANCE = NumberRule(0, 1e300, whole=False)
-"""Rule for `abs` and `rel`. The maximum only excludes infinity, with which all numbers would be equal."""
+"""Rule for `abs` and `rel`. It has a maximum because with infinity all numbers would be equal."""
 MAX_COMPILED_BYTES = 128 << 10
-"""Maximum bytes of compiled code that is sent with each call. A call whose body exceeds 256 KiB
-(`guest/wiped_memory.py`) costs the zygote, from which it is forked, more than compiling costs. Half of the 256 KiB is
-for the compiled code, the other half for the source and the input."""
+"""Maximum bytes of compiled code that is sent with each call. A call whose body exceeds 256 KiB costs its zygote more
+(`guest/wiped_memory.py`) than it saves. Half of the 256 KiB is for the compiled code, the other half for the source and
+the input."""
 INPUT_FILE = "input"
 """File in the working directory of a checker: the input of the program."""
 EXPECTED_FILE = "expected"
@@ -59,10 +60,10 @@ ACTUAL_FILE = "actual"
 """File in the working directory of a checker: the output of the program."""
 _FUNCTION_CALL = "\n" + FUNCTION_CALL_LINE
 PRELUDES = ("", "leetcode")
-TEXT_ROOM = 2
+TEXT_OUTPUT_FACTOR = 2
 """The output limit of a test is at least this many times the length of the expected output. A right output may have
 more white space."""
-NUMBER_ROOM = 8
+FREE_OUTPUT_FACTOR = 8
 """The same factor for a test with a tolerance or a checker. With a tolerance, a right output may have more digits
 (0.30000000000000004 for 0.3). With a checker, it may be another, longer answer."""
 _CALL_FIELDS = ("code", "limits", "profile", "priority", "tenant", "id")
@@ -108,7 +109,7 @@ class ProgramTest:
 
     `function_call` is JSON text with the function's name and arguments; it is empty if the test has standard input.
     `expected` is text; for a function it is JSON text. It is None if only the checker knows the right answer. JSON
-    stays text, since the server would need long to free millions of values.
+    stays text, because to free millions of values would block the server.
     """
 
     stdin: str = ""
@@ -166,7 +167,7 @@ class Program:
         """Build a program from a decoded mapping. Missing fields come from `defaults`. Raises `InvalidCall`."""
         mapping = check_mapping(raw, where)
         check_names(mapping, PROGRAM_FIELDS, where)
-        program = cls._decode_fields(mapping, defaults or _NO_DEFAULTS, where)
+        program = cls._decode_fields(mapping, defaults or _DEFAULT_PROGRAM, where)
         if not program.tests:
             raise InvalidCall(f"{where}.tests: expected a list of at least one test, but the field is missing")
         if not program.checker:
@@ -183,7 +184,7 @@ class Program:
             if name in mapping:
                 raise InvalidCall(f"{where}.{name}: belongs to a single program; move it into programs[]")
         check_names(mapping, PROGRAM_FIELDS, where)
-        return cls._decode_fields({**mapping, "code": ""}, _NO_DEFAULTS, where)
+        return cls._decode_fields({**mapping, "code": ""}, _DEFAULT_PROGRAM, where)
 
     @classmethod
     def _decode_fields(cls, mapping: Mapping[str, Any], base: Program, where: str) -> Program:
@@ -205,7 +206,7 @@ class Program:
             raise InvalidCall(f"{where}.prelude: expected leetcode, or an empty text, got {shown(prelude)}")
         max_chars = MAX_CODE_CHARS - len(PRELUDE_LINE) - len(_FUNCTION_CALL)
         if len(call["code"]) > max_chars and (prelude or any(test.function_call for test in tests)):
-            reason = "since a test calls a function" if not prelude else "since a prelude is added"
+            reason = "since a prelude is added" if prelude else "since a test calls a function"
             raise InvalidCall(
                 f"{where}.code: expected at most {max_chars} characters, {reason}, got {len(call['code'])}"
             )
@@ -245,15 +246,16 @@ class Program:
                 calls.append({**call, "code": function_code, "echo": True, "files": files})
             else:
                 calls.append({**call, "stdin": test.stdin})
-            room_kb = min(self._room_kb(test), max_output_kb)
-            if room_kb > output_kb:
-                calls[-1]["limits"] = {**limits, "output_kb": room_kb}
+            min_output_kb = min(self._min_output_kb(test), max_output_kb)
+            if min_output_kb > output_kb:
+                calls[-1]["limits"] = {**limits, "output_kb": min_output_kb}
         return calls
 
-    def _room_kb(self, test: ProgramTest) -> int:
-        """Return the KiB that a program must be able to write to pass a test."""
-        room = NUMBER_ROOM if self.checker or isinstance(self.comparison, Tolerance) else TEXT_ROOM
-        return -(-room * test.expected_bytes // 1024)
+    def _min_output_kb(self, test: ProgramTest) -> int:
+        """Return the smallest `output_kb` with which each right output of a test fits."""
+        is_free = self.checker or isinstance(self.comparison, Tolerance)
+        factor = FREE_OUTPUT_FACTOR if is_free else TEXT_OUTPUT_FACTOR
+        return math.ceil(factor * test.expected_bytes / 1024)
 
     def checker_call(self, test: ProgramTest, result: EncodedResult) -> EncodedCall:
         """Return the call that runs the checker on the result of a test. It has the default limits."""
@@ -270,9 +272,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class JudgedTest:
-    """The result of one test. `status` is the status of the program's call; None if the call did not run. `reason` says
-    why the test is `unavailable`. It is None if the test is not, and if the reason is an internal error of the server.
-    """
+    """The result of one test. `status` is the status of the program's call; None if the call did not run."""
 
     outcome: Annotated[JudgeOutcome, "how the program did in the test"]
     status: Annotated[Status | None, "how the program's call ended; null if it did not run"] = None
@@ -383,8 +383,8 @@ def compile_call(call: EncodedCall) -> EncodedCall:
 
 def compiled_code(result: EncodedResult) -> bytes:
     """Return the compiled code that a `compile_call` has returned. Return b"" if the other calls must compile the code
-    themselves. This has one of three reasons: the call failed; the compiled code is longer than `MAX_COMPILED_BYTES`;
-    or compiling printed a warning, which each call has to print."""
+    themselves, for one of three reasons: the call failed; the compiled code is longer than `MAX_COMPILED_BYTES`; or
+    the compiler printed a warning, which each call has to print."""
     if result["status"] != Status.OK or result["stderr"]:
         return b""
     compiled = result["files"].get(COMPILED_FILE, b"")
@@ -486,4 +486,5 @@ def _to_json(value: Any, where: str) -> str:
     return text
 
 
-_NO_DEFAULTS = Program({"code": "", "echo": False})
+_DEFAULT_PROGRAM = Program({"code": "", "echo": False})
+"""The program from which missing fields come if a request has no `defaults`."""

@@ -15,10 +15,8 @@ from typing import Any
 
 from sandbox.errors import ConfigError
 
-RESERVED = (
-    *("/bin", "/dev", "/etc", "/guest", "/lib", "/lib32", "/lib64", "/libx32"),
-    *("/proc", "/python", "/run", "/sbin", "/sys", "/tmp", "/usr"),
-)
+_RESERVED_NAMES = "bin dev etc guest lib lib32 lib64 libx32 proc python run sbin sys tmp usr"
+RESERVED = tuple(f"/{name}" for name in _RESERVED_NAMES.split())
 """Directories that a mount may not replace: the jail has them itself, or the kernel or the loader uses them."""
 _PATH = re.compile(r"(/[\w.@+-]+)+", re.ASCII)
 

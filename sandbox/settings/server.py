@@ -31,24 +31,23 @@ CLIENT_VARIABLES = ("URL",)
 LOG_FORMATS = ("text", "json")
 
 SLOTS_PER_CORE = 16
-"""Calls per core that run at once. With 16, calls that sleep or do I/O do not leave the core idle. Several slots become
-free together, so that the gateway sends several small calls in one message. With 8 slots per core, each call costs 10 %
-more CPU time."""
+"""Calls per core that run at once. With 16, a core is busy even if some of its calls sleep or do I/O. With 8, each call
+costs 10 % more CPU time, because fewer slots become free together and the gateway sends fewer calls in one message."""
 CORES_PER_ZYGOTE_POOL = 2
-"""Cores for which one zygote pool is started. A pool has one zygote per profile: a process from which calls are forked.
-A zygote forks one call at a time, and a fork takes a third of the CPU time of a small call. So a zygote can keep at
-most about three cores busy. With 2 cores it does not become the bottleneck. Each further pool costs memory."""
+"""Cores for which one zygote pool is started. A pool has one zygote, the process from which calls are forked, per
+profile. A zygote forks one call at a time, and a fork takes a third of the CPU time of a small call. So a zygote can
+keep about three cores busy. Each pool costs memory."""
 LONG_SLOTS_PER_CORE = 32
 """Long calls per core that run in addition to short calls. A call is long once it has used `demote_after_ms`. Long
-calls use the CPU time that short calls leave. So only memory and descriptors bound their number
+calls use only the CPU time that short calls leave, so their number is bounded only by memory and by descriptors
 (`jail.max_slots_for_fds`)."""
 MIN_LONG_SLOTS = 512
-"""Minimum number of long slots on a small machine. It suffices for the largest burst in docs/benchmarks.md: 50,000
-calls, of which 1 % (500) are endless loops."""
+"""Minimum number of long slots. It suffices for the largest burst in docs/benchmarks.md: 50,000 calls, of which 1 %
+(500) are endless loops."""
 RESERVED_PART = 1 / 8
-"""Number of reserved slots, as a fraction of the short slots. Only the first call of a small request may use a reserved
-slot (`gateway/calls/request_queue.py`). So it gets a slot at once, even if another request uses all short slots. With
-16 short slots, two such calls may run at once."""
+"""Number of reserved slots, as a fraction of the short slots. Only first calls may use a reserved slot: calls of a
+small request of which no call runs (`gateway/calls/request_queue.py`). So they get a slot at once, even if another
+request uses all short slots."""
 CORES_PER_EXECUTOR = 8
 """Cores for which one executor is started. An executor has one thread, which spends a fraction of a millisecond on a
 call; the call itself takes several milliseconds of a core."""
@@ -239,6 +238,16 @@ class ExecutorConfig:
 DEFAULT_MAX_LIMITS = Limits(timeout_s=300.0, memory_mb=16384, output_kb=16384, processes=1024, disk_mb=4096)
 
 
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a server with several workers tells each of them."""
+
+    number: int
+    """0 to `workers` - 1."""
+    directory: str
+    """Private directory with the workers' own sockets."""
+
+
 @dataclass(frozen=True)
 class ServeConfig(ExecutorConfig):
     """The settings of `rstar-sandbox serve`. Raises `ConfigError` if settings contradict each other."""
@@ -266,6 +275,7 @@ class ServeConfig(ExecutorConfig):
     results_mb: int = _count("queue", 1024, 1, 10_000_000, "MiB of results kept for clients that read slowly")
     access_log: str = _text("logs", "off", "log a line for each request", "on", "off")
     executors: int = _count("tuning", 0, 0, 1024, f"executor processes; 0: one per {CORES_PER_EXECUTOR} cores")
+    workers: int = _count("tuning", 1, 1, 1024, "complete servers behind the port, each with its share of everything")
     cluster: str | None = _text(
         "cluster",
         None,
@@ -282,8 +292,15 @@ class ServeConfig(ExecutorConfig):
     max_limits: Limits = DEFAULT_MAX_LIMITS
     isolation_reason: str = ""
     """With `isolation` auto: the reason why no stronger level was chosen. Empty if the strongest level was chosen."""
+    worker: Worker | None = None
+    """None if the server has one worker."""
 
     def __post_init__(self) -> None:
+        if self.workers > 1 and (self.tenants is not None or self.cluster is not None):
+            raise ConfigError(
+                f"workers={self.workers}: cannot be combined with --tenants and --cluster, whose bounds and nodes "
+                "belong to one server; omit --workers"
+            )
         if not self.needs_token and not _is_loopback(self.host):  # `load` has read the token of `token_file`
             raise ConfigError(
                 f"host={self.host} can be reached from other machines and needs a token; "
@@ -317,6 +334,16 @@ class ServeConfig(ExecutorConfig):
         max_limits = self.max_limits if memory_mb is None else within_memory(self.max_limits, memory_mb)
         return replace(self, **capacity, executors=executors, max_limits=max_limits)
 
+    def per_worker(self, cores: int) -> list[ServeConfig]:
+        """Divide the settings, for a machine that grants `cores`, among the workers. Raises `ConfigError`."""
+        resolved, names = self.resolved(cores), SPLIT_BY_WORKER
+        if resolved.cores < self.workers:
+            raise ConfigError(f"workers={self.workers} for cores={resolved.cores}: expected a core each; lower workers")
+        shares = zip(*(split_evenly(getattr(resolved, name), self.workers) for name in names), strict=True)
+        workers = [replace(resolved, **dict(zip(names, share, strict=True))) for share in shares]
+        # No larger batch would ever be admitted.
+        return [replace(w, batch_calls=min(w.batch_calls, int(w.queue_calls * w.tenant_share) or 1)) for w in workers]
+
     def per_executor(self) -> list[ExecutorConfig]:
         """Divide resolved settings among the executors."""
         shares = zip(*(split_evenly(getattr(self, name), self.executors) for name in SPLIT_BY_EXECUTOR), strict=True)
@@ -325,6 +352,8 @@ class ServeConfig(ExecutorConfig):
 
 SPLIT_BY_EXECUTOR = ("cores", "slots", "long_slots", "zygote_pools")
 """Settings that are given for all executors together and are divided among them."""
+SPLIT_BY_WORKER = (*SPLIT_BY_EXECUTOR, "executors", "connections", "queue_calls", "queue_mb", "results_mb")
+"""Settings that are given for all workers together and are divided among them."""
 TABLES = {"mounts": "[mounts]", "profiles": "[profiles.NAME]"}
 """Tables of the TOML file by name. `profiles` is also a setting."""
 

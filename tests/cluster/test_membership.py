@@ -183,7 +183,7 @@ async def test_calls_wait_while_no_node_can_be_used(caplog: pytest.LogCaptureFix
         cluster.list_nodes()
         assert await done(batch) == [("1", "ok", 1)]
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["Ray lists no node that can be used; calls wait in the queue"]
+    assert warnings == ["Ray lists no node with CPUs; calls wait in the queue"]
 
 
 async def test_a_node_added_later_gets_calls() -> None:

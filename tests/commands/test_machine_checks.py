@@ -32,6 +32,8 @@ from sandbox.types import DEFAULT_LIMITS
 from tests.jail import jails
 
 CALLS, FDS = 100, 5000
+KILL_PROCESS = 0x80000000
+"""SECCOMP_RET_KILL_PROCESS, the default of systemd's SystemCallFilter."""
 NAMESPACE = "user namespace"
 """The layer that is missing where a machine grants no user namespaces."""
 LAYERS = {name: ProbedLayer(name, True, "granted", "") for name in (*(layer[0] for layer in _LAYERS), NSJAIL)}
@@ -257,6 +259,7 @@ def refuse(results: Mapping[str, int]) -> bytes:
         ({"clone3": ENOSYS, "ptrace": EPERM}, (SECCOMP_PROFILE, False)),
         ({"clone3": ENOSYS, "unshare": EPERM}, ("the default profile of a container engine", True)),
         ({"unshare": ENOSYS}, ("a filter that is none of the known profiles", True)),
+        ({"unshare": KILL_PROCESS}, ("a filter that is none of the known profiles", True)),
         ({"keyctl": EPERM}, ("a filter that is none of the known profiles", False)),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sandbox.commands import machine_checks
 from sandbox.jail import kernel, userns
 from sandbox.jail.seccomp import CALL_POLICY, ENOSYS, EPERM
 from sandbox.jail.syscalls import X86_64
@@ -161,3 +162,11 @@ def test_docker_test_script_refuses_other_levels(arguments: list[str]) -> None:
     run = subprocess.run([DOCKER / "test", *arguments], capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 2
     assert "expected landlock or namespaces, got" in run.stderr
+
+
+def test_doctor_names_files_and_profiles_that_exist() -> None:
+    assert (REPOSITORY / machine_checks.SECCOMP_PROFILE).samefile(DOCKER / "seccomp.json")
+    assert (REPOSITORY / machine_checks.UNIT).is_file()
+    assert machine_checks.LOCALHOST_PROFILE.partition("seccompProfile: ")[2].rstrip("}") in (
+        (DOCKER / "k8s.yaml").read_text().replace("}", "")
+    )

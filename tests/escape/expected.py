@@ -1,7 +1,7 @@
 """Attacks that succeed at the weaker levels, and the reason why they cannot be prevented there.
 
-Each entry is a test that must fail: when an attack stops succeeding, this table has to change. docs/isolation.md explains
-the same in prose.
+Each entry is a test that must fail: when an attack stops succeeding, this table has to change. docs/isolation.md
+explains the same in prose.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS = {
 def server_groups(level: Level) -> dict[str, str]:
     """Return `GROUPS` if calls at this level keep the groups of the server. An ordinary user may drop the groups only
     with a range of ids from newuidmap(1)."""
-    has_range = host_uids(jail=0, slots=1, level=level)[0] is not None
+    has_range = host_uids(jail_number=0, slots=1, level=level)[0] is not None
     return {} if IS_ROOT or has_range or not os.getgroups() else GROUPS
 
 

@@ -284,8 +284,13 @@ def test_results_larger_than_the_socket_buffer_arrive(one_zygote: Caller) -> Non
         b"\4\0\0\0junk",
     ],
     ids=[
-        *("not configure", "unknown level", "missing Python", "no Python", "unknown setting"),
-        *("too long", "not MessagePack"),
+        "not configure",
+        "unknown level",
+        "missing Python",
+        "no Python",
+        "unknown setting",
+        "too long",
+        "not MessagePack",
     ],
 )
 def test_an_invalid_first_frame_is_refused_with_a_line_of_text(first_frame: bytes) -> None:

@@ -104,8 +104,16 @@ def test_any_header_gives_a_frame_or_an_error(header: Any, body: bytes) -> None:
         b'{"op": "x", "blobs": []} {}',
     ],
     ids=[
-        *("empty", "no object", "not UTF-8", "deep lists", "deep objects", "long number", "long length"),
-        *("no blobs", "no op", "two values"),
+        "empty",
+        "no object",
+        "not UTF-8",
+        "deep lists",
+        "deep objects",
+        "long number",
+        "long length",
+        "no blobs",
+        "no op",
+        "two values",
     ],
 )
 def test_headers_built_to_break_a_decoder_are_errors(header: bytes) -> None:

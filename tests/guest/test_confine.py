@@ -68,13 +68,12 @@ if plan.get("has_loopback"): call["network"] = "loopback"
 batch = fork_batch.ForkBatch()
 steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
 """
-SYSTEM_CALLS = (
-    *("CLOCK_GETTIME", "CLONE", "DUP2", "WRITE", "LANDLOCK_RESTRICT_SELF", "CLOSE", "OPEN", "SIGPROCMASK", "SETPGID"),
-    *("UNSHARE", "MOUNT", "SETGROUPS", "SETRESGID", "SETRESUID", "CAPSET", "CHDIR", "SETRLIMIT", "PRCTL", "SETSID"),
-    *("SETNS", "SOCKET", "IOCTL", "SECCOMP"),
-)
+SYSTEM_CALLS = """
+    CLOCK_GETTIME CLONE DUP2 WRITE LANDLOCK_RESTRICT_SELF CLOSE OPEN SIGPROCMASK SETPGID UNSHARE MOUNT SETGROUPS
+    SETRESGID SETRESUID CAPSET CHDIR SETRLIMIT PRCTL SETSID SETNS SOCKET IOCTL SECCOMP
+"""
 PRINT_ORDER = f"""
-names = {{getattr(system_calls, name): name for name in {SYSTEM_CALLS}}}
+names = {{getattr(system_calls, name): name for name in {SYSTEM_CALLS.split()}}}
 print(json.dumps([names[number] for number in steps[:: fork_batch.STEP_WORDS]]))
 """
 FORK, OUTPUT, EMPTY_INPUT = ["CLOCK_GETTIME", "CLONE"], ["DUP2", "WRITE"], ["CLOSE", "OPEN"]
@@ -124,7 +123,10 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
                 *EMPTY_INPUT,
                 "SIGPROCMASK",
                 "SETPGID",
-                *("UNSHARE", "CLOSE", "SOCKET", "IOCTL"),
+                "UNSHARE",
+                "CLOSE",
+                "SOCKET",
+                "IOCTL",
                 *SCRATCH,
                 *UIDS,
                 "CHDIR",
@@ -143,8 +145,13 @@ def _run(code: str, plan: dict[str, object], *, stdin_bytes: int = 0) -> str:
         (NONE_PLAN, [*OUTPUT, *EMPTY_INPUT, "SIGPROCMASK", "SETPGID", *RLIMITS, DEATH_SIGNAL]),
     ],
     ids=[
-        *("namespaces with uids", "namespaces without uids", "network of the slot", "loopback"),
-        *("landlock with uids", "landlock without uids", "none"),
+        "namespaces with uids",
+        "namespaces without uids",
+        "network of the slot",
+        "loopback",
+        "landlock with uids",
+        "landlock without uids",
+        "none",
     ],
 )
 def test_a_call_is_confined_in_this_order(plan: dict[str, object], order: list[str]) -> None:

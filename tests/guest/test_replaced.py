@@ -8,6 +8,10 @@ import pytest
 from sandbox.types import Status
 from tests.executor.calling import Caller
 
+REPLACED_MODULES = """
+    os sys io re json json.encoder json.decoder traceback linecache threading atexit gc types codecs posixpath stat
+    fnmatch tokenize _thread collections contextlib itertools functools struct marshal warnings textwrap operator enum
+"""
 HEADERS = {
     "SandboxFusion": """
 import builtins, os, shutil, subprocess, sys
@@ -39,11 +43,7 @@ vars(builtins).update(dict.fromkeys(vars(builtins).keys() - {"print", "ValueErro
 import {name} as _module
 vars(_module).update(dict.fromkeys(vars(_module).keys() - {{"stdout", "stderr", "excepthook"}}))
 """
-        for name in (
-            *("os", "sys", "io", "re", "json", "json.encoder", "json.decoder", "traceback", "linecache", "threading"),
-            *("atexit", "gc", "types", "codecs", "posixpath", "stat", "fnmatch", "tokenize", "_thread", "collections"),
-            *("contextlib", "itertools", "functools", "struct", "marshal", "warnings", "textwrap", "operator", "enum"),
-        )
+        for name in REPLACED_MODULES.split()
     },
     "deleted": "import builtins, os, sys\ndel os._exit, sys.excepthook, sys.__excepthook__, builtins.len\n",
     "modules": "import sys\nsys.modules = {}\n",

@@ -98,7 +98,7 @@ def jail_setup(request: pytest.FixtureRequest, isolation: None, python: Interpre
         return JailSetup(name, jails.make_spec(find_interpreter(system), (None, 0), guest_dir, level), as_nobody=True)
     if os.geteuid() != 0:
         pytest.skip(f"{name}: needs root")
-    uids = host_uids(jail=7, slots=10) if "range" in name else (None, 0)  # any jail number and enough slots
+    uids = host_uids(jail_number=7, slots=10) if "range" in name else (None, 0)  # any jail number and enough slots
     if "range" in name and uids[0] is None:
         pytest.skip("range of uids: this container has too few")
     return JailSetup(name, jails.make_spec(python, uids, guest_dir, level), as_nobody=False)

@@ -104,7 +104,7 @@ def spec(request: pytest.FixtureRequest, python: Interpreter, guest_dir: Path) -
         pytest.skip(str(error))
     uids: tuple[int | None, int] = (None, 0)
     if request.param == "own uids":
-        uids = host_uids(jail=3, slots=4, level=Level.LANDLOCK)
+        uids = host_uids(jail_number=3, slots=4, level=Level.LANDLOCK)
         if uids[0] is None:
             pytest.skip("own uids: needs root with Docker's default capabilities")
         python = find_interpreter(jails.reachable_python(python.executable))

@@ -206,7 +206,7 @@ def test_every_field_is_a_setting_and_every_default_is_allowed() -> None:
     config = ServeConfig()
     # `max_limits` has a setting per limit, the server itself finds the second field, and the other fields are tables of
     # the TOML file.
-    no_settings = {"max_limits", "isolation_reason", "own_profiles", "mounts"}
+    no_settings = {"max_limits", "isolation_reason", "own_profiles", "mounts", "worker"}
     assert {f.name for f in fields(config)} - no_settings == {n for n in SETTINGS if not n.startswith("max_")}
     for name, setting in SETTINGS.items():
         value = (

@@ -22,7 +22,7 @@ def episode_report(reader: StoreReader, where: str, max_rows: int) -> tuple[dict
     rows = reader.query(", ".join(SHOWN_COLUMNS), where, limit=max_rows)
     correct_above = reader.settings.get("reward.correct_above", 0.0)
     reports = pass_reports(map(Attempt.of, reader.episodes(where)), correct_above)
-    shown = table(*(f"{name}…" for name in SHOWN_COLUMNS))
+    shown = table("problem…", *(name.replace("_", "\n") + ">" for name in SHOWN_COLUMNS[1:]))
     for row in rows:
         shown.add_row(*(value if isinstance(value, str) else format_number(value) for value in row))
     content = {

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -29,8 +29,9 @@ from trainer.data.sources import is_generated, iter_problems, read_conversations
 from trainer.json_files import write_rows
 from trainer.recipe.phases import Phase, RecipeRun
 from trainer.recipe.rollout_session import connect_sandbox
-from trainer.recipe.runner import STOP_TIMEOUT_S, RunPhase, run_child, run_recipe
+from trainer.recipe.runner import CHANGEABLE_SETTINGS, STOP_TIMEOUT_S, RunPhase, run_child, run_recipe
 from trainer.rollout.loop_thread import LoopThread
+from trainer.runs.run_folder import RunFolder
 
 LOCK_FILE = "lock"
 """The file that every run folder has (`trainer.recipe.runner`)."""
@@ -46,10 +47,16 @@ def run_smoke(config: RunConfig, *, has_preflight: bool) -> RecipeRun:
     """Run the smallest version of a run. Raises as `run_recipe` does, and `SandboxUnavailable`."""
     config = smoke_config(config)
     with phase_server() as run_phase, LoopThread() as loop_thread:
-        if not config.sandbox.endpoints:
-            sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
-            config = replace(config, sandbox=replace(config.sandbox, endpoints=sandbox.endpoints))
-        return run_recipe(config, run_phase=run_phase, has_preflight=has_preflight)
+        if config.sandbox.endpoints:
+            return run_recipe(config, run_phase=run_phase, has_preflight=has_preflight)
+        sandbox = loop_thread.enter(connect_sandbox(config.sandbox))
+        shared = replace(config, sandbox=replace(config.sandbox, endpoints=sandbox.endpoints))
+        try:
+            return run_recipe(shared, run_phase=run_phase, has_preflight=has_preflight)
+        finally:
+            folder = RunFolder(Path(config.run_dir))
+            if folder.read_config():  # later commands read these settings, and the shared sandbox ends now
+                folder.bind_config(asdict(config), changeable=CHANGEABLE_SETTINGS)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class KillReason(Enum):
 
 
 class MonitorOwner(Protocol):
-    """The executor, as far as the monitor uses it."""
+    """The part of the executor that the monitor uses."""
 
     granted_cores: int
     cpu_priority: CpuPriority

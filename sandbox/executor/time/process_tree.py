@@ -301,7 +301,8 @@ class ProcessTree:
         read only after a new timeslice: without a new timeslice it cannot have changed."""
         known = self._previous_switches_by_thread.get(tid)
         if known is None or known[0] != timeslices:
-            known = timeslices, _read_voluntary_switches(path)
+            status = _read(f"{path}/status")
+            known = timeslices, int(status.partition(_VOLUNTARY_KEY)[2].split(None, 1)[0])
         self._switches_by_thread[tid] = known
         return known[1]
 
@@ -369,9 +370,9 @@ class CpuPriority:
         demote: SCHED_IDLE, and the idle cgroup                        demote: raise the nice value
         promote: SCHED_OTHER                                           promote: the kernel refuses it (sched(7))
 
-    A nice value can be raised for every process of this uid, and for every process in the user namespaces that this uid
-    has created. It is raised only as far as `LONG_THREADS_WEIGHT` requires for the number of long threads, since it is
-    never lowered again.
+    An ordinary user may raise the nice values of its own processes, and of all processes in user namespaces that it has
+    created. It may not lower them again. So they are raised only as high as `LONG_THREADS_WEIGHT` requires for the
+    number of long threads.
     """
 
     def __init__(self, cores: float = 1.0) -> None:
@@ -409,7 +410,7 @@ class CpuPriority:
 
 def nice_of_long_calls(threads_per_core: float, own_nice: int = 0) -> int:
     """Return the nice value with which this many threads on each core have the weight `LONG_THREADS_WEIGHT` together.
-    `own_nice` is that of short calls."""
+    `own_nice` is the nice value of short calls."""
     weight = LONG_THREADS_WEIGHT / max(1.0, threads_per_core)
     return min(MAX_NICE, own_nice + math.ceil(-math.log(weight, WEIGHT_PER_NICE)))
 
@@ -430,11 +431,6 @@ def _thread_ids(pid: int) -> list[int]:
         return [*map(int, os.listdir(f"/proc/{pid}/task"))]
     except OSError:
         return []
-
-
-def _read_voluntary_switches(path: str) -> int:
-    """Return how often a thread has given up its core by itself."""
-    return int(_read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1)[0])
 
 
 def _age_s(stat: list[bytes]) -> float:

@@ -14,8 +14,8 @@ virtual time. This module reads nothing from the machine: the caller samples the
                                 split into sleep and waiting (`UnobservedTime`)
     a call that is not sampled  wall time                                        counts all run delay
 
-The critical path leads from the start of the call to one of its processes, through the starts and ends of the processes
-in between. It is the path with the most CPU time. If the kind of a time is unknown, it counts as run delay, not as
+A path leads from the start of the call to one of its processes, through the starts and ends of the processes in
+between. The critical path is the path with the most CPU time. Time of an unknown kind counts as run delay, and not as
 virtual time. A call gains little by that, since all CPU time counts and the wall time is limited
 (`call_state.wall_cap_s`).
 
@@ -90,8 +90,8 @@ class _ThreadHistory:
 
 
 class VirtualClock:
-    """Advances with each sample of the call (`advance`). The samples have to come at moments that the call cannot
-    predict. `elapsed_s` is the virtual time of the call at the last sample."""
+    """The virtual time of a call: `elapsed_s` is its value at the last sample, which `advance` adds. The samples have
+    to come at moments that the call cannot predict."""
 
     def __init__(self, cores: int) -> None:
         self.elapsed_s = 0.0
@@ -129,8 +129,8 @@ class VirtualClock:
         `processes` is the sample; None means that the call cannot be sampled, and from then on virtual time follows
         wall time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
 
-        The clock gains the growth of the critical path plus the sleep, but at least the wall time minus the run delay.
-        If the run delay is unknown, the sleep is estimated, and the clock gains at least the estimated sleep instead.
+        The clock gains the growth of the critical path plus the sleep. It gains at least the wall time minus the run
+        delay. If the run delay is unknown, the sleep is estimated, and the clock gains at least this estimate instead.
         """
         span_s, self._wall_s = wall_s - self._wall_s, wall_s
         if processes is None or self._follows_wall_time:
@@ -250,10 +250,10 @@ def _current_wait_s(
 
 
 class UnobservedTime:
-    """The intervals in which a process ended or was never sampled.
+    """The intervals between two samples in which a process ended, or started and ended.
 
-    The run delay of this process is unknown, so the idle time of the intervals is split into sleep and waiting. The
-    share of sleep is estimated as the share of the intervals whose sample found no runnable process.
+    The run delay of such a process is unknown, so the idle time of the interval is split into sleep and waiting. The
+    share of sleep is estimated as the share of all these intervals whose last sample found no runnable process.
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from sandbox.gateway.http.errors import HttpError
 from sandbox.gateway.http.exchange import DISPATCHER
 from sandbox.gateway.http.judge import JUDGE
 from sandbox.gateway.http.openapi import Route
+from sandbox.gateway.http.siblings import siblings_to_ask
 
 
 async def cancel_calls(request: web.Request) -> web.Response:
@@ -23,6 +24,9 @@ async def cancel_calls(request: web.Request) -> web.Response:
     owner = request[TENANT]
     count = request.app[JUDGE].cancel(call_id, owner)
     count += await request.app[DISPATCHER].cancel_calls(call_id, owner)
+    if (siblings := siblings_to_ask(request)) is not None:
+        answers = await siblings.ask_others(request.raw_path, "DELETE")
+        count += sum(answer["cancelled"] for answer in answers.values())
     if not count:
         raise HttpError(
             404,

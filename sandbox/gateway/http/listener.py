@@ -55,12 +55,16 @@ class Listener:
         stall_s: float,
         on_rejected: Callable[[], None],
         on_stalled: Callable[[], None],
+        *,
+        shares_port: bool = False,
     ) -> None:
         self.protocol_factory = protocol_factory
         self.max_connections = max_connections
         self.send_timeout_s = self.read_timeout_s = stall_s
         self.on_rejected = on_rejected
         self.on_stalled = on_stalled
+        self.shares_port = shares_port
+        """Whether other workers listen on the same port (SO_REUSEPORT)."""
         self.connections = 0
         """Served connections that are open."""
         self.rejected = 0
@@ -72,13 +76,10 @@ class Listener:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                self._new_connection, host, port, backlog=BACKLOG, reuse_address=True
+                self._new_connection, host, port, backlog=BACKLOG, reuse_address=True, reuse_port=self.shares_port
             )
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host} port {port} ({error.strerror or error}); "
-                "is another server running there? Choose another port with --port"
-            ) from None
+            raise cannot_listen(host, port, error) from None
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -183,6 +184,13 @@ def _rejection(max_connections: int) -> bytes:
         f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host} port {port} ({error.strerror or error}); "
+        "is another server running there? Choose another port with --port"
+    )
 
 
 def raise_connection_limit(connections: int) -> int:

@@ -11,7 +11,8 @@ import logging
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sandbox import machine
@@ -19,7 +20,8 @@ from sandbox.gateway.calls.dispatcher import Dispatcher, NodeRow
 from sandbox.gateway.calls.executor_handle import ExecutorHandle
 from sandbox.gateway.calls.executor_report import EXECUTOR_GAUGES
 from sandbox.gateway.metrics import VERSION
-from sandbox.gateway.observe.history import History, Snapshot
+from sandbox.gateway.observe.history import History, Snapshot, Step
+from sandbox.gateway.observe.merged import Body, OtherWorkers, merge_bodies
 from sandbox.settings.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,9 @@ class Stats:
         self._started_at = time.time()
         self._executor_counters = _RestartSafeCounters()
         self._machine = _MachineUsage()
+        self.ask_others: Callable[[], Awaitable[Mapping[int, Body]]] | None = None
+        """Returns the bodies of the other workers. Only worker 0 of a server with several has it."""
+        self._others = OtherWorkers()
         self._history = History(self._snapshot())
         self._task: asyncio.Task[None] | None = None
 
@@ -54,7 +59,7 @@ class Stats:
     def tick(self) -> None:
         """Add a step to the history."""
         self._machine.sample()
-        self._history.add(self._snapshot())
+        self._history.add(self._snapshot_of_all())
 
     def build(self, after: int, owner: Tenant | None = None) -> dict[str, object]:
         """Return the body, with the steps of the history after the number `after`. With `owner`, the body has only the
@@ -62,7 +67,15 @@ class Stats:
         if owner is not None:
             at_s = round(self._clock() - self._started_at_clock, 3)
             return {"service": self._service(), "at_s": at_s, "tenants": [self._tenant_row(owner.name)]}
+        now = self._snapshot_of_all()
+        return merge_bodies(self._body(now, self._history.after(after)), self._others.bodies.values())
+
+    def build_for_worker_0(self) -> dict[str, object]:
+        """Return the body of this worker alone, with its counters."""
         now = self._snapshot()
+        return {**self._body(now, []), "snapshot": asdict(now)}
+
+    def _body(self, now: Snapshot, steps: list[Step]) -> dict[str, object]:
         return {
             "service": self._service(),
             "now": self._history.last_interval(now),
@@ -71,7 +84,7 @@ class Stats:
             **self._nodes(),
             "missed_imports": self._missed_imports(),
             "tenants": [self._tenant_row(name) for name in self._dispatcher.used_tenants()],
-            "steps": self._history.after(after),
+            "steps": steps,
         }
 
     def _tenant_row(self, name: str) -> dict[str, object]:
@@ -98,6 +111,8 @@ class Stats:
             due = max(due + TICK_INTERVAL_S, loop.time())
             await asyncio.sleep(due - loop.time())
             try:
+                if self.ask_others is not None:
+                    self._others.update(await self.ask_others())
                 self.tick()
             except Exception:  # for example, no descriptor is free: the history lacks this step and continues
                 log.exception("the history of /v1/stats lacks a step")
@@ -116,6 +131,10 @@ class Stats:
             "cores": self._machine.cores,
             "memory_bytes": self._machine.memory_bytes,
         }
+
+    def _snapshot_of_all(self) -> Snapshot:
+        """Return the counters and gauges of all workers. Those of the others are those of the last tick."""
+        return self._others.add_to(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
         dispatcher, counters = self._dispatcher, self._dispatcher.counters

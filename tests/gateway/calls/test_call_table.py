@@ -181,7 +181,7 @@ class CallTableMachine(RuleBasedStateMachine):
             left = [call for call in unfinished if call not in passed]
             expiries = [call.waiting_since + batch.queue_timeout_s for call in left if call.executor is None]
             expiries += [deadline_of(call) for call in left if deadline_of(call) < math.inf]
-            assert self.call_table.next_expiry(batch) == min(expiries, default=None)
+            assert self.call_table.next_expiry(batch) == min(expiries, default=math.inf)
 
     @rule(max_calls=st.integers(1, 5))
     def fail_waiting(self, max_calls: int) -> None:
@@ -488,7 +488,7 @@ def test_repeated_expiry_visits_each_call_once() -> None:
             call_table.executor_lost(executor, executor / size)
 
         def expire_all(call_table: CallTable = call_table, batch: Batch = batch) -> None:
-            while (expiry := call_table.next_expiry(batch)) is not None:
+            while (expiry := call_table.next_expiry(batch)) < math.inf:
                 call_table.expire(batch, expiry)
 
         costs.append(_count_instructions(expire_all))
@@ -499,7 +499,7 @@ def test_expiry_finishes_a_limited_number_of_calls_at_a_time() -> None:
     call_table, batch = CallTable(limits_on_calls(10_000)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1)
     call_table.admit(batch, 0.0)
     expired = []
-    while (expiry := call_table.next_expiry(batch)) is not None:
+    while (expiry := call_table.next_expiry(batch)) < math.inf:
         assert expiry == 10.0
         expired.append(len(call_table.expire(batch, 10.0)))
     assert expired == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls
@@ -510,7 +510,7 @@ def test_a_call_ends_at_the_earlier_of_its_own_and_its_batchs_deadline() -> None
     batch = batch_of(3, queue_timeout_s=100.0, deadline_s=5.0, deadlines=[3.0, 8.0, None])
     call_table.admit(batch, 10.0)
     ended_at = {}
-    while (expiry := call_table.next_expiry(batch)) is not None:
+    while (expiry := call_table.next_expiry(batch)) < math.inf:
         ended_at |= {call.index: expiry for call in call_table.expire_deadlines(batch, expiry).calls}
     assert ended_at == {0: 13.0, 1: 15.0, 2: 15.0}
     result = batch.pop_result(1)
@@ -537,7 +537,7 @@ def test_deadlines_finish_a_limited_number_of_calls_at_a_time() -> None:
     call_table, batch = CallTable(limits_on_calls(10_000)), batch_of(2 * MAX_EXPIRED_AT_ONCE + 1, deadline_s=1.0)
     call_table.admit(batch, 0.0)
     ended = []
-    while (expiry := call_table.next_expiry(batch)) is not None:
+    while (expiry := call_table.next_expiry(batch)) < math.inf:
         assert expiry == 1.0
         ended.append(len(call_table.expire_deadlines(batch, 1.0).calls))
     assert ended == [MAX_EXPIRED_AT_ONCE, MAX_EXPIRED_AT_ONCE, 1] and not call_table.outstanding.calls

@@ -412,11 +412,15 @@ def _results(count: int, size: int) -> list[dict[str, Any]]:
     return [encoded] * count
 
 
+def _encode_result(result: dict[str, Any], content_type: str) -> Any:
+    return codec.encode_result(result, codec.encoded_bytes(result), content_type)
+
+
 ENCODERS: dict[str, Callable[[str], Any]] = {
-    "one large result": lambda content_type: codec.encode_result(_results(1, 8 * MEBIBYTE)[0], content_type),
+    "one large result": lambda content_type: _encode_result(_results(1, 8 * MEBIBYTE)[0], content_type),
     "large results": lambda content_type: codec.encode_results(_results(8, MEBIBYTE), 8, content_type),
     "medium results": lambda content_type: codec.encode_results(_results(64, MEBIBYTE // 8), 64, content_type),
-    "a judged program": lambda content_type: codec.encode_result(
+    "a judged program": lambda content_type: _encode_result(
         {"id": "", "tests": [{"stdout": "x" * 1000, "stderr": "é" * 1000}] * 4000}, content_type
     ),
 }
@@ -466,7 +470,7 @@ async def _encoded(results: list[dict[str, Any]], content_type: str) -> list[Any
         head = {"sub_id": "x"}
         bodies = [
             await codec.encode_results(results, 3, content_type, head),
-            await codec.encode_result(results[0], content_type),
+            await _encode_result(results[0], content_type),
         ]
     is_msgpack = content_type in (MSGPACK, MSGPACK_STREAM)
     return [msgpack.unpackb(b"".join(parts)) if is_msgpack else json.loads(b"".join(parts)) for parts in bodies]

@@ -109,6 +109,8 @@ def test_all_phases_of_a_smoke_run_share_one_sandbox(tmp_path: Path, monkeypatch
     arguments = ["recipe", str(CONFIGS / "tiny.toml"), "--run-dir", str(tmp_path / "run"), "--smoke", "--no-preflight"]
     assert cli.main(arguments) == 3
     assert (phases, events) == (["prepare"], ["open", "closed"])
+    later = load_config(tmp_path / "run-smoke", {}).sandbox.endpoints
+    assert later == (), "the settings of the folder name a sandbox that has ended"
 
 
 @pytest.mark.slow
