@@ -41,10 +41,10 @@ def memory_available(root: str = "/") -> int:
     return max(0, available)
 
 
-def oom_kills(root: str = "/") -> int:
+def oom_kills() -> int:
     """Return how many processes the kernel has killed since the boot because memory ran out, on the machine or in a
     cgroup; 0 if it does not count them (before Linux 4.13)."""
-    counters = dict(line.split() for line in _read(Path(root, "proc/vmstat")).splitlines())
+    counters = dict(line.split() for line in _read(Path("/proc/vmstat")).splitlines())
     return _number(counters.get("oom_kill", ""))
 
 

@@ -45,7 +45,7 @@ from sandbox.fields import (
 )
 
 MAX_CODE_CHARS = 4 << 20
-DEADLINE = NumberRule(0.01, 1e9, whole=False, doc="seconds from admission until an unfinished call is cancelled")
+DEADLINE_RULE = NumberRule(0.01, 1e9, whole=False, doc="seconds from admission until an unfinished call is cancelled")
 MAX_STDIN_CHARS = 16 << 20
 """Maximum length of standard input, in characters for text and in bytes for bytes."""
 
@@ -134,7 +134,10 @@ LIMIT_FIELDS: dict[str, NumberRule] = {
         0.01, 1e9, whole=False, default=10.0, doc="seconds of virtual time: wall time without waiting for a core"
     ),
     "memory_mb": NumberRule(
-        16, 1e9, default=512, doc="MiB beyond the zygote's own memory, per process and for all together"
+        16,
+        1e9,
+        default=512,
+        doc="MiB in addition to the memory of the zygote, for each process and for all processes together",
     ),
     "output_kb": NumberRule(1, 1e9, default=64, doc="KiB of stdout, of stderr and of value to return, each"),
     "processes": NumberRule(1, 1e9, default=64, doc="processes and threads that exist at once"),
@@ -201,7 +204,7 @@ class Call:
     def decode(cls, raw: Any, defaults: Call | None = None, where: str = "call") -> Call:
         """Build a call from a decoded JSON or msgpack mapping. Missing fields come from `defaults`. Raises
         `InvalidCall`."""
-        fields, base = check_call(raw, where), defaults or _NO_DEFAULTS
+        fields, base = check_call(raw, where), defaults or _DEFAULT_CALL
         call = object.__new__(cls)  # the constructor would check all fields a second time
         for name in _DEFAULTS:
             _set(call, name, fields.get(name, getattr(base, name)))
@@ -232,7 +235,7 @@ class Call:
         raw: dict[str, Any] = {"code": self.code}
         for name in ("stdin", "echo", "profile", "id", "priority", "tenant", "figures", "deadline_s", "network"):
             value = getattr(self, name)
-            if value != getattr(_NO_DEFAULTS, name):
+            if value != getattr(_DEFAULT_CALL, name):
                 raw[name] = str(value) if isinstance(value, DocumentedEnum) else value
         if not binary and isinstance(self.stdin, bytes):
             raw["stdin_base64"] = base64.b64encode(raw.pop("stdin")).decode("ascii")
@@ -504,10 +507,10 @@ CALL_FIELDS: dict[str, str] = {
     "env": "environment variables of the code: name to text",
     "argv": "arguments of the code: sys.argv is main.py and these",
     "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
-    "deadline_s": DEADLINE.doc,
+    "deadline_s": DEADLINE_RULE.doc,
     "network": "loopback: the code may use TCP and UDP on 127.0.0.1, between its own processes",
 }
-PRIORITY = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
+PRIORITY_RULE = NumberRule(-100, 100, doc=CALL_FIELDS["priority"])
 _DEFAULTS = {f.name: f.default for f in fields(Call)}
 """Default of each field, or `dataclasses.MISSING`."""
 _set = object.__setattr__
@@ -605,16 +608,16 @@ _FIELD_CHECKS: dict[str, Callable[..., Any]] = {
     "echo": check_flag,
     "profile": _check_profile,
     "id": check_label,
-    "priority": partial(check_number, rule=PRIORITY),
+    "priority": partial(check_number, rule=PRIORITY_RULE),
     "tenant": check_label,
     "env": check_env,
     "argv": check_arguments,
-    "deadline_s": partial(check_number, rule=DEADLINE),
+    "deadline_s": partial(check_number, rule=DEADLINE_RULE),
     "figures": check_flag,
     "network": _check_network,
 }
 """The check of each field of a call."""
 
 
-_NO_DEFAULTS = Call(code="")
-"""The `defaults` of a batch that sets none: each field has its own default."""
+_DEFAULT_CALL = Call(code="")
+"""A call whose fields have their defaults, for calls without a batch and for batches that set no `defaults`."""

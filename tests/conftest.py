@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bench import pretrained
 from sandbox.errors import ConfigError, IsolationError
 from sandbox.jail import choose_level
 from sandbox.runtime.build import default_python
@@ -91,3 +92,15 @@ def guest_python() -> Path:
         return default_python()
     except ConfigError as error:
         pytest.skip(f"needs the guest runtime: {error}")
+
+
+@pytest.fixture(scope="session")
+def pretrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of SmolLM2-135M-Instruct. Tests that need it are skipped without the packages that have it."""
+    try:
+        gguf = pretrained.packaged_gguf()
+    except pretrained.PackageMissing as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("pretrained")
+    pretrained.convert(gguf, folder)
+    return folder

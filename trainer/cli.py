@@ -95,8 +95,8 @@ def init(args: argparse.Namespace) -> None:
 
     for path in write_new_run(args.folder, args.kind):
         print(path)
-    commands = f"cd {args.folder}; export PYTHONPATH=.; rstar-train recipe {CONFIG_FILE} --smoke"
-    print(f"next: {commands}; without --smoke it trains", file=sys.stderr)
+    command = f"PYTHONPATH=. rstar-train recipe {CONFIG_FILE} --smoke"
+    print(f"next, in {args.folder}: `{command}` tries every phase; without --smoke it trains", file=sys.stderr)
 
 
 def recipe(args: argparse.Namespace) -> None:
@@ -262,6 +262,14 @@ def data(args: argparse.Namespace) -> None:
     print(json.dumps(asdict(report), indent=None if args.json else 2))
 
 
+def export_model(args: argparse.Namespace) -> None:
+    """Write a trained model with a model card, as a folder for transformers, vLLM or a hub."""
+    from trainer.recipe.model_card import CARD_FILE, export_model
+
+    stage = export_model(args.run, args.out, args.stage)
+    print(f"{args.out}: the model after {stage}; read {args.out / CARD_FILE} before you publish it", file=sys.stderr)
+
+
 def show(args: argparse.Namespace) -> None:
     """Show a run in the terminal or as a page, also while it goes on."""
     from trainer.runs.show import show_run
@@ -374,8 +382,13 @@ def _parser() -> argparse.ArgumentParser:
     option("--format", required=True, choices=("tokens", "chat"), help="what each row has")
     option("--rewards", type=Path, metavar="FILE", help="take the rewards from this file of `rescore`")
 
+    option = add("export-model", export_model).add_argument
+    option("run", type=Path, metavar="RUN", help="the run folder")
+    option("--out", required=True, type=Path, metavar="FOLDER", help="a new or an empty folder")
+    option("--stage", default="", metavar="NAME", help="sft, or one of the stages (default: the last that is done)")
+
     option = add("data", data, out, as_json).add_argument
-    sources = "generated:N, a file, or owner/name[@config][:split]"
+    sources = "generated:N, generated-programs:N, a file, or owner/name[@config][:split]"
     option("source", nargs="+", metavar="SOURCE", help=sources)
     option(
         "--decontaminate-against",

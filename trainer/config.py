@@ -40,7 +40,6 @@ StringList = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["trackio", "wandb", "tensorboard"]
 """A tracker's name is also the name of the package that it needs."""
-PlacementPolicy = Literal["reserve_worst_case", "kv"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
 """Variants of AdamW, named as in transformers. Those with `8bit` or `paged` need the package bitsandbytes."""
 
@@ -52,7 +51,7 @@ RESERVED_BODY_FIELDS = frozenset({
 """Fields of a completion request that `engines.extra_body` must not have."""
 RESERVED_STAGES = ("initial", "sft", "train", "eval")
 """Names of the run folder's own stages and problems, which no stage may have."""
-ONLINE_SETTINGS = ("cancel_stragglers", "partial_rollouts", "one_step_off_policy", "dynamic_sampling_rounds")
+ONLINE_SETTINGS = ("one_step_off_policy", "dynamic_sampling_rounds")
 """Settings of a stage that need `episodes = "online"`."""
 
 
@@ -94,7 +93,8 @@ class ModelConfig:
     attn_implementation: str = ""  # attention of the trained model, such as flash_attention_2; if empty, transformers'
     peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
-    chat_template: str = ""  # file of a template that replaces the tokenizer's, with chat_format = "tokenizer"
+    chat_template: str = ""  # with chat_format = "tokenizer": a template in place of the tokenizer's, as a file, or
+    # "chatml-tools", which describes the tools to models whose own template cannot
     system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
     shape: ModelShape | None = None  # sizes for --dry-run, if the model's config.json is not on this machine
 
@@ -130,7 +130,6 @@ class EnginesConfig:
     sleep_mode: bool = False  # engines on the training GPUs free their memory while the trainer optimizes
     turn_timeout_s: PositiveFloat = 600.0  # timeout of a turn in seconds; it is longer for an engine that is slow
     max_down_s: NonNegativeFloat = 1200.0  # seconds that episodes wait while all vLLM servers are down
-    placement_policy: PlacementPolicy = "kv"  # rule that chooses the engine of a turn
     args: dict[str, Any] = field(
         default_factory=dict
     )  # more of vLLM's AsyncEngineArgs, for servers that the run starts
@@ -160,7 +159,7 @@ class HardwareConfig:
 class DataConfig:
     """The training problems."""
 
-    train: StringList = ("generated:2048",)  # files, hub names, or 'generated:N'
+    train: StringList = ("generated:2048",)  # files, hub names, 'generated:N', or 'generated-programs:N'
     decontaminate_against: StringList = ()  # sources whose 8-grams must not occur in training problems
     integer_answers_only: bool = True  # keep only problems whose answer is an integer
 
@@ -169,7 +168,7 @@ class DataConfig:
 class SftConfig:
     """Supervised fine-tuning on tool format and instruction following, without reasoning (the paper's section 4)."""
 
-    data: StringList = ()  # sources of conversations, or 'generated:N'; if empty, there is no SFT
+    data: StringList = ()  # files, hub names, or generated ones, of conversations; if empty, there is no SFT
     epochs: PositiveFloat = 3.0  # passes over the conversations
     learning_rate: Fraction = 5e-6  # peak; cosine decay to 0
     warmup_ratio: Fraction = 0.04  # share of the steps in which the learning rate rises
@@ -207,13 +206,10 @@ class StageConfig(SamplingConfig):
     kept_per_problem: Annotated[int, Field(ge=2)] = 16  # episodes that RoC selects, the paper's G
     # Which samples are kept: by the paper's rule, by the released code's, at random for comparisons, or all.
     roc_mode: Literal["paper", "released", "uniform", "off"] = "paper"
-    cancel_stragglers: bool = False  # cancel a group's last episodes if RoC does not need them; favours short ones
     # Where episodes come from: `online` samples them in each step in this process, `cluster` in each step on Ray nodes,
     # `collected` all before the stage. [collect] has the settings of the last two.
     episodes: Literal["online", "cluster", "collected"] = "online"
-    partial_rollouts: Fraction = 0.0  # share of extra problems in flight; the next step continues them; 0 is off
     max_unavailable_share: Fraction = 0.2  # a step in which the infrastructure costs more episodes ends the run
-    max_staleness_steps: NonNegativeInt = 2  # training steps for which an unfinished episode may be continued
     dynamic_sampling_rounds: NonNegativeInt = 0  # rounds in which a step samples further problems in place of groups
     # without a signal, until it has problems_per_step groups with one; 0 is off
     one_step_off_policy: bool = False  # sample the next step while this one is optimized, with the weights before it
@@ -225,6 +221,14 @@ class StageConfig(SamplingConfig):
     save_steps: PositiveInt = 10  # training steps between checkpoints
     optim: Optimizer = "adamw_torch"  # transformers' name of the optimizer: fused, with moments in 8 bits, or paged
     grpo: dict[str, Any] = field(default_factory=dict)  # more arguments of TRL's GRPOConfig
+
+    def require_problems(self, count: int, found: str) -> None:
+        """Raise `ConfigError` if `count` problems are too few for a training step. `found` says where they are from."""
+        _require(
+            count >= self.problems_per_step,
+            f"stages.{self.name}: expected at least problems_per_step={self.problems_per_step} problems, got {count}: "
+            f"{found}; give other problems, or lower problems_per_step",
+        )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -510,9 +514,9 @@ def _check_stage(table: str, stage: StageConfig, ranks: int) -> None:
         f"{table}: {', '.join(online_only)}: expected episodes=online, got {stage.episodes}",
     )
     _require(
-        not (stage.one_step_off_policy and (stage.partial_rollouts or stage.dynamic_sampling_rounds)),
-        f"{table}: one_step_off_policy=true: expected partial_rollouts=0 and dynamic_sampling_rounds=0, since these "
-        "also sample other episodes than the step's own; set one of them",
+        not (stage.one_step_off_policy and stage.dynamic_sampling_rounds),
+        f"{table}: one_step_off_policy=true: expected dynamic_sampling_rounds=0, since its rounds follow from the "
+        "rewards of the step; set one of them",
     )
     _require(
         stage.top_p == 1,

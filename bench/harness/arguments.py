@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_IN_COMMAND = (
-    "json", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "vllm",
+    "json", "python", "url", "code_judge", "sandbox_fusion", "scalebox", "folder", "results", "vllm", "out", "wheels",
 )  # fmt: skip
 """Options that do not change what is measured. A result's command line leaves them out."""
 

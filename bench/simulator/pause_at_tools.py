@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import attrgetter
 
+from bench.simulator.fifo import FifoScheduler
 from trainer.scheduling.scheduler import (
     EpisodeKey,
     EpisodeState,
-    FifoScheduler,
     Placement,
     ScheduledEngine,
     ScheduledEpisode,

@@ -1,13 +1,13 @@
-"""The placement policies that the benchmark compares: the trainer's own, three simple baselines, and the rules of other
-trainers."""
+"""The placement policies that the benchmark compares: the trainer's own, the paper's, three simple baselines, and the
+rules of other trainers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from bench.simulator.fifo import FifoScheduler
 from bench.simulator.pause_at_tools import PauseAtTools
-from trainer.scheduling.scheduler import POLICIES as TRAINER_POLICIES
-from trainer.scheduling.scheduler import FifoScheduler, ScheduledEngine, ScheduledEpisode, Scheduler
+from trainer.scheduling.scheduler import ScheduledEngine, ScheduledEpisode, Scheduler
 
 BALANCE_ABS_THRESHOLD = 8
 """An episode leaves its engine only if the engine has more running turns than the least loaded engine, by more than
@@ -56,12 +56,28 @@ class StickyLeastLoaded(LeastInflight):
         return home if is_close or most <= BALANCE_REL_THRESHOLD * least.num_running else least
 
 
+class WorstCaseScheduler(FifoScheduler):
+    """Admits an episode only on an engine that has room even if all its episodes grow to their maximum length. This is
+    the paper's rule. The authors' code applies it by polling."""
+
+    def pick(self, episode: ScheduledEpisode, now: float) -> ScheduledEngine | None:
+        engine = min(self.up_engines, key=lambda engine: worst_case_tokens(engine) - engine.kv_capacity)
+        fits = worst_case_tokens(engine) + episode.max_context_tokens <= engine.kv_capacity
+        return engine if fits or not engine.forecast.num_episodes else None
+
+
+def worst_case_tokens(engine: ScheduledEngine) -> int:
+    """Return the KV tokens that the engine's episodes will hold if every one of them grows to its maximum length."""
+    return sum(episode.max_context_tokens for episode in engine.episodes.values())
+
+
 POLICIES: dict[str, Callable[[int], Scheduler]] = {
     "static": Static,
     "round_robin": RoundRobin,
     "least_inflight": LeastInflight,
     "sticky_least_loaded": StickyLeastLoaded,
     "pause_at_tools": PauseAtTools,
-    **TRAINER_POLICIES,
+    "reserve_worst_case": WorstCaseScheduler,
+    "kv": Scheduler,
 }
 """Functions that make the scheduler of one run from the maximum context, by name of the policy."""

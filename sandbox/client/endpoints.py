@@ -45,9 +45,9 @@ class Endpoints:
         self.all = [Endpoint(url) for url in urls]
         self._rng = random.Random()
 
-    def pause_s(self, failures: int, at_least_s: float = 0.0) -> float:
-        """Return the seconds of the pause after this number of failures in a row. It is an exponential back-off, or
-        `at_least_s` if that is longer, and a random addition of up to 50 %."""
+    def random_backoff_s(self, failures: int, at_least_s: float = 0.0) -> float:
+        """Return the back-off in seconds after this number of failures in a row, or `at_least_s` if that is longer. A
+        random part of up to 50 % is added, so that many clients do not send again at the same time."""
         return max(_backoff_s(failures), at_least_s) * self._rng.uniform(1.0, 1.5)
 
     def next(self) -> Endpoint:
@@ -73,18 +73,21 @@ class Endpoints:
         if sent_at >= endpoint.failed_at or not endpoint.failures:
             endpoint.failures += 1
             endpoint.failed_at = _now()
-        pause_s = self.pause_s(endpoint.failures, max(retry_after_s or 0.0, min(MAX_RETRY_DELAY_S, waited_s)))
-        endpoint.backoff_until = max(endpoint.backoff_until, _now() + pause_s)
+        at_least_s = max(retry_after_s or 0.0, min(MAX_RETRY_DELAY_S, waited_s))
+        backoff_until = _now() + self.random_backoff_s(endpoint.failures, at_least_s)
+        endpoint.backoff_until = max(endpoint.backoff_until, backoff_until)
 
-    def retry_in_s(self, failures: int, retry_after_s: float | None = None) -> float:
+    def retry_delay_s(self, failures: int, retry_after_s: float | None = None) -> float:
         """Return the seconds until calls with this number of failures in a row are sent again: 0 if an endpoint is not
         backing off. `retry_after_s`, from the header Retry-After, is obeyed only until another endpoint is free."""
         first_free_s = min(endpoint.backoff_until for endpoint in self.all) - _now()
-        pause_s = self.pause_s(failures, retry_after_s or 0.0)
-        return min(pause_s, max(_backoff_s(failures), first_free_s)) if first_free_s > 0 else 0.0
+        if first_free_s <= 0:
+            return 0.0
+        return min(self.random_backoff_s(failures, retry_after_s or 0.0), max(_backoff_s(failures), first_free_s))
 
 
 def _backoff_s(failures: int) -> float:
+    """Return the seconds of the exponential back-off after this number of failures in a row."""
     return backoff_s(failures, MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S)
 
 

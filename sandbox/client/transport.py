@@ -268,7 +268,7 @@ class Transport:
             unfinished = [pending.future for pending in own if not pending.future.done()]
             if not unfinished:
                 break
-            await asyncio.wait(unfinished, timeout=self.endpoints.pause_s(attempt))
+            await asyncio.wait(unfinished, timeout=self.endpoints.random_backoff_s(attempt))
         return cancelled
 
     async def _send_cancel(self, endpoint: Endpoint, call_id: str) -> int:
@@ -376,7 +376,7 @@ class Transport:
                 if retried := request.unfinished():
                     failures = max(pending.failures for pending in retried)
                     what = f"{len(retried)} {request.route.noun}"
-                    await asyncio.sleep(self._retry_in_s(failures, what, str(error), error.retry_after_s))
+                    await asyncio.sleep(self._retry_delay_s(failures, what, str(error), error.retry_after_s))
 
     def _split(self, calls: list[PendingResult[Any]]) -> None:
         """Put the calls of a request in front of the waiting calls. Each next request with any of them has at most half
@@ -444,7 +444,7 @@ class Transport:
             noun = retried[0].submission.route.noun
             counts = ", ".join(f"{reason} for {count} {noun}" for reason, count in reasons.items())
             failures = max(pending.failures for pending in retried)
-            delay_s = self._retry_in_s(failures, f"{len(retried)} {noun}", f"{endpoint.url} returned {counts}")
+            delay_s = self._retry_delay_s(failures, f"{len(retried)} {noun}", f"{endpoint.url} returned {counts}")
             group = tuple(retried)
             self._pausing.add(group)
             asyncio.get_running_loop().call_later(delay_s, self._requeue, group)
@@ -456,9 +456,9 @@ class Transport:
             self._waiting.extendleft(reversed(calls))
             self._schedule_send()
 
-    def _retry_in_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
+    def _retry_delay_s(self, failures: int, what: str, reason: str, retry_after_s: float | None = None) -> float:
         """Return the seconds until calls with this number of failures in a row are sent again, and log it."""
-        delay_s = self.endpoints.retry_in_s(failures, retry_after_s)
+        delay_s = self.endpoints.retry_delay_s(failures, retry_after_s)
         log.info("%.300s; retry %d of %d, with %s, in %.1f s", reason, failures, self._retries, what, delay_s)
         return delay_s
 

@@ -61,7 +61,7 @@ def doctor(config: ServeConfig) -> Report:
     choice: LevelChoice | None = None
     try:
         raise_connection_limit(config.connections)
-        choice = choose_level(config.isolation)
+        choice = choose_level(config.isolation, layers)
     except IsolationError:  # the checks say why
         problem = f"isolation={config.isolation} is not possible on this machine"
     except ConfigError as error:
@@ -125,7 +125,7 @@ def _try_call(config: ServeConfig) -> str:
     from sandbox.executor import run_once
 
     try:
-        result = run_once(Call("print(6 * 7)"), replace(config.executor_config(), zygote_pools=1, slots=1))
+        result = run_once(Call("print(6 * 7)"), config.executor_config())
     except SandboxError as error:
         return str(error)
     if result.stdout == "42\n":

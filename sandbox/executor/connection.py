@@ -60,28 +60,26 @@ class GatewayConnection:
 
     def __init__(self, stream: UnixStream, config: ExecutorConfig, *, is_replacement: bool) -> None:
         self._stream = stream
-        self._results: list[tuple[int, EncodedResult]] = []
-        self._has_results = trio.Event()
         self._is_draining = False
-        self._executor = Executor(plan_pools(config), self._add_result, self._send_lost, is_replacement=is_replacement)
-        self._executor.on_window_changed = self._send_window
+        self._until_drained = trio.CancelScope()
+        self._executor = Executor(
+            plan_pools(config), self._send_results, self._send_lost, self._send_window, is_replacement=is_replacement
+        )
 
     async def run(self, frames: Frames) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._executor.run)
-            nursery.start_soon(self._send_ready)
-            nursery.start_soon(self._send_results, nursery.cancel_scope)
-            nursery.start_soon(self._send_stats)
-            async for frame in frames:
-                self._handle_frame(frame)
-                if self._is_drained:
-                    break
-            nursery.cancel_scope.cancel()
-        self._send_pending_results()
+        with self._until_drained:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._executor.run)
+                nursery.start_soon(self._send_ready)
+                nursery.start_soon(self._send_stats)
+                async for frame in frames:
+                    self._handle_frame(frame)
+                    self._stop_if_drained()
+                nursery.cancel_scope.cancel()
 
-    @property
-    def _is_drained(self) -> bool:
-        return self._is_draining and self._executor.is_idle
+    def _stop_if_drained(self) -> None:
+        if self._is_draining and self._executor.is_idle:
+            self._until_drained.cancel()
 
     def _handle_frame(self, frame: list[Any]) -> None:
         match frame:
@@ -115,27 +113,14 @@ class GatewayConnection:
     def _send_window(self, window: int) -> None:
         self._stream.write(wire.pack(["window", window]))
 
-    def _add_result(self, seq: int, result: EncodedResult) -> None:
-        self._results.append((seq, result))
-        self._has_results.set()
+    def _send_results(self, results: list[tuple[int, EncodedResult]]) -> None:
+        for frame_results in _split_into_frames(results):
+            self._stream.write(_encode_results(frame_results))
+        self._stop_if_drained()
 
     def _send_lost(self, seq: int, reason: str, has_started: bool) -> None:
         self._stream.write(wire.pack(["lost", [[seq, reason, has_started]]]))
-        self._has_results.set()
-
-    async def _send_results(self, connection_scope: trio.CancelScope) -> None:
-        """Send all results that have come since the last pass of the loop, and stop the connection once drained."""
-        while True:
-            await self._has_results.wait()
-            self._has_results = trio.Event()
-            self._send_pending_results()
-            if self._is_drained:
-                connection_scope.cancel()
-
-    def _send_pending_results(self) -> None:
-        results, self._results = self._results, []
-        for frame_results in _split_into_frames(results):
-            self._stream.write(_encode_results(frame_results))
+        self._stop_if_drained()
 
     async def _send_stats(self) -> None:
         while True:

@@ -55,8 +55,8 @@ async def _run(encoded: EncodedCall, config: ExecutorConfig) -> EncodedResult:
         executor.submit(0, encoded)
         executor.start_queued_calls()
 
-    def on_result(_seq: int, result: EncodedResult) -> None:
-        results.append({**result, "attempts": attempts})
+    def on_results(ended: list[tuple[int, EncodedResult]]) -> None:
+        results.extend({**result, "attempts": attempts} for _, result in ended)
         has_result.set()
 
     def on_lost(seq: int, reason: str, has_started: bool) -> None:
@@ -66,9 +66,9 @@ async def _run(encoded: EncodedCall, config: ExecutorConfig) -> EncodedResult:
             start()
         else:
             result = used_up_result(encoded.get("id", ""), attempts, reason, has_started=may_have_run)
-            on_result(seq, result.encode(binary=True))
+            on_results([(seq, result.encode(binary=True))])
 
-    executor = Executor(plan_pools(config), on_result, on_lost)
+    executor = Executor(plan_pools(config), on_results, on_lost)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(executor.run)
         await executor.wait_ready()

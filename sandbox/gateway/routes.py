@@ -80,8 +80,8 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
 
 async def run_call(request: web.Request) -> web.StreamResponse:
     form = validation.CallForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.AdmittedBatch(request, form) as (batch, sent, _):
-        content_type = codec.response_type(request, sent, BODY_TYPES)
+    async with exchange.AdmittedBatch(request, form) as (batch, body_type, _):
+        content_type = codec.response_type(request, body_type, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, 200, content_type)
         result = batch.pop_result(0)
         body = await codec.encode_result(result, batch.unread_bytes, content_type)
@@ -95,8 +95,8 @@ async def run_call(request: web.Request) -> web.StreamResponse:
 
 async def run_batch(request: web.Request) -> web.StreamResponse:
     form = validation.BatchForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
-        content_type = codec.response_type(request, sent, BATCH_TYPES)
+    async with exchange.AdmittedBatch(request, form) as (batch, body_type, status):
+        content_type = codec.response_type(request, body_type, BATCH_TYPES)
         if content_type in (NDJSON, MSGPACK_STREAM):
             return await exchange.stream(request, status, batch, content_type)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
@@ -106,8 +106,8 @@ async def run_batch(request: web.Request) -> web.StreamResponse:
 
 async def run_verify(request: web.Request) -> web.StreamResponse:
     form = validation.PairsForm(request.app[DISPATCHER].config, request[TENANT])
-    async with exchange.AdmittedBatch(request, form) as (batch, sent, status):
-        content_type = codec.response_type(request, sent, BODY_TYPES)
+    async with exchange.AdmittedBatch(request, form) as (batch, body_type, status):
+        content_type = codec.response_type(request, body_type, BODY_TYPES)
         begun = await exchange.wait_with_heartbeats(request, batch, status, content_type)
         results = map(Result.decode, exchange.pop_results(batch))
         verdicts = (verify.verdict_of(result).encode() for result in results)

@@ -58,17 +58,17 @@ class CheckTemplate(NamedTuple):
     rounding: bool = False
 
 
-def check_template(fields: Mapping[str, Any], where: str = "verify") -> CheckTemplate:
+def check_template(fields: Mapping[str, Any]) -> CheckTemplate:
     """Return the template for the shared fields of a request. Raises `InvalidCall`."""
-    check_names(fields, {**VERIFY_CALL_FIELDS, **OPTION_FIELDS}, where)
+    check_names(fields, {**VERIFY_CALL_FIELDS, **OPTION_FIELDS}, "verify")
     call_fields = {name: value for name, value in fields.items() if name in VERIFY_CALL_FIELDS}
     strictness, rounding = fields.get("strictness", Strictness.STRICT), fields.get("rounding", False)
     if strictness not in tuple(Strictness):
-        raise InvalidCall(f"{where}.strictness: expected one of {', '.join(Strictness)}, got {strictness!r:.80}")
-    check_flag(rounding, f"{where}.rounding")
+        raise InvalidCall(f"verify.strictness: expected one of {', '.join(Strictness)}, got {strictness!r:.80}")
+    check_flag(rounding, "verify.rounding")
     if rounding and strictness != Strictness.STRICT:
-        raise InvalidCall(f"{where}.rounding: expected false with strictness={strictness}, which has rules of its own")
-    return CheckTemplate(Call.decode_defaults(call_fields, where), Strictness(strictness), rounding)
+        raise InvalidCall(f"verify.rounding: expected false with strictness={strictness}, which has rules of its own")
+    return CheckTemplate(Call.decode_defaults(call_fields, "verify"), Strictness(strictness), rounding)
 
 
 def decode_pair(raw: Any, where: str) -> tuple[str, str]:

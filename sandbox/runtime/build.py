@@ -126,12 +126,12 @@ def default_python(environ: Mapping[str, str] = os.environ) -> Path:
     )
 
 
-def ensure_python(log: Log = log_to_stderr, environ: Mapping[str, str] = os.environ) -> Path:
+def ensure_python(log: Log = log_to_stderr) -> Path:
     """Return the interpreter of the runtime, and build the runtime first if there is none. Raises as `build` does."""
-    if (directory := find(environ)) is not None:
+    if (directory := find()) is not None:
         return directory / "bin" / "python"
-    python, version = best_python(environ)
-    return build(python, default_dir(version, environ), log=log)
+    python, version = best_python()
+    return build(python, default_dir(version), log=log)
 
 
 def default_dir(version: tuple[int, int], environ: Mapping[str, str] = os.environ) -> Path:
@@ -292,9 +292,9 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def remove(directory: Path, log: Log = log_to_stderr) -> None:
+def remove(directory: Path) -> None:
     """Remove a runtime. If the removal is interrupted, the next build of the runtime removes what is left."""
-    with _locked(directory, log):
+    with _locked(directory, log_to_stderr):
         hidden = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
         directory.rename(hidden / "old")
         shutil.rmtree(hidden)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sandbox.errors import ConfigError
 from sandbox.runtime import build as runtime
-from sandbox.runtime.build import Log, PackageSet, RuntimeBuildError, log_to_stderr
+from sandbox.runtime.build import PackageSet, RuntimeBuildError, log_to_stderr
 
 _REQUIREMENT = re.compile(
     r"([A-Za-z0-9]|[A-Za-z0-9][\w.-]*[A-Za-z0-9])\s*(\[[\w\s,.-]*\])?\s*([<>=!~][^/@#]*)?", re.ASCII
@@ -40,29 +39,23 @@ def read_requirements(file: Path) -> list[str]:
     return requirements
 
 
-def build_with(
-    python: Path,
-    version: tuple[int, int],
-    added: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-    log: Log = log_to_stderr,
-) -> Path:
+def build_with(python: Path, version: tuple[int, int], added: Sequence[str]) -> Path:
     """Return the interpreter of a runtime that has the packages `added`, and build the runtime if there is none.
 
     Raises `ConfigError` if `added` is malformed, and `RuntimeBuildError` if it cannot be resolved or built.
     """
     for requirement in added:
         _check_requirement(requirement, "--with")
-    packages = PackageSet(_resolve(python, added, log), tuple(sorted(set(added))))
+    packages = PackageSet(_resolve(python, added), tuple(sorted(set(added))))
     digest = hashlib.sha256("\n".join(packages.requirements).encode()).hexdigest()[:10]
-    default = runtime.default_dir(version, environ)
+    default = runtime.default_dir(version)
     directory = default.with_name(f"{default.name}-with-{digest}")
-    return runtime.build(python, directory, packages=packages, log=log)
+    return runtime.build(python, directory, packages=packages)
 
 
-def installed_runtimes(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[Path, str]]:
+def installed_runtimes() -> Iterator[tuple[Path, str]]:
     """Yield the interpreter of each runtime beside the default one, and a text about its packages."""
-    for directory in _directories(environ):
+    for directory in _directories():
         python = directory / "bin" / "python"
         try:
             packages = PackageSet.decode(json.loads((directory / runtime.MARKER).read_text(encoding="utf-8")))
@@ -74,14 +67,14 @@ def installed_runtimes(environ: Mapping[str, str] = os.environ) -> Iterator[tupl
             yield python, text if is_current else f"{text}; pins of another version of rstar-sandbox"
 
 
-def remove(name: str, environ: Mapping[str, str] = os.environ, log: Log = log_to_stderr) -> Path:
+def remove(name: str) -> Path:
     """Remove a runtime and return its directory. `name` is the directory's name, its path, or the interpreter's path.
     Raises `ConfigError` if there is none, and `RuntimeBuildError` if it cannot be removed."""
-    directories = _directories(environ)
+    directories = _directories()
     for directory in directories:
         if name in (directory.name, str(directory), str(directory / "bin" / "python")):
             try:
-                runtime.remove(directory, log)
+                runtime.remove(directory)
             except OSError as error:
                 raise RuntimeBuildError(f"{directory} cannot be removed: {error}") from error
             return directory
@@ -90,9 +83,9 @@ def remove(name: str, environ: Mapping[str, str] = os.environ, log: Log = log_to
     raise ConfigError(f"runtime --remove {name}: expected {expected}")
 
 
-def _directories(environ: Mapping[str, str]) -> list[Path]:
+def _directories() -> list[Path]:
     """Return the directories of all runtimes beside the default one, also of runtimes that no longer work."""
-    default = runtime.default_dir((0, 0), environ)  # only its parent is used, which is the same for all versions
+    default = runtime.default_dir((0, 0))  # only its parent is used, which is the same for all versions
     return sorted(marker.parent for marker in default.parent.glob(f"*/{runtime.MARKER}"))
 
 
@@ -101,9 +94,9 @@ def _check_requirement(text: str, where: str) -> None:
         raise ConfigError(f"{where} {text!r:.80}: expected a package of an index, such as scikit-learn>=1.7")
 
 
-def _resolve(python: Path, added: Sequence[str], log: Log) -> tuple[str, ...]:
+def _resolve(python: Path, added: Sequence[str]) -> tuple[str, ...]:
     """Return the pins of the default runtime and of all packages that `added` needs, sorted."""
-    log(f"resolving {', '.join(added)} together with the packages of the default runtime")
+    log_to_stderr(f"resolving {', '.join(added)} together with the packages of the default runtime")
     with tempfile.TemporaryDirectory(prefix="rstar-resolve-") as directory:
         runtime.run_step("creating the environment", [str(python), "-m", "venv", f"{directory}/venv"])
         report = f"{directory}/report.json"

@@ -26,7 +26,7 @@ from typing import Any
 from sandbox.errors import ConfigError, InvalidCall
 from sandbox.fields import NumberRule, check_label, check_names
 from sandbox.settings.server import read_token
-from sandbox.types import LIMIT_FIELDS, PRIORITY, Limits
+from sandbox.types import LIMIT_FIELDS, PRIORITY_RULE, Limits
 
 MAX_FILE_BYTES = 1 << 20
 """Maximum bytes of a tenants file. While the server reads the file again, it answers no request. For 10,000 tenants
@@ -35,7 +35,7 @@ _UNLIMITED = Limits(**{name: rule.high for name, rule in LIMIT_FIELDS.items()}) 
 _NUMBER_RULES: Mapping[str, NumberRule] = {
     "queue_share": NumberRule(0.01, 1, whole=False),
     "max_running": NumberRule(1, 1_000_000),
-    "priority": PRIORITY,
+    "priority": PRIORITY_RULE,
     **{f"max_{name}": rule for name, rule in LIMIT_FIELDS.items()},
 }
 _KEYS = dict.fromkeys(("token", "token_file", *_NUMBER_RULES))

@@ -51,6 +51,19 @@ RESULTS: dict[str, dict[str, Any]] = {
         "calls": 100, "known": 40, "loops": 5, "load": 4, "changed": [{}], "misjudged": ["a", "b"], "unstable": ["c"],
         "corpus": {"from": "snippets.jsonl", "calls": 60},
     },
+    "gpu": {
+        "device": {"card": "Tesla", "memory_gb": 80.0, "versions": {"torch": "2.9", "vllm": None}},
+        "wheels": {"trl-1.16.0-py3-none-any.whl": 948_205}, "requirements": none_of({"checks that do not hold": 1}),
+        "parts": {
+            "loss": {"ended": "done", "seconds": 12.3, "cpu_s": 20.0, "checks": [
+                {"check": "float32", "holds": True, "gradient_error": 1.5e-7, "kernel": "triton"},
+                {"check": "bfloat16", "holds": False, "reason": "Traceback\nValueError: a | b"},
+            ]},
+            "vllm": {"ended": "time limit", "seconds": 60.0, "cpu_s": 9.0, "checks": [
+                {"check": "sleep mode", "holds": None, "reason": "no vLLM"}
+            ]},
+        },
+    },
     "layers": {
         "profiles": {
             name: {
@@ -137,6 +150,15 @@ EXPECTED = {
         "1 statuses or outputs changed; 1 calls that differ from themselves are left out",
         "60 of the calls are a corpus (snippets.jsonl); 40 need",
         "2 misjudged",
+    ],
+    "gpu": [
+        "Tesla, 80 GB free; torch 2.9.\n",
+        "| loss | 12 | 20 | done |\n| vllm | 60 | 9 | time limit |",
+        "| loss: float32 | yes | gradient error 1.5e-07; kernel triton |",
+        "| loss: bfloat16 | **no** | ValueError: a / b |",
+        "| vllm: sleep mode | - | no vLLM |",
+        "| trl-1.16.0 | 948 |",
+        "Not met: checks that do not hold is 1, expected ≤ 0.",
     ],
     "layers": [
         "| bare | 1.00 | 1.25 | 1.90 | 1.90× | 1.52× |",

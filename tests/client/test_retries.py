@@ -345,7 +345,7 @@ async def test_checks_are_sent_and_retried_as_calls() -> None:
 
 def test_the_retry_delay_grows_and_is_at_least_retry_after() -> None:
     """In the tests of the clients, the delay without Retry-After is 1 to 2 ms. Random jitter adds up to one half."""
-    pause_s = Endpoints([]).pause_s
-    assert 30 <= pause_s(1, 30.0) <= 45
-    assert pause_s(1) <= pause_s(2) * 1.5
-    assert pause_s(100) <= 0.003
+    random_backoff_s = Endpoints([]).random_backoff_s
+    assert 30 <= random_backoff_s(1, 30.0) <= 45
+    assert random_backoff_s(1) <= random_backoff_s(2) * 1.5
+    assert random_backoff_s(100) <= 0.003

@@ -34,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     isolation of each call that was tried. The layers in `missing` are not granted."""
     state: dict[str, Any] = {"level": LevelChoice(Level.NAMESPACES), "result": OK, "levels": [], "missing": ()}
 
-    def choose_level(requested: str) -> LevelChoice:
+    def choose_level(requested: str, layers: tuple[ProbedLayer, ...]) -> LevelChoice:
         if isinstance(state["level"], Exception):
             raise state["level"]
         choice: LevelChoice = state["level"]

@@ -201,7 +201,7 @@ def test_run_passes_code_input_files_limits_and_settings_to_the_executor(
     limits = Limits(timeout_s=2.0, memory_mb=64)
     files = {"in.csv": b"1,2"}
     assert calls == [Call("print('é')", b"7\n", files, limits=limits, echo=False, profile=Profile.NUMERIC)]
-    assert (configs[0].isolation, configs[0].slots, configs[0].zygote_pools) == ("none", 1, 1)
+    assert configs[0].isolation == "none"
 
 
 def test_run_reads_code_or_input_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -31,27 +32,37 @@ def server(guest_python: object, needs_isolation: None) -> Iterator[str]:
         yield loop_thread.enter(local_service(["--zygote-pools", "1"]))
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The reader's working directory. Calls run as other users, who could not enter the directories of `tmp_path`."""
+    with TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in CONTINUED.values()], ids=lambda path: path.stem)
-def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, server: str) -> None:
+def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, folder: Path, server: str) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
+    (folder / "configs").symlink_to(DOCS.parent / "configs")
+    written: dict[str, str] = {}
     with LoopThread() as loop_thread:
         for block in [block for part in (CONTINUED.get(page), page) if part for block in read_blocks(part)]:
             address = server.removeprefix("http://")
             if isinstance(block, WrittenFile):
-                (tmp_path / block.name).write_text(block.text, encoding="utf-8")
+                written[block.name] = block.text
+                (folder / block.name).write_text(block.text, encoding="utf-8")
             elif (arguments := block.server_arguments) is not None:
                 if arguments:
-                    in_page = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in arguments]
+                    in_page = [str(folder / word) if (folder / word).exists() else word for word in arguments]
                     server = loop_thread.enter(local_service(in_page))
             else:
-                for program in tmp_path.glob("*.py"):
-                    program.write_text(program.read_text().replace(ADDRESS, address), encoding="utf-8")
+                for name, text in written.items():
+                    (folder / name).write_text(text.replace(ADDRESS, address), encoding="utf-8")
                 line = block.line.replace("localhost:8642", address)
                 done = subprocess.run(
                     ["bash", "-c", f"exec 2>&1; {line}"],
-                    cwd=tmp_path,
+                    cwd=folder,
                     env=environment,
                     capture_output=True,
                     text=True,

@@ -295,15 +295,20 @@ class ExecutorDriver:
     """An executor with fake zygotes, and the results of its calls."""
 
     def __init__(self, config: ExecutorConfig, is_replacement: bool) -> None:
-        self.executor = Executor(plan_pools(config), self._on_result, self._on_lost, is_replacement=is_replacement)
+        self.windows: list[int] = []
+        """The window of the executor after each of its changes."""
+        self.executor = Executor(
+            plan_pools(config), self._on_results, self._on_lost, self.windows.append, is_replacement=is_replacement
+        )
         self.attempts = Attempts(config.attempts, self.executor.submit)
         self.results: dict[int, Result] = {}
         self.fleet: Fleet
         self._changed = trio.Event()
         self._seqs = itertools.count(1000)  # tests that choose seqs themselves use smaller ones
 
-    def _on_result(self, seq: int, result: EncodedResult) -> None:
-        self._add_result(seq, self.attempts.decode(seq, result))
+    def _on_results(self, results: list[tuple[int, EncodedResult]]) -> None:
+        for seq, result in results:
+            self._add_result(seq, self.attempts.decode(seq, result))
 
     def _on_lost(self, seq: int, reason: str, has_started: bool) -> None:
         if (unavailable := self.attempts.lost(seq, reason, has_started)) is not None:

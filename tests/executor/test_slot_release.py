@@ -79,7 +79,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
     settings: dict[str, Any] = {"profiles": ("bare", "numeric"), "zygote_pools": 1, "slots": 2}
     executor = Executor(
         plan_pools(ExecutorConfig(python=python, isolation=level, **settings)),
-        lambda _seq, result: results.append(Result.decode(result)),
+        lambda ended: results.extend(Result.decode(result) for _, result in ended),
         lambda *_lost: None,
     )
     with trio.fail_after(DEADLINE_S):

@@ -64,7 +64,7 @@ confinement.cgroup_dir_fds[1] = 99
 confinement.syscall_steps = lambda *call: ([], [])
 sent, fds_before = [], len(os.listdir("/proc/self/fd"))
 subject.batch = Batch()
-subject.send = lambda header, files=(): sent.append((header["op"], header["run_id"], header["reason"]))
+subject.writer.add = lambda header, files=(): sent.append((header["op"], header["run_id"], header["reason"]))
 for number in range(5):
     sizes = dict(output_bytes=1, return_bytes=0, returns_files=False)
     call = dict(op="call", run_id=number, slot=number, timeout_s=1.0, **sizes)

@@ -62,7 +62,7 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch) -> list[runtime.PackageSet]:
         (new / "venv" / "bin" / "python").symlink_to(python)
         (new / "venv" / runtime.MARKER).write_text(json.dumps(packages.encode()))
 
-    def resolve(python: Path, added: tuple[str, ...], log: runtime.Log) -> tuple[str, ...]:
+    def resolve(python: Path, added: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted([*runtime.REQUIREMENTS, *(f"{name}==1" for name in added)]))
 
     monkeypatch.setattr(runtime, "_build_venv", build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bench.simulator.placement import worst_case_tokens
 from trainer.scheduling.scheduler import Scheduler
 
 
@@ -12,7 +13,7 @@ def engine_loads(scheduler: Scheduler) -> dict[str, dict[str, int]]:
             "episodes": engine.forecast.num_episodes,
             "running": engine.num_running,
             "resident_tokens": engine.forecast.resident_tokens,
-            "worst_case_tokens": engine.worst_case_tokens,
+            "worst_case_tokens": worst_case_tokens(engine),
         }
         for name, engine in scheduler.engines.items()
     }

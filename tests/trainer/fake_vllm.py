@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -40,13 +40,6 @@ class MarkovEngine:
     requests: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     """The ids and the sampling parameters of every request so far."""
     num_running: int = 0
-    tokens_at_abort: int = 2
-    """Number of tokens that an aborted request returns."""
-    aborted_ids: set[str] = field(default_factory=set)
-    abort_called: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the first `abort`."""
-    waiting_semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """Released by each request that calls `wait_for_abort`."""
     is_closed: bool = False
 
     def distribution(self, last: int, temperature: float = 1.0) -> list[float]:
@@ -73,21 +66,9 @@ class MarkovEngine:
             (token,) = random.Random(f"{sampling.seed}/{position}").choices(range(self.vocab_size), probabilities)
             sampled.append(token)
             logprobs.append(math.log(probabilities[token]))
-            if sampling.request_id in self.aborted_ids and len(sampled) >= self.tokens_at_abort:
-                break
         self.computed_tokens += len(sampled)
         has_stop_token = sampled[-1] in sampling.stop_ids
-        is_over = has_stop_token or len(sampled) == sampling.max_tokens
-        return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, self.weight_version, not is_over)
-
-    async def wait_for_abort(self) -> None:
-        """A value for `before_generate`: requests run until one of them is aborted."""
-        self.waiting_semaphore.release()
-        await self.abort_called.wait()
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        self.aborted_ids.update(request_ids)
-        self.abort_called.set()
+        return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, self.weight_version)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         await self.before_scrape()
@@ -180,7 +161,6 @@ class FakeVllm:
             "/v1/completions": self._completions,
             "/collective_rpc": self._rpc,
             "/reset_prefix_cache": self._reset,
-            "/abort_requests": self._abort,
             "/sleep": self._sleep,
             "/wake_up": self._wake_up,
         }
@@ -258,9 +238,8 @@ class FakeVllm:
         sampling = SamplingParams(
             body["max_tokens"], body["temperature"], body.get("top_p", 1.0), stop, body.get("seed")
         )
-        sampling = replace(sampling, request_id=body.get("request_id", ""))
         generation = await self.engine.generate(ids, sampling)
-        reason = "abort" if generation.is_aborted else "stop" if generation.has_stop_token else "length"
+        reason = "stop" if generation.has_stop_token else "length"
         choice |= {"token_ids": list(generation.ids), "finish_reason": reason}
         if body.get("logprobs") is not None:
             choice["logprobs"] = {"token_logprobs": list(generation.logprobs)}
@@ -280,10 +259,6 @@ class FakeVllm:
             return {"results": [None]}
         self.load_report = {**self.load_report, "checksums": _checksums(Path(path))}
         return {"results": [self.load_report]}
-
-    async def _abort(self, body: Mapping[str, Any]) -> Any:
-        await self.engine.abort([name.removeprefix("cmpl-").removesuffix("-0") for name in body["request_ids"]])
-        return {"status": "aborted"}
 
     async def _reset(self, body: Mapping[str, Any]) -> Any:
         return {"success": self.num_running == 1}  # only this request itself runs

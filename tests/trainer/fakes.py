@@ -115,15 +115,11 @@ class ScriptedPool:
     script: Script
     pause: Pause = lambda: asyncio.sleep(0)
     weight_version: int = 3
-    tokens_at_abort: Callable[[int], int] = lambda tokens: tokens // 2
-    """Takes the number of tokens of a whole turn. Returns how many of them are sampled if the turn is aborted."""
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     """The context and the sampling parameters of every turn."""
     open_groups: list[str] = field(default_factory=list)
     """The group of each open handle."""
     busy_timer: BusyTimer = field(default_factory=BusyTimer)
-    abort_called: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the first `abort`."""
 
     @asynccontextmanager
     async def open_episode(self, *, group: str, max_context_tokens: int) -> AsyncIterator[ScriptedHandle]:
@@ -137,11 +133,6 @@ class ScriptedPool:
     def set_weight_version(self, version: int) -> None:
         self.weight_version = version
 
-    async def abort(self, handles: Sequence[ScriptedHandle]) -> None:
-        for handle in handles:
-            handle.is_aborted = True
-        self.abort_called.set()
-
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Generate a turn, so that a test of one episode can use the pool as its handle."""
         return await ScriptedHandle(self).generate(ids, sampling)
@@ -150,26 +141,20 @@ class ScriptedPool:
 @dataclass
 class ScriptedHandle:
     pool: ScriptedPool
-    is_aborted: bool = False
 
     def close(self, length: int | None) -> None: ...
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         pool, tokenizer = self.pool, qwen_tokenizer()
-        sampled: list[int] = []
-        if not self.is_aborted:
-            pool.requests.append((list(ids), sampling))
-            await pool.pause()
-            text = pool.script(tokenizer.decode(ids), sampling)
-            sampled = tokenizer.encode(text, add_special_tokens=False)[: sampling.max_tokens]
-            turn_ends = [index for index, token_id in enumerate(sampled, 1) if token_id in sampling.stop_ids]
-            sampled = sampled[: turn_ends[0]] if turn_ends else sampled
-        if self.is_aborted:
-            sampled = sampled[: pool.tokens_at_abort(len(sampled))]
-        has_stop_token = bool(sampled) and sampled[-1] in sampling.stop_ids
-        is_over = has_stop_token or len(sampled) == sampling.max_tokens
+        pool.requests.append((list(ids), sampling))
+        await pool.pause()
+        text = pool.script(tokenizer.decode(ids), sampling)
+        sampled = tokenizer.encode(text, add_special_tokens=False)[: sampling.max_tokens]
+        turn_ends = [index for index, token_id in enumerate(sampled, 1) if token_id in sampling.stop_ids]
+        sampled = sampled[: turn_ends[0]] if turn_ends else sampled
+        has_stop_token = sampled[-1] in sampling.stop_ids
         logprobs = tuple(map(scripted_logprob, sampled))
-        return Generation(tuple(sampled), logprobs, has_stop_token, "scripted", pool.weight_version, not is_over)
+        return Generation(tuple(sampled), logprobs, has_stop_token, "scripted", pool.weight_version)
 
 
 def scripted_logprob(token_id: int) -> float:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from bench.gpu_parts.training import shard_on_cpus
 from tests.trainer.sampling import model_folder
-from tests.trainer.two_ranks import report_cpus_as_gpus
 from trainer.config import HardwareConfig, SftConfig
 from trainer.episodes.chat_format import rstar2_format
 from trainer.runs.run_folder import RunFolder
@@ -34,7 +33,7 @@ class Loaded(BaseException):
 
 def main(folder: Path) -> None:
     hardware = HardwareConfig(nodes=2, sharding="full")
-    PartialState.__init__ = report_cpus_as_gpus(PartialState.__init__)
+    shard_on_cpus()
     rank = distributed_state(hardware).process_index
     model = folder / "model"
     if rank == 0:

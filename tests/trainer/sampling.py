@@ -20,8 +20,6 @@ RESPONSE_LENGTH = 8
 """Tokens of every complete response."""
 OBSERVATION_POSITIONS = (3, 4)
 """Positions in the response of tokens that were not sampled, as in a tool response."""
-PENDING_TOKENS = 3
-"""Tokens by which an unfinished episode grows per step."""
 
 Score = Callable[[Problem, int, Sequence[int]], float | None]
 """Returns the reward of a problem's sample with the given response ids."""
@@ -43,13 +41,13 @@ def problems(count: int) -> list[Problem]:
 
 
 class Collection(NamedTuple):
-    """One call of `collect_groups`."""
+    """One call of `collect`."""
 
     problem_ids: list[str]
     samples: int
     """Episodes per problem."""
     options: dict[str, Any]
-    """The other arguments of the call: limits, seed, is_decided."""
+    """The other arguments of the call: limits and seed."""
 
 
 @dataclass
@@ -91,33 +89,20 @@ class Sampler:
         self.weight_version = version
         return version
 
-    async def collect_groups(
-        self, groups: Sequence[Sequence[Episode]], *, min_complete: int, must_complete: int, **options: Any
-    ) -> list[list[Episode] | None]:
-        """Complete `min_complete` groups: the first `must_complete` of `groups`, and then groups from the end of
-        `groups`."""
+    async def collect(
+        self, problems: Sequence[Problem], samples_per_problem: int, *, seed: int, **options: Any
+    ) -> list[list[Episode]]:
         self.on_collect(len(self.collections))
-        self.log.append(Collection([group[0].problem.id for group in groups], len(groups[0]), options))
-        complete = {*range(must_complete), *range(len(groups) - min_complete + must_complete, len(groups))}
-        results: list[list[Episode] | None] = []
-        for number, group in enumerate(groups):
-            finished = [self.episode(draft.problem, draft.sample, options["seed"], draft) for draft in group]
-            results.append(finished if number in complete else None)
-            if number not in complete:
-                for draft, episode in zip(group, finished, strict=True):
-                    _extend(draft, episode)
-        return results
+        call = Collection([problem.id for problem in problems], samples_per_problem, {"seed": seed, **options})
+        self.log.append(call)
+        return [[self.episode(problem, sample, seed) for sample in range(samples_per_problem)] for problem in problems]
 
-    def episode(self, problem: Problem, sample: int, seed: int, draft: Episode | None = None) -> Episode:
-        """Return a complete episode. It continues `draft`, if given."""
+    def episode(self, problem: Problem, sample: int, seed: int) -> Episode:
+        """Return a complete episode."""
         prompt = [20 + ord(letter) for letter in problem.id]
         generator = torch.Generator().manual_seed(hash((seed, int(problem.id[1:]), sample)) % 2**62)
-        draft = draft or Episode(problem, sample)
-        ids, logprobs, mask = list(draft.response_ids), list(draft.logprobs), list(draft.loss_mask)
-        versions = list(draft.weight_versions)
-        if not versions or versions[-1][1] != self.weight_version:
-            versions.append((len(ids), self.weight_version))
-        for position in range(len(ids), RESPONSE_LENGTH):
+        ids, logprobs, mask = list[int](), list[float](), list[int]()
+        for position in range(RESPONSE_LENGTH):
             if position in OBSERVATION_POSITIONS:
                 token, logprob = 30 + position, 0.0
             else:
@@ -140,18 +125,8 @@ class Sampler:
             answer_blocks=1,
             reward=self.score(problem, sample, ids),
             error=self.error,
-            weight_versions=versions,
+            weight_versions=[(0, self.weight_version)],
         )
-
-
-def _extend(draft: Episode, episode: Episode) -> None:
-    """Give an unfinished episode some more tokens of `episode`, but never all."""
-    end = min(len(draft.response_ids) + PENDING_TOKENS, RESPONSE_LENGTH - 1)
-    draft.prompt_ids = episode.prompt_ids
-    draft.response_ids = list(episode.response_ids[:end])
-    draft.logprobs = list(episode.logprobs[:end])
-    draft.loss_mask = list(episode.loss_mask[:end])
-    draft.weight_versions = list(episode.weight_versions)
 
 
 def model_folder(folder: Path) -> Path:

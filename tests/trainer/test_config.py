@@ -11,11 +11,10 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter
 
-from trainer.config import ConfigError, Optimizer, PlacementPolicy, RunConfig, StageConfig, expand_urls
+from trainer.config import ConfigError, Optimizer, RunConfig, StageConfig, expand_urls
 from trainer.config_loading import load_config
 from trainer.json_files import write_json
 from trainer.recipe.resource_plan import MOMENT_BYTES
-from trainer.scheduling.scheduler import POLICIES
 
 RUN = """
 seed = 3
@@ -288,7 +287,7 @@ def test_gpus_that_training_engines_and_launcher_can_share_are_accepted(file: Pa
 )
 def test_sleep_mode_is_refused_where_engines_could_not_sleep(file: Path, override: str, message: str) -> None:
     sets = ["engines.sleep_mode=true", "engines.kind=vllm", "hardware.gpus_per_node=1", "engines.weight_sync=gloo"]
-    assert load_config(file, {}, [*sets, "rl.partial_rollouts=0.5"]).engines.sleep_mode
+    assert load_config(file, {}, sets).engines.sleep_mode
     with pytest.raises(ConfigError, match="engines.sleep_mode=true, " + re.escape(message)) as error:
         load_config(file, {}, [*sets, override])
     assert str(error.value).endswith("; or set sleep_mode to false")
@@ -366,8 +365,8 @@ def test_the_text_of_a_library_setting_becomes_a_value_of_the_type_that_the_text
     [
         (["eval.every_steps=2"], r"eval: every_steps=2: expected 0, since stages\.first has episodes=EPISODES"),
         (
-            ["stages.first.dynamic_sampling_rounds=2", "stages.first.cancel_stragglers=true"],
-            r"stages\.first: cancel_stragglers, dynamic_sampling_rounds: expected episodes=online, got EPISODES",
+            ["stages.first.dynamic_sampling_rounds=2"],
+            r"dynamic_sampling_rounds: expected episodes=online, got EPISODES",
         ),
         (["stages.first.one_step_off_policy=true"], r"one_step_off_policy: expected episodes=online, got EPISODES"),
     ],
@@ -400,10 +399,6 @@ def test_the_optimizers_are_those_of_transformers_whose_memory_is_known() -> Non
     training_args = pytest.importorskip("transformers.training_args")
     assert {str(name.value) for name in training_args.OptimizerNames} >= {*get_args(Optimizer)}
     assert MOMENT_BYTES.keys() == {*get_args(Optimizer)}
-
-
-def test_the_configurable_placement_policies_are_those_of_the_scheduler() -> None:
-    assert get_args(PlacementPolicy) == tuple(POLICIES)
 
 
 def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:

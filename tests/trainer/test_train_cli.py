@@ -25,6 +25,7 @@ MAX_HELP_CPU_S = 0.5
 """CPU seconds that any `--help` may use."""
 COMMANDS = (
     "",
+    "init",
     "preflight",
     "recipe",
     "prepare",
@@ -35,6 +36,7 @@ COMMANDS = (
     "compare",
     "rollout",
     "try-env",
+    "export-model",
     "data",
     "show",
 )

@@ -13,24 +13,24 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
+from accelerate import Accelerator
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from bench.gpu_parts.training import shard_on_cpus
 from tests.trainer.sampling import Sampler, problems
 from trainer.config import HardwareConfig, StageConfig
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
-from trainer.training import grpo
 from trainer.training.adapters import plain_weights
 from trainer.training.context import TrainingContext, distributed_state, leave_ranks
 from trainer.training.grpo import train_stage
@@ -50,18 +50,18 @@ SEED, NUM_PROBLEMS = 3, 6
 def main(model: Path, run_dir: Path, sharding: Any = "none", dtype: str = "float32", peft: str = "{}") -> None:
     hardware = HardwareConfig(nodes=2, sharding=sharding)
     if sharding == "full":
-        PartialState.__init__ = report_cpus_as_gpus(PartialState.__init__)
+        shard_on_cpus()
     rank = distributed_state(hardware).process_index
     record_gradients(run_dir / "gradients.pt")
     batches: list[Any] = []
-    compute_loss = grpo.GRPOTrainer.compute_loss
+    compute_loss = TokenBudgetTrainer.compute_loss
 
     def record_loss(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
         distributed_c10d._set_pg_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
         batches.append(inputs["completion_ids"].tolist())
         return compute_loss(self, model, inputs, **options)
 
-    grpo.GRPOTrainer.compute_loss = record_loss
+    TokenBudgetTrainer.compute_loss = record_loss
     reduced: list[tuple[bool, str]] = []
     post_backward = FSDPParamGroup.post_backward
 
@@ -156,17 +156,6 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def report_cpus_as_gpus(init: Callable[..., None]) -> Callable[..., None]:
-    """Make accelerate shard on CPUs. It shards on GPUs only, although torch can shard on CPUs with gloo."""
-
-    def init_as_gpus(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    return init_as_gpus
 
 
 def _recording_waits(name: str, function: Any, waits: list[tuple[str, float]]) -> Any:

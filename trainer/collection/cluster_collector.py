@@ -45,7 +45,7 @@ async def require_weights(engines: EnginePool, max_down_s: float) -> None:
 
 
 class ClusterCollector:
-    """Collects groups as `EpisodeCollector` does, and passes weight syncs on to `engines`.
+    """Collects episodes as `EpisodeCollector` does, and passes weight syncs on to `engines`.
 
     `sync_weights` is called only between steps, and all servers must load the weights. The episodes of a step tell the
     workers the version. A server that restarts within a step gets no more turns of the workers until the next sync,
@@ -73,19 +73,13 @@ class ClusterCollector:
         await require_weights(self._engines, self._max_down_s)
         return self._weight_version
 
-    async def collect_groups(
-        self, groups: Sequence[Sequence[Episode]], *, seed: int, **_: object
-    ) -> list[list[Episode] | None]:
-        """Return the episodes of each group. An episode that failed for good is `unavailable`, and has no reward.
-
-        Raises `CollectionError`.
-        """
-        problems = [group[0].problem for group in groups]
-        return list(await self.collect(problems, len(groups[0]), seed=seed))
-
     async def collect(
         self, problems: Sequence[Problem], samples_per_problem: int, *, seed: int, **_: object
     ) -> list[list[Episode]]:
+        """Return the episodes of each problem. An episode that failed for good is `unavailable`, and has no reward.
+
+        Raises `CollectionError`.
+        """
         path = self._dir / f"weights-{self._weight_version:06}"
         for other in set(self._dir.glob("weights-*")) - {path}:
             shutil.rmtree(other)

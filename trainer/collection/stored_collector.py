@@ -25,11 +25,8 @@ class StoredCollector:
     def __init__(self, reader: StoreReader) -> None:
         self._reader = reader
 
-    async def collect_groups(self, groups: Sequence[Sequence[Episode]], **_: object) -> list[list[Episode] | None]:
-        """Return for each group stored episodes of its problem, at most the number of episodes in the group."""
-        return [(await self.collect([group[0].problem], len(group)))[0] for group in groups]
-
     async def collect(self, problems: Sequence[Problem], samples_per_problem: int, **_: object) -> list[list[Episode]]:
+        """Return at most `samples_per_problem` stored episodes of each problem."""
         stored = (self._reader.episodes("problem = ?", (problem.id,)) for problem in problems)
         return [list(islice(episodes, samples_per_problem)) for episodes in stored]
 

@@ -101,7 +101,10 @@ def read_conversations(source: str, *, seed: int = 0) -> list[synthetic.Messages
     if is_generated(source):
         generator, count = _generator(source)
         # The second seed chooses the faults that the conversations contain on purpose.
-        return generator.conversations(count, seed + CONVERSATION_SEED_OFFSET, fault_seed=seed)
+        generated: list[synthetic.Messages] = generator.conversations(
+            count, seed + CONVERSATION_SEED_OFFSET, fault_seed=seed
+        )
+        return generated
     return [_conversation(source, number, row) for number, row in enumerate(iter_rows(source))]
 
 

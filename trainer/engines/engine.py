@@ -12,7 +12,7 @@ Invariants of every engine:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,22 +35,19 @@ class SamplingParams:
     """Any of these ids ends the turn and is its last id."""
     seed: int | None = None
     """A 63-bit seed. With None, vLLM chooses one and `LocalEngine` uses 0."""
-    request_id: str = ""
-    """A name for `abort`, unique at the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A sampled turn. `ids` is empty only if the request was aborted before the first id."""
+    """A sampled turn, of one id at least."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     """One number per id, NaN if it is not finite. None if the log-probabilities are unknown."""
     has_stop_token: bool
-    """True if the last id is a stop id. Otherwise the turn was cut at a token limit, or the request was aborted."""
+    """True if the last id is a stop id. Otherwise the turn was cut at a token limit."""
     engine: str
     weight_version: int
-    is_aborted: bool = False
     wait_s: float = 0.0
     """Seconds from the request to the start of its generation at an engine."""
 
@@ -97,9 +94,6 @@ class Engine(Protocol):
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's counters, or None if it has none."""
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return the ids sampled so far."""
 
     async def close(self) -> None: ...
 

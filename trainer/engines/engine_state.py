@@ -43,7 +43,7 @@ TURN_TIMEOUT_FACTOR = 10.0
 """A turn times out after this multiple of the time that `max_tokens` would take at the engine's recent decode speed,
 but never before `turn_timeout_s`."""
 SCRAPE_TIMEOUT_S = 20.0
-"""Seconds that a metrics scrape or an abort request may take. A server with a thousand running requests answers slowly
+"""Seconds that a metrics scrape may take. A server with a thousand running requests answers slowly
 but is not dead."""
 MAX_MISSED_SCRAPES = 3
 """An engine is marked down after this number of failed scrapes in a row."""

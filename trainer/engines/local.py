@@ -6,16 +6,19 @@ Invariants:
 - Only the engine's own thread touches the model. Callers await futures, from any event loop.
 - The engine owns the model: `load_weights` copies the trainer's weights into it.
 
-A *slot* is a row of the batch, which runs one request at a time. Three rules ensure the first invariant:
-- Every forward pass has the same shape: one token for each slot, for prompts too.
-- Attention is summed in blocks of a fixed size. Experts are computed for each row on its own.
-- Each row draws its random numbers from its own seed and position.
+A *slot* holds the keys and values of one request at a time. A forward pass has a row for each token that it computes:
+one for each request that samples, and many for a prompt. Three rules ensure the first invariant:
+- The number of rows is a multiple of `ROWS_PER_THREAD` times the number of threads. The kernels of MKL and oneDNN then
+  compute each row in the same way, whatever the number of rows. `tests/trainer/engines/test_local.py` checks this.
+- Attention has the same property (`trainer.engines.local_attention`). Experts are computed for each row on its own.
+- Each request draws its random numbers from its own seed and position.
 
-Prompts are computed token by token, like samples. So the keys and values of a finished context can be used for another
-request that begins with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps these
-keys and values.
+So a token has the same keys and values whether it was sampled or is part of a prompt, and they can be used for another
+request that begins with the same ids: the next turn, or another sample of the same problem. `PrefixCache` keeps them.
+Of several prompts that begin with the same ids, one is computed first, and the others continue from its keys and
+values.
 
-Suffixes of names of tensors give their dimensions: S slots, V vocabulary.
+Suffixes of names of tensors give their dimensions: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,17 +50,24 @@ from trainer.engines.engine import (
     TurnError,
     Weights,
 )
-from trainer.engines.local_attention import ATTENTION_NAME, PrefixCache, SlotCache
+from trainer.engines.local_attention import ATTENTION_NAME, Chunk, PrefixCache, SlotCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS_NAME = "batched_mm"
-ROWS_PER_THREAD = 8
+ROWS_PER_THREAD = 4
 """The number of rows of a pass is a multiple of this number times the number of threads. The matrix products of MKL
 divide the rows among the threads. If rows remain, another kernel computes them, and it rounds differently."""
-NOT_FORCED = -1
-"""Marks slots whose next id is sampled, not given."""
+MAX_PROMPT_ROWS = 512
+"""Tokens of prompts in one pass. More are not computed faster, and requests that sample wait for them."""
+MAX_LARGE_ROWS = 64
+"""Tokens of scoring requests in one pass, which need a row of logits each, and tokens of prompts of a mixture of
+experts, whose rows have copies of their experts' weights."""
+UNUSED_MASK = torch.zeros(1, 1, 1, 1)
+"""transformers passes a mask of four dimensions to the attention, which has masks of its own."""
+SHARED_IDS = 32
+"""A prompt whose next ids are those of another prompt waits until the other one has computed them."""
 TOP_P_DISABLED = 2.0
 """A top-p that keeps every id. It is well above 1, since the probabilities may sum to slightly more than 1."""
 
@@ -104,8 +114,8 @@ class LocalEngine:
         # transformers 5.24 renamed the cache argument of `forward` to `cache`.
         takes_cache = "cache" in inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if takes_cache else "past_key_values"
-        multiple = ROWS_PER_THREAD * torch.get_num_threads()
-        self._num_unused_rows = -max_num_seqs % multiple
+        self._max_prompt_rows = MAX_LARGE_ROWS if has_experts else MAX_PROMPT_ROWS
+        self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads()
         position_bytes = _bytes_per_position(model)
         self.max_positions = int(min(max_num_seqs * max_model_len, max_cache_bytes / position_bytes))
         if self.max_positions < max_model_len:
@@ -114,7 +124,8 @@ class LocalEngine:
                 f"{max_model_len * position_bytes / 1e9:.1f} GB, got {max_cache_bytes / 1e9:.1f} GB; lower "
                 "engines.max_model_len"
             )
-        self._cache = SlotCache(max_num_seqs + self._num_unused_rows, max_model_len)
+        query_group_size = model.config.num_attention_heads // model.config.num_key_value_heads
+        self._cache = SlotCache(max_num_seqs, max_model_len, query_group_size)
         self._reserved_positions = [0] * max_num_seqs
         """For each slot, the positions of its longest request so far."""
         self._prefix_cache = PrefixCache(self.max_positions)
@@ -137,25 +148,8 @@ class LocalEngine:
         request = _LocalRequest(self._validated(ids, sampling.max_tokens), len(ids), sampling)
         await self._submit(request.finished, lambda: self._waiting.append(request))
         sampled = tuple(request.ids[request.prompt_length :])
-        has_stop_token = sampled[-1:] != () and sampled[-1] in sampling.stop_ids
-        return Generation(
-            sampled, tuple(request.logprobs), has_stop_token, self.name, self.weight_version, not request.is_complete
-        )
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return the ids sampled so far. If a later request continues one of them, it samples the
-        ids that the aborted request would have sampled."""
-        aborted = frozenset(request_ids)
-
-        done: Future[None] = Future()
-
-        def abort() -> None:
-            for request in [*self._running.values(), *self._waiting]:
-                if request.sampling and request.sampling.request_id in aborted:
-                    _resolve(request.finished)
-            _resolve(done)
-
-        await self._submit(done, abort)
+        has_stop_token = sampled[-1] in sampling.stop_ids
+        return Generation(sampled, tuple(request.logprobs), has_stop_token, self.name, self.weight_version)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""
@@ -235,7 +229,8 @@ class LocalEngine:
                         job()
                     self._discard_finished()
                     while self._waiting and (slot := self._find_slot(self._waiting[0])) is not None:
-                        self._start_request(slot, self._waiting.popleft())
+                        self._free_slots.remove(slot)
+                        self._running[slot] = self._waiting.popleft()
                     if self._running:
                         self._step()
         except BaseException as error:  # boundary: the thread ends, so all waiting callers must get the error
@@ -247,10 +242,12 @@ class LocalEngine:
             _resolve(future, EngineError(f"engine {self.name} failed: {self._failure!r}"))
 
     def _discard_finished(self) -> None:
-        """Free the slots of aborted and cancelled requests, and remove such requests from the queue."""
+        """Free the slots of cancelled requests, and remove such requests from the queue."""
         self._waiting = deque(request for request in self._waiting if not request.finished.done())
-        for slot in [slot for slot, request in self._running.items() if request.finished.done()]:
-            self._release(slot)
+        for slot, request in list(self._running.items()):
+            if request.finished.done():
+                # The context of a prompt that was not completed may contain NaN, which only its last logits show.
+                self._release(slot, keeps_context=request.num_missing <= 1)
 
     def _find_slot(self, request: _LocalRequest) -> int | None:
         """Return a free slot for a request, and reserve its positions there. None if no slot is free, or if the memory
@@ -267,62 +264,118 @@ class LocalEngine:
         reserved[slot] = max(reserved[slot], wanted)
         return slot
 
-    def _start_request(self, slot: int, request: _LocalRequest) -> None:
-        """Run a request in a slot, and restore the longest cached prefix of its ids there."""
-        self._free_slots.remove(slot)
-        self._running[slot] = request
-        if request.sampling:  # not for a scoring request: it needs the logits of every position
-            num_cached, states = self._prefix_cache.longest_prefix(request.ids)
-            request.num_computed = min(num_cached, len(request.ids) - 1)  # the last id's logits are needed
-            if states is not None:
-                self._cache.write(slot, states)
-
-    def _release(self, slot: int, *, is_broken: bool = False) -> None:
-        """Free a slot. Its context is kept for requests that begin with the same ids, unless `is_broken`: the context
-        then contains NaN."""
+    def _release(self, slot: int, *, keeps_context: bool = True) -> None:
+        """Free a slot. Its context is kept for requests that begin with the same ids, or cleared."""
         request = self._running.pop(slot)
         self._free_slots.append(slot)
-        if is_broken:
+        if not keeps_context:
             # A masked NaN would still make the next request's attention NaN.
             self._cache.clear(slot, self._reserved_positions[slot])
         elif request.sampling and request.num_computed:
-            states = self._cache.read(slot, request.num_computed)
-            self._prefix_cache.store(request.ids[: request.num_computed], states)
+            self._store_prefix(slot, request)
+
+    def _store_prefix(self, slot: int, request: _LocalRequest) -> None:
+        states = self._cache.read(slot, request.num_computed)
+        self._prefix_cache.store(request.ids[: request.num_computed], states)
+
+    def _restore_prefix(self, slot: int, request: _LocalRequest) -> None:
+        """Take the keys and values of the longest cached prefix, if it is longer than what is computed."""
+        num_cached, states = self._prefix_cache.longest_prefix(request.ids)
+        num_cached = min(num_cached, len(request.ids) - 1)  # the last id's logits are needed
+        if num_cached > request.num_computed:
+            self._cache.write(slot, states, num_cached)
+            request.num_computed = num_cached
 
     def _step(self) -> None:
-        """Compute one position of every running request. An idle slot computes position 0; its result is not used."""
-        tokens, positions = [0] * self.max_num_seqs, [0] * self.max_num_seqs
-        for slot, request in self._running.items():
-            tokens[slot], positions[slot] = request.ids[request.num_computed], request.num_computed
-        logits_SV = self._forward(torch.tensor(tokens), torch.tensor(positions))
-        self.computed_positions += len(self._running)
-        ids, logprobs = _sample_ids(logits_SV, self._running)
-        for slot, request in list(self._running.items()):
-            if not math.isfinite(logprobs[slot]):
-                self._release(slot, is_broken=True)
-                message = f"engine {self.name}: expected finite logits, got others at position {request.num_computed}"
-                error = TurnError(f"{message}; if it happens often, check the weights of the last sync")
-                _resolve(request.finished, error)
-                continue
-            request.num_computed += 1
-            if request.sampling is None or request.num_computed == len(request.ids):
-                request.logprobs.append(logprobs[slot])
-            if request.num_computed == len(request.ids):
-                request.ids.append(ids[slot])
-            if request.is_complete:
-                self._release(slot)
-                _resolve(request.finished)
+        """Compute the next tokens of running requests, and sample an id for each request whose ids are all computed."""
+        chunks, shared_slots = self._next_chunks()
+        sampling_rows: dict[int, int] = {}
+        """For each slot that samples, the row of its last token."""
+        scored_chunks: list[Chunk] = []
+        scored_rows: list[int] = []
+        num_rows = 0
+        for chunk in chunks:
+            request = self._running[chunk.slot]
+            if request.sampling is None:
+                scored_chunks.append(chunk)
+                scored_rows += range(num_rows, num_rows + chunk.num_tokens)
+            elif chunk.num_tokens == request.num_missing:
+                sampling_rows[chunk.slot] = num_rows + chunk.num_tokens - 1
+            request.num_computed += chunk.num_tokens
+            num_rows += chunk.num_tokens
+        ids = [self._running[chunk.slot].ids[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks]
+        logits_RV = self._forward(chunks, ids, [*sampling_rows.values(), *scored_rows])
+        self.computed_positions += num_rows
+        for slot in shared_slots:
+            self._store_prefix(slot, self._running[slot])
+        num_sampling = len(sampling_rows)
+        requests = [self._running[slot] for slot in sampling_rows]
+        for slot, id, logprob in zip(sampling_rows, *_sample_ids(logits_RV[:num_sampling], requests), strict=True):
+            self._add_results(slot, [logprob], [id])
+        scored_logits = logits_RV[num_sampling:].split([chunk.num_tokens for chunk in scored_chunks])
+        for chunk, logits in zip(scored_chunks, scored_logits, strict=True):
+            next_ids = self._running[chunk.slot].ids[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+            logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(next_ids)[:, None])[:, 0].tolist()
+            self._add_results(chunk.slot, logprobs, [])
 
-    def _forward(self, tokens_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        tokens, positions = (pad(per_slot, (0, self._num_unused_rows)) for per_slot in (tokens_S, positions_S))
+    def _next_chunks(self) -> tuple[list[Chunk], set[int]]:
+        """Return what the next pass computes, in the order of the slots, and the slots whose context must then be
+        stored, since other prompts continue it."""
+        chunks: list[Chunk] = []
+        rows_left = {True: self._max_prompt_rows, False: MAX_LARGE_ROWS}
+        slots_by_ids: dict[tuple[int, ...], int] = {}
+        shared_slots: set[int] = set()
+        for slot, request in self._running.items():
+            is_sampling = request.sampling is not None
+            if is_sampling and request.num_missing > 1:
+                self._restore_prefix(slot, request)
+            num_tokens = request.num_missing
+            if num_tokens > 1:
+                next_ids = tuple(request.ids[: request.num_computed + SHARED_IDS])
+                if is_sampling and next_ids in slots_by_ids:
+                    shared_slots.add(slots_by_ids[next_ids])
+                    continue
+                num_tokens = min(num_tokens, rows_left[is_sampling])
+                if not num_tokens:
+                    continue
+                rows_left[is_sampling] -= num_tokens
+                if is_sampling:
+                    slots_by_ids[next_ids] = slot
+            chunks.append(Chunk(slot, request.num_computed, num_tokens))
+        return sorted(chunks, key=lambda chunk: chunk.slot), shared_slots
+
+    def _forward(
+        self, chunks: Sequence[Chunk], chunk_ids: Sequence[Sequence[int]], logits_rows: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute `chunks`, which have these ids. Return the logits of these rows."""
+        ids = [id for ids_of_chunk in chunk_ids for id in ids_of_chunk]
+        slot_groups = self._cache.prepare_pass(chunks, self._model.dtype)
+        num_unused, num_unused_logits = -len(ids) % self._row_multiple, -len(logits_rows) % self._row_multiple
         inputs = {
-            "input_ids": tokens[:, None],
-            "position_ids": positions[:, None],
-            "attention_mask": self._cache.prepare_step(positions)[None],
+            "input_ids": torch.tensor([[*ids, *[0] * num_unused]]),
+            "position_ids": pad(self._cache.positions_R, (0, num_unused))[None],
+            "attention_mask": UNUSED_MASK,
+            "logits_to_keep": torch.tensor([*logits_rows, *[0] * num_unused_logits], dtype=torch.long),
             self._cache_argument: self._cache,
         }
-        logits: torch.Tensor = self._model(**inputs, use_cache=True).logits[: len(tokens_S), -1].float()
-        return logits
+        logits_RV: torch.Tensor = self._model(**inputs, use_cache=True, slot_groups=slot_groups).logits[0]
+        return logits_RV[: len(logits_rows)].float()
+
+    def _add_results(self, slot: int, logprobs: Sequence[float], ids: Sequence[int]) -> None:
+        """Add the results of a pass to the request in a slot: log-probabilities, and the id that was sampled. Finish
+        the request if it is complete, or if a log-probability is not finite."""
+        request = self._running[slot]
+        if not all(map(math.isfinite, logprobs)):
+            self._release(slot, keeps_context=False)
+            message = f"engine {self.name}: expected finite logits, got others at position {request.num_computed - 1}"
+            error = TurnError(f"{message}; if it happens often, check the weights of the last sync")
+            _resolve(request.finished, error)
+            return
+        request.logprobs += logprobs
+        request.ids += ids
+        if request.is_complete:
+            self._release(slot)
+            _resolve(request.finished)
 
 
 @dataclass(slots=True, eq=False)
@@ -336,7 +389,7 @@ class _LocalRequest:
     """Number of `ids` whose keys and values are in the cache."""
     logprobs: list[float] = field(default_factory=list)
     finished: Future[None] = field(default_factory=Future)
-    """Resolved when the request is complete or aborted."""
+    """Resolved when the request is complete."""
 
     @property
     def max_positions(self) -> int:
@@ -344,9 +397,15 @@ class _LocalRequest:
         return self.prompt_length + (self.sampling.max_tokens if self.sampling else 0)
 
     @property
+    def num_missing(self) -> int:
+        """Number of ids that must be computed before the next id is sampled or, in a scoring request, before the last
+        id is scored."""
+        return (len(self.ids) if self.sampling else self.prompt_length - 1) - self.num_computed
+
+    @property
     def is_complete(self) -> bool:
         if self.sampling is None:
-            return self.num_computed >= self.prompt_length - 1
+            return self.num_missing <= 0
         num_sampled = len(self.ids) - self.prompt_length
         return num_sampled > 0 and (num_sampled == self.sampling.max_tokens or self.ids[-1] in self.sampling.stop_ids)
 
@@ -363,38 +422,31 @@ def _resolve(future: Future[None], error: Exception | None = None) -> None:
         future.set_exception(error) if error else future.set_result(None)
 
 
-def _sample_ids(logits_SV: torch.Tensor, requests: Mapping[int, _LocalRequest]) -> tuple[list[int], list[float]]:
-    """Return the next id of every slot, and the log-probability of this id. In a scoring request the next id is not
-    sampled: it is the next one of the request's `ids`."""
-    num_slots = logits_SV.shape[0]
-    temperature, top_p = [1.0] * num_slots, [TOP_P_DISABLED] * num_slots
-    uniform, forced = [0.0] * num_slots, [NOT_FORCED] * num_slots
-    for slot, request in requests.items():
-        if request.sampling is None:
-            forced[slot] = request.ids[request.num_computed + 1]
-        else:
-            temperature[slot] = request.sampling.temperature
-            top_p[slot] = request.sampling.top_p if request.sampling.top_p < 1 else TOP_P_DISABLED
-            uniform[slot] = _seeded_uniform(request.sampling.seed or 0, len(request.ids))
-    logits_SV = logits_SV / torch.tensor(temperature)[:, None]
-    if min(top_p) < 1:
-        logits_SV = _apply_top_p(logits_SV, torch.tensor(top_p))
-    logprobs_SV = logits_SV.log_softmax(-1)
-    cumulative_SV = logprobs_SV.double().exp().cumsum(-1)
-    target_S = torch.tensor(uniform, dtype=torch.double) * cumulative_SV[:, -1]
-    sampled_S = torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0]
-    forced_S = torch.tensor(forced)
-    ids_S = torch.where(forced_S == NOT_FORCED, sampled_S, forced_S)
+def _sample_ids(logits_RV: torch.Tensor, requests: Sequence[_LocalRequest]) -> tuple[list[int], list[float]]:
+    """Return the next id of each request, and the log-probability of this id."""
+    settings = [request.sampling or SamplingParams(1) for request in requests]
+    logits_RV = logits_RV / torch.tensor([sampling.temperature for sampling in settings])[:, None]
+    if any(sampling.top_p < 1 for sampling in settings):
+        top_p = [sampling.top_p if sampling.top_p < 1 else TOP_P_DISABLED for sampling in settings]
+        logits_RV = _apply_top_p(logits_RV, torch.tensor(top_p))
+    logprobs_RV = logits_RV.log_softmax(-1)
+    cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
+    uniform = [
+        _seeded_uniform(sampling.seed or 0, len(request.ids))
+        for sampling, request in zip(settings, requests, strict=True)
+    ]
+    target_R = torch.tensor(uniform, dtype=torch.double) * cumulative_RV[:, -1]
+    ids_R = torch.searchsorted(cumulative_RV, target_R[:, None], right=True)[:, 0]
     # If a logit is NaN, all log-probabilities of its row are NaN, and the sampled id is one past the vocabulary.
-    chosen_S = logprobs_SV.gather(-1, ids_S.clamp(max=logprobs_SV.shape[1] - 1)[:, None])[:, 0]
-    return ids_S.tolist(), chosen_S.tolist()
+    chosen_R = logprobs_RV.gather(-1, ids_R.clamp(max=logprobs_RV.shape[1] - 1)[:, None])[:, 0]
+    return ids_R.tolist(), chosen_R.tolist()
 
 
-def _apply_top_p(logits_SV: torch.Tensor, top_p_S: torch.Tensor) -> torch.Tensor:
+def _apply_top_p(logits_RV: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
     """Set the logits to -inf outside the smallest set of most likely ids with a total probability of `top_p`."""
-    ordered_SV, order_SV = logits_SV.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    is_outside_SV = ordered_SV.cumsum(-1) - ordered_SV >= top_p_S[:, None]
-    return logits_SV.masked_fill(is_outside_SV.scatter(-1, order_SV, is_outside_SV), -torch.inf)
+    ordered_RV, order_RV = logits_RV.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    is_outside_RV = ordered_RV.cumsum(-1) - ordered_RV >= top_p_R[:, None]
+    return logits_RV.masked_fill(is_outside_RV.scatter(-1, order_RV, is_outside_RV), -torch.inf)
 
 
 def _seeded_uniform(seed: int, position: int) -> float:

@@ -1,8 +1,10 @@
-"""Attention and KV caches of `LocalEngine`: one token per slot, summed in blocks of a fixed size.
+"""Attention and KV caches of `LocalEngine`.
 
-Invariant: the result of a slot has the same bits whatever the other slots hold and however long they are.
+Invariant: the attention of a token has the same bits whatever else the forward pass computes, and however its context
+was divided into forward passes.
 
-Dimensions of tensors: S slots, B blocks, N blocks in use, K key heads, G query heads per key head, D head size.
+Dimensions of tensors: R rows of a pass, N slots, T tokens of each slot, L positions, K key heads, G query heads per key
+head, D head size.
 """
 
 from __future__ import annotations
@@ -10,55 +12,90 @@ from __future__ import annotations
 import math
 import mmap
 from bisect import bisect, bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch.nn.functional import threshold
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 ATTENTION_NAME = "rstar_slots"
-ATTENTION_BLOCK = 64
-"""Positions per block of attention."""
-MIN_LOG_WEIGHT = -80.0
-"""An attention weight becomes 0 if its logarithm minus the logarithm of the largest weight is below about this number.
-Without this bound `exp` would return subnormal numbers, which takes ten times as long."""
-MASKED_LOGIT = -1e9
+ROW_MULTIPLE = 4
+"""The kernels of MKL round the rows of a matrix product differently if their number is not a multiple of 4."""
+LENGTH_MULTIPLE = 512
+"""Attention reads this many positions, or a multiple. torch computes attention in blocks of 512 positions, and MKL sums
+over a shorter block in another order. Positions after that of a token are masked, so they add exact zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one slot that a forward pass computes: those at the positions from `start`."""
+
+    slot: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotGroup:
+    """Neighbouring slots with one token each, or one slot with any number of tokens: one call of the kernel."""
+
+    slots: slice
+    rows: slice
+    length: int
+    mask: torch.Tensor
+    """[N, 1, T x G, L], with the number of rows rounded up to `ROW_MULTIPLE`."""
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of all slots, each slot at its own position. Per layer: [2, B, S, K, D, ATTENTION_BLOCK].
+    """Keys and values of all slots, each slot at its own position. Per layer: [2, N, K, L, D].
 
     The kernel gives a page of memory only when it is written, so the cache takes memory for the longest context that
     each slot has had.
     """
 
-    def __init__(self, num_slots: int, max_length: int) -> None:
+    def __init__(self, num_slots: int, max_length: int, query_group_size: int) -> None:
         super().__init__(layers=[])
-        self._slots, self._num_blocks = torch.arange(num_slots), max_length // ATTENTION_BLOCK + 1
+        self._num_slots, self._query_group_size = num_slots, query_group_size
+        self._max_length = _round_up(max_length, LENGTH_MULTIPLE)
         self._layers: dict[int, torch.Tensor] = {}
 
-    def prepare_step(self, positions_S: torch.Tensor) -> torch.Tensor:
-        """Set the positions that the next pass writes. Return the attention mask [N, S, ATTENTION_BLOCK]: 0 at and
-        before each slot's position, `MASKED_LOGIT` after it."""
-        self._block_S, self._offset_S = positions_S // ATTENTION_BLOCK, positions_S % ATTENTION_BLOCK
-        self._num_used = int(self._block_S.max()) + 1
-        positions = torch.arange(self._num_used * ATTENTION_BLOCK)
-        is_ahead = positions.view(self._num_used, 1, ATTENTION_BLOCK) > positions_S[:, None]
-        return torch.zeros(is_ahead.shape).masked_fill_(is_ahead, MASKED_LOGIT)
+    def prepare_pass(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> list[_SlotGroup]:
+        """Set the positions that the next pass writes. Its rows are the tokens of `chunks`, which are in the order of
+        their slots. Return the groups for `_attend`."""
+        self._slots_R = torch.tensor([chunk.slot for chunk in chunks for _ in range(chunk.num_tokens)])
+        starts = [torch.arange(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
+        self.positions_R = torch.cat(starts)
+        groups, first_row = [], 0
+        for members in _group_chunks(chunks):
+            rows = slice(first_row, first_row + sum(chunk.num_tokens for chunk in members))
+            positions_NT = self.positions_R[rows].view(len(members), -1)
+            length = _round_up(int(positions_NT.max()) + 1, LENGTH_MULTIPLE)
+            last_positions = positions_NT.repeat_interleave(self._query_group_size, 1)
+            last_positions = pad(last_positions, (0, -last_positions.shape[1] % ROW_MULTIPLE))[..., None]
+            is_ahead = torch.arange(length) > last_positions
+            mask = torch.zeros(is_ahead.shape, dtype=dtype).masked_fill_(is_ahead, -torch.inf)[:, None]
+            slots = slice(members[0].slot, members[-1].slot + 1)
+            groups.append(_SlotGroup(slots, rows, length, mask))
+            first_row = rows.stop
+        return groups
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = torch.stack((key_states, value_states), 1)[:, :, :, 0]  # [S, 2, K, D]
+        """Write the states of the pass's rows, [1, K, R, D], and return the layer's keys and values of all slots. Rows
+        that only fill the pass are last. They are not written."""
         if layer_idx not in self._layers:
-            num_slots, _, heads, size = states.shape
-            shape = (2, self._num_blocks, num_slots, heads, size, ATTENTION_BLOCK)
-            self._layers[layer_idx] = _lazy_zeros(shape, states.dtype)
+            _, heads, _, size = key_states.shape
+            shape = (2, self._num_slots, heads, self._max_length, size)
+            self._layers[layer_idx] = _lazy_zeros(shape, key_states.dtype)
         layer = self._layers[layer_idx]
-        layer[:, self._block_S, self._slots, :, :, self._offset_S] = states
-        return layer[0, : self._num_used], layer[1, : self._num_used]
+        for all_states, states in zip(layer, (key_states, value_states), strict=True):
+            all_states[self._slots_R, :, self.positions_R] = states[0, :, : len(self._slots_R)].transpose(0, 1)
+        return layer[0], layer[1]
 
     def free_memory(self) -> None:
         """Clear all slots, and give their memory back to the kernel."""
@@ -66,21 +103,29 @@ class SlotCache(Cache):  # type: ignore[misc]
             self._layers[layer_idx] = _lazy_zeros(layer.shape, layer.dtype)
 
     def clear(self, slot: int, num_positions: int) -> None:
-        for blocks in self._blocks(slot, num_positions):
-            blocks.zero_()
+        for layer in self._layers.values():
+            layer[:, slot, :, :num_positions] = 0
 
     def read(self, slot: int, num_positions: int) -> list[torch.Tensor]:
-        """Return a copy of the blocks that hold a slot's first `num_positions`, for each layer."""
-        return [blocks.clone() for blocks in self._blocks(slot, num_positions)]
+        """Return a copy of a slot's first `num_positions`, for each layer: [2, K, L, D]."""
+        return [layer[:, slot, :, :num_positions].clone() for layer in self._layers.values()]
 
-    def _blocks(self, slot: int, num_positions: int) -> list[torch.Tensor]:
-        num_blocks = -(-num_positions // ATTENTION_BLOCK)  # rounded up
-        return [layer[:, :num_blocks, slot] for layer in self._layers.values()]
-
-    def write(self, slot: int, states: Sequence[torch.Tensor]) -> None:
-        """Restore what `read` has returned."""
+    def write(self, slot: int, states: Sequence[torch.Tensor], num_positions: int) -> None:
+        """Restore the first `num_positions` of what `read` has returned."""
         for layer, layer_states in zip(self._layers.values(), states, strict=True):
-            layer[:, : layer_states.shape[1], slot] = layer_states
+            layer[:, slot, :, :num_positions] = layer_states[:, :, :num_positions]
+
+
+def _group_chunks(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """Divide chunks into groups for `_SlotGroup`."""
+
+    def key(indexed: tuple[int, Chunk]) -> tuple[bool, int]:
+        index, chunk = indexed
+        # Neighbouring slots have the same difference of slot and index.
+        return (True, chunk.slot - index) if chunk.num_tokens == 1 else (False, index)
+
+    for _, members in groupby(enumerate(chunks), key):
+        yield [chunk for _, chunk in members]
 
 
 def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -89,9 +134,13 @@ def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 class PrefixCache:
-    """Keys and values of finished contexts, by the contexts' ids. The cache holds about `max_positions` positions. The
-    least recently used context is evicted first."""
+    """Keys and values of contexts, by the contexts' ids. The cache holds at most `max_positions` positions. The least
+    recently used context is evicted first."""
 
     def __init__(self, max_positions: int) -> None:
         self.max_positions = self._num_free = max_positions
@@ -108,21 +157,22 @@ class PrefixCache:
             self._evict(previous)
         insort(self._sorted, ids)
         self._states[ids] = states
-        self._num_free -= _num_positions(states)
+        self._num_free -= len(ids)
         while self._num_free < 0:
             self._evict(next(iter(self._states)))
 
     def _evict(self, ids: tuple[int, ...]) -> None:
-        self._num_free += _num_positions(self._states.pop(ids))
+        del self._states[ids]
+        self._num_free += len(ids)
         del self._sorted[bisect_left(self._sorted, ids)]
 
-    def longest_prefix(self, ids: Sequence[int]) -> tuple[int, list[torch.Tensor] | None]:
+    def longest_prefix(self, ids: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
         """Return the length of the longest cached prefix of `ids`, and the states that hold it."""
         index = bisect(self._sorted, tuple(ids))
         neighbours = self._sorted[max(index - 1, 0) : index + 1]
         length, best = max(((_common_prefix(ids, other), other) for other in neighbours), default=(0, ()))
         if not length:
-            return 0, None
+            return 0, []
         self._states[best] = states = self._states.pop(best)
         return length, states
 
@@ -132,10 +182,6 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((index for index, (left, right) in pairs if left != right), min(len(a), len(b)))
 
 
-def _num_positions(states: Sequence[torch.Tensor]) -> int:
-    return int(states[0].shape[1]) * ATTENTION_BLOCK
-
-
 def _attend(
     module: Any,
     query: torch.Tensor,
@@ -143,19 +189,31 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float,
+    slot_groups: Sequence[_SlotGroup],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for one token per slot, with sums in float32. Blocks after a slot's position add exact zeros,
-    so they change no bit of the slot's result."""
-    num_used, num_slots, key_heads, size, _ = key.shape
-    query_SKGD = query.reshape(num_slots, key_heads, -1, size) * scaling
-    scores = attention_mask.view(num_used, num_slots, 1, 1, ATTENTION_BLOCK) + query_SKGD @ key
-    weights = (scores - scores.amax(-1, keepdim=True).amax(0)).clamp_(min=MIN_LOG_WEIGHT).exp_()
-    weights = threshold(weights, 2 * math.exp(MIN_LOG_WEIGHT), 0.0)
-    # `sum` adds the blocks one after another, so the order of the additions is fixed.
-    total = sum(weights.sum(-1, keepdim=True))
-    output_SKGD = sum((weights.to(value.dtype) @ value.transpose(-1, -2)).float()) / total
-    return output_SKGD.to(query.dtype).reshape(num_slots, 1, -1, size), None
+    """Compute attention for the rows of a pass. `query` is [1, K x G, R, D]; the result is [1, R, K x G, D].
+
+    The query heads of a key head are rows of one matrix, so the keys are read once for all of them.
+    """
+    _, heads, num_rows, size = query.shape
+    key_heads = key.shape[1]
+    output = query.new_zeros(num_rows, heads, size)
+    for group in slot_groups:
+        num_slots = group.slots.stop - group.slots.start
+        query_KGNTD = query[0, :, group.rows].view(key_heads, heads // key_heads, num_slots, -1, size)
+        rows_NKRD = query_KGNTD.permute(2, 0, 3, 1, 4).reshape(num_slots, key_heads, -1, size)
+        num_query_rows = rows_NKRD.shape[2]
+        attended_NKRD = scaled_dot_product_attention(
+            pad(rows_NKRD, (0, 0, 0, -num_query_rows % ROW_MULTIPLE)),
+            key[group.slots, :, : group.length],
+            value[group.slots, :, : group.length],
+            attn_mask=group.mask,
+            scale=scaling,
+        )[:, :, :num_query_rows]
+        attended_NKTGD = attended_NKRD.unflatten(2, (-1, heads // key_heads))
+        output[group.rows] = attended_NKTGD.permute(0, 2, 1, 3, 4).reshape(-1, heads, size)
+    return output[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from unicodedata import normalize
 
@@ -57,7 +57,7 @@ class TextTokenizer(Protocol):
 class OpenAIEngine:
     """One server. The weights are the server's own: they cannot be synced, and their version is always 0.
 
-    The client belongs to the event loop that first uses it. Cancelling or aborting a request closes its connection.
+    The client belongs to the event loop that first uses it. Cancelling a request closes its connection.
     `share` is the part of `settings.max_num_seqs` that this process may use. The caller has to limit the time of
     `generate`.
     """
@@ -70,7 +70,6 @@ class OpenAIEngine:
         self._tokenizer, self._settings, self._api_key, self._share = tokenizer, settings, api_key, share
         self._added_ids = frozenset(tokenizer.get_added_vocab().values())
         self._session: aiohttp.ClientSession | None = None
-        self._requests: dict[str, asyncio.Future[Generation]] = {}
         self._refuses_until = 0.0
         """Time of the event loop until which the server has refused requests."""
 
@@ -82,24 +81,7 @@ class OpenAIEngine:
                 f"expected stop ids and 1 to {max_len} tokens in all, got stop_ids={sampling.stop_ids}, {len(ids)} ids "
                 f"and max_tokens={sampling.max_tokens}"
             )
-        request = asyncio.ensure_future(self._sample(ids, sampling))
-        self._requests[sampling.request_id] = request
-        try:
-            return await request
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return Generation((), (), False, self.name, self.weight_version, is_aborted=True)
-        finally:
-            request.cancel()
-            self._requests.pop(sampling.request_id, None)
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return without ids, since a server returns no part of an answer."""
-        for request_id in request_ids:
-            if request := self._requests.get(request_id):
-                request.cancel()
+        return await self._sample(ids, sampling)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         raise ValueError(f"engine {self.name}: OpenAI's API does not score given tokens")

@@ -17,11 +17,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, Self
 
 from trainer.engines.busy_timer import BusyTimer
@@ -36,7 +35,7 @@ from trainer.engines.engine import (
     WeightStore,
     WeightTransfer,
 )
-from trainer.engines.engine_state import SCRAPE_TIMEOUT_S, UNKNOWN_VERSION, EngineState
+from trainer.engines.engine_state import UNKNOWN_VERSION, EngineState
 from trainer.scheduling.scheduler import Placement, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,6 @@ class EnginePool:
         """Set after each event that was reported to the scheduler."""
         self.request_ended = asyncio.Event()
         """Set when a request or a placed turn has ended."""
-        self._name = token_hex(4)  # prefix of request ids, because other clients may use the same servers
         self._transfer, self._store = transfer, store
         self.can_sync = transfer is not None
         self._probes_once, self._has_synced = probes_once, False
@@ -147,33 +145,13 @@ class EnginePool:
     async def open_episode(self, *, group: Hashable, max_context_tokens: int) -> AsyncIterator[EpisodeHandle]:
         """Open a handle for one episode of the problem `group`."""
         key = next(self._keys)
-        handle = EpisodeHandle(self, key, group, max_context_tokens, request_id=f"{self._name}-{key}")
+        handle = EpisodeHandle(self, key, group, max_context_tokens)
         try:
             yield handle
         except BaseException:
             handle.close(None)
             raise
-        handle.close(None if handle.is_aborted else handle.length)
-
-    async def abort(self, handles: Iterable[EpisodeHandle]) -> None:
-        """End the running turns of these handles with the ids sampled so far. Later turns end at once, without ids."""
-        handles = set(handles)
-        for handle in handles:
-            handle.is_aborted = True
-            handle.notify()
-        request_ids = {
-            state: [handle.request_id for handle in handles if handle in state.requests]
-            for state in self.engine_states.values()
-        }
-        await asyncio.gather(*(self._abort_requests(state, ids) for state, ids in request_ids.items() if ids))
-
-    async def _abort_requests(self, state: EngineState, request_ids: Sequence[str]) -> None:
-        try:
-            # The key of the request is a new object, since several aborts may be in flight at the same time.
-            async with state.request(object(), SCRAPE_TIMEOUT_S):
-                await state.engine.abort(request_ids)
-        except (EngineError, TimeoutError) as error:  # the turns then run to their normal end
-            logger.warning("engine %s could not abort %d requests: %r", state.engine.name, len(request_ids), error)
+        handle.close(handle.length)
 
     # --- weights ---
 
@@ -317,22 +295,16 @@ class EnginePool:
                 handle.notify()
 
 
-class _Aborted(Exception):
-    """The handle was aborted before its turn was placed."""
-
-
 class EpisodeHandle:
     """An episode's access to the pool. It generates one turn after another. Each turn continues the context of the
     previous turn."""
 
-    def __init__(self, pool: EnginePool, key: int, group: Hashable, max_context_tokens: int, request_id: str) -> None:
+    def __init__(self, pool: EnginePool, key: int, group: Hashable, max_context_tokens: int) -> None:
         self.key = key
         self.length = 0
         """Tokens of the context after the last turn."""
-        self.request_id = request_id
         self.placement: Placement | None = None
         """The placement of the requested turn. None until the turn is placed, and after its engine is marked down."""
-        self.is_aborted = False
         self._pool, self._group, self._max_context_tokens = pool, group, max_context_tokens
         self._is_submitted = False
         self._placement_changed: asyncio.Future[None] | None = None
@@ -344,16 +316,11 @@ class EpisodeHandle:
         exception the scheduler drops the episode; the next call submits it as a new one.
         """
         pool, requested_at, context_tokens = self._pool, self._pool.now(), len(ids)
-        sampling = replace(sampling, request_id=self.request_id)
         self._request_turn(context_tokens)
         try:
             generation, placement, started_at = await self._generate_with_failover(ids, sampling)
             ended_at, length = pool.now(), context_tokens + len(generation.ids)
             pool.scheduler.park(self.key, length, ended_at)
-        except _Aborted:
-            self.close(None)
-            wait_s = pool.now() - requested_at
-            return Generation((), (), False, "", pool.weight_version, is_aborted=True, wait_s=wait_s)
         except BaseException:
             self.close(None)
             raise
@@ -366,7 +333,7 @@ class EpisodeHandle:
         return replace(generation, wait_s=started_at - requested_at)
 
     def notify(self) -> None:
-        """Make a waiting `generate` check again its placement, its abort flag and whether the pool has given up."""
+        """Make a waiting `generate` check again its placement and whether the pool has given up."""
         if self._placement_changed is not None and not self._placement_changed.done():
             self._placement_changed.set_result(None)
 
@@ -424,9 +391,7 @@ class EpisodeHandle:
                         raise EngineError(f"the same turn failed {failures} times, the last: {reason}") from error
 
     async def _wait_for_placement(self) -> Placement:
-        while self.placement is None or self.is_aborted:
-            if self.is_aborted:
-                raise _Aborted
+        while self.placement is None:
             if self._pool.has_given_up():
                 raise self._pool.all_down_error()
             self._placement_changed = asyncio.get_running_loop().create_future()

@@ -15,7 +15,7 @@ import asyncio
 import errno
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,8 +35,6 @@ from trainer.scheduling.scheduler import EngineStats
 MAX_CONNECTIONS = 1024
 """Maximum number of turns requested from one server at a time. Further turns wait in the client, in order."""
 CONNECT_TIMEOUT_S = 30.0
-ABORT_RETRY_S = 0.2
-"""Seconds after which an abort is sent again, because the server may receive an abort before the request itself."""
 COMPLETIONS = "/v1/completions"
 NOT_IN_JSON = "not JSON compliant"
 """Part of the message of Python's JSON encoder for NaN. A server returns this message if its answer contains NaN."""
@@ -139,12 +137,10 @@ class VllmEngine:
         """Those of the last weights that the server has loaded and reported."""
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._session: aiohttp.ClientSession | None = None
-        self._aborted_by_id: dict[str, bool] = {}
-        """Whether a request was aborted, for each request in flight."""
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`. Raises `EngineError`, and `ValueError` if the server rejects the request."""
-        request_id, version = sampling.request_id, self.weight_version
+        version = self.weight_version
         options = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -152,28 +148,20 @@ class VllmEngine:
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_ids),
             "logprobs": 0,
-            **({"request_id": request_id} if request_id else {}),
         }
-        self._aborted_by_id[request_id] = False
-        try:
-            async with self._connections:
-                if self._aborted_by_id.get(request_id):
-                    return Generation((), (), False, self.name, version, is_aborted=True)
-                try:
-                    choice = await self._complete(ids, options, None)
-                except _NotInJsonError:  # sample the same ids again (by the seed), without their log-probabilities
-                    choice = await self._complete(ids, {**options, "logprobs": None}, None)
-                    choice.logprobs = _Logprobs(token_logprobs=[nan] * len(choice.token_ids))
-            is_aborted = bool(self._aborted_by_id.get(request_id)) and choice.finish_reason == "abort"
-        finally:
-            self._aborted_by_id.pop(request_id, None)
+        async with self._connections:
+            try:
+                choice = await self._complete(ids, options, None)
+            except _NotInJsonError:  # sample the same ids again (by the seed), without their log-probabilities
+                choice = await self._complete(ids, {**options, "logprobs": None}, None)
+                choice.logprobs = _Logprobs(token_logprobs=[nan] * len(choice.token_ids))
         sampled, reason = choice.token_ids, choice.finish_reason
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
         has_stop_token = bool(sampled) and sampled[-1] in sampling.stop_ids
         is_complete = (reason, has_stop_token) == ("stop", True) or (
             (reason, len(sampled)) == ("length", sampling.max_tokens)
         )
-        if not is_complete and not is_aborted:
+        if not is_complete:
             raise self._error(f"a stop id or {sampling.max_tokens} tokens", f"{len(sampled)} tokens, {reason!r}")
         if len(sampled) > sampling.max_tokens or len(sampled) != len(logprobs):
             raise self._error(
@@ -181,15 +169,7 @@ class VllmEngine:
             )
         if max(sampled, default=0) >= self._vocab_size:
             raise self._error(f"ids below {self._vocab_size}", sampled)
-        return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, version, is_aborted)
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Make these requests return the ids sampled so far. Raises `EngineError`."""
-        while in_flight := [request_id for request_id in request_ids if request_id in self._aborted_by_id]:
-            self._aborted_by_id |= dict.fromkeys(in_flight, True)
-            # "cmpl-ID-0" is vLLM's name for the request of a completion's first prompt. Here there is only one prompt.
-            await self.post("/abort_requests", {"request_ids": [f"cmpl-{request_id}-0" for request_id in in_flight]})
-            await asyncio.sleep(ABORT_RETRY_S)
+        return Generation(tuple(sampled), tuple(logprobs), has_stop_token, self.name, version)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids[1:]` given the ids before it, at temperature 1."""

@@ -35,7 +35,7 @@ from trainer.config import ConfigError, RewardConfig, RunConfig
 from trainer.environments.environment import Environment, EnvironmentFailure
 from trainer.environments.imports import import_named
 from trainer.environments.reward_loop import RewardLoop
-from trainer.episodes.episode import Episode
+from trainer.episodes.episode import Episode, Problem, StopReason, Turn
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
 
 logger = logging.getLogger(__name__)
@@ -93,13 +93,28 @@ def check_reward(config: RunConfig, *, is_collection: bool = False) -> None:
     `is_collection`: whether the settings are for `rstar-train collect`, which scores each episode alone.
     """
     name, stages = config.reward.function, config.stages.items()
-    alone = [f"stages.{key}" for key, stage in stages if stage.episodes != "online" or stage.cancel_stragglers]
+    alone = [f"stages.{key}" for key, stage in stages if stage.episodes != "online"]
     alone += ["collect"] if is_collection else []
     if name and load_reward(name).is_group and alone:
         raise ConfigError(
             f"reward.function={name} scores the episodes of a problem together, but {alone[0]} scores each one alone: "
-            "expected a function of one episode, or stages with episodes=online and cancel_stragglers=false"
+            "expected a function of one episode, or stages with episodes=online"
         )
+
+
+async def try_reward(problem: Problem, responses: Sequence[str], config: RewardConfig) -> str:
+    """Call the reward function of a problem for `responses`. Return why one of them has no reward; empty if all have
+    one."""
+    episodes = [
+        Episode(problem, sample, turns=[Turn(0, 0, text)], stop_reason=StopReason.FINISHED)
+        for sample, text in enumerate(responses)
+    ]
+    calls, function = RewardCalls(config), load_reward(problem.reward)
+    try:
+        await asyncio.gather(*(calls._score(function, batch) for batch in _batches(function, episodes)))
+    finally:
+        calls.close()
+    return next((episode.error for episode in episodes if episode.error), "")
 
 
 class RewardCalls:
@@ -121,9 +136,8 @@ class RewardCalls:
     async def score(self, function: RewardFunction, episodes: Sequence[Episode]) -> list[float | None]:
         """Return the rewards of finished episodes of one problem, in order."""
         scored = [episode for episode in episodes if episode.stop_reason not in INFRASTRUCTURE_STOPS]
-        batches = [scored] if function.is_group and scored else [[episode] for episode in scored]
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._score(function, batch)) for batch in batches]
+            running = [tasks.create_task(self._score(function, batch)) for batch in _batches(function, scored)]
         rewards = dict(zip(scored, (reward for task in running for reward in task.result()), strict=True))
         if failed := [episode for episode in scored if rewards[episode] is None]:
             number = f"{len(failed)} of {len(scored)} episodes have no reward"
@@ -255,6 +269,11 @@ def with_own_reward(kind: type[Environment]) -> type[Environment]:
     return type(kind.__name__, (OwnReward, kind), {})
 
 
+def _batches(function: RewardFunction, episodes: list[Episode]) -> list[list[Episode]]:
+    """Return the episodes of each call, for finished episodes of one problem."""
+    return [episodes] if function.is_group and episodes else [[episode] for episode in episodes]
+
+
 def _as_list(value: Any, count: int) -> list[Any]:
     """Return the value of a group as a list. Raises `EnvironmentFailure`."""
     values = value.tolist() if hasattr(value, "tolist") else value
@@ -269,7 +288,10 @@ def _as_number(value: Any) -> float:
     it is an exception."""
     if isinstance(value, Exception):
         raise value
-    number = value.item() if hasattr(value, "item") else value
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # an array or a tensor with several elements, or with none
+        number = None
     if not isinstance(number, int | float) or not math.isfinite(number):
         raise EnvironmentFailure(f"expected a finite number, got {value!r:.80}")
     return float(number)

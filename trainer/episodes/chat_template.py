@@ -8,11 +8,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+CHATML_TOOLS = "chatml-tools"
+"""The value of `model.chat_template` for the template that ships with the trainer."""
+CHATML_TOOLS_FILE = Path(__file__).with_name("chatml_tools.jinja")
 TEMPLATE_ADVICE = (
-    "set model.chat_template to the file of another template (docs/training.md names some), or model.chat_format to "
-    "rstar2 if the tokenizer has Qwen's chat tokens"
+    "set model.chat_template to the file of another template (docs/training.md names some). If the tokenizer has "
+    f"Qwen's chat tokens, set it to {CHATML_TOOLS}, or set model.chat_format to rstar2"
 )
 
 Render = Callable[[list[dict[str, Any]], bool], str]

@@ -7,7 +7,7 @@ Invariants:
 - An observation token has log-probability 0. A sampled token has the log-probability with which it was sampled. If its
   engine did not return this number, it is None. If the returned number was not finite, it is NaN.
 - Weight versions never decrease along the tokens.
-- `reward` is None if infrastructure failed or the episode was cancelled. Such an episode never counts as a reward of 0.
+- `reward` is None if infrastructure failed. Such an episode never counts as a reward of 0.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ class StopReason(StrEnum):
     DEADLINE = "deadline"
     """The episode took longer than its deadline. The reward is None, since an overloaded engine or sandbox may be the
     cause; an evaluation counts it as not solved."""
-    CANCELLED = "cancelled"
-    """The trainer ended the episode, because RoC's selection from its group no longer depended on it. The reward is
-    None."""
 
 
 class FailureKind(StrEnum):
@@ -151,12 +148,6 @@ class Episode:
     """Entries `(start, version)`: weights of this version sampled the tokens from index `start` up to the start of the
     next entry."""
     turns: list[Turn] = field(default_factory=list)
-    turn_start: int = 0
-    """The index in `response_ids` at which the unfinished turn begins."""
-    turn_wait_s: float = 0.0
-    """Seconds in which the unfinished turn has waited for an engine. An aborted turn that continues adds to them."""
-    turn_generate_s: float = 0.0
-    """Seconds in which engines have generated the unfinished turn, over all its aborts."""
     stop_reason: StopReason | None = None
     answer: str | None = None
     """The content of the last closed box in the last `<answer>` block of the episode. The block may be in any turn. If
@@ -167,8 +158,6 @@ class Episode:
     duration_s: float = 0.0
     error: str = ""
     """The infrastructure failure behind `StopReason.UNAVAILABLE`, or why a finished episode has no reward."""
-    steps_carried: int = 0
-    """How many times this episode was unfinished at the end of a training step and was continued in the next step."""
     seed: int | None = None
     """The seed from which the seeds of the turns are computed. With None, the process that runs the episode gives the
     seed."""

@@ -3,8 +3,7 @@
 To add a metric, add a row here and return its number with a step's others. The run folder, the terminal, the run page,
 the trackers and the evaluation all read this table.
 
-Means and ratios are over scored episodes. Episodes without a reward count only in `unavailable_episodes`, or in
-`cancelled_share`.
+Means and ratios are over scored episodes. Episodes without a reward count only in `unavailable_episodes`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
-from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias
 
 from trainer.episodes.episode import Episode, StopReason
@@ -92,7 +90,7 @@ def _per_episode(episode: ScoredEpisode) -> int:
 
 def is_unavailable(episode: Episode) -> bool:
     """Return whether an episode has no reward because the infrastructure failed."""
-    return episode.reward is None and episode.stop_reason is not StopReason.CANCELLED
+    return episode.reward is None
 
 
 def _finite_logprobs(episode: Episode) -> list[float]:
@@ -105,7 +103,7 @@ def _finite_logprobs(episode: Episode) -> list[float]:
 _REWARD, _FAILED, _SHARES = "Reward, mean", "Tool calls that failed", "Share of episodes"
 _IN_LOSS, _LEFT_OUT = "Episodes sampled", "Left out of the loss"
 _LENGTH, _TOKENS = "Response length, mean tokens", "Tokens sampled per step"
-_SECONDS, _SIZE, _STALE = "Seconds per step, logarithmic", "Turns and tool calls, mean", "Cancelled, stale"
+_SECONDS, _SIZE, _STALE = "Seconds per step, logarithmic", "Turns and tool calls, mean", "Stale tokens"
 _IMPORTANCE = "Probability ratio, trained to sampled"
 
 METRICS = {
@@ -161,16 +159,9 @@ METRICS = {
         "Log-probabilities of NaN", "tokens", "count",
         lambda e: sum(logprob is not None and not isfinite(logprob) for logprob in e.logprobs),
     ),
-    "cancelled_share": Metric("share of episodes that were cancelled as stragglers", _STALE, "cancelled", "share"),
-    "cancelled_response_length": Metric(
-        "mean tokens of cancelled episodes; compared to response_length it shows the bias to short episodes",
-        _LENGTH, "cancelled episodes",
-    ),
-    "cancelled_tokens": Metric("tokens sampled for cancelled episodes", _TOKENS, "for cancelled episodes"),
     "replacement_groups": Metric("groups sampled in place of groups without a signal", _LEFT_OUT, "replacement groups"),
     "eval_accuracy": Metric("accuracy of the evaluation after this step", "Evaluation", "accuracy", "unit"),
     "eval_s": Metric("seconds of the evaluation after this step, with its weight sync; not part of step_s"),
-    "pending_groups": Metric("groups that go on in the next training step", "Pending groups", "groups"),
     "stale_token_share": Metric(
         "share of sampled tokens from weights of earlier training steps", _STALE, "from earlier weights", "share"
     ),
@@ -251,16 +242,6 @@ def step_metrics(
         "episodes_in_loss": len(episodes_in_loss),
         "episodes_not_in_loss": len(episodes) - len(episodes_in_loss),
         "zero_variance_groups": sum(not indices for indices in in_loss),
-    }
-
-
-def cancellation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the metrics of a step's stragglers that were cancelled."""
-    cancelled = [episode for episode in episodes if episode.stop_reason is StopReason.CANCELLED]
-    return {
-        "cancelled_share": len(cancelled) / len(episodes),
-        "cancelled_response_length": fmean(e.response_length for e in cancelled) if cancelled else nan,
-        "cancelled_tokens": sum(episode.sampled_tokens for episode in cancelled),
     }
 
 

@@ -33,7 +33,24 @@ class VerifyOutcome(StrEnum):
 VerifyPairs = Callable[[Sequence[tuple[str, str]]], Awaitable[list[VerifyOutcome]]]
 """Compares pairs (the problem's answer, the model's answer) and returns their outcomes in order. If the sandbox is
 down, the outcome says so; no exception is raised."""
-INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE, StopReason.CANCELLED)
+
+
+class NoRewardsError(Exception):
+    """Too few episodes have a reward, since the infrastructure or a reward function failed. The episodes that an outage
+    leaves are not a fair sample, since episodes with many tool calls are lost most often."""
+
+
+def check_unavailable(unavailable: int, episodes: int, max_share: float, where: str, first_failure: str) -> None:
+    """Raise `NoRewardsError` if more than `max_share` of `episodes` episodes, or all of them, are unavailable."""
+    if unavailable > min(max_share * episodes, episodes - 1):
+        raise NoRewardsError(
+            f"{where}: {unavailable} of {episodes} episodes have no reward, since infrastructure or a reward failed; "
+            f"at most {max_share:.0%} may (max_unavailable_share). The first failure: {first_failure}. Mend it and run "
+            "the same command again: it continues"
+        )
+
+
+INFRASTRUCTURE_STOPS = (StopReason.UNAVAILABLE, StopReason.DEADLINE)
 """Stop reasons that the model may not have caused. An episode with one of them has no reward."""
 
 

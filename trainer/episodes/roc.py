@@ -98,24 +98,6 @@ def resample_on_correct(
     return sorted(selected + unscored[: num_kept - len(selected)])
 
 
-def is_group_decided(
-    rewards: Sequence[float | None], num_unfinished: int, *, num_kept: int, mode: Mode, correct_above: float = 0.0
-) -> bool:
-    """Whether the finished episodes of a group suffice, so that the `num_unfinished` others can be cancelled.
-
-    The unfinished episodes can end in every possible number of wrong and correct ones. The finished episodes suffice if
-    in each of these cases, of either class, enough episodes have finished for the selection. So a group whose episodes
-    might still differ in reward goes on.
-    """
-    positives = sum(is_correct(reward, correct_above) for reward in rewards)
-    negatives = sum(reward is not None for reward in rewards) - positives
-    quotas = [
-        _class_quotas(negatives + wrong, positives + num_unfinished - wrong, num_kept, mode)
-        for wrong in range(num_unfinished + 1)
-    ]
-    return all(wrong <= negatives and correct <= positives for wrong, correct in quotas)
-
-
 def has_signal(group: Sequence[Episode], selected: Sequence[int]) -> bool:
     """Whether the selected rewards differ by more than `MIN_SIGNAL`. If they do not, every advantage is 0 except for
     rounding, so the group is left out of the loss."""
@@ -177,7 +159,7 @@ def _class_name(episode: Episode, correct_above: float) -> str:
 
 def _selection_rule(episode: Episode, class_name: str) -> str:
     if class_name == "unscored":
-        return "only if scored episodes cannot fill the group: cancelled, or infrastructure failed"
+        return "only if scored episodes cannot fill the group: infrastructure failed"
     if class_name == "wrong":
         return "whatever the penalty"
     failed, total, blocks = episode.num_failed_tool_calls, episode.num_tool_calls, episode.answer_blocks

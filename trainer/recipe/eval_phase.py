@@ -14,6 +14,7 @@ from trainer.data import problems as problem_data
 from trainer.data.sources import read_problems
 from trainer.environments.registry import check_problem
 from trainer.episodes.episode import Problem
+from trainer.episodes.reward import NoRewardsError
 from trainer.progress_bar import progress_bar
 from trainer.recipe import evaluation
 from trainer.recipe.phases import EVAL_SET, INITIAL_STAGE, SFT, EvalResult, Phase, RecipeRun
@@ -22,7 +23,6 @@ from trainer.recipe.rollout_session import endpoint_settings, load_chat_format, 
 from trainer.recipe.training_inputs import open_run_trackers
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
-from trainer.training.grpo import NoRewardsError
 
 
 def evaluate(run: RecipeRun, phase: Phase) -> dict[str, evaluation.EvalReport]:

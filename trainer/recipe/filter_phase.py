@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trainer.config import ConfigError
 from trainer.data import problems as problem_data
 from trainer.data.sources import read_problems
 from trainer.episodes.reward import is_correct
@@ -21,10 +20,6 @@ def filter_problems(run: RecipeRun, phase: Phase) -> None:
     above = run.config.reward.correct_above
     unsolved = {problem for (problem, _), outcome in outcomes.items() if not is_correct(outcome.reward, above)}
     kept = [problem for problem in problems if problem.id in unsolved]
-    if len(kept) < stage.problems_per_step:
-        raise ConfigError(
-            f"stages.{stage.name}: {len(kept)} of {len(problems)} problems are not always solved: expected at least "
-            f"problems_per_step={stage.problems_per_step}; add problems, or lower problems_per_step"
-        )
+    stage.require_problems(len(kept), f"{len(problems) - len(kept)} of {len(problems)} are solved in every sample")
     problem_data.write_problems(kept, run.problems_path(stage))
     run.write_result(phase, FilterResult(len(problems), len(kept)))

@@ -16,28 +16,24 @@ Invariant: an existing file is never changed. The folder may exist, but must hav
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from trainer.config import TINY_MODEL, ConfigError, RunConfig, StageConfig
-from trainer.data import synthetic, synthetic_programs
-from trainer.environments.registry import environment_class
-from trainer.episodes.episode import Problem
+from trainer.data.synthetic import SYSTEM_PROMPT, Messages
 from trainer.json_files import write_rows
 from trainer.recipe import new_run_files
+from trainer.recipe.new_run_data import SEED, Row, agent_conversations, agent_rows, code_rows, math_rows
 from trainer.setting_comments import setting_comments
 
 CONFIG_FILE, TRAIN_FILE, EVAL_FILE, SFT_FILE = "run.toml", "train.jsonl", "eval.jsonl", "sft.jsonl"
 REWARDS_FILE, ENVIRONMENT_FILE = "rewards.py", "my_environment.py"
-SEED = 0
 TRAIN_PROBLEMS, EVAL_PROBLEMS, AGENT_CONVERSATIONS = 512, 128, 6000
 STAGE = "rl1"
 COMMENT_WIDTH = 100
-Row = Mapping[str, Any]
 Tables = Mapping[str, Mapping[str, Any]]
 
 
@@ -53,13 +49,13 @@ class _Kind:
     """Settings that are written as comments."""
     modules: Sequence[str] = ()
     """The files of `trainer.recipe.new_run_files` that are copied."""
-    conversations: Callable[[int], list[synthetic.Messages]] | None = None
+    conversations: Callable[[int], list[Messages]] | None = None
     """Returns that many conversations for SFT, if they are written to a file."""
 
 
 _SHARED: Tables = {
     "": {"seed": SEED, "run_dir": "run"},
-    "model": {"path": TINY_MODEL, "dtype": "float32", "system_prompt": synthetic.SYSTEM_PROMPT},
+    "model": {"path": TINY_MODEL, "dtype": "float32", "system_prompt": SYSTEM_PROMPT},
     "engines": {"kind": "local", "max_num_seqs": 64},
     "data": {"train": [TRAIN_FILE]},
     "sft": {
@@ -101,76 +97,6 @@ _CHANGES = {
 """What to write instead for a run of one's own."""
 
 
-def _math_rows(count: int, held_out: bool) -> list[Row]:
-    return [{"prompt": each.text, "answer": each.answer} for each in synthetic.generate(count, SEED, held_out=held_out)]
-
-
-def _code_rows(count: int, held_out: bool) -> list[Row]:
-    return [_written(problem) for problem in synthetic_programs.generate(count, SEED, held_out=held_out)]
-
-
-def _agent_rows(count: int, held_out: bool) -> list[Row]:
-    return [_written(problem) for problem in _agent_problems(count, "held out" if held_out else "train")]
-
-
-def _written(problem: Problem) -> Row:
-    """Return a problem as a row, without the fields that are empty by default."""
-    required = ("id", "text", "answer", "source")
-    return {name: value for name, value in asdict(problem).items() if value or name in required}
-
-
-def _agent_problems(count: int, use: str) -> list[Problem]:
-    """Return `count` problems with different texts. `use` chooses them: `held out`, or a name for other ones."""
-    rng, problems = random.Random(f"warehouse {SEED} {use}"), dict[str, Problem]()
-    while len(problems) < count:
-        items = [str(number) for number in rng.sample(range(1000, 10_000), 3)]
-        stock = {item: rng.randint(100, 999) for item in items}
-        text = f"How many pieces of item {items[0]} are there?"
-        if synthetic.is_held_out(text) == (use == "held out"):
-            name, options = f"warehouse-{items[0]}", {"stock": stock}
-            problem = Problem(name, text, str(stock[items[0]]), "warehouse", "my_environment:Warehouse", options)
-            problems.setdefault(text, problem)
-    return list(problems.values())
-
-
-GUESS_RATE = 0.25
-"""The share of conversations in which the model guesses, and is wrong."""
-MALFORMED_CALL_RATE = 0.3
-"""The share of the other conversations that begin with a wrong call."""
-
-
-def _agent_conversations(count: int) -> list[synthetic.Messages]:
-    rng = random.Random(f"warehouse conversations {SEED}")
-    instructions = environment_class(f"{new_run_files.__name__}.my_environment:Warehouse").instructions
-    return [_agent_conversation(problem, instructions, rng) for problem in _agent_problems(count, "sft")]
-
-
-def _agent_conversation(problem: Problem, instructions: str, rng: random.Random) -> synthetic.Messages:
-    """Return a conversation with a call of the tool and the answer. Some have faults, which RL can remove."""
-    item, *_ = problem.options["stock"]
-    messages = [{"role": "user", "content": f"{problem.text}\n\n{instructions}"}]
-    if rng.random() < GUESS_RATE:
-        return [*messages, _answer("I guess.", str(rng.randint(100, 999)))]
-    if rng.random() < MALFORMED_CALL_RATE:
-        messages += [
-            synthetic.assistant_message("I look.", _look_up(name=item)),
-            {"role": "tool", "content": 'expected look_up with {"item": TEXT}'},
-        ]
-    messages += [
-        synthetic.assistant_message("I look.", _look_up(item=item)),
-        {"role": "tool", "content": problem.answer},
-    ]
-    return [*messages, _answer("There it is.", problem.answer)]
-
-
-def _answer(thought: str, number: str) -> dict[str, str]:
-    return synthetic.assistant_message(thought, f"<answer>\n\\boxed{{{number}}}\n</answer>")
-
-
-def _look_up(**arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'look_up', 'arguments': arguments})}\n</tool_call>"
-
-
 def _sizes(max_model_len: int, sft_data: str, max_response_tokens: int, max_turns: int) -> Tables:
     limits = {"max_response_tokens": max_response_tokens, "max_turns": max_turns}
     return {
@@ -185,21 +111,21 @@ KINDS = {
     "math": _Kind(
         "questions with answers, and Python as the tool",
         _sizes(640, "generated:16000", 384, 4),
-        _math_rows,
+        math_rows,
         examples={"reward": {"function": "rewards:score"}},
         modules=[REWARDS_FILE],
     ),
     "code": _Kind(
         "programs to write; the reward is whether a program passes the tests of its problem",
-        _sizes(384, "generated-programs:12000", 128, 1) | {"sandbox": {"timeout_s": 2.0}},
-        _code_rows,
+        {**_sizes(384, "generated-programs:12000", 128, 1), "sandbox": {"timeout_s": 2.0}},
+        code_rows,
     ),
     "agent": _Kind(
         "questions for an environment with a tool of its own",
-        _sizes(640, SFT_FILE, 384, 4),
-        _agent_rows,
+        {**_sizes(640, SFT_FILE, 384, 4), "model": {"system_prompt": "Use the tool."}},
+        agent_rows,
         modules=[ENVIRONMENT_FILE],
-        conversations=_agent_conversations,
+        conversations=agent_conversations,
     ),
 }
 

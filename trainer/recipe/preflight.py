@@ -7,8 +7,8 @@ Invariants:
 
 Four things are not checked, since only the phases themselves can find out:
 - whether vLLM starts;
-- whether the rows of a data set are well-formed;
-- whether the problems in a data set on the hub have valid environments and options;
+- whether the rows of a data set on the hub are problems with valid environments and options;
+- how long the prompts are, and which problems are dropped for it (`prepare`, before any engine starts);
 - whether other machines see the run folder.
 """
 
@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ from trainer.engines.vllm_servers import (
     option_words,
 )
 from trainer.environments.connection import SandboxUnavailable, open_sandbox
-from trainer.environments.own_reward import check_reward
+from trainer.environments.own_reward import check_reward, try_reward
 from trainer.environments.registry import check_problem
+from trainer.episodes.episode import Problem
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError, read_json
 from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
@@ -71,6 +73,8 @@ minute."""
 REPORT_TIMEOUT_S = 60.0
 """Seconds within which a slow report must come. There are two: a Python that may import vLLM runs a short program, and
 a vLLM server describes its settings and its machine."""
+TRIED_RESPONSES = ("", "\\boxed{1}")
+"""The responses of the model with which the preflight tries `reward.function`."""
 MAX_PROBLEM_ERRORS = 5
 """Maximum number of lines about the problems of one source."""
 Check = Callable[[], list[str]]
@@ -184,7 +188,7 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
         for source in names:
             if is_generated(source):
                 continue
-            lines, texts = _problem_errors(source)
+            lines, texts = _problem_errors(source, accepts_malformed=not is_eval)
             yield from (f"{setting}: {source}: {line}" for line in lines)
             if is_eval:
                 evaluated |= {source, *texts}
@@ -192,10 +196,11 @@ def _check_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[str]
                 yield f"{setting}: {source}: all its problems are also in eval.data; train or evaluate on others"
 
 
-def _problem_errors(source: str) -> tuple[list[str], set[str]]:
-    """Return the errors in a file's environments and options, and the texts of its problems.
+def _problem_errors(source: str, *, accepts_malformed: bool) -> tuple[list[str], set[str]]:
+    """Return the errors in a file's rows, environments and options, and the texts of its problems.
 
-    Problems with equal environments and options give one line. Both results are empty for a source on the hub, which is
+    Problems with equal environments and options give one line. A row that is no problem is an error unless
+    `accepts_malformed` is true and other rows are problems. Both results are empty for a source on the hub, which is
     not read. They are also empty for a source that cannot be read: `_source_errors` reports that.
     """
     if is_on_hub(source):
@@ -203,8 +208,9 @@ def _problem_errors(source: str) -> tuple[list[str], set[str]]:
     _log(f"the problems of {source}")
     lines: dict[str, str] = {}
     texts: set[str] = set()
+    malformed = list[str]()
     try:
-        for problem in iter_problems(source, lambda *_: None):
+        for problem in iter_problems(source, lambda _, number, error: malformed.append(f"row {number}: {error}")):
             texts.add(problem.text)
             kind = f"{problem.environment} {problem.options} {problem.reward}"
             if kind not in lines:
@@ -215,6 +221,9 @@ def _problem_errors(source: str) -> tuple[list[str], set[str]]:
                     lines[kind] = str(error)
     except (DataError, OSError):
         return [], set()
+    if malformed and not (texts and accepts_malformed):
+        count = "no row is a problem" if not texts else f"{len(malformed)} rows are no problems"
+        lines["malformed"] = f"{count}: {malformed[0]}; mend or remove them"
     found = [line for line in lines.values() if line]
     more = [f"{len(found) - MAX_PROBLEM_ERRORS} more like these"] if len(found) > MAX_PROBLEM_ERRORS else []
     return [*found[:MAX_PROBLEM_ERRORS], *more], texts
@@ -225,6 +234,21 @@ def _check_reward(config: RunConfig) -> Iterator[str]:
         check_reward(config)
     except ConfigError as error:
         yield f"{error}; see reward.function, whose module is in a directory of PYTHONPATH"
+        return
+    if not config.reward.function:
+        return
+    _log(f"reward.function on the responses {', '.join(map(repr, TRIED_RESPONSES))}")
+    problem = next(_first_problems(config), Problem("p", "1 + 1?", "2", "preflight"))
+    tried = replace(problem, reward=config.reward.function)
+    if failure := asyncio.run(try_reward(tried, TRIED_RESPONSES, config.reward)):
+        yield f"{failure} for problem {problem.id}; mend the function, or start anyway with --no-preflight"
+
+
+def _first_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the first problem of each source that is not on the hub and can be read."""
+    for source in (source for sources in _problem_sources(config).values() for source in sources):
+        with suppress(DataError, OSError):
+            yield from [] if is_on_hub(source) else islice(iter_problems(source, lambda *_: None), 1)
 
 
 def _source_errors(setting: str, source: str) -> list[str]:

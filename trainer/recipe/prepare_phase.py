@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
-from trainer.config import TINY_MODEL, ConfigError, RunConfig, SamplingConfig, StageConfig
+from trainer.config import TINY_MODEL, RunConfig, SamplingConfig, StageConfig
 from trainer.data import problems as problem_data
 from trainer.data import tiny_model
 from trainer.data.sources import tokenizer_conversations
@@ -16,13 +17,12 @@ from trainer.environments.own_reward import check_reward
 from trainer.environments.registry import check_problem, environment_class
 from trainer.episodes.chat_format import ChatFormat
 from trainer.episodes.episode import Problem
-from trainer.episodes.reward import VerifyOutcome
+from trainer.episodes.reward import NoRewardsError, VerifyOutcome
 from trainer.json_files import write_json
 from trainer.progress_bar import progress_bar
 from trainer.recipe.phases import EVAL_SET, INITIAL_STAGE, Phase, RecipeRun, TrainResult
 from trainer.recipe.rollout_session import connect_sandbox, load_chat_format
 from trainer.rollout.loop_thread import LoopThread
-from trainer.training.grpo import NoRewardsError
 
 
 def prepare(run: RecipeRun, phase: Phase) -> None:
@@ -47,21 +47,21 @@ def prepare(run: RecipeRun, phase: Phase) -> None:
         reports[name] = asdict(report)
     write_json(run.dir / "data" / "report.json", reports)
     for stage in stages:
-        _check_enough_problems(run, stage, reports[run.unfiltered_path(stage).stem]["counts"])
+        _require_problems(run, stage, reports[run.unfiltered_path(stage).stem])
     run.write_result(phase, TrainResult(model, step=0))
 
 
-def _check_enough_problems(run: RecipeRun, stage: StageConfig, counts: Mapping[str, Mapping[str, int]]) -> None:
+def _require_problems(run: RecipeRun, stage: StageConfig, report: Mapping[str, Any]) -> None:
     """Raise `ConfigError` with the reasons for which problems were dropped, if a stage has too few of them."""
     total = Counter[str]()
-    for source_counts in counts.values():
+    for source_counts in report["counts"].values():
         total.update(source_counts)
-    if total["kept"] < stage.problems_per_step:
-        raise ConfigError(
-            f"stages.{stage.name}: expected at least problems_per_step={stage.problems_per_step} problems, got "
-            f"{total['kept']}: its data has {', '.join(f'{n} {label}' for label, n in total.items())}; "
-            f"{run.dir}/data/report.json names dropped rows. Give other problems, or lower problems_per_step"
-        )
+    first_of = {
+        dropped["reason"]: " (the first is {row} of {source}: {details})".format_map(dropped)
+        for dropped in reversed(report["examples"])
+    }
+    reasons = ", ".join(f"{number} {label}{first_of.get(label, '')}" for label, number in total.items())
+    stage.require_problems(total["kept"], f"its data has {reasons}; {run.dir}/data/report.json names dropped rows")
 
 
 def prepare_problems(

@@ -11,6 +11,7 @@ from trainer.collection.store import StoreReader
 from trainer.collection.stored_collector import NoEngines, StoredCollector, stored_problems
 from trainer.config import ONLINE_SETTINGS, ConfigError, StageConfig
 from trainer.data.sources import read_problems
+from trainer.episodes.reward import check_unavailable
 from trainer.json_files import read_json
 from trainer.recipe import collect_work, evaluation
 from trainer.recipe.eval_phase import run_evaluation
@@ -20,7 +21,7 @@ from trainer.recipe.training_inputs import join_ranks, training_context
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training.context import BEST_MARK, leave_ranks, wait_for_ranks
-from trainer.training.grpo import NoRewardsError, train_stage
+from trainer.training.grpo import train_stage
 
 
 def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
@@ -41,14 +42,14 @@ def grpo(run: RecipeRun, phase: Phase, store: Path | None = None) -> None:
     else:
         problems = stored_problems(store, min_episodes=stage.kept_per_problem)
     with (
-        training_context(run, phase, stage.steps) as context,
+        training_context(run, phase, stage.steps) as (context, track),
         _open_rollout(run, stage, context.model, store) if is_first_rank else nullcontext() as rollouts,
     ):
         wait_for_ranks(run.config.hardware)  # until the first rank has opened its engines, which may take minutes
 
         def evaluate(steps: int) -> float:
             reports = _evaluate_step(run, stage, rollouts, steps)
-            context.run_folder.on_metrics(evaluation.tracker_row(reports, context.first_step + steps))
+            track(evaluation.tracker_row(reports, context.first_step + steps))
             return reports[evaluation.ALL].measures["accuracy"].value
 
         trained = train_stage(
@@ -82,11 +83,9 @@ def _evaluate_step(
     problems, limits = read_problems(str(run.eval_problems_path())), run.config.eval
     reports = run_evaluation(run, model, problems, out, limits, limits.samples_per_problem, rollouts=rollouts)
     report = reports[evaluation.ALL]
-    if report.unavailable > stage.max_unavailable_share * (report.episodes + report.unavailable):
-        raise NoRewardsError(
-            f"{out}: {report.unavailable} episodes have no reward, since the infrastructure failed; at most "
-            f"{stage.max_unavailable_share:.0%} may (max_unavailable_share). Mend it and run the same command again"
-        )
+    total = report.episodes + report.unavailable
+    cause = "the log names each of them"
+    check_unavailable(report.unavailable, total, stage.max_unavailable_share, str(out), first_failure=cause)
     return reports
 
 

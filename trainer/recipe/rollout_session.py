@@ -28,12 +28,13 @@ from trainer.environments.python_tool import TOOL_SCHEMA
 from trainer.environments.registry import open_environment
 from trainer.environments.services import open_services
 from trainer.episodes.chat_format import ChatFormat, ToolSchema, rstar2_format, tokenizer_format
+from trainer.episodes.chat_template import CHATML_TOOLS, CHATML_TOOLS_FILE
 from trainer.recipe.phases import RecipeRun
 from trainer.recipe.resource_plan import CACHE_MEMORY_SHARE
 from trainer.rollout.collector import EpisodeCollector
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
-from trainer.scheduling.scheduler import POLICIES
+from trainer.scheduling.scheduler import Scheduler
 from trainer.sync.broadcast import BroadcastTransfer
 from trainer.sync.probe import SyncProbe
 from trainer.sync.transfers import WakingTransfer, load_by_engine
@@ -51,8 +52,9 @@ def load_chat_format(config: RunConfig, model: Path, tools: Sequence[ToolSchema]
     create = rstar2_format if config.model.chat_format == "rstar2" else tokenizer_format
     with model_errors_as_config_errors(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
-        if config.model.chat_template:
-            tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
+        if template := config.model.chat_template:
+            file = CHATML_TOOLS_FILE if template == CHATML_TOOLS else Path(template)
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
         return create(tokenizer, tools=tools, system_prompt=config.model.system_prompt, eos_ids=model_eos_ids(model))
 
 
@@ -176,7 +178,7 @@ def create_pool(settings: EnginesConfig, engines: Sequence[Engine], **options: A
     max_down_s = ALL_DOWN_TIMEOUT_S if settings.kind == "local" else settings.max_down_s
     return EnginePool(
         engines,
-        scheduler=POLICIES[settings.placement_policy](settings.max_model_len),
+        scheduler=Scheduler(settings.max_model_len),
         turn_timeout_s=settings.turn_timeout_s,
         **{"all_down_timeout_s": max_down_s, **options},
     )

@@ -45,7 +45,7 @@ CHANGEABLE_SETTINGS = (
     *("engines.count", "engines.vllm_python", "engines.turn_timeout_s", "engines.max_num_seqs"),
     *("engines.gpu_memory_utilization", "engines.tensor_parallel_size", "engines.weight_sync"),
     *("engines.sync_check", "engines.probe_tolerance"),
-    *("engines.placement_policy", "engines.max_down_s", "eval.every_steps"),
+    *("engines.max_down_s", "eval.every_steps"),
     *("collect.executor", "collect.ray_address", "collect.episodes_per_worker", "collect.deadline_s", "collect.max_*"),
     *("reward.timeout_s", "reward.max_concurrent", "stages.*.max_unavailable_share"),
 )

@@ -17,7 +17,7 @@ def sft(run: RecipeRun, phase: Phase) -> None:
         messages for source in config.sft.data for messages in read_conversations(source, seed=config.seed)
     ]
     steps = round(config.sft.epochs * len(conversations) / config.sft.batch_size)
-    with training_context(run, phase, steps) as context:
+    with training_context(run, phase, steps) as (context, _):
         chat_format = load_chat_format(config, context.model)
         trained = train_sft(config.sft, context, conversations=conversations, chat_format=chat_format)
     if is_first_rank:

@@ -73,8 +73,6 @@ def replay(reader: StoreReader, key: Key) -> Episode:
 class _RecordedHandle:
     """An engine that repeats the sampled turns of an episode."""
 
-    is_aborted = False
-
     def __init__(self, episode: Episode) -> None:
         self._episode, self._turns = episode, iter(episode.turns)
 

@@ -29,12 +29,16 @@ PROGRESS_METRICS = ("reward", "tool_error_ratio", "loss")
 
 
 @contextmanager
-def training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[TrainingContext]:
-    """Yield the inputs of a training. Its metrics go to the trackers and a progress bar as well."""
+def training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[tuple[TrainingContext, LogMetrics]]:
+    """Yield the inputs of a training, and a function that sends its other metrics to the trackers.
+
+    The metrics of each step go to the trackers and a progress bar as well.
+    """
     config, stage, run_folder = run.config, phase.stage, run.run_folder
     before = run.trained_model(stage, of_previous_stage=True)
     if checkpoint := latest_checkpoint(run.stage_dir(stage) / "checkpoints"):
         _check_same_model(run.model_path(before.model), checkpoint)
+    track: LogMetrics = lambda row: None  # noqa: E731
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
             track = stack.enter_context(open_run_trackers(run))
@@ -42,13 +46,11 @@ def training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Train
 
             def on_metrics(row: Mapping[str, Any]) -> None:
                 track(row)
-                if "stage" not in row:  # an evaluation, which is no progress
-                    return
                 shown = [f"{name} {row[name]:.3g}" for name in PROGRESS_METRICS if row.get(name) is not None]
                 advance(row["step"] - before.step, "  ".join(shown))
 
             run_folder = replace(run_folder, on_metrics=on_metrics)
-        yield TrainingContext(
+        context = TrainingContext(
             run.model_path(before.model),
             run.stage_dir(stage),
             run_folder,
@@ -63,6 +65,7 @@ def training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[Train
             keep_checkpoints=config.storage.keep_checkpoints,
             engines_sleep=config.engines.sleep_mode,
         )
+        yield context, track
 
 
 def open_run_trackers(run: RecipeRun) -> AbstractContextManager[LogMetrics]:

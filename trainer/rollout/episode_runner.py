@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from trainer.config import SamplingConfig
-from trainer.engines.pool import EnginePool, EpisodeHandle
+from trainer.engines.pool import EnginePool
 from trainer.environments.environment import Environment, EnvironmentFailure, check_score, close_environment
 from trainer.episodes.chat_format import ChatFormat, ToolSchema
 from trainer.episodes.episode import Episode, FailureKind, Problem, StopReason, ToolCall, ToolCallStatus
@@ -63,20 +63,17 @@ class EpisodeRunner:
     ) -> None:
         self._pool, self._chat_format, self._open_environment = pool, chat_format, open_environment
         self._limits, self._seed, self._deadline_s = limits, seed, deadline_s
-        self._handles: dict[Episode, EpisodeHandle] = {}
-        self._aborted: set[Episode] = set()
 
     async def run(
         self, episodes: Sequence[Episode], on_growth: Callable[[Episode], None] = lambda _episode: None
     ) -> Failures:
         """Complete and score episodes of one problem in place, all in one environment. Return those that have failed.
 
-        The episodes are scored together, since an environment may score all of them in one request. If some of them are
-        aborted, none is scored. `on_growth` is called after each turn of an episode and at its end.
+        The episodes are scored together, since an environment may score all of them in one request. `on_growth` is
+        called after each turn of an episode and at its end.
         """
         failures: Failures = {}
-        unfinished = [episode for episode in episodes if not episode.stop_reason]
-        if not _unscored(episodes) or (unfinished and self._aborted.issuperset(unfinished)):
+        if not _unscored(episodes):
             return failures
         environment: Environment | None = None
         try:
@@ -85,20 +82,13 @@ class EpisodeRunner:
                     environment = self._open_environment(episodes[0].problem)
                 await self._run_turns(episodes, environment, on_growth, failures)
             ended = [episode for episode in _unscored(episodes) if episode not in failures]
-            if environment is not None and ended and all(episode.stop_reason for episode in episodes):
+            if environment is not None and ended:
                 with _recorded(failures, ended):
                     await self._score(ended, environment, failures)
         finally:
             if environment is not None:
                 await close_environment(environment)
         return failures
-
-    async def abort(self, episodes: Iterable[Episode]) -> None:
-        """Abort unfinished episodes; a later runner can continue them. Their running tool calls are awaited."""
-        unfinished = [episode for episode in episodes if not episode.stop_reason and episode not in self._aborted]
-        self._aborted.update(unfinished)
-        if handles := [self._handles[episode] for episode in unfinished if episode in self._handles]:
-            await self._pool.abort(handles)
 
     async def _run_turns(
         self,
@@ -107,7 +97,7 @@ class EpisodeRunner:
         on_growth: Callable[[Episode], None],
         failures: Failures,
     ) -> None:
-        """Begin the episodes, and sample turns until each has a stop reason, has failed or is aborted."""
+        """Begin the episodes, and sample turns until each has a stop reason or has failed."""
         unfinished = [episode for episode in episodes if not episode.stop_reason]
         spent_s = max((episode.duration_s for episode in unfinished), default=0.0)
         try:
@@ -159,12 +149,7 @@ class EpisodeRunner:
         with _recorded(failures, [episode]):
             try:
                 async with pool.open_episode(group=episode.problem.id, max_context_tokens=max_context_tokens) as handle:
-                    self._handles[episode] = handle
-                    try:
-                        if episode not in self._aborted:
-                            await turns.run(episode, handle)
-                    finally:
-                        del self._handles[episode]
+                    await turns.run(episode, handle)
                     if episode.stop_reason is StopReason.UNAVAILABLE:
                         # The scheduler learns from final lengths, and the length at a failure is not a final one.
                         handle.close(None)
@@ -172,8 +157,7 @@ class EpisodeRunner:
                             raise tool.error or EpisodeError(FailureKind.INFRASTRUCTURE, episode.error)
             except ValueError as error:  # no engine can serve the context, for example since the prompt is too long
                 raise EpisodeError(FailureKind.ENVIRONMENT, f"engine: {error}") from None
-            if episode.stop_reason:
-                on_growth(episode)
+            on_growth(episode)
 
     async def _score(self, episodes: Sequence[Episode], environment: Environment, failures: Failures) -> None:
         """Set the rewards of finished episodes."""

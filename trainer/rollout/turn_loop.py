@@ -9,7 +9,6 @@ Invariants:
   for another turn is not appended.
 - Tool calls in a truncated turn or in the last turn of `max_turns` are not run, because no turn would read them.
 - The sampled tokens depend only on (weights, problem, sample, turn, seed), never on timing.
-- An aborted episode keeps its sampled ids, and its running tool calls are awaited. `run` can continue it later.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ class TurnLoop:
     on_turn: Callable[[Episode], None] = lambda _episode: None
 
     async def run(self, episode: Episode, handle: EpisodeHandle) -> None:
-        """Continue an episode until it has a stop reason, or until its handle is aborted. After an abort its
-        `stop_reason` is still None."""
-        is_aborted = False
-        while episode.stop_reason is None and not is_aborted:
+        """Continue an episode until it has a stop reason."""
+        while episode.stop_reason is None:
             requested_at = self.clock()
             sampling = SamplingParams(
                 max_tokens=self.limits.max_response_tokens - len(episode.response_ids),
@@ -73,20 +70,16 @@ class TurnLoop:
                 episode.stop_reason, episode.error = StopReason.UNAVAILABLE, f"engine: {error}"
                 episode.duration_s += self.clock() - requested_at
                 break
-            episode.append_sampled(generation.ids, generation.logprobs, generation.weight_version)
-            episode.turn_wait_s += generation.wait_s
-            episode.turn_generate_s += self.clock() - requested_at - generation.wait_s
-            is_aborted = generation.is_aborted
-            if not is_aborted:
-                await self._finish_turn(episode, generation)
+            await self._finish_turn(episode, generation, self.clock() - requested_at - generation.wait_s)
             episode.duration_s += self.clock() - requested_at
-            if episode.stop_reason is None and not is_aborted:
+            if episode.stop_reason is None:
                 self.on_turn(episode)
 
-    async def _finish_turn(self, episode: Episode, generation: Generation) -> None:
-        """Parse the turn, run its tool calls and append their responses, or end the episode."""
-        generated_at = self.clock()
-        start, end = episode.turn_start, len(episode.response_ids)
+    async def _finish_turn(self, episode: Episode, generation: Generation, generate_s: float) -> None:
+        """Append the turn and parse it. Run its tool calls and append their responses, or end the episode."""
+        generated_at, start = self.clock(), len(episode.response_ids)
+        episode.append_sampled(generation.ids, generation.logprobs, generation.weight_version)
+        end = len(episode.response_ids)
         text = self.chat_format.decode(episode.response_ids[start : end - generation.has_stop_token])
         parsed = parse_turn(text)
         if parsed.answer_blocks:
@@ -113,8 +106,8 @@ class TurnLoop:
             tool_calls=tuple(tool_calls),
             engine=generation.engine,
             weight_version=generation.weight_version,
-            wait_s=episode.turn_wait_s,
-            generate_s=episode.turn_generate_s,
+            wait_s=generation.wait_s,
+            generate_s=generate_s,
             tool_s=self.clock() - generated_at if tool_calls else 0.0,
         )
         episode.turns.append(turn)
@@ -124,8 +117,6 @@ class TurnLoop:
             observation = self.chat_format.encode_tool_responses([call.response for call in tool_calls])
             if end + len(observation) < self.limits.max_response_tokens:
                 episode.append_observation(observation)
-                episode.turn_start = len(episode.response_ids)
-                episode.turn_wait_s = episode.turn_generate_s = 0.0
             else:
                 episode.stop_reason = StopReason.TOKEN_LIMIT
 

@@ -26,7 +26,7 @@ Invariants:
 - An episode is placed at most once per turn. Only `complete` drops an episode; the loss of its engine does not.
 - Every running and parked episode has a reservation in the forecast of its engine's KV cache (`KvForecast`). The
   engine's own metrics lag; the forecast does not. It is all zeros once every episode is complete.
-- While an episode waits, the policy `kv` leaves no engine without episodes. So every episode is admitted at some time.
+- While an episode waits, no engine is without episodes. So every episode is admitted at some time.
 - The same events lead to the same decisions.
 
 Lengths are tokens of a whole context: prompt and response, tool responses included.
@@ -38,7 +38,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
@@ -65,8 +65,8 @@ FORECAST_BUCKETS = 32
 """Number of buckets into which a `KvForecast` divides the decode steps of the longest context."""
 MAX_EXTRAPOLATIONS = 8
 """Maximum number of episodes whose length one call of `update_stats` extrapolates (`_extrapolate_overdue`). It bounds
-the CPU time of the call when many episodes started together. With 2 instead of 8, the policy `kv` reserved too many
-tokens and preemptions doubled."""
+the CPU time of the call when many episodes started together. With 2 instead of 8, too many tokens were reserved and
+preemptions doubled."""
 RATE_SMOOTHING = 0.05
 """Weight of a new turn's decode speed in its engine's moving average."""
 NUM_BUCKETS = 64
@@ -420,11 +420,6 @@ class ScheduledEngine:
         """Return the estimated number of decode steps until `now`."""
         return self.decode_steps + self.tokens_per_s * (now - self.decode_steps_at)
 
-    @property
-    def worst_case_tokens(self) -> int:
-        """The KV tokens that the engine's episodes will hold if every one of them grows to its maximum length."""
-        return sum(episode.max_context_tokens for episode in self.episodes.values())
-
     def update_rate(self, tokens: int, duration_s: float, now: float) -> None:
         """Include the speed of a turn that sampled `tokens` in `duration_s`."""
         if tokens > 0 and duration_s > 0:
@@ -438,7 +433,7 @@ _free_tokens = attrgetter("free_tokens")
 
 
 class Scheduler:
-    """Places turns by the policy `kv`. `max_context_tokens` bounds every episode's context.
+    """Places turns. `max_context_tokens` bounds every episode's context.
 
     `lengths` replaces the length model, for simulations that know the lengths.
     """
@@ -768,27 +763,3 @@ class Scheduler:
                 f"got {length}"
             )
         return episode
-
-
-class FifoScheduler(Scheduler):
-    """A base of simple policies: episodes are admitted in the order of their arrival, and stay on their engine."""
-
-    def rank(self, group: Hashable) -> tuple[float, ...]:
-        return (self._queue[group][0].arrival_index,)
-
-    def pick_next(self, episode: ScheduledEpisode, home: ScheduledEngine, now: float) -> ScheduledEngine:
-        return home
-
-
-class WorstCaseScheduler(FifoScheduler):
-    """Admits an episode only on an engine that has room even if all its episodes grow to their maximum length. This is
-    the paper's rule. The authors' code applies it by polling."""
-
-    def pick(self, episode: ScheduledEpisode, now: float) -> ScheduledEngine | None:
-        engine = min(self.up_engines, key=lambda engine: engine.worst_case_tokens - engine.kv_capacity)
-        fits = engine.worst_case_tokens + episode.max_context_tokens <= engine.kv_capacity
-        return engine if fits or not engine.forecast.num_episodes else None
-
-
-POLICIES: dict[str, Callable[[int], Scheduler]] = {"reserve_worst_case": WorstCaseScheduler, "kv": Scheduler}
-"""The class that makes the scheduler of a run, by the name of its policy."""

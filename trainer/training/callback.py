@@ -22,38 +22,51 @@ class TrainingDiverged(Exception):
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, context: TrainingContext, *, step_offset: int) -> None:
-        """`step_offset` plus the trainer's own step count is the training step of the run."""
-        self.stage, self.run_folder, self.step_offset = context.stage_dir.name, context.run_folder, step_offset
-        self._hardware = context.hardware
+    """Does this for SFT, whose loop is that of transformers."""
 
-    def metrics_from_logs(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """Return a step's metrics, computed from the values that the trainer has logged for it."""
-        logged = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
-        return {"learning_rate": self._learning_rate, **logged}
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A warm-up begins with a learning rate of 0, with which a step would have no effect. So each step uses the rate
-        # that the schedule has in the middle of the step.
-        schedule, groups = kwargs["lr_scheduler"], kwargs["optimizer"].param_groups
-        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            self._learning_rate = group["lr"] = base * factor(schedule.last_epoch + 0.5)
+        self._learning_rate = set_learning_rate(kwargs["optimizer"], kwargs["lr_scheduler"])
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **_: Any
     ) -> None:
-        step = self.step_offset + state.global_step
-        if diverged := [name for name in ("loss", "grad_norm") if not isfinite(logs.get(name, 0.0))]:  # on all ranks
-            raise TrainingDiverged(
-                f"{self.stage}, step {step}: {diverged[0]} is {logs[diverged[0]]}: expected a finite number; lower the "
-                "learning rate, in a new run folder. The last checkpoint has the weights of an earlier step"
-            )
-        if "loss" in logs and state.is_world_process_zero:  # the log at the end of the training has no loss
-            self.run_folder.append_metrics({"step": step, "stage": self.stage} | self.metrics_from_logs(logs))
+        if "loss" in logs:  # the log at the end of the training has none
+            logged = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
+            step = self._context.first_step + state.global_step
+            write_metrics(self._context, step, {"learning_rate": self._learning_rate, **logged})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        wait_for_ranks(self._hardware)  # until each rank has written its part
-        if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE_MARK).touch()
+        mark_checkpoint(self._context, state.global_step)
+
+
+def set_learning_rate(optimizer: Any, schedule: Any) -> float:
+    """Give the optimizer the rate that `schedule` has in the middle of the next step, and return this rate. A warm-up
+    begins with a learning rate of 0, with which a step would have no effect."""
+    rate = 0.0
+    for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        rate = group["lr"] = base * factor(schedule.last_epoch + 0.5)
+    return rate
+
+
+def write_metrics(context: TrainingContext, step: int, row: Mapping[str, float]) -> None:
+    """Write the row of a step of the run, on the first rank. Raise `TrainingDiverged` on all ranks if its loss or its
+    gradient is not finite."""
+    if diverged := [name for name in ("loss", "grad_norm") if not isfinite(row.get(name, 0.0))]:
+        raise TrainingDiverged(
+            f"{context.stage_dir.name}, step {step}: {diverged[0]} is {row[diverged[0]]}: expected a finite number; "
+            "lower the learning rate, in a new run folder. The last checkpoint has the weights of an earlier step"
+        )
+    if context.is_first_rank:
+        context.run_folder.append_metrics({"step": step, "stage": context.stage_dir.name, **row})
+
+
+def mark_checkpoint(context: TrainingContext, optimizer_steps: int) -> None:
+    """Mark the checkpoint after this number of optimizer steps as complete, once each rank has written its part."""
+    wait_for_ranks(context.hardware)
+    if context.is_first_rank:
+        Path(context.checkpoints_dir, f"checkpoint-{optimizer_steps}", COMPLETE_MARK).touch()

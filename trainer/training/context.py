@@ -99,7 +99,7 @@ class TrainingContext:
         num_ranks, is_sharded = distributed_state(self.hardware).num_processes, self.hardware.sharding == "full"
         micro_batch_rows = micro_batch_rows or rows // num_ranks
         return {
-            "output_dir": str(self._checkpoints_dir),
+            "output_dir": str(self.checkpoints_dir),
             "seed": self.seed,
             "per_device_train_batch_size": micro_batch_rows,
             "gradient_accumulation_steps": rows // (micro_batch_rows * num_ranks),
@@ -151,11 +151,11 @@ class TrainingContext:
 
     def latest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint of this stage."""
-        return latest_checkpoint(self._checkpoints_dir)
+        return latest_checkpoint(self.checkpoints_dir)
 
     def truncate_run(self, steps: int) -> None:
         """Delete the metrics and episodes after the stage's first `steps` steps; on the first rank only."""
-        if distributed_state(self.hardware).is_main_process:
+        if self.is_first_rank:
             self.run_folder.truncate_after(self.first_step + steps)
 
     def train(self, trainer: Trainer, checkpoint: Path | None) -> TrainedModel:
@@ -191,7 +191,11 @@ class TrainingContext:
             shutil.rmtree(old, ignore_errors=True)
 
     @property
-    def _checkpoints_dir(self) -> Path:
+    def is_first_rank(self) -> bool:
+        return bool(distributed_state(self.hardware).is_main_process)
+
+    @property
+    def checkpoints_dir(self) -> Path:
         return self.stage_dir / "checkpoints"
 
 

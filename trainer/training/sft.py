@@ -78,7 +78,7 @@ def train_sft(
             ),
             processing_class=AutoTokenizer.from_pretrained(context.model),
             peft_config=context.peft_config(),
-            callbacks=[MetricsCallback(context, step_offset=context.first_step)],
+            callbacks=[MetricsCallback(context)],
         )
     return context.train(trainer, checkpoint)
 

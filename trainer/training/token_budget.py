@@ -35,6 +35,8 @@ IMPORTANCE_RATIO_CAP = 2.0
 """Largest importance ratio of a token. TRL's default masks whole sequences instead, which zeroes most episodes of 8K to
 12K tokens."""
 
+LOSS_MEANS = ("logprob_diff_mean", "importance_ratio_mean", "computed_per_loss_token")
+"""Metrics of a step: sums over its passes, divided by the number of tokens in the loss."""
 RowEntropies = tuple[list[int], list[int], list[float | None]]
 """The prompt ids, the completion ids and the entropies of one row. There is one entropy per completion id, in nats. It
 is None for a token that is not in the loss."""
@@ -59,6 +61,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         self._on_entropies = on_entropies
         self.tokens_in_loss = 0
         """The number of tokens in the loss of the last step, on all ranks."""
+        self.loss_means: dict[str, float] = {}
+        """The metrics `LOSS_MEANS` of the last step, on all ranks."""
         self._entropies: list[RowEntropies] = []
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
@@ -67,7 +71,7 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         self.tokens_in_loss = int(inputs["num_items_in_batch"])
         passes = self._split_into_passes(inputs)
         earlier_loss = torch.zeros((), device=self.accelerator.device)
-        sums = torch.zeros(5, device=self.accelerator.device)
+        sums = torch.zeros(1 + len(LOSS_MEANS), device=self.accelerator.device)
         # With sharding, gradients are reduced after every pass, so that no rank keeps those of the whole model.
         is_sharded = bool(self.args.fsdp)
         for number, batch in enumerate(passes, 1):
@@ -77,7 +81,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
                 if not is_last:
                     self.accelerator.backward(loss)
                     earlier_loss += loss.detach()
-        self._log_sums(sums)
+        tokens, *totals = self.accelerator.reduce(sums).tolist()
+        self.loss_means = {name: total / max(1, tokens) for name, total in zip(LOSS_MEANS, totals, strict=True)}
         if self._on_entropies:
             rows, self._entropies = self._entropies, []
             self._on_entropies(rows)
@@ -87,8 +92,8 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         """Return this pass's part of the loss of the step (rStar2-Agent, arXiv 2508.20722, equation 3, without its
         clip: the ratio is 1 and only its gradient counts).
 
-        Adds five numbers to `sums`. Four are sums over the tokens in the loss: their number, log-probability
-        differences, importance ratios and entropies. The fifth is the number of positions of the pass.
+        Adds to `sums` the number of tokens in the loss, the sums of their log-probability differences and of their
+        importance ratios, and the number of positions of the pass.
         """
         ids_BL, mask_BL = _joined(batch)
         logps_BT, entropies_BT = self._score(model, ids_BL, mask_BL, batch)
@@ -97,7 +102,7 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
         importance_BT = difference_BT.exp().clamp(max=IMPORTANCE_RATIO_CAP)
         ratio_BT = (logps_BT - logps_BT.detach()).exp()
         loss_BT = -ratio_BT * batch["advantages"][:, None] * importance_BT
-        counted = (difference_BT.abs(), importance_BT, entropies_BT.detach())
+        counted = (difference_BT.abs(), importance_BT)
         if self._on_entropies:
             self._entropies += _row_entropies(batch, entropies_BT, mask_BT)
         sums += torch.stack([mask_BT.sum(), *((x * mask_BT).sum() for x in counted), sums.new_tensor(mask_BL.numel())])
@@ -135,18 +140,6 @@ class TokenBudgetTrainer(GRPOTrainer):  # type: ignore[misc]
             batch["tool_mask"] = torch.zeros_like(batch["completion_mask"])
             passes.append(batch)
         return passes
-
-    def _log_sums(self, sums: torch.Tensor) -> None:
-        """Log the means over the tokens in the loss of all ranks, under TRL's names for these means."""
-        tokens, difference, importance, entropy, positions = self.accelerator.reduce(sums).tolist()
-        totals = {
-            "sampling/sampling_logp_difference/mean": difference,
-            "sampling/importance_sampling_ratio/mean": importance,
-            "entropy": entropy,
-            "computed_per_loss_token": positions,
-        }
-        for name, total in totals.items():
-            self._metrics["train"][name].append(total / max(1, tokens))
 
 
 def pack_rows(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

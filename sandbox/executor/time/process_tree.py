@@ -301,7 +301,8 @@ class ProcessTree:
         read only after a new timeslice: without a new timeslice it cannot have changed."""
         known = self._previous_switches_by_thread.get(tid)
         if known is None or known[0] != timeslices:
-            known = timeslices, _read_voluntary_switches(path)
+            status = _read(f"{path}/status")
+            known = timeslices, int(status.partition(_VOLUNTARY_KEY)[2].split(None, 1)[0])
         self._switches_by_thread[tid] = known
         return known[1]
 
@@ -430,11 +431,6 @@ def _thread_ids(pid: int) -> list[int]:
         return [*map(int, os.listdir(f"/proc/{pid}/task"))]
     except OSError:
         return []
-
-
-def _read_voluntary_switches(path: str) -> int:
-    """Return how often a thread has given up its core by itself."""
-    return int(_read(f"{path}/status").partition(_VOLUNTARY_KEY)[2].split(None, 1)[0])
 
 
 def _age_s(stat: list[bytes]) -> float:

@@ -8,7 +8,8 @@ Invariants:
   iteration, and sends frames of up to `wire.MAX_FRAME_CALLS`.
 - Once the server drains, no call is dispatched. Waiting calls, and calls of an executor that dies, get `unavailable`
   with `Stopped` at once, so that their clients can send them to another server.
-- No task, timer or future belongs to a single call; a batch has at most one timer.
+- No task, timer or future belongs to a single call. A batch has at most one timer, and none if all of its calls were
+  sent at once and have no deadline.
 - The number of an executor is never used again after its removal.
 - The call table decides what happens to a call; this module has the clock, the executors and the counters.
 """
@@ -127,6 +128,8 @@ class Dispatcher:
         self._restarts_of_removed = 0
         self._expiry_timers: dict[Batch, tuple[float, asyncio.TimerHandle]] = {}
         """For each batch: the time of the expiry, and the timer that is set for it."""
+        self._submitted: list[Batch] = []
+        """Batches that were admitted since the last `_dispatch`."""
         self._is_dispatch_scheduled = False
         self._idle = asyncio.Event()
         self._last_ready_at = 0.0
@@ -283,7 +286,7 @@ class Dispatcher:
         for call in batch.calls:
             _check_frame_size(call)
         self.call_table.admit(batch, monotonic())
-        self._arm_expiry_timer(batch)
+        self._submitted.append(batch)
         self._schedule_dispatch()
 
     def cancel(self, batch: Batch) -> None:
@@ -399,11 +402,18 @@ class Dispatcher:
             self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Send frames of calls until all windows are full, each time to the executor with the largest free window."""
+        """Send waiting calls to the executors, and set timers for those batches whose calls still wait."""
         self._is_dispatch_scheduled = False
         if self.is_draining:
             self._stop_waiting_calls()
-            return
+        else:
+            self._send_waiting_calls()
+        submitted, self._submitted = self._submitted, []
+        for batch in submitted:
+            self._arm_expiry_timer(batch)
+
+    def _send_waiting_calls(self) -> None:
+        """Send frames of calls until all windows are full, each time to the executor with the largest free window."""
         max_per_tenant = self._max_per_tenant()
         send_frame = functools.partial(self._send_frame, max_per_tenant)
         # `any` stops at the first executor that accepted a frame; the next iteration compares the windows again.

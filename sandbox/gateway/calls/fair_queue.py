@@ -13,7 +13,7 @@ Invariants:
   for it, because it was within them when it was first popped. It gets no reserved place, a place at an executor that
   only a first call gets (`request_queue`).
 - The cost of a step does not depend on how many calls or tenants wait. `pop` searches the priorities in use (at most
-  201, `types.PRIORITY`) and the distinct numbers of running calls per tenant. With N running calls there are about
+  201, `types.PRIORITY_RULE`) and the distinct numbers of running calls per tenant. With N running calls there are about
   sqrt(2N) distinct numbers, because 1 + 2 + ... + k may not exceed N. A change of the number of a tenant's running
   calls visits the priorities in which the tenant has calls.
 - No clock and no I/O.

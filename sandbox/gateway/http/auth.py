@@ -30,6 +30,12 @@ tenants."""
 PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
+def owner_name(owner: Tenant | None) -> str:
+    """Return the name of the tenant of a request's token. It is empty for the server's token, and on a server without
+    tenants."""
+    return "" if owner is None else owner.name
+
+
 def auth_middleware(dispatcher: Dispatcher) -> Middleware:
     """Return the middleware that checks each request and stores the tenant of its token under the key `TENANT`."""
     config = dispatcher.config

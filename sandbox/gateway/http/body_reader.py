@@ -21,7 +21,7 @@ from typing import Self
 from aiohttp import web
 
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.auth import TENANT, owner_name
 from sandbox.gateway.http.codec import CHUNK_BYTES
 from sandbox.gateway.http.errors import HttpError
 from sandbox.settings.tenants import Tenant
@@ -52,7 +52,7 @@ class ByteBudget:
     def reserve(self, owner: Tenant | None, size: int, what: str) -> None:
         """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. `what` says for the
         message what the bytes are."""
-        name = "" if owner is None else owner.name
+        name = owner_name(owner)
         maximum = self.maximum(owner)
         if self._held[name] + size > maximum:
             raise HttpError(
@@ -64,7 +64,7 @@ class ByteBudget:
 
     def release(self, owner: Tenant | None, size: int) -> None:
         """Subtract `size` from the bytes that a tenant holds."""
-        name = "" if owner is None else owner.name
+        name = owner_name(owner)
         self._held[name] -= size
         if not self._held[name]:
             del self._held[name]
@@ -124,7 +124,8 @@ class BodyReader:
                 raise self._too_long(len(first), max_bytes)
             reservation.grow(len(first))
             return first
-        body: io.BytesIO | None = None  # it grows without copies, and many small chunks take no more memory than one
+        body = io.BytesIO()  # it grows without copies, and many small chunks take no more memory than one
+        body.write(first)
         size = len(first)
         loop = asyncio.get_running_loop()
         try:
@@ -136,20 +137,14 @@ class BodyReader:
                     if size > max_bytes:
                         raise self._too_long(size, max_bytes)
                     reservation.grow(size)
-                    if not first:
-                        first = chunk
-                    else:
-                        if body is None:
-                            body = io.BytesIO()
-                            body.write(first)
-                        body.write(chunk)
+                    body.write(chunk)
         except TimeoutError:
             raise HttpError(
                 408,
                 f"the body stopped after {size} bytes: expected the rest, or {CHUNK_BYTES} bytes more, within "
                 f"{self.stall_s:g} s; send it faster, or start the server with a larger --stall-s",
             ) from None
-        return first if body is None else body.getvalue()
+        return body.getvalue()
 
     def _too_long(self, size: int, max_bytes: int) -> HttpError:
         advice = "send smaller batches, or start the server with a larger --body-mb"

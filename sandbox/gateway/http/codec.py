@@ -76,11 +76,11 @@ def body_type(request: web.Request) -> str:
     raise HttpError(415, f"Content-Type is {sent!r:.80}, expected {JSON} or {MSGPACK}")
 
 
-def response_type(request: web.Request, sent: str, offered: tuple[str, ...]) -> str:
-    """Return the first of the `offered` types that `Accept` names, else the type that was `sent`."""
+def response_type(request: web.Request, default: str, offered: tuple[str, ...]) -> str:
+    """Return the first of the `offered` types that `Accept` names, else `default`, the type of the request's body."""
     accept = request.headers.get("Accept", "")
     accepted = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
-    return next((content_type for content_type in offered if content_type in accepted), sent)
+    return next((content_type for content_type in offered if content_type in accepted), default)
 
 
 def encode(value: object, content_type: str) -> bytes:

@@ -16,7 +16,7 @@ from aiohttp import web
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
-from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.auth import TENANT, owner_name
 from sandbox.gateway.http.body_parser import BodyParser
 from sandbox.gateway.http.body_reader import BodyReader, Reservation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
@@ -71,8 +71,8 @@ class AdmittedBatch:
             await submit(request, batch)
         status = 400 if malformed == len(batch.results) else 200
         if malformed:
-            owner, counters = request[TENANT], app[DISPATCHER].counters
-            counters.count_calls(Status.INVALID.value, owner.name if owner is not None else "", malformed)
+            counters = app[DISPATCHER].counters
+            counters.count_calls(Status.INVALID.value, owner_name(request[TENANT]), malformed)
             if status == 400:
                 counters.refused[status] += 1
         return batch, content_type, status

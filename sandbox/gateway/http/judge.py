@@ -20,7 +20,7 @@ from aiohttp import web
 from sandbox.errors import InvalidCall, RequestRefused, first_error
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http import codec, exchange
-from sandbox.gateway.http.auth import TENANT
+from sandbox.gateway.http.auth import TENANT, owner_name
 from sandbox.gateway.http.body_reader import ByteBudget, Reservation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON, Json
 from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
@@ -297,8 +297,7 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
         parsed = form.parsed
         await request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
         if malformed := len(parsed.results.results) - len(parsed.programs):
-            tenant = owner.name if owner is not None else ""
-            dispatcher.counters.count_calls(Status.INVALID.value, tenant, malformed)
+            dispatcher.counters.count_calls(Status.INVALID.value, owner_name(owner), malformed)
         if not parsed.programs:
             dispatcher.counters.refused[400] += 1
         yield parsed, content_type

@@ -21,9 +21,9 @@ from sandbox.gateway.observe.history import PERCENTILES
 from sandbox.judging.answers import OPTION_FIELDS
 from sandbox.types import (
     CALL_FIELDS,
-    DEADLINE,
+    DEADLINE_RULE,
     LIMIT_FIELDS,
-    PRIORITY,
+    PRIORITY_RULE,
     Call,
     CallError,
     DocumentedEnum,
@@ -190,7 +190,7 @@ def schemas() -> dict[str, Schema]:
         "calls": _field("array", BATCH_FIELDS["calls"], minItems=1, items=reference("Call")),
         "defaults": {**reference("Defaults"), "description": BATCH_FIELDS["defaults"]},
         "queue_timeout_s": timeout,
-        "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE)),
+        "deadline_s": _field("number", BATCH_FIELDS["deadline_s"], **_range(DEADLINE_RULE)),
     }
     ready = {
         "status": _field("string", "ready; anything else is an HTTP error"),
@@ -233,8 +233,8 @@ def call_schema() -> Schema:
     """Return the schema of a call."""
     schema = _schema_of_dataclass(Call, CALL_FIELDS)
     properties = schema["properties"]
-    properties["priority"] |= _range(PRIORITY)
-    properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE))
+    properties["priority"] |= _range(PRIORITY_RULE)
+    properties["deadline_s"] = _field("number", CALL_FIELDS["deadline_s"], **_range(DEADLINE_RULE))
     properties["env"]["propertyNames"] = {"pattern": f"^{VARIABLE_NAME.pattern}$"}
     text = input_schema("a file that is text", {"text": _field("string", "the text, as UTF-8 in the file")}, "text")
     properties["files"]["additionalProperties"] = {"anyOf": [_schema_of_hint(bytes), text]}

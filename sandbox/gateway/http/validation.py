@@ -27,7 +27,7 @@ from sandbox.settings.profiles import check_profile
 from sandbox.settings.server import ServeConfig
 from sandbox.settings.tenants import Tenant
 from sandbox.types import (
-    DEADLINE,
+    DEADLINE_RULE,
     EncodedCall,
     Profile,
     check_call,
@@ -41,7 +41,7 @@ BATCH_FIELDS: dict[str, str] = {
     "calls": "the calls; results are in the same order",
     "defaults": "values for fields that a call omits",
     "queue_timeout_s": "seconds that a call may wait for a slot, at most the server's --queue-timeout-s",
-    "deadline_s": f"{DEADLINE.doc}; of this and the call's own deadline_s the earlier one counts",
+    "deadline_s": f"{DEADLINE_RULE.doc}; of this and the call's own deadline_s the earlier one counts",
 }
 VERIFY_FIELDS: dict[str, str] = {
     "pairs": "the pairs of a right answer and an answer to check; verdicts are in the same order",
@@ -199,7 +199,9 @@ class BatchForm(CallsForm):
         calls = check_items(raw.get("calls"), "batch.calls", "call", config.batch_calls)
         defaults = check_defaults(raw.get("defaults"))
         timeout_s = check_queue_timeout(raw.get("queue_timeout_s"), "batch", config.queue_timeout_s)
-        deadline_s = check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE) if "deadline_s" in raw else math.inf
+        deadline_s = (
+            check_number(raw["deadline_s"], "batch.deadline_s", DEADLINE_RULE) if "deadline_s" in raw else math.inf
+        )
         yield BatchHead(len(calls), timeout_s, deadline_s, defaults)
         yield from self._check_all(
             calls, lambda item, index: _check_call(item, f"calls[{index}]", config, self.owner, defaults)

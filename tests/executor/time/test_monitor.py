@@ -211,14 +211,12 @@ async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     FakeScheduler(monkeypatch, delay_share=0.0)  # replaces the samples of /proc from now on
-    windows: list[int] = []
     async with driven_executor(monkeypatch, zygote_pools=1, slots=2, long_slots=3, profiles=("bare",)) as driver:
-        driver.executor.on_window_changed = windows.append
         endless = driver.submit(*["outlast"] * 3, limits=Limits(timeout_s=1000.0))
         assert [result.status for result in await driver.run("ok", "ok", "ok")] == [Status.OK] * 3
         await trio.sleep(10)
         assert short_and_long(driver) == (0, 3)
-        assert windows == [5, 6, 7], "two calls for each short slot, and one for each long call"
+        assert driver.windows == [5, 6, 7], "two calls for each short slot, and one for each long call"
         demoted: set[ProcessTree] = set()
 
         def record_demotion(_self: CpuPriority, tree: ProcessTree, _cgroup: object, is_demoted: bool) -> None:
@@ -243,7 +241,7 @@ async def test_long_calls_leave_short_slots_until_the_long_slots_are_used_up(
             driver.executor.cancel(seq)
         await driver.run("ok")
         await trio.testing.wait_all_tasks_blocked()
-        assert windows[-1] == driver.executor.window == 4
+        assert driver.windows[-1] == driver.executor.window == 4
 
 
 def short_and_long(driver: ExecutorDriver) -> tuple[int, int]:

@@ -202,14 +202,26 @@ async def test_a_call_that_waits_too_long_is_unavailable() -> None:
 
 
 async def test_a_requeued_call_has_the_whole_queue_timeout_again() -> None:
-    """The timer of the first wait fires before the second wait is over, so a second timer must follow."""
+    """The third call waits from the start, so the timer of the batch fires first for this call. The other two wait
+    later, so a second timer must follow."""
     async with serving(FakeFleet(slots=1, start_reactions=("ready", "silent"))) as served:
-        response = asyncio.create_task(served.post("/v1/execute", {"code": "hang", "queue_timeout_s": 0.05}))
-        await until(lambda: bool(served.fleet.last_executor.calls))
-        await asyncio.sleep(0.03)
+        batch = {**make_batch(*["hang"] * 3), "queue_timeout_s": 0.05}
+        response = asyncio.create_task(served.post("/v1/batch", batch))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
         served.fleet.last_executor.exit()
-        _, result = await response
-        assert (result["error"]["type"], result["attempts"]) == ("QueueTimeout", 1)
+        _, body = await response
+        assert [(result["error"]["type"], result["attempts"]) for result in body["results"]] == [
+            ("QueueTimeout", 1), ("QueueTimeout", 1), ("QueueTimeout", 0),
+        ]  # fmt: skip
+
+
+async def test_a_batch_whose_calls_are_all_sent_has_no_timer() -> None:
+    async with serving(FakeFleet(slots=1)) as served:
+        response = asyncio.create_task(served.post("/v1/batch", make_batch("hang", "hang")))
+        await until(lambda: len(served.fleet.last_executor.calls) == 2)
+        assert not served.dispatcher._expiry_timers, "a timer is set although no call waits"
+        served.fleet.last_executor.finish(1, 2)
+        await response
 
 
 async def test_running_calls_finish_during_the_drain() -> None:

@@ -58,7 +58,7 @@ async def test_the_errors_of_a_malformed_body_equal_the_recorded_errors_of_fasta
 
 
 @pytest.mark.asyncio
-async def test_the_response_in_the_documentation_is_a_real_one() -> None:
+async def test_the_documented_response_to_a_malformed_body_is_that_of_the_server() -> None:
     document = (Path(__file__).parents[3] / "docs/compatibility.md").read_text()
     body = {"type": "python", "solution": 5}
     async with serving() as served:
@@ -85,7 +85,7 @@ async def test_the_submissions_of_a_batch_with_a_malformed_field_are_not_checked
 
 
 @pytest.mark.asyncio
-async def test_a_body_that_is_no_json_has_an_error_of_fastapi() -> None:
+async def test_a_body_that_is_no_json_is_answered_with_the_error_of_fastapi() -> None:
     async with serving() as served:
         status, answer = await served.post("/run_code", b"{", Content_Type="application/json")
     (error,) = answer["detail"]
@@ -125,7 +125,7 @@ def test_the_name_of_an_option_in_the_path_to_an_error_is_cut() -> None:
     assert caught.value.errors[0]["loc"] == ["body", "options", "n" * MAX_INPUT_CHARS]
 
 
-def test_only_the_first_errors_are_listed_and_their_inputs_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_errors_only_the_first_are_listed_and_their_inputs_described(monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[object] = []
     monkeypatch.setattr(fastapi_bodies, "shown", lambda value: described.append(value) or "")
     with pytest.raises(MalformedBody) as caught:
@@ -135,7 +135,7 @@ def test_only_the_first_errors_are_listed_and_their_inputs_described(monkeypatch
     assert len(described) == len(caught.value.errors) == MAX_ERRORS
 
 
-def test_lone_surrogates_are_text() -> None:
+def test_a_text_with_a_lone_surrogate_is_accepted() -> None:
     assert validate(CodeJudgeSubmission, {**PROGRAM, "solution": "\ud800", "input": "\udfff"}).solution == "\ud800"
     assert validate(SandboxFusionCode, {"code": "\ud800", "files": {"\ud800": ""}}).code == "\ud800"
     assert validate(CodeJudgeBatch, {"submissions": ["\ud800"], "sub_id": "\ud800"}).sub_id == "\ud800"

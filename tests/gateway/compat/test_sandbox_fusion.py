@@ -39,9 +39,10 @@ DIFFERENT = {
     "cells_system_exit", "cells_timeout",
 }  # fmt: skip
 """Names of the requests that the two services answer differently. docs/compatibility.md lists them."""
-DIFFERENT_AS_INIT = {"abort", "kills_itself", "alarm"}
-"""Names of the requests whose answers differ if a call is the first process of its PID namespace. At other isolation
-levels their answers are equal."""
+DIFFERENT_AS_FIRST_PROCESS = {"abort", "kills_itself", "alarm"}
+"""Names of the requests whose answers differ from those of SandboxFusion if the process of a call is the first one of
+its PID namespace: the kernel drops the signals by which this code ends itself. At the isolation levels without a PID
+namespace for each call, the answers are equal."""
 VERL = os.environ.get("RSTAR_VERL")
 
 
@@ -55,13 +56,15 @@ async def url() -> AsyncIterator[str]:
 def test_the_response_equals_the_recorded_response_of_sandbox_fusion(name: str, url: str) -> None:
     route, body = REQUESTS[name]
     answer, recorded = comparable(post(url + route, body)), RECORD["answers"][name]
-    if name not in DIFFERENT_AS_INIT:
+    if name not in DIFFERENT_AS_FIRST_PROCESS:
         assert (answer == recorded) == (name not in DIFFERENT), (answer, recorded)
 
 
-def test_every_difference_is_documented() -> None:
+def test_every_difference_to_sandbox_fusion_is_documented() -> None:
     document = (Path(__file__).parents[3] / "docs/compatibility.md").read_text()
-    assert [name for name in sorted(DIFFERENT | DIFFERENT_AS_INIT) if f"`{name}`" not in document] == []
+    different = sorted(DIFFERENT | DIFFERENT_AS_FIRST_PROCESS)
+    missing = [name for name in different if f"`{name}`" not in document]
+    assert not missing, f"docs/compatibility.md does not explain {missing}"
 
 
 def test_the_cells_before_an_endless_cell_keep_their_results(url: str) -> None:
@@ -92,7 +95,7 @@ def test_a_cell_may_replace_standard_output(url: str) -> None:
     assert shown == [("", [], []), ("", [{"text/plain": "2"}], []), ("3\n", [], [])]
 
 
-def test_an_exception_of_any_kind_does_not_end_the_notebook(url: str) -> None:
+def test_a_cell_that_raises_any_exception_does_not_end_the_notebook(url: str) -> None:
     cell = "class E(BaseException):\n    def __str__(self):\n        raise ValueError\nraise E"
     answer = post(f"{url}/run_jupyter", {"cells": [cell, "raise GeneratorExit", "def f():\n    f()\nf()", "1"]})
     assert [[error["ename"] for error in cell["error"]] for cell in answer["cells"]] == [
@@ -110,7 +113,7 @@ def test_figures_are_displayed_as_png(url: str) -> None:
     assert second["display"] == [{"text/plain": "1"}]
 
 
-def test_cells_may_contain_any_characters(url: str) -> None:
+def test_cells_with_any_characters_run_or_get_an_error_of_python(url: str) -> None:
     cells = ["'''a'''", "r'\\d' + \"'\" + '\\\\'", "x = 1\r\nx", "'\ud800'", "'é\f'", "'a\0b'", "'\\''", "# '''\\"]
     answer = post(f"{url}/run_jupyter", {"cells": cells})
     shown = [cell["display"][0]["text/plain"] if cell["display"] else None for cell in answer["cells"]]
@@ -144,7 +147,9 @@ def test_verl_computes_the_scores_that_it_computes_with_sandbox_fusion(url: str)
         ("while True: pass", "timeout", "TimeLimitExceeded", ""),
     ],
 )
-def test_verls_tool_gets_the_output(url: str, code: str, status: str, run_status: str, output: str) -> None:
+def test_the_tool_of_verl_gets_the_output_of_its_code(
+    url: str, code: str, status: str, run_status: str, output: str
+) -> None:
     assert VERL is not None
     process_single_case = import_reward(Path(VERL)).utils._process_single_case
     _, metadata = process_single_case(0, None, None, f"{url}/run_code", code, 2, 1024, "python")
@@ -196,7 +201,7 @@ class TestSdk:
 
 
 @pytest.mark.asyncio
-async def test_an_answer_fits_its_schema() -> None:
+async def test_each_response_fits_its_schema() -> None:
     async with serving() as served:
         _, run = await served.post("/run_code", {"code": "print(1)", "fetch_files": ["a"], "files": {"a": "aGk="}})
         _, notebook = await served.post("/run_jupyter", {"cells": []})
@@ -213,7 +218,7 @@ async def test_an_answer_fits_its_schema() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("language", sorted({*get_args(Language)} - {"python"}))
-async def test_another_language_is_no_failed_program(language: str) -> None:
+async def test_code_in_another_language_is_answered_with_sandbox_error(language: str) -> None:
     async with serving() as served:
         status, answer = await served.post("/run_code", {"code": "x", "language": language})
         assert not served.fleet.executors[0].calls
@@ -255,7 +260,7 @@ MALFORMED: list[tuple[str, Any, str, list[Any]]] = [  # route, body, type and pl
 
 
 @pytest.mark.asyncio
-async def test_a_malformed_body_is_a_422_with_the_place_of_the_error() -> None:
+async def test_a_malformed_body_is_answered_with_422_and_the_place_of_the_error() -> None:
     async with serving() as served:
         for route, body, kind, place in MALFORMED:
             status, answer = await served.post(route, body)
@@ -277,7 +282,7 @@ async def test_a_malformed_body_is_a_422_with_the_place_of_the_error() -> None:
         ({}, ["\ud800"], "fetch_files: expected a relative path"),
     ],
 )
-async def test_a_wrong_path_or_content_is_a_422_with_a_message(
+async def test_a_file_with_a_wrong_path_or_content_is_answered_with_422_and_a_message(
     files: Any, fetch_files: list[str], message: str
 ) -> None:
     async with serving() as served:
@@ -305,7 +310,7 @@ async def test_a_whole_number_may_have_a_decimal_point() -> None:
 
 
 @pytest.mark.asyncio
-async def test_cells_have_the_length_of_a_program_together() -> None:
+async def test_cells_that_are_together_longer_than_a_program_are_answered_with_422() -> None:
     body = json.dumps({"cells": ["'" * (3 << 20)] * 2}).encode()
     async with serving() as served:
         status, answer = await served.post("/run_jupyter", body, Content_Type="application/json")
@@ -351,7 +356,7 @@ async def test_each_end_of_a_call_has_a_status_and_a_return_code_of_sandbox_fusi
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("route", ["/run_code", "/run_jupyter"])
-async def test_a_failure_of_the_service_is_a_504_which_verl_sends_again(
+async def test_a_call_that_the_service_failed_to_run_is_answered_with_504(
     route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"code": "x", "cells": []}
@@ -387,7 +392,7 @@ async def test_verl_sends_a_call_again_that_the_service_lost(monkeypatch: pytest
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("error_type", ["ResultTooLarge", "Poison"])
-async def test_a_failure_that_would_come_again_is_a_sandbox_error(
+async def test_a_failure_that_another_try_cannot_mend_is_answered_with_sandbox_error(
     error_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = CallError(error_type, "too large")
@@ -413,7 +418,7 @@ CELL = '{"stdout": "", "stderr": "", "display": [], "error": []}'
         CELL.replace('"error": []', '"error": [{"ename": 1, "evalue": "", "traceback": []}]'),
     ],
 )  # fmt: skip
-def test_results_of_cells_end_before_a_malformed_line(line: str) -> None:
+def test_the_results_of_cells_after_a_malformed_line_are_dropped(line: str) -> None:
     assert decode_cells(f"{CELL}\n{line}\n{CELL}\n", 3) == [json.loads(CELL)]
 
 
@@ -422,10 +427,10 @@ def test_results_with_too_many_values_are_not_decoded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sandbox_fusion.json, "loads", decoded.append)
     for value in ("[],", "{},", "1,", '"",', "["):
         assert decode_cells("[" + value * sandbox_fusion.MAX_CELL_VALUES + "1]", 1) == []
-    assert decoded == []
+    assert not decoded, f"{len(decoded)} texts with too many values were decoded"
 
 
-def test_the_bound_of_values_is_for_all_cells_together() -> None:
+def test_the_results_of_cells_after_too_many_values_are_dropped() -> None:
     values = sum(map(CELL.count, "[{,"))
     cells = decode_cells(f"{CELL}\n" * sandbox_fusion.MAX_CELL_VALUES, sandbox_fusion.MAX_CELL_VALUES)
     assert len(cells) == sandbox_fusion.MAX_CELL_VALUES // values
@@ -439,11 +444,11 @@ def test_text_that_looks_like_json_with_many_values_is_returned_unchanged(url: s
     assert len(answer["cells"][0]["display"][0]["text/plain"]) == 480_002
 
 
-def test_there_are_no_more_results_than_cells() -> None:
+def test_results_beyond_the_number_of_cells_are_dropped() -> None:
     assert len(decode_cells(f"{CELL}\n" * 10, 2)) == 2
 
 
-def test_the_password_of_a_url_is_the_token() -> None:
+def test_the_password_in_a_url_is_accepted_as_the_token_except_from_web_pages() -> None:
     async def run() -> list[int]:
         import requests
 
@@ -459,7 +464,7 @@ def test_the_password_of_a_url_is_the_token() -> None:
     assert asyncio.run(run()) == [200, 401, 401, 401, 401]
 
 
-def test_the_routes_of_datasets_do_not_exist(url: str) -> None:
+def test_the_dataset_routes_of_sandbox_fusion_are_answered_with_404(url: str) -> None:
     for route in ("/submit", "/get_prompts", "/get_prompt_by_id", "/get_metrics", "/common_evaluate_batch"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             post(url + route, {})

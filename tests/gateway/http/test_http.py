@@ -7,12 +7,14 @@ import base64
 import gzip
 import json
 import struct
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import msgpack
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
-from sandbox.gateway.http import codec
+from sandbox.gateway.http import codec, exchange
 from sandbox.types import Limits
 from tests.gateway.serving import serving, until
 
@@ -367,3 +369,10 @@ async def test_metrics_are_prometheus_text() -> None:
     assert 'rstar_sandbox_executor_zygote_restarts_total{executor="0"} 2.0' in lines
     assert 'rstar_sandbox_executor_zygotes{executor="0",name="bare"} 3.0' in lines
     assert "# TYPE rstar_sandbox_executor_zygote_restarts_total counter" in lines
+
+
+async def test_the_head_of_a_response_is_sent_together_with_its_body() -> None:
+    request = make_mocked_request("POST", "/v1/execute")
+    response = exchange._WholeResponse(headers={"Content-Length": "2"})
+    writer = await response.prepare(request)
+    assert not cast(Mock, writer).send_headers.called, "the head is sent before the body, in a packet of its own"

@@ -34,11 +34,6 @@ def short_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "MIN_RETRY_DELAY_S", 0.001)
 
 
-def groups(num_samples: int = 2) -> list[list[Episode]]:
-    """The groups of a step, in an order that is not that of the ids."""
-    return [[Episode(problem, sample) for sample in range(num_samples)] for problem in reversed(PROBLEMS)]
-
-
 class Engines(NoEngines):
     """Engines that load all weights, except for those that are down."""
 
@@ -56,9 +51,7 @@ async def collect(
         config = CollectConfig(samples_per_problem=1, **limits)
         collector = ClusterCollector(executor, engines or Engines(), config, path)
         await collector.sync_weights({}, version)
-        collected = await collector.collect_groups(groups(), seed=seed)
-    assert all(collected)
-    return [group for group in collected if group]
+        return await collector.collect(PROBLEMS[::-1], 2, seed=seed)  # in an order that is not that of the ids
 
 
 async def test_groups_come_in_order_with_the_version_of_the_last_sync(tmp_path: Path) -> None:

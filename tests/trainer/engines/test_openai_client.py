@@ -36,7 +36,7 @@ def encode(text: str) -> list[int]:
 (END_ID,) = encode(END)
 (OTHER_END_ID,) = encode("<|endoftext|>")
 PROMPT = encode("<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n")
-SAMPLING = SamplingParams(64, stop_ids=(END_ID, OTHER_END_ID), seed=(1 << 40) + 5, request_id="a")
+SAMPLING = SamplingParams(64, stop_ids=(END_ID, OTHER_END_ID), seed=(1 << 40) + 5)
 ANSWER_IDS = (*encode(TEXT), END_ID)
 
 
@@ -71,7 +71,7 @@ async def test_a_turn_is_sent_as_text_and_its_answer_encoded_with_an_end_token()
     async with client_of(server) as engine:
         generation = await engine.generate(PROMPT, SAMPLING)
     assert generation.ids == ANSWER_IDS
-    assert (generation.logprobs, generation.has_stop_token, generation.is_aborted) == (None, True, False)
+    assert (generation.logprobs, generation.has_stop_token) == (None, True)
     assert generation.engine == engine.name == engine.url
     assert server.bodies == [
         {
@@ -315,7 +315,7 @@ async def test_logprobs_that_were_not_requested_are_not_used():
         assert (await engine.generate(PROMPT, SAMPLING)).logprobs is None
 
 
-# --- refusals, failures, aborts ---
+# --- refusals, failures ---
 
 
 def refusing(statuses, **headers):
@@ -414,24 +414,19 @@ async def test_a_server_that_has_ended_is_an_engine_error():
     await engine.close()
 
 
-async def test_an_aborted_or_cancelled_request_is_dropped_in_the_server():
+async def test_a_cancelled_request_is_dropped_in_the_server():
     server = FakeOpenAI(lambda *_: TEXT, before_answer=asyncio.Event().wait)
     async with client_of(server) as engine:
-        aborted = asyncio.create_task(engine.generate(PROMPT, SAMPLING))
-        cancelled = asyncio.create_task(engine.generate(PROMPT, SamplingParams(8, stop_ids=(END_ID,), request_id="b")))
-        for _ in range(2):
-            await server.started.acquire()
-        await engine.abort(["a", "unknown"])
-        generation = await aborted
-        assert (generation.ids, generation.logprobs, generation.is_aborted) == ((), (), True)
+        cancelled = asyncio.create_task(engine.generate(PROMPT, SamplingParams(8, stop_ids=(END_ID,))))
+        await server.started.acquire()
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         for _ in range(100):
-            if server.num_dropped == 2:
+            if server.num_dropped == 1:
                 break
             await asyncio.sleep(0.02)
-        assert server.num_dropped == 2
+        assert server.num_dropped == 1
 
 
 async def test_the_capacity_is_max_num_seqs_and_there_are_no_stats_and_no_scores():

@@ -108,25 +108,6 @@ async def test_an_engine_works_after_a_cancelled_request(engine):
 
 
 @shares_engine
-async def test_an_aborted_generation_is_marked_and_can_be_continued(engine):
-    """Send five requests, one after the other. Each continues the ids of the request before, and the first four are
-    aborted."""
-    ids, logprobs, request_ids = list(PROMPT), [], iter("abcde")
-    while tokens_left := len(PROMPT) + 200 - len(ids):
-        request_id = next(request_ids)
-        sampling = SamplingParams(tokens_left, seed=1, request_id=request_id)
-        generating = asyncio.create_task(engine.generate(ids, sampling))
-        await asyncio.sleep(0)
-        if request_id != "e":
-            await engine.abort([request_id, "unknown"])
-        generation = await generating
-        assert generation.is_aborted == (len(generation.ids) < tokens_left)
-        assert not generation.has_stop_token
-        ids, logprobs = [*ids, *generation.ids], [*logprobs, *generation.logprobs]
-    assert (await engine.logprobs(ids))[len(PROMPT) - 1 :] == pytest.approx(logprobs, abs=1e-3)
-
-
-@shares_engine
 async def test_many_concurrent_requests_are_all_answered(engine):
     rng = random.Random(0)
     prompts = [[rng.randrange(50) for _ in range(rng.randint(1, 30))] for _ in range(20)]
@@ -337,50 +318,3 @@ async def test_the_models_generation_config_has_no_effect():
     fixed |= {"cache_salt": "version 0"}
     requested = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 3, "stop_token_ids": [8], "logprobs": 0}
     assert body == {"prompt": [1], **fixed, **requested}
-
-
-@pytest.mark.asyncio
-async def test_an_abort_is_sent_again_until_the_server_has_the_request():
-    class LateEngine(MarkovEngine):
-        """Ignores the first two aborts, as if the request had not arrived yet."""
-
-        num_aborts = 0
-
-        async def abort(self, request_ids):
-            self.num_aborts += 1
-            if self.num_aborts == 3:
-                await super().abort(request_ids)
-
-    late_engine = LateEngine()
-    late_engine.before_generate = late_engine.wait_for_abort
-    async with client_of(FakeVllm(late_engine)) as engine:
-        tasks = [
-            asyncio.create_task(engine.generate(PROMPT, SamplingParams(20, seed=1, request_id=request_id)))
-            for request_id in ("aborted", "other")
-        ]
-        for _ in tasks:
-            await late_engine.waiting_semaphore.acquire()
-        await engine.abort(["aborted"])
-        aborted, other = await asyncio.gather(*tasks)
-    assert (aborted.is_aborted, other.is_aborted) == (True, False)
-    assert aborted.ids == other.ids[: late_engine.tokens_at_abort]
-    assert late_engine.num_aborts == 3
-
-
-@pytest.mark.asyncio
-async def test_a_request_that_waits_for_a_connection_is_aborted_in_the_client(monkeypatch):
-    monkeypatch.setattr("trainer.engines.vllm_client.MAX_CONNECTIONS", 1)
-    table_engine = MarkovEngine()
-    table_engine.before_generate = table_engine.wait_for_abort
-    async with client_of(FakeVllm(table_engine)) as engine:
-        tasks = [
-            asyncio.create_task(engine.generate(PROMPT, SamplingParams(9, seed=1, request_id=request_id)))
-            for request_id in ("first", "second")
-        ]
-        await table_engine.waiting_semaphore.acquire()
-        await engine.abort(["first", "second"])
-        first, second = await asyncio.gather(*tasks)
-    assert len(first.ids) == table_engine.tokens_at_abort
-    assert second.is_aborted
-    assert second.ids == ()
-    assert len(table_engine.requests) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from trainer.episodes.chat_format import (
     rstar2_format,
     tokenizer_format,
 )
+from trainer.episodes.chat_template import CHATML_TOOLS_FILE
 from trainer.episodes.template_checks import REASONING
 from trainer.episodes.turn_parser import parse_turn
 
@@ -53,12 +55,18 @@ def changed_qwen(old, new):
     return new.join(template.rsplit(old, 1))
 
 
+def chatml_tools(system_prompt=""):
+    return from_template(CHATML_TOOLS_FILE.read_text(encoding="utf-8"), system_prompt)
+
+
+CALL = {"type": "function", "function": {"name": "run", "arguments": {"code": "print(1)"}}}
 FORMATS = {
     "rstar2": (rstar2,),
     "rstar2, system prompt": (rstar2, SYSTEM_PROMPT),
     "qwen2_5": (released, "qwen2_5"),
     "qwen2_5, system prompt": (released, "qwen2_5", SYSTEM_PROMPT),
     "qwen3_training": (released, "qwen3_training"),
+    "chatml-tools": (chatml_tools,),
     "template, thinking": (thinking,),
     "template, empty thoughts": (released, THINKING_TEMPLATE, SYSTEM_PROMPT),
 }
@@ -246,6 +254,29 @@ def test_released_templates_that_cannot_be_used_are_refused(name, error_message)
         released(name)
 
 
+def test_the_shipped_template_writes_the_tokens_of_qwen2_5():
+    """Both have the same texts, so a model without tools learns the format that others know."""
+    messages = [
+        {"role": "system", "content": "You are brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "Python.", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    templates = (CHATML_TOOLS_FILE.read_text(encoding="utf-8"), released_template("qwen2_5"))
+    for count, tools in product(range(2, len(messages) + 1), (None, [TOOL_SCHEMA])):
+        shipped, qwen = (
+            qwen_tokenizer(template).apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            for template in templates
+        )
+        assert shipped == qwen
+
+
 RESPONSE = "'\\n<tool_response>\\n'"
 
 
@@ -263,7 +294,7 @@ def test_changed_templates_that_cannot_be_used_are_refused(old, new, error_messa
 
 
 def test_a_tokenizer_without_a_template_or_an_end_of_turn_is_refused():
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; set"):
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template; set .* set it to chatml-tools, or "):
         from_template(None)
     with pytest.raises(ValueError, match="begin with a special token"):
         from_template("{% for m in messages %}{{ m.role + m.content }}\n{% endfor %}", SYSTEM_PROMPT)

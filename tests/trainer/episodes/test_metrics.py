@@ -37,9 +37,7 @@ def expected_metrics(episodes: list[Episode]) -> dict[str, float]:
         logprob for episode in scored for logprob, bit in zip(episode.logprobs, episode.loss_mask, strict=True) if bit
     ]
     return {
-        "unavailable_episodes": sum(
-            episode.reward is None and episode.stop_reason is not StopReason.CANCELLED for episode in episodes
-        ),
+        "unavailable_episodes": sum(episode.reward is None for episode in episodes),
         "sampled_tokens": sum(episode.loss_mask.count(1) for episode in episodes),
         "generate_s_sum": sum(turn.generate_s for turn in all_turns),
         "wait_s_sum": sum(turn.wait_s for turn in all_turns),
@@ -57,7 +55,7 @@ def expected_metrics(episodes: list[Episode]) -> dict[str, float]:
     }
 
 
-seeds_and_stop_reasons = st.tuples(st.integers(), st.sampled_from(["", "cancelled", "unavailable"]))
+seeds_and_stop_reasons = st.tuples(st.integers(), st.sampled_from(["", "unavailable"]))
 """Seeds and stop reasons. With an empty text, the random episode keeps its own stop reason, and has a reward."""
 
 

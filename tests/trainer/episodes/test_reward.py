@@ -31,9 +31,9 @@ def test_an_episode_without_an_answer_has_reward_0_and_is_not_checked() -> None:
     assert verifier.requests == []
 
 
-@pytest.mark.parametrize("stop_reason", [StopReason.UNAVAILABLE, StopReason.CANCELLED])
+@pytest.mark.parametrize("stop_reason", [StopReason.UNAVAILABLE, StopReason.DEADLINE])
 @pytest.mark.parametrize("answer", [None, "7"])
-def test_an_unavailable_or_cancelled_episode_has_no_reward(stop_reason: StopReason, answer: str | None) -> None:
+def test_an_episode_without_an_end_of_its_own_has_no_reward(stop_reason: StopReason, answer: str | None) -> None:
     assert rewards(episode(answer, stop_reason=stop_reason)) == [None]
 
 

@@ -23,6 +23,7 @@ from trainer import cli
 from trainer.config import HardwareConfig, ModelShape, RunConfig
 from trainer.config_loading import load_config
 from trainer.data import tiny_model
+from trainer.data.sources import read_problems
 from trainer.environments import connection
 from trainer.recipe import preflight
 from trainer.recipe.phases import Phase, RecipeRun, TrainResult
@@ -238,6 +239,66 @@ def test_a_reward_function_that_cannot_be_imported_is_found_before_anything_star
     assert cli.main(["prepare", str(tmp_path / "run.toml"), *options]) == 2
     (line,) = _without_progress(capsys.readouterr().err)
     assert "reward 'no_such_module:score'" in line
+
+
+FAILING_REWARDS = """
+import math
+
+def raises(response): raise KeyError("answer")
+def none(response): return None
+def nan(response): return math.nan
+def text(response): return "1.0"
+def several(response):
+    import torch
+    return torch.ones(2)
+def too_few(responses): return [1.0]
+async def blocks(response):
+    import threading
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("raises", "KeyError: 'answer'"),
+        ("none", "expected a finite number, got None"),
+        ("nan", "expected a finite number, got nan"),
+        ("text", "expected a finite number, got '1.0'"),
+        ("several", "expected a finite number, got tensor([1., 1.])"),
+        ("too_few", "expected a list of 2 numbers, got a list of 1"),
+        ("blocks", "no value after 0.1 s (reward.timeout_s); an `async def` blocks the loop that all of them share"),
+    ],
+)
+def test_a_reward_function_that_gives_no_number_is_found_before_anything_starts(
+    function: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"rewards_of_{function}"
+    (tmp_path / f"{module}.py").write_text(FAILING_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    limit = ["reward.timeout_s=0.1"] if function == "blocks" else []
+    (line,) = _missing(_config(tmp_path, f"reward.function={module}:{function}", *limit), "prepare")
+    assert line.startswith(f"reward {module}:{function}: {reason}"), line
+    (problem,) = read_problems("generated:1")
+    assert line.endswith(f" for problem {problem.id}; mend the function, or start anyway with --no-preflight")
+
+
+@pytest.mark.parametrize("row", [{"input": "1 + 1?", "output": "2"}, {"prompt": "", "answer": "2"}, {"prompt": "1?"}])
+def test_a_file_without_the_fields_of_a_problem_is_found_before_anything_starts(
+    row: dict[str, str], tmp_path: Path
+) -> None:
+    train, good = tmp_path / "train.jsonl", _problems(tmp_path / "good.jsonl", *[{}] * 4)
+    train.write_text(f"{json.dumps(row)}\n" * 3)
+    (line,) = _missing(_config(tmp_path, f"data.train={train}"), "prepare")
+    field = "an answer as answer" if row == {"prompt": "1?"} else "a problem as problem"
+    assert line.startswith(f"data.train: {train}: no row is a problem: row 0: expected {field} | ")
+    assert line.endswith(f", got {row}; mend or remove them")
+    # Some of the rows of training data may be dropped, and none of an evaluation.
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(good.read_text() + train.read_text())
+    assert _missing(_config(tmp_path, f"data.train={mixed}"), "prepare") == []
+    (line,) = _missing(_config(tmp_path, f"eval.data={mixed}"), "prepare")
+    assert line.startswith(f"eval.data: {mixed}: 3 rows are no problems: row 4: expected {field} | ")
 
 
 def test_a_local_engine_takes_at_most_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,8 @@ def make_collector(pool, chat_format, tools):
     return EpisodeCollector(pool, lambda _: chat_format, lambda problem: open_environment(problem, services))
 
 
-def collect(pool, chat_format, tools, problems, samples_per_problem, limits=LIMITS, seed=SEED, **options):
-    groups = [[Episode(problem, sample) for sample in range(samples_per_problem)] for problem in problems]
-    return make_collector(pool, chat_format, tools).collect_groups(groups, limits=limits, seed=seed, **options)
+def collect(pool, chat_format, tools, problems, samples_per_problem, limits=LIMITS, seed=SEED):
+    return make_collector(pool, chat_format, tools).collect(problems, samples_per_problem, limits=limits, seed=seed)
 
 
 def assert_loss_mask_marks_the_turns(episode):

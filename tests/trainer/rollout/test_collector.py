@@ -319,11 +319,10 @@ class ScoresNan(Environment):
         return (math.nan, math.inf, 1.0)[episode.sample]
 
 
-@pytest.mark.parametrize("is_decided", [None, lambda rewards, unfinished: False], ids=["as a group", "one by one"])
 @pytest.mark.asyncio
-async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment_by_name(chat_format, is_decided):
+async def test_a_score_that_is_not_finite_is_a_failure_of_the_environment_by_name(chat_format):
     pool = ScriptedPool(turns(END, END, END))
-    (episodes,) = await collect(pool, chat_format, ScriptedTools(), [problem_of(ScoresNan)], 3, is_decided=is_decided)
+    (episodes,) = await collect(pool, chat_format, ScriptedTools(), [problem_of(ScoresNan)], 3)
     assert [episode.reward for episode in episodes] == [None, None, 1.0]
     name = problem_of(ScoresNan).environment
     assert [episode.error for episode in episodes] == [

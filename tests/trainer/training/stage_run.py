@@ -17,9 +17,9 @@ from trainer.episodes.episode import Problem
 from trainer.rollout.loop_thread import LoopThread
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.runs.run_folder import RunFolder
-from trainer.training import grpo
 from trainer.training.context import TrainedModel, TrainingContext
 from trainer.training.grpo import train_stage
+from trainer.training.token_budget import TokenBudgetTrainer
 
 STAGE = StageConfig(
     name="rl1", steps=2, max_response_tokens=16, max_turns=2, problems_per_step=2, samples_per_problem=8,
@@ -71,13 +71,13 @@ def are_equal(first: Weights, second: Weights) -> bool:
 
 
 def record_loss_inputs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return a list to which TRL's inputs of each loss are appended, one entry per step."""
+    """Return a list to which the inputs of each loss are appended, one entry per step."""
     recorded: list[dict[str, Any]] = []
-    compute_loss = grpo.GRPOTrainer.compute_loss
+    compute_loss = TokenBudgetTrainer.compute_loss
 
     def record(self: Any, model: Any, inputs: dict[str, Any], **options: Any) -> Any:
         recorded.append(inputs)
         return compute_loss(self, model, inputs, **options)
 
-    monkeypatch.setattr(grpo.GRPOTrainer, "compute_loss", record)
+    monkeypatch.setattr(TokenBudgetTrainer, "compute_loss", record)
     return recorded

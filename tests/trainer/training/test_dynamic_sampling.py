@@ -157,26 +157,3 @@ def test_without_groups_to_replace_a_step_is_the_same_as_without_the_setting(
         assert all(torch.equal(mine[name], theirs[name]) for name in mine if torch.is_tensor(mine[name]))
     assert [row.pop("replacement_groups") for row in metrics[1]] == [0, 0]
     assert str(metrics[0]) == str(metrics[1])
-
-
-def test_replacements_and_partial_rollouts_work_together(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
-    """Three groups are in flight and the last two complete. No group is replaced by a problem that is in flight."""
-    sampler = Sampler(model, score=solved(*(f"p{n}" for n in range(0, 12, 2))))
-    options = {"steps": 5, "num_problems": 12, "partial_rollouts": 0.5, "dynamic_sampling_rounds": 9}
-    stage_run = run_stage(tmp_path, sampler, loop_thread, **options)
-    rows = list(stage_run.run_folder.read_metrics())
-    assert [row["pending_groups"] for row in rows] == [1, 1, 1, 1, 0]
-    assert sum(row["replacement_groups"] for row in rows) >= 3
-    assert [row["episodes_in_loss"] for row in rows] == [ROWS_PER_STEP] * 5
-    by_step: dict[int, list[str]] = {}
-    for collection in sampler.collections:
-        by_step.setdefault(collection.options["seed"], []).extend(collection.problem_ids)
-    assert [len({*ids}) == len(ids) for ids in by_step.values()] == [True] * 5, "no problem twice, pending included"
-    # Replacements do not change the schedule of problems. Each of its problems is trained on or replaced, in one step.
-    schedule = [problem.id for problem in problem_schedule(problems(12), 2, 5, SEED)]
-    groups = [
-        {(row["group"], row["problem"]["id"]) for row in stage_run.run_folder.read_episodes(step)}
-        for step in range(1, 6)
-    ]
-    complete = [[id for number, id in sorted(step) if number < 2] for step in groups]
-    assert sorted(id for ids in complete for id in ids) == sorted(schedule)

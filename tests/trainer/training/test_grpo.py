@@ -35,11 +35,11 @@ from tests.trainer.training.stage_run import (  # noqa: E402
 )
 from trainer.config import ConfigError, HardwareConfig  # noqa: E402
 from trainer.episodes.episode import Episode, Problem, StopReason  # noqa: E402
+from trainer.episodes.reward import NoRewardsError  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.runs.run_folder import RunFolder  # noqa: E402
 from trainer.training import grpo  # noqa: E402
 from trainer.training.callback import TrainingDiverged  # noqa: E402
-from trainer.training.grpo import NoRewardsError  # noqa: E402
 from trainer.training.token_budget import TokenBudgetTrainer  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
@@ -48,20 +48,10 @@ pytestmark = QUIET_LIBRARIES
 def test_each_step_syncs_the_weights_collects_episodes_and_trains_on_the_selected_rows(
     tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_prompts: list[int] = []
-    rollout = grpo.TrlAdapter.rollout
-
-    def record_rollout(self: Any, prompts: list[str], trainer: Any) -> Any:
-        num_prompts.append(len(prompts))
-        return rollout(self, prompts, trainer)
-
-    monkeypatch.setattr(grpo.TrlAdapter, "rollout", record_rollout)
     loss_inputs = record_loss_inputs(monkeypatch)
     sampler = Sampler(model)
     trained = StageRun(tmp_path, model, loop_thread).run(sampler)
 
-    # TRL asks for as many rows as a step trains on.
-    assert num_prompts == [ROWS_PER_STEP, ROWS_PER_STEP]
     # Each step's rollouts follow one sync of the weights that the step starts from.
     first, second = sampler.collections
     assert sampler.log == ["sync", first, "sync", second]
@@ -73,7 +63,7 @@ def test_each_step_syncs_the_weights_collects_episodes_and_trains_on_the_selecte
     assert first.options["seed"] != second.options["seed"]
     assert first.options["limits"].max_response_tokens == 16 and first.options["limits"].temperature == 1.0
     # The loss has no observation tokens.
-    assert len(loss_inputs) == 2
+    assert [len(inputs["advantages"]) for inputs in loss_inputs] == [ROWS_PER_STEP] * 2
     for inputs in loss_inputs:
         assert set(inputs["tool_mask"][:, list(OBSERVATION_POSITIONS)].flatten().tolist()) == {0}
     # The run folder has a row of metrics per step, and all episodes.
@@ -101,14 +91,14 @@ def test_engines_sleep_from_the_end_of_each_collection_to_the_next_sync(
 
     monkeypatch.setattr(grpo.torch.cuda, "empty_cache", lambda: sampler.log.append("free"))
     monkeypatch.setattr(grpo, "wait_for_ranks", lambda hardware: sampler.log.append("wait"))
-    compute_loss = grpo.GRPOTrainer.compute_loss
+    compute_loss = TokenBudgetTrainer.compute_loss
 
     def record_loss(self: Any, *args: Any, **options: Any) -> Any:
         if sampler.log[-1] != "optimize":
             sampler.log.append("optimize")
         return compute_loss(self, *args, **options)
 
-    monkeypatch.setattr(grpo.GRPOTrainer, "compute_loss", record_loss)
+    monkeypatch.setattr(TokenBudgetTrainer, "compute_loss", record_loss)
     StageRun(tmp_path, model, loop_thread).run(sampler, sleep=sleep, engines_sleep=True)
     first, second = sampler.collections
     # All ranks free their cached memory before the first rank wakes the engines.
@@ -228,20 +218,6 @@ def test_the_entropies_of_the_episodes_in_the_loss_are_those_of_the_policy(
             assert measured is None if is_observation else measured == pytest.approx(expected, abs=2e-3)
 
 
-def test_a_metric_that_trl_does_not_log_is_nan_with_one_warning(
-    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setitem(grpo.TRL_METRICS, "logprob_diff_mean", "sampling/an_older_name")
-    stage_run = StageRun(tmp_path, model, loop_thread)
-    stage_run.run(Sampler(model))
-    rows = list(stage_run.run_folder.read_metrics())
-    # The run folder writes NaN as null.
-    assert [(row["logprob_diff_mean"], row["importance_ratio_mean"] > 0) for row in rows] == [(None, True)] * 2
-    (warning,) = [record.getMessage() for record in caplog.records if "an_older_name" in record.getMessage()]
-    assert warning.startswith("TRL does not log sampling/an_older_name (it logs loss, ")
-    assert "sampling/importance_sampling_ratio/mean" in warning
-
-
 def test_a_token_with_a_log_probability_of_nan_has_a_ratio_of_1_and_is_counted(
     tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
@@ -261,7 +237,7 @@ def test_a_step_whose_episodes_are_truncated_is_warned_of_in_the_log(
     tmp_path: Path, model: Path, loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     StageRun(tmp_path, model, loop_thread, steps=1).run(Sampler(model, stop_reason=StopReason.TOKEN_LIMIT))
-    (record,) = [record for record in caplog.records if record.name == "trainer.training.grpo"]
+    (record,) = [record for record in caplog.records if record.name == "trainer.training.step_sampler"]
     assert record.getMessage().startswith("step 1: truncated_share is 100%: ")
 
 
@@ -346,7 +322,8 @@ def test_more_arguments_and_the_optimizer_reach_trl(tmp_path: Path, model: Path,
     "deepspeed", "fsdp_config", "fsdp", "torch_compile", "gradient_accumulation_steps", "neftune_noise_alpha",
     "average_tokens_across_devices", "eval_strategy", "load_best_model_at_end", "auto_find_batch_size", "optim",
     "label_smoothing_factor", "use_liger_kernel", "lr_scheduler_kwargs", "save_only_model", "entropy_coef",
-    "num_iterations", "delta", "importance_sampling_level", "top_k", "vllm_mode",
+    "num_iterations", "delta", "importance_sampling_level", "top_k", "vllm_mode", "mask_truncated_completions",
+    "torch_empty_cache_steps",
 ])  # fmt: skip
 def test_an_argument_that_the_loss_or_the_loop_does_not_honour_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^stages\.rl1\.grpo: {name}: expected another argument of TRL's"):
@@ -397,16 +374,16 @@ def test_a_loss_of_nan_ends_the_stage_before_its_checkpoint(
     assert [path.parent.name for path in tmp_path.glob("stages/rl1/checkpoints/*/complete")] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("setting", [{}, {"partial_rollouts": 0.5}, {"one_step_off_policy": True}])
+@pytest.mark.parametrize("setting", [{}, {"one_step_off_policy": True}])
 def test_episodes_without_any_token_break_no_step(
     tmp_path: Path, model: Path, loop_thread: LoopThread, setting: dict[str, Any]
 ) -> None:
     class Losing(Sampler):
         """The first episode of each collection was lost before its prompt was known."""
 
-        async def collect_groups(self, groups: Any, **options: Any) -> Any:
-            results = await super().collect_groups(groups, **options)
-            group = next(group for group in results if group)
+        async def collect(self, *args: Any, **options: Any) -> Any:
+            results = await super().collect(*args, **options)
+            group = results[0]
             group[0] = Episode(group[0].problem, 0, stop_reason=StopReason.UNAVAILABLE, error="gone")
             return results
 
@@ -425,5 +402,5 @@ def test_settings_that_contradict_the_machine_or_the_data_are_refused(
         stage_run.run(sampler, hardware=HardwareConfig(nodes=2))
     with pytest.raises(ConfigError, match=r"nodes=1, gpus_per_node=1: expected GPUs, but torch can use none"):
         stage_run.run(sampler, hardware=HardwareConfig(gpus_per_node=1))
-    with pytest.raises(ConfigError, match=r"expected at least problems_per_step=2 problems .* got 1"):
+    with pytest.raises(ConfigError, match=r"expected at least problems_per_step=2 problems, got 1: "):
         stage_run.run(sampler, num_problems=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,9 +32,9 @@ class SlowSampler(Sampler):
 
     delay_s = 0.0
 
-    async def collect_groups(self, groups: Sequence[Sequence[Episode]], **options: Any) -> list[list[Episode] | None]:
+    async def collect(self, *args: Any, **options: Any) -> list[list[Episode]]:
         await asyncio.sleep(self.delay_s)
-        return await super().collect_groups(groups, **options)
+        return await super().collect(*args, **options)
 
 
 def run_stage(path: Path, sampler: Sampler, loop_thread: LoopThread, **changes: Any) -> StageRun:

@@ -20,13 +20,14 @@ from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.engines.pool import EnginePool  # noqa: E402
 from trainer.episodes.chat_format import rstar2_format  # noqa: E402
 from trainer.episodes.episode import Problem, StopReason  # noqa: E402
+from trainer.episodes.reward import NoRewardsError  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 from trainer.rollout.runtime import RolloutRuntime  # noqa: E402
 from trainer.scheduling.scheduler import Scheduler  # noqa: E402
 from trainer.sync.probe import SyncProbe  # noqa: E402
 from trainer.sync.transfers import load_by_engine  # noqa: E402
 from trainer.training.context import TrainingContext  # noqa: E402
-from trainer.training.grpo import NoRewardsError, train_stage  # noqa: E402
+from trainer.training.grpo import train_stage  # noqa: E402
 
 pytestmark = QUIET_LIBRARIES
 

@@ -36,15 +36,14 @@ def untimed_episodes(stage_run: StageRun, step: int) -> list[dict[str, Any]]:
     return [row | {"duration_s": 0} for row in stage_run.run_folder.read_episodes(step)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"partial_rollouts": 0.5}])
 def test_a_stage_resumed_after_a_failure_ends_like_an_uninterrupted_one(
-    tmp_path: Path, model: Path, loop_thread: LoopThread, changes: dict[str, Any]
+    tmp_path: Path, model: Path, loop_thread: LoopThread
 ) -> None:
     """The stage has steps 8 to 12 of the run, saves a checkpoint every 2 steps, and fails in its fourth step.
 
     `first_step` is the number of steps before the stage.
     """
-    uninterrupted = StageRun(tmp_path / "uninterrupted", model, loop_thread, steps=5, **changes)
+    uninterrupted = StageRun(tmp_path / "uninterrupted", model, loop_thread, steps=5)
     uninterrupted_sampler = Sampler(model)
     expected = uninterrupted.run(uninterrupted_sampler, first_step=7)
 
@@ -55,7 +54,7 @@ def test_a_stage_resumed_after_a_failure_ends_like_an_uninterrupted_one(
         if index == 3:
             raise StopTraining
 
-    resumed = StageRun(tmp_path / "resumed", model, loop_thread, steps=5, **changes)
+    resumed = StageRun(tmp_path / "resumed", model, loop_thread, steps=5)
     with pytest.raises(StopTraining) as caught:
         resumed.run(Sampler(model, on_collect=fail_in_fourth_step), first_step=7)
     assert caught.traceback[-1].name == "fail_in_fourth_step", "the error keeps its traceback through TRL"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ class RecordingSampler(Sampler):
 
     episodes: tuple[Episode, ...] = ()
 
-    async def collect_groups(self, groups: Sequence[Sequence[Episode]], **options: Any) -> list[list[Episode] | None]:
-        collected = await super().collect_groups(groups, **options)
-        self.episodes += tuple(episode for group in collected for episode in group or ())
+    async def collect(self, *args: Any, **options: Any) -> list[list[Episode]]:
+        collected = await super().collect(*args, **options)
+        self.episodes += tuple(episode for group in collected for episode in group)
         return collected
 
 
@@ -68,9 +67,9 @@ def test_stored_episodes_train_like_the_same_episodes_online(
 
 def test_an_episode_without_logprobs_is_never_trained(tmp_path: Path, model: Path, loop_thread: LoopThread) -> None:
     class SamplerWithoutLogprobs(Sampler):
-        async def collect_groups(self, groups: Sequence[Sequence[Episode]], **options: Any) -> list[Any]:
-            collected = await super().collect_groups(groups, **options)
-            for episode in (episode for group in collected for episode in group or ()):
+        async def collect(self, *args: Any, **options: Any) -> list[list[Episode]]:
+            collected = await super().collect(*args, **options)
+            for episode in (episode for group in collected for episode in group):
                 episode.logprobs = [None if bit else 0.0 for bit in episode.loss_mask]
             return collected
 

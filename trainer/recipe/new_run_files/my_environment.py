@@ -23,6 +23,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
     },
 }
+EXPECTED_CALL = 'expected look_up with {"item": TEXT}'
+"""What the model reads after a call with another tool or other arguments."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,7 +51,7 @@ class Warehouse(Environment):
                     response = str(self.options.stock[item])
                     return ToolCall(action.name, action.arguments, ToolCallStatus.OK, response)
                 return ToolCall(action.name, action.arguments, ToolCallStatus.ERROR, f"no item {item!r:.80}")
-        return ToolCall(action.name, action.arguments, ToolCallStatus.MALFORMED, 'expected look_up with {"item": TEXT}')
+        return ToolCall(action.name, action.arguments, ToolCallStatus.MALFORMED, EXPECTED_CALL)
 
     async def score(self, episode: Episode) -> float | None:
         """Return the reward of a finished episode; None if the infrastructure failed."""
