@@ -48,6 +48,7 @@ def test_the_plan_is_within_15_percent_of_the_counted_peaks() -> None:
         assert row["planned_gb"] == pytest.approx(row["counted_gb"], rel=0.15)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:(peft|torch|transformers|trl)", "ignore::UserWarning:peft")
 @pytest.mark.parametrize("lora_rank", [0, fits.LORA_RANK])
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("gradient_checkpointing", [True, False])

@@ -106,7 +106,7 @@ class TrainingMemory:
     head: int
     """What the loss needs in addition."""
     update: int
-    """What the update of the optimizer needs in addition, when activations are freed."""
+    """What the update of the optimizer or the gathering of tied embeddings needs in addition, without activations."""
 
     @property
     def kept(self) -> int:
@@ -238,14 +238,17 @@ def training_memory(
     vocabulary = shape.vocab_size * shape.hidden_size
     layer = tokens * per_value.gradients * shape.intermediate_size
     head = min(tokens, TILE_TOKENS) * TILE_VOCABULARY * size + HEAD_BYTES_PER_VALUE * tokens * shape.hidden_size
+    update = trained * UPDATE_BYTES.get(optim, 0) // shards
     head_gradient = 0 if lora_rank else vocabulary * TRAIN_BYTES_PER_VALUE
     if is_sharded:
         # Two layers are gathered at a time, and the gradients of one are not sharded yet. Tied embeddings are gathered,
         # and keep their gradients, until the end of the backward pass.
         shared = vocabulary * size if shape.tie_word_embeddings else 0
         layer += (2 if lora_rank else 3) * layer_parameters * size + shared * (1 if lora_rank else 2)
-        # The head is gathered into a buffer and then copied; later its gradients are as large as the buffer.
-        head += (2 * vocabulary + layer_parameters) * size + head_gradient
+        # The head is gathered into a buffer and then copied; later its gradients are as large as the buffer. Tied
+        # embeddings are gathered before the first layer.
+        head += ((1 if shared and lora_rank else 2) * vocabulary + layer_parameters) * size + head_gradient
+        update = max(update, 2 * shared)
     elif not lora_rank:
         # Autocast keeps a copy of all weights of layers in `dtype` until the end of the forward pass. Without
         # checkpointing the backward pass needs the copies, too.
@@ -261,7 +264,7 @@ def training_memory(
         activations=layers * tokens * (per_value.input * shape.hidden_size if gradient_checkpointing else saved),
         layer=layer + (tokens * saved if gradient_checkpointing else 0),
         head=head,
-        update=trained * UPDATE_BYTES.get(optim, 0) // shards,
+        update=update,
     )
 
 
