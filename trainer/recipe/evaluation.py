@@ -65,7 +65,7 @@ SHARES = ("tool_error_ratio", "tool_error_ratio_correct", "tool_use", "one_answe
 """Metrics between 0 and 1."""
 EVAL_METRICS = {name: METRICS[name] for name in (*SHARES, "tool_calls", "turns", "response_length")}
 SMALL_T_QUANTILES = {1: 12.706, 2: 4.303}
-"""The 97.5 % quantiles of Student's t distribution for which `t_quantile` is too small."""
+"""The 97.5 % quantiles of Student's t distribution with 1 and 2 degrees of freedom. An expansion would be too small."""
 SUMMARY_METRICS = ("accuracy", "tool_error_ratio", "one_answer")
 """The numbers in a recipe's table."""
 
@@ -300,7 +300,7 @@ def reward_estimate(sums_P: Sequence[tuple[float, float]], *, is_share: bool = F
     (value, variance), degrees = _ratio(sums), len(sums) - 1
     if not degrees:
         return Estimate(value)
-    half_width = SMALL_T_QUANTILES.get(degrees, t_quantile(degrees)) * variance**0.5
+    half_width = t_quantile(degrees) * variance**0.5
     return Estimate(value, value - half_width, value + half_width)
 
 
@@ -313,11 +313,10 @@ def _ratio(sums: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def t_quantile(degrees: float) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, by the expansion of Cornish and Fisher.
-
-    With 3 or more degrees of freedom the error is below 1 %. With fewer the result is too small: 4.2 for 2 degrees of
-    freedom, and 9.7 for 1.
-    """
+    """Return the 97.5 % quantile of Student's t distribution. With 3 or more degrees of freedom this is the expansion
+    of Cornish and Fisher, whose error is below 1 %."""
+    if degrees in SMALL_T_QUANTILES:
+        return SMALL_T_QUANTILES[int(degrees)]
     z3, z5, z7 = Z**3, Z**5, Z**7
     terms = (Z, (z3 + Z) / 4, (5 * z5 + 16 * z3 + 3 * Z) / 96, (3 * z7 + 19 * z5 + 17 * z3 - 15 * Z) / 384)
     return float(sum(term / degrees**power for power, term in enumerate(terms)))

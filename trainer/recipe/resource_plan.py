@@ -1,15 +1,17 @@
 """Computes what a run needs: parameters, training memory, KV cache, episodes that fit, tokens per step, disk space.
 
-| exact                                                       | estimated                                             |
-|-------------------------------------------------------------|-------------------------------------------------------|
-| parameters; bytes of weights, gradients and Adam's moments  | activations, the head, and weights in `model.dtype`    |
-| bytes of KV cache per token, tokens per step                | (these depend on attention, loss and sharding)         |
+| exact                                                      | estimated                                              |
+|------------------------------------------------------------|--------------------------------------------------------|
+| parameters; bytes of weights, gradients and Adam's moments | activations, the head, the backward pass of a layer    |
+| bytes of KV cache per token, tokens per step               | (these depend on attention, loss and sharding)         |
 
-Training keeps weights, gradients and both of Adam's moments in float32, which takes 16 bytes per parameter. In bfloat16
-the updates of the paper's learning rate, 1e-6, would be rounded to zero. Passes and engines compute in `model.dtype`.
-An adapter freezes the model's weights, which are then in `model.dtype`, and have no gradients and no moments.
-With sharding, each GPU keeps its share of the weights, the gradients and both moments; gradients are sharded after
-every micro-batch. Nothing here estimates time. An engine's *KV cache* holds the keys and values of its sequences.
+Training keeps weights, gradients and both of Adam's moments in float32, which takes 16 bytes per parameter. The update
+of torch's Adam takes 4 more for a while. In bfloat16 the updates of the paper's learning rate, 1e-6, would be rounded
+to zero. Passes and engines compute in `model.dtype`. An adapter freezes the model's weights, which are then in
+`model.dtype`, and have no gradients and no moments. With sharding, each GPU keeps its share of the weights, the
+gradients and both moments; gradients are sharded after every pass. `bench.fits` compares these estimates with the
+counted tensors of training steps. Nothing here estimates time. An engine's *KV cache* holds the keys and values of its
+sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import (
     TINY_MODEL,
@@ -41,17 +43,80 @@ MOMENT_BYTES = {
     **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit"), 2),
 }
 """Bytes of the two moments of a parameter, by optimizer. Those of a paged one leave a GPU whose memory is short."""
+UPDATE_BYTES = {"adamw_torch": TRAIN_BYTES_PER_VALUE}
+"""Bytes of a parameter that the update of an optimizer takes for a while; 0 for the optimizers that are not named."""
 TILE_TOKENS = 4096
 """The number of tokens in a tile of logits in TRL (`trl/kernels/chunked_logprob.py`)."""
 TILE_VOCABULARY = 32768
 """The number of vocabulary entries in such a tile."""
+HEAD_BYTES_PER_VALUE = 20
+"""Bytes of each value of the model's outputs during the loss: the outputs, their norm, and the gradients."""
 GB = 10**9
 CACHE_MEMORY_SHARE = 0.25
 """Largest share of the memory that is available at the start of a local engine for the keys and values of its running
 requests. Its prefix cache may take as much again. The rest is for the training."""
+DEFAULT_LORA_RANK = 8
+"""The rank of peft's LoRA if `[model.peft]` does not set `r`. Adapters of other kinds are smaller."""
 PROMPT_ALLOWANCE = 1024
 """Assumed tokens of a prompt: rStar2's system message with the tool's schema, and a long problem."""
 LESS_MEMORY_ADVICE = "lower micro_batch_tokens (sft: micro_batch_size) or set gradient_checkpointing or sharding"
+
+
+class LayerBytes(NamedTuple):
+    """Bytes per token that the backward pass of a layer needs."""
+
+    hidden: int
+    """Per value of the hidden size. The next three are per value of the MLP's width, of the queries, and of the keys.
+    These four are saved by the forward pass."""
+    intermediate: int
+    queries: int
+    keys: int
+    gradients: int
+    """Per value of the MLP's width, for the gradients of the layer while they are computed."""
+    input: int
+    """Per value of the hidden size, for the input of the layer, which gradient checkpointing saves."""
+
+
+def layer_bytes(dtype: str, *, is_adapted: bool, is_sharded: bool) -> LayerBytes:
+    """Return the bytes for a layer of Qwen3 in transformers 5.24, found by listing the saved tensors.
+
+    Without sharding, passes in bfloat16 read float32 weights (autocast), and each linear layer saves a copy of its
+    input in bfloat16. FSDP casts the weights instead, so layers share their inputs. An adapter has float32 weights in
+    both cases, and the frozen norms and linear layers save less.
+    """
+    if dtype == "float32":
+        return LayerBytes(16, 16, 12, 12, 8, 4) if is_adapted else LayerBytes(24, 16, 16, 16, 8, 4)
+    if is_adapted:
+        return LayerBytes(12, 8, 8, 8, 5, 2) if is_sharded else LayerBytes(18, 8, 10, 8, 9, 2)
+    return LayerBytes(16, 8, 10, 10, 4, 2) if is_sharded else LayerBytes(26, 8, 10, 10, 4, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """The memory of a training in bytes, on each training GPU or, without GPUs, in the machine."""
+
+    weights: int
+    gradients: int
+    moments: int
+    activations: int
+    """What the forward pass saves for the backward pass."""
+    layer: int
+    """What the backward pass of a layer needs in addition: weights in the dtype of the pass, gradients and, with
+    gradient checkpointing, the activations of the layer."""
+    head: int
+    """What the loss needs in addition."""
+    update: int
+    """What the update of the optimizer or the gathering of tied embeddings needs in addition, without activations."""
+
+    @property
+    def kept(self) -> int:
+        """The bytes between two steps."""
+        return self.weights + self.moments
+
+    @property
+    def peak(self) -> int:
+        a_pass = self.activations + max(self.layer, self.head)
+        return self.kept + self.gradients + max(a_pass, self.update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +186,13 @@ def num_parameters(shape: ModelShape) -> int:
     return shape.num_hidden_layers * _layer_parameters(shape) + shape.hidden_size + _embedding_parameters(shape)
 
 
+def adapter_parameters(shape: ModelShape, lora_rank: int) -> int:
+    """Return the parameters of a LoRA adapter of all linear layers. Each has two matrices of this rank."""
+    queries, keys = shape.num_attention_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
+    attention = 4 * shape.hidden_size + 2 * queries + 2 * keys
+    return shape.num_hidden_layers * lora_rank * (attention + 3 * (shape.hidden_size + shape.intermediate_size))
+
+
 def _layer_parameters(shape: ModelShape) -> int:
     hidden, head = shape.hidden_size, shape.head_size
     queries, keys = shape.num_attention_heads * head, shape.num_key_value_heads * head
@@ -137,40 +209,63 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> int:
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_size * BYTES[dtype]
 
 
-def activation_bytes(shape: ModelShape, tokens: int, dtype: str, *, gradient_checkpointing: bool) -> int:
-    """Estimate the activations of a backward pass over `tokens`, without the head.
+def training_memory(
+    shape: ModelShape,
+    tokens: int,
+    dtype: str,
+    optim: Optimizer = "adamw_torch",
+    *,
+    gradient_checkpointing: bool,
+    lora_rank: int = 0,
+    shards: int = 1,
+) -> TrainingMemory:
+    """Estimate the memory of a training with passes of `tokens` that compute in `dtype`.
 
-    The estimate assumes an attention kernel that does not store the matrix of scores.
-
-    A layer stores the inputs and outputs of its two norms, queries, keys, values, attention's output, and four
-    tensors of the MLP's width. With gradient checkpointing, all layers store their input and one layer all the rest.
+    The estimate assumes an attention kernel that does not store the matrix of scores. `lora_rank`: the rank of an
+    adapter of all linear layers; with 0 all weights are trained. `shards`: the number of GPUs that share the weights,
+    gradients and moments.
     """
-    heads = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_size
-    layer = (4 * shape.hidden_size + heads + 4 * shape.intermediate_size) * BYTES[dtype] * tokens
-    inputs = shape.num_hidden_layers * shape.hidden_size * BYTES[dtype] * tokens
-    return inputs + layer if gradient_checkpointing else shape.num_hidden_layers * layer
-
-
-def head_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Estimate the memory of the loss at the head: a tile of logits, and two gradients in float32, those of the head's
-    weights and of its inputs. TRL computes the logits tile by tile, so they are never in memory as a whole.
-    """
-    tile = min(tokens, TILE_TOKENS) * TILE_VOCABULARY * BYTES[dtype]
-    return tile + (shape.vocab_size + tokens) * shape.hidden_size * TRAIN_BYTES_PER_VALUE
-
-
-def pass_weight_bytes(shape: ModelShape, dtype: str, *, is_sharded: bool) -> int:
-    """Estimate the bytes of weights in `dtype` that a pass holds, in addition to the trained float32 weights.
-
-    With sharding, a GPU gathers the embeddings and two layers at a time, and holds their gradients until these are
-    sharded. It holds a float32 copy of the gradients of an embedding and of a layer while they are reduced. Without
-    sharding, a GPU holds a copy of all weights. No copy is needed if passes compute in float32.
-    """
+    size, parameters, is_sharded = BYTES[dtype], num_parameters(shape), shards > 1
+    trained = adapter_parameters(shape, lora_rank) if lora_rank else parameters
+    frozen_bytes = parameters * size if lora_rank else 0
+    per_value = layer_bytes(dtype, is_adapted=bool(lora_rank), is_sharded=is_sharded)
+    saved = (
+        per_value.hidden * shape.hidden_size
+        + per_value.intermediate * shape.intermediate_size
+        + (per_value.queries * shape.num_attention_heads + per_value.keys * shape.num_key_value_heads) * shape.head_size
+    )
+    layers, layer_parameters = shape.num_hidden_layers, _layer_parameters(shape)
+    vocabulary = shape.vocab_size * shape.hidden_size
+    layer = tokens * per_value.gradients * shape.intermediate_size
+    head = min(tokens, TILE_TOKENS) * TILE_VOCABULARY * size + HEAD_BYTES_PER_VALUE * tokens * shape.hidden_size
+    update = trained * UPDATE_BYTES.get(optim, 0) // shards
+    head_gradient = 0 if lora_rank else vocabulary * TRAIN_BYTES_PER_VALUE
     if is_sharded:
-        gathered = 2 * (_embedding_parameters(shape) + 2 * _layer_parameters(shape)) * BYTES[dtype]
-        reduced = shape.vocab_size * shape.hidden_size + _layer_parameters(shape)
-        return gathered + reduced * TRAIN_BYTES_PER_VALUE
-    return 0 if BYTES[dtype] == TRAIN_BYTES_PER_VALUE else num_parameters(shape) * BYTES[dtype]
+        # Two layers are gathered at a time, and the gradients of one are not sharded yet. Tied embeddings are gathered,
+        # and keep their gradients, until the end of the backward pass.
+        shared = vocabulary * size if shape.tie_word_embeddings else 0
+        layer += (2 if lora_rank else 3) * layer_parameters * size + shared * (1 if lora_rank else 2)
+        # The head is gathered into a buffer and then copied; later its gradients are as large as the buffer. Tied
+        # embeddings are gathered before the first layer.
+        head += ((1 if shared and lora_rank else 2) * vocabulary + layer_parameters) * size + head_gradient
+        update = max(update, 2 * shared)
+    elif not lora_rank:
+        # Autocast keeps a copy of all weights of layers in `dtype` until the end of the forward pass. Without
+        # checkpointing the backward pass needs the copies, too.
+        copies = layers * layer_parameters * size if size < TRAIN_BYTES_PER_VALUE else 0
+        layer_gradients = layer_parameters * (size + TRAIN_BYTES_PER_VALUE)
+        shared = vocabulary * TRAIN_BYTES_PER_VALUE if shape.tie_word_embeddings else 0
+        layer += shared + layer_gradients + (0 if gradient_checkpointing else copies)
+        head += max(copies, head_gradient) if gradient_checkpointing else copies + head_gradient
+    return TrainingMemory(
+        weights=(frozen_bytes + trained * TRAIN_BYTES_PER_VALUE) // shards,
+        gradients=trained * TRAIN_BYTES_PER_VALUE // shards,
+        moments=0 if "paged" in optim else trained * MOMENT_BYTES[optim] // shards,
+        activations=layers * tokens * (per_value.input * shape.hidden_size if gradient_checkpointing else saved),
+        layer=layer + (tokens * saved if gradient_checkpointing else 0),
+        head=head,
+        update=update,
+    )
 
 
 def checkpoint_bytes(shape: ModelShape, optim: Optimizer, *, is_sharded: bool) -> int:
@@ -214,19 +309,20 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
 
     def memory(settings: SftConfig | StageConfig, tokens: int, engine_gpu_bytes: int) -> tuple[int, float | None]:
         """Return (train_bytes, gpu_share) for passes of `tokens`, beside an engine of `engine_gpu_bytes`."""
-        checkpointing = settings.gradient_checkpointing
-        activations = activation_bytes(shape, tokens, dtype, gradient_checkpointing=checkpointing)
-        moment_bytes = 0 if "paged" in settings.optim else parameters * MOMENT_BYTES[settings.optim] // shards
-        # With an adapter: the frozen weights, and merged ones while they are synced.
-        kept_bytes = weight_bytes + (weight_bytes if is_adapted else moment_bytes)
-        copies = pass_weight_bytes(shape, dtype, is_sharded=is_sharded)
-        pass_bytes = 0 if is_adapted else weight_bytes + copies  # gradients and weights in `dtype`
-        train_bytes = kept_bytes + pass_bytes + activations + head_bytes(shape, tokens, dtype)
+        needed = training_memory(
+            shape,
+            tokens,
+            dtype,
+            settings.optim,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            lora_rank=int(config.model.peft.get("r", DEFAULT_LORA_RANK)) if is_adapted else 0,
+            shards=shards,
+        )
         if not gpus or not hardware.gpu_memory_gb:
-            return train_bytes, None
-        if not engines.sleep_mode:
-            kept_bytes = train_bytes  # while engines sample
-        return train_bytes, max(train_bytes, kept_bytes + engine_gpu_bytes) / (hardware.gpu_memory_gb * GB)
+            return needed.peak, None
+        while_engines_sample = needed.kept if engines.sleep_mode else needed.peak
+        used_bytes = max(needed.peak, while_engines_sample + engine_gpu_bytes)
+        return needed.peak, used_bytes / (hardware.gpu_memory_gb * GB)
 
     def stage_plan(stage: StageConfig) -> PhasePlan:
         max_tokens, problems = stage.max_response_tokens, stage.problems_per_step

@@ -104,6 +104,9 @@ def save_plain_model(trainer: Trainer, weights: Mapping[str, torch.Tensor], dire
     """Write the model with `weights`, and its tokenizer. A library can load this model without peft."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if isinstance(weights, MergedWeights):
+        # All layers are merged at once, so the merged copies leave the device, which may have no memory for them.
+        weights = {name: weight.cpu() for name, weight in weights.items()}
     base.save_pretrained(directory, state_dict=dict(weights))
     trainer.processing_class.save_pretrained(directory)
 

@@ -211,7 +211,16 @@ def test_problems_that_agree_by_chance_count_as_no_more_trials_than_episodes(
 
 
 def test_the_t_quantile_is_that_of_the_published_table() -> None:
-    for degrees, quantile in ((3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (100, 1.984), (10**6, 1.960)):
+    for degrees, quantile in (
+        (1, 12.71),
+        (2, 4.303),
+        (3, 3.182),
+        (5, 2.571),
+        (10, 2.228),
+        (30, 2.042),
+        (100, 1.984),
+        (10**6, 1.960),
+    ):
         assert t_quantile(degrees) == pytest.approx(quantile, rel=0.01)
 
 

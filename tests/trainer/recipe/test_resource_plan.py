@@ -8,24 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import ConfigError, ModelShape
+from trainer.config import ConfigError, ModelShape, Optimizer
 from trainer.config_loading import load_config
 from trainer.recipe.resource_plan import (
     BYTES,
     GB,
+    HEAD_BYTES_PER_VALUE,
     PROMPT_ALLOWANCE,
     TILE_TOKENS,
     TILE_VOCABULARY,
     PhasePlan,
-    activation_bytes,
-    head_bytes,
+    ResourcePlan,
+    TrainingMemory,
+    adapter_parameters,
     known_shape,
     kv_bytes_per_token,
     misfits,
     num_parameters,
-    pass_weight_bytes,
     resource_plan,
     shape_of,
+    training_memory,
 )
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -72,30 +74,76 @@ def test_the_kv_cache_of_a_token_has_the_size_that_the_paper_states() -> None:
     assert kv_bytes_per_token(SMALL, "float32") == 2 * 2 * 2 * 3 * 4
 
 
-def test_activations_equal_a_computation_by_hand() -> None:
-    """The batch has 5 tokens; a value in bfloat16 has 2 bytes."""
-    layer_values = 4 * 10 + 2 * 12 + 2 * 6 + 4 * 30
-    assert activation_bytes(SMALL, 5, "bfloat16", gradient_checkpointing=False) == 5 * 2 * (2 * layer_values)
-    assert activation_bytes(SMALL, 5, "bfloat16", gradient_checkpointing=True) == 5 * 2 * (2 * 10 + layer_values)
+SMALL_SAVED = {"full": 26 * 10 + 8 * 30 + 10 * 12 + 10 * 6, "LoRA": 18 * 10 + 8 * 30 + 10 * 12 + 8 * 6}
+"""Bytes per token that a layer of `SMALL` saves in bfloat16: of its hidden size, MLP, queries and keys."""
 
 
-def test_the_head_needs_a_tile_of_logits_and_two_gradients_in_float32() -> None:
-    """Logits of all tokens would take 14336 * 151936 * (2 + 4 + 4) bytes, 21.8 GB."""
-    assert head_bytes(SMALL, 5, "float32") == 5 * 32768 * 4 + (7 + 5) * 10 * 4
-    assert head_bytes(QWEN3_14B, 14336, "bfloat16") == 4096 * 32768 * 2 + (151936 + 14336) * 5120 * 4
+def test_the_memory_of_a_full_training_equals_a_computation_by_hand() -> None:
+    """The pass has 5 tokens. The tile of logits is larger than everything else in this model."""
+    parameters, tile = num_parameters(SMALL), 5 * TILE_VOCABULARY * 2
+    embedding_gradient, loss = 7 * 10 * 4, HEAD_BYTES_PER_VALUE * 5 * 10
+    copies = 2 * SMALL_LAYER * 2
+    # The weights in bfloat16 that the forward pass keeps are larger than the gradient of the embedding.
+    expected = TrainingMemory(
+        weights=4 * parameters,
+        gradients=4 * parameters,
+        moments=8 * parameters,
+        activations=2 * 5 * 4 * 10,
+        layer=5 * 4 * 30 + SMALL_LAYER * (2 + 4) + 5 * SMALL_SAVED["full"],
+        head=tile + loss + copies,
+        update=4 * parameters,
+    )
+    assert training_memory(SMALL, 5, "bfloat16", gradient_checkpointing=True) == expected
+    assert expected.peak == 16 * parameters + expected.activations + expected.head
+    stored = training_memory(SMALL, 5, "bfloat16", gradient_checkpointing=False)
+    assert stored == replace(
+        expected,
+        activations=2 * 5 * SMALL_SAVED["full"],
+        layer=5 * 4 * 30 + SMALL_LAYER * (2 + 4) + copies,
+        head=tile + loss + copies + embedding_gradient,
+    )
+
+
+def test_the_memory_of_an_adapter_equals_a_computation_by_hand() -> None:
+    adapter = 2 * 16 * (4 * 10 + 2 * 12 + 2 * 6 + 3 * (10 + 30))  # two layers; the rank; inputs and outputs
+    assert adapter_parameters(SMALL, 16) == adapter
+    assert training_memory(SMALL, 5, "bfloat16", gradient_checkpointing=True, lora_rank=16) == TrainingMemory(
+        weights=2 * num_parameters(SMALL) + 4 * adapter,
+        gradients=4 * adapter,
+        moments=8 * adapter,
+        activations=2 * 5 * 2 * 10,
+        layer=5 * 9 * 30 + 5 * SMALL_SAVED["LoRA"],
+        head=5 * TILE_VOCABULARY * 2 + HEAD_BYTES_PER_VALUE * 5 * 10,
+        update=4 * adapter,
+    )
+
+
+def test_sharding_divides_what_is_kept_and_gathers_layers_and_the_head() -> None:
+    whole, part = (
+        training_memory(SMALL, 5, "bfloat16", gradient_checkpointing=True, shards=shards) for shards in (1, 4)
+    )
+    assert (part.weights, part.gradients, part.moments, part.update) == tuple(
+        size // 4 for size in (whole.weights, whole.gradients, whole.moments, whole.update)
+    )
+    saved = 16 * 10 + 8 * 30 + 10 * 12 + 10 * 6
+    # The weights of two layers and the gradients of one, in bfloat16.
+    assert part.layer == 5 * (4 * 30 + saved) + 3 * SMALL_LAYER * 2
+    tile, loss = 5 * TILE_VOCABULARY * 2, HEAD_BYTES_PER_VALUE * 5 * 10
+    assert part.head == tile + loss + (2 * 7 * 10 + SMALL_LAYER) * 2 + 7 * 10 * 4
+
+
+def test_the_update_of_torchs_adam_takes_a_copy_of_the_weights_unless_it_is_fused() -> None:
+    plain, fused = (
+        training_memory(QWEN3_14B, 1024, "bfloat16", optim, gradient_checkpointing=True)
+        for optim in ("adamw_torch", "adamw_torch_fused")
+    )
+    assert plain.peak == 20 * num_parameters(QWEN3_14B), "weights, gradients, two moments, and a copy"
+    assert fused.update == 0 and fused.peak < plain.peak
 
 
 def test_the_tiles_have_the_size_that_trl_has() -> None:
     kernel, utils = (pytest.importorskip(f"trl.{name}") for name in ("kernels.chunked_logprob", "trainer.utils"))
     assert (TILE_TOKENS, TILE_VOCABULARY) == (kernel.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)
-
-
-def test_the_weights_of_a_pass_equal_a_computation_by_hand() -> None:
-    # Weights and gradients of both embeddings and two layers, with 2 bytes each; float32 gradients that are reduced.
-    reduced = 4 * (7 * 10 + SMALL_LAYER)
-    assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=True) == 2 * 2 * (2 * 7 * 10 + 2 * SMALL_LAYER) + reduced
-    assert pass_weight_bytes(SMALL, "bfloat16", is_sharded=False) == 2 * num_parameters(SMALL)
-    assert pass_weight_bytes(SMALL, "float32", is_sharded=False) == 0
 
 
 def test_the_run_of_the_paper_fits_its_machines() -> None:
@@ -112,12 +160,9 @@ def test_the_run_of_the_paper_fits_its_machines() -> None:
     assert (first.episodes, first.trained_rows) == (512 * 32, 512 * 16)
     assert (first.sampled_tokens, first.trained_tokens) == (512 * 32 * 8192, 512 * 16 * 8192)
     assert first.episodes_per_engine == run.kv_tokens // (8192 + PROMPT_ALLOWANCE)
-    assert first.train_bytes == (
-        16 * (parameters // 64)
-        + pass_weight_bytes(QWEN3_14B, "bfloat16", is_sharded=True)
-        + activation_bytes(QWEN3_14B, 14336, "bfloat16", gradient_checkpointing=True)
-        + head_bytes(QWEN3_14B, 14336, "bfloat16")
-    )
+    needed = training_memory(QWEN3_14B, 14336, "bfloat16", gradient_checkpointing=True, shards=64)
+    assert first.train_bytes == needed.peak
+    assert needed.kept + needed.gradients == pytest.approx(16 * parameters / 64)
     # Four checkpoints of weights and moments, four trained models, two copies of synced weights.
     assert run.disk_bytes == parameters * (4 * 12 + 4 * 4 + 2 * 2)
     assert all(stage.gpu_share < 1 for stage in run.stages.values())
@@ -131,8 +176,8 @@ def test_an_adapter_needs_no_optimizer_states_of_the_model_and_evaluations_keep_
     )
     # Four checkpoints of weights and moments; four trained models, which are bfloat16 with an adapter.
     assert adapted.disk_bytes == plain.disk_bytes - parameters * (4 * 12 + 4 * 2)
-    # 16 bytes of training and a copy in bfloat16; with an adapter weights and merged weights, both in bfloat16.
-    assert adapted.sft.train_bytes == plain.sft.train_bytes - parameters * (16 + 2 - 2 * 2)
+    # 20 bytes of training; with an adapter weights in bfloat16.
+    assert adapted.sft.train_bytes < plain.sft.train_bytes - parameters * (20 - 2) / 2
     # The best model of each of the four phases, and one that is being written.
     assert evaluated.disk_bytes == plain.disk_bytes + 5 * parameters * 4
 
@@ -152,16 +197,20 @@ def test_an_adapter_for_14b_fits_a_gpu_of_80_gb() -> None:
 
 
 def test_moments_in_8_bits_take_2_bytes_and_paged_ones_leave_the_gpu() -> None:
-    def plan(*sets: str) -> tuple[int, int]:
-        run = resource_plan(load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, sets), QWEN25_1B)
-        return run.sft.train_bytes, run.disk_bytes
+    def moments(optim: Optimizer) -> float:
+        return training_memory(QWEN25_1B, 8, "bfloat16", optim, gradient_checkpointing=True).moments / parameters
 
-    parameters, (train_bytes, disk_bytes) = num_parameters(QWEN25_1B), plan()
-    assert plan("sft.optim=adamw_8bit", "rl.optim=adamw_8bit") == (
-        train_bytes - 6 * parameters,
-        disk_bytes - 4 * 6 * parameters,
-    )
-    assert plan("sft.optim=paged_adamw_32bit") == (train_bytes - 8 * parameters, disk_bytes)
+    def plan(*sets: str) -> ResourcePlan:
+        return resource_plan(load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, sets), QWEN25_1B)
+
+    parameters, plain = num_parameters(QWEN25_1B), plan()
+    optims: tuple[Optimizer, ...] = ("adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+    assert list(map(moments, optims)) == [8, 2, 0, 0]
+    reduced = plan("sft.optim=adamw_8bit", "rl.optim=adamw_8bit")
+    assert reduced.disk_bytes == plain.disk_bytes - 4 * 6 * parameters
+    # Without the copy that the update of `adamw_torch` takes, the peak is in a pass.
+    assert reduced.sft.train_bytes < plain.sft.train_bytes - 6 * parameters
+    assert plan("sft.optim=paged_adamw_32bit").disk_bytes == plain.disk_bytes
 
 
 def test_checkpoints_that_are_kept_take_disk_space() -> None:
@@ -198,11 +247,7 @@ def test_the_plan_of_sft_equals_a_computation_by_hand() -> None:
 
     sft, plan = load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}).sft, sft_plan()
     tokens = sft.micro_batch_size * sft.max_conversation_tokens
-    expected = (
-        (16 + 2) * num_parameters(QWEN25_1B)  # float32 weights, gradients and two moments; weights in bfloat16
-        + activation_bytes(QWEN25_1B, tokens, "bfloat16", gradient_checkpointing=True)
-        + head_bytes(QWEN25_1B, tokens, "bfloat16")
-    )
+    expected = training_memory(QWEN25_1B, tokens, "bfloat16", gradient_checkpointing=True).peak
     assert (plan.train_bytes, plan.trained_tokens) == (expected, 64 * 4096)
     assert plan.gpu_share == expected / 80e9, "the run's own engine does not exist during SFT"
     assert sft_plan("engines.endpoints=http://a").gpu_share == (expected + 24e9) / 80e9, "an engine at an endpoint does"
@@ -283,7 +328,7 @@ def test_an_engine_that_sleeps_takes_no_memory_beside_a_pass() -> None:
     sets = ["engines.gpu_memory_utilization=0.9", "engines.sleep_mode=true"]
     plan = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, sets), QWEN3_14B)
     assert plan.stages["rl1"].gpu_share == pytest.approx((3 * plan.weight_bytes + 0.9 * 192e9) / 192e9)
-    sets[0] = "engines.gpu_memory_utilization=0.1"
+    sets[0] = "engines.gpu_memory_utilization=0.05"
     plan = resource_plan(load_config(CONFIGS / "qwen3-14b-mi300x.toml", {}, sets), QWEN3_14B)
     assert plan.stages["rl1"].gpu_share == pytest.approx(plan.stages["rl1"].train_bytes / 192e9)
 
