@@ -99,7 +99,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             limit_s = min(PARTS[part] * args.minutes / DEFAULT_MINUTES, give_up_at - perf_counter())
             print(f"gpu: {part}, at most {limit_s:.0f} s", file=sys.stderr, flush=True)
             result["parts"][part] = run_part(f"bench.gpu_parts.{part}", Settings(**asdict(settings) | card), limit_s)
-            _write(args.out, {"bench": "gpu", **summarize(result), "machine": command.machine()})
+            about = {"command": arguments.command_line(_parser(), args), "machine": command.machine()}
+            _write(args.out, {"bench": "gpu", **summarize(result), **about})
     return summarize(result)
 
 

@@ -94,7 +94,7 @@ def init(args: argparse.Namespace) -> None:
     from trainer.recipe.new_run import CONFIG_FILE, write_new_run
 
     for path in write_new_run(args.folder, args.kind):
-        print(path)
+        print(path, flush=True)
     command = f"PYTHONPATH=. rstar-train recipe {CONFIG_FILE} --smoke"
     print(f"next, in {args.folder}: `{command}` tries every phase; without --smoke it trains", file=sys.stderr)
 

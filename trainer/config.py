@@ -94,7 +94,7 @@ class ModelConfig:
     peft: dict[str, Any] = field(default_factory=dict)  # train an adapter: options of a peft config, of LoRA by default
     chat_format: Literal["rstar2", "tokenizer"] = "rstar2"  # rStar2's prompt, or the tokenizer's own chat template
     chat_template: str = ""  # with chat_format = "tokenizer": a template in place of the tokenizer's, as a file, or
-    # "chatml-tools", which describes the tools to models whose own template cannot
+    # as "chatml-tools", which describes the tools to models whose own template cannot
     system_prompt: str = ""  # replaces the system message of the chat format, unless it is empty
     shape: ModelShape | None = None  # sizes for --dry-run, if the model's config.json is not on this machine
 

@@ -83,6 +83,7 @@ def _pretrained(settings: Settings) -> Finding:
         f"eval.data=generated:{problems}", "sft.epochs=1", "sft.learning_rate=2e-4", "rl.learning_rate=1e-5",
         f"model.dtype={settings.choose('bfloat16', 'float32')}", "sft.micro_batch_size=4",
         "rl.problems_per_step=4", "rl.samples_per_problem=8", "rl.kept_per_problem=4",
+        "engines.max_model_len=1024", "sft.max_conversation_tokens=1024",
     )  # fmt: skip
     with sandboxed(settings, config) as config:
         run_recipe(config)

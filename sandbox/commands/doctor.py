@@ -147,5 +147,6 @@ def lines(report: Report) -> Iterator[str]:
         if check.command:
             yield f"    {check.command}"
     yield ""
-    yield f"user {report.user}, Linux {report.kernel}, Python for calls: {report.python or 'none'}"
+    yield f"user {report.user}, Linux {report.kernel}"
+    yield f"Python for calls: {report.python or 'none'}"
     yield from textwrap.wrap(report.verdict, width, break_long_words=False, break_on_hyphens=False)

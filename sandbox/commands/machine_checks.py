@@ -386,6 +386,8 @@ def _process_limits(of: Machine) -> Check:
     layers = [of.layers[name] for name in ("uid range", PROCESS_LIMITS, "cgroups")]
     if granted := [layer.name for layer in layers if layer.ok]:
         return Check("process_limits", True, f"for each call, by {', '.join(granted)}")
+    if of.lacks_namespaces and of.layers["Landlock"].ok:  # by a uid for each slot, or by a filter that refuses fork
+        return Check("process_limits", True, "for each call, at level landlock")
     missing = "a limit on the processes of each call, by one of uids, cgroups or Linux 5.14"
     return Check("process_limits", False, of.layers[PROCESS_LIMITS].found, missing)
 

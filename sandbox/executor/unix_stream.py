@@ -53,16 +53,13 @@ class UnixStream:
         """
         while self.is_open:
             try:
+                await trio.lowlevel.wait_readable(self.sock)
                 data, ancillary, _flags, _address = self.sock.recvmsg(
                     _CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                try:
-                    await trio.lowlevel.wait_readable(self.sock)
-                except trio.ClosedResourceError:
-                    break
                 continue
-            except OSError:
+            except (trio.ClosedResourceError, OSError):
                 break
             if ancillary:
                 self._read_ancillary(ancillary)

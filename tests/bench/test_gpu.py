@@ -89,7 +89,7 @@ def test_the_file_has_the_result_after_each_part(
         "checks that do not hold": 2,
         "parts that did not end by themselves": 0,
     }
-    assert result["command"] == "python -m bench.gpu --minutes 60.0 --cpu"
+    assert written[0]["command"] == result["command"] == "python -m bench.gpu --minutes 60.0 --cpu"
 
 
 def test_parts_are_not_started_once_the_minutes_are_used_up(
@@ -170,6 +170,8 @@ def test_the_wheels_of_the_page_are_the_locked_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("needs_isolation")
 def test_all_parts_run_on_a_cpu(tmp_path: Path, run_benchmark: RunBenchmark) -> None:
     """Each check holds or has a reason, and each part ends."""
     pytest.importorskip("trl", reason="needs trl")

@@ -433,6 +433,12 @@ def test_a_missing_layer_is_a_missing_row_that_no_level_needs(
     assert check.missing
 
 
+def test_at_level_landlock_the_processes_of_a_call_are_always_limited(make_machine: MakeMachine) -> None:
+    machine = make_machine({}, (NAMESPACE, "uid range", "process limits", "cgroups"))
+    check = check_named("process_limits", machine)
+    assert (check.ok, check.found) == (True, "for each call, at level landlock")
+
+
 def test_nsjail_is_missing_only_if_it_was_asked_for(make_machine: MakeMachine) -> None:
     assert check_named("nsjail", make_machine({}, (NSJAIL,))).ok
     check = check_named("nsjail", make_machine({}, (NSJAIL,), {"RSTAR_NSJAIL": "/no/nsjail"}))

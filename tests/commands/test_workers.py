@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -86,8 +87,13 @@ class Server:
 
 @contextmanager
 def started(port: int = 0, module: str = "tests.fakes") -> Iterator[subprocess.Popen[str]]:
-    code = SERVE_CODE.format(port=port, token=TOKEN, module=module)
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", SERVE_CODE.format(port=port, token=TOKEN, module=module)]
+    with (
+        tempfile.TemporaryDirectory(prefix="rstar-test-") as directory,  # a killed supervisor leaves its own in it
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": directory}
+        ) as process,
+    ):
         try:
             yield process
         finally:

@@ -27,12 +27,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig
 
-from trainer.config import StageConfig, check_options
+from trainer.config import ConfigError, StageConfig, check_options
 from trainer.episodes.episode import Problem
 from trainer.rollout.runtime import RolloutRuntime
 from trainer.training import training_rows
@@ -78,6 +79,11 @@ def train_stage(
 
     Raises `ConfigError` for settings that do not fit together, `NoRewardsError`, and errors of engines and tools.
     """
+    if not hasattr(TokenBudgetTrainer, "_run_epoch"):  # the loop of `RocTrainer` would never be called
+        raise ConfigError(
+            f"transformers {transformers.__version__}: expected a version whose Trainer has the method `_run_epoch`, "
+            "such as 5.24; install one of them"
+        )
     if context.peft:
         optimizer_checkpoint = None
     checkpoint = context.latest_checkpoint() or optimizer_checkpoint
@@ -155,10 +161,10 @@ class RocTrainer(TokenBudgetTrainer):
         self._step_started_at = perf_counter()
         while self.state.global_step < self.state.max_steps:
             step, rows = self._trained_steps + 1, list[training_rows.TrainingRow]()
-            times = self._sync_weights()
-            if self._sampler:
-                groups = self._sampler.rollout(step)
-                selected = self._sampler.select(groups, step)
+            times = self._sync_weights()  # the engines get the weights that the step starts from
+            if self._sampler:  # on the first rank
+                groups = self._sampler.rollout(step)  # all episodes of each problem
+                selected = self._sampler.select(groups, step)  # those that RoC keeps
                 rows = self._sampler.record(groups, selected, step)
             loss = self._backward(model, rows)
             update = self._update(model, loss)

@@ -41,8 +41,8 @@ class AdmittedBatch:
     cancelled at its end if they are unfinished, also if the client disconnects.
 
     The block gets the batch, the body's content type, and the HTTP status of the response: 400 if every call is
-    malformed. The body counts as buffered until the call table counts its calls. It is no `asynccontextmanager`, which
-    takes 2 % of the time of a request.
+    malformed. The body counts as buffered until the call table counts its calls. This is a class and no
+    `asynccontextmanager`, which would add 1 % to the CPU time of a request with one call.
     """
 
     __slots__ = ("_form", "_request")
@@ -180,7 +180,7 @@ async def respond(
 
 class _WholeResponse(web.StreamResponse):
     """A response whose head is sent together with the first part of its body. `web.Response` does this too, but it
-    looks for forms of bodies that no route has, which takes 2 % of the time of a request."""
+    also handles forms of bodies that no route has, which would add 2 % to the CPU time of a request with one call."""
 
     _send_headers_immediately = False
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
+import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -148,6 +150,23 @@ async def test_a_cached_prefix_changes_no_bit():
     # The last sampled id and two of the three new ones fill the cache; the third yields the first of 30 samples.
     assert engine.computed_positions - computed_before == 3 + 30
     assert second == await engine_without_cache.generate(context, SamplingParams(30, seed=2))
+    await asyncio.gather(engine.close(), engine_without_cache.close())
+
+
+async def test_prompts_that_begin_with_the_same_ids_compute_them_once():
+    """The common ids need two passes. Each prompt has five ids of its own, and each request samples three ids."""
+    engine, engine_without_cache = [await make_engine(max_model_len=720) for _ in range(2)]
+    common_ids = [index % VOCAB_SIZE for index in range(700)]
+    requests = [([*common_ids, *[seed] * 5], SamplingParams(3, seed=seed)) for seed in range(8)]
+    are_submitted = threading.Event()
+    engine._inbox.put((Future(), are_submitted.wait))  # the engine's thread finds all requests at once
+    tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
+    await asyncio.sleep(0)
+    are_submitted.set()
+    generations = await asyncio.gather(*tasks)
+    # The third id of a request is sampled and not computed.
+    assert engine.computed_positions == len(common_ids) + len(requests) * (5 + 2)
+    assert generations[7] == await engine_without_cache.generate(*requests[7])
     await asyncio.gather(engine.close(), engine_without_cache.close())
 
 

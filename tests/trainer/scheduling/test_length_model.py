@@ -28,8 +28,8 @@ def test_the_length_model_is_not_biased_to_episodes_that_finish_first() -> None:
 
 
 def test_a_cancelled_episode_counts_as_longer_than_it_is() -> None:
-    """If a cancelled episode counted with its own length, a training step that cancels its stragglers would bias the
-    lengths to short episodes."""
+    """If a cancelled episode counted with its own length, cancellations would bias the lengths to short
+    episodes."""
 
     def mean_length(cancelled_at: float) -> float:
         scheduler = Scheduler(MAX_CONTEXT)

@@ -335,6 +335,14 @@ def test_the_accepted_arguments_are_fields_of_grpo_config() -> None:
     grpo.check_grpo_options(replace(STAGE, grpo=dict.fromkeys(grpo.STAGE_OPTIONS, 1)))
 
 
+def test_a_version_of_transformers_that_would_not_call_the_loop_is_refused(
+    tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("transformers.Trainer._run_epoch")
+    with pytest.raises(ConfigError, match=r"^transformers \S+: expected a version whose Trainer has the method `_run"):
+        StageRun(tmp_path, model, loop_thread).run(Sampler(model))
+
+
 def test_an_optimizer_without_its_package_is_refused(
     tmp_path: Path, model: Path, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
