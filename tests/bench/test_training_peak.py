@@ -12,12 +12,13 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("trl", reason="needs trl")
 pytest.importorskip("peft", reason="needs peft")
 
+from trl import GRPOTrainer  # noqa: E402
+
 from bench.training_peak import BLOCK_BYTES, StorageCount, counted_peak  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder  # noqa: E402
 from tests.trainer.training.stage_run import StageRun  # noqa: E402
 from trainer.recipe.resource_plan import shape_of  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
-from trainer.training.grpo import GRPOTrainer  # noqa: E402
 
 pytestmark = [QUIET_LIBRARIES, pytest.mark.filterwarnings("ignore::UserWarning:peft")]
 
