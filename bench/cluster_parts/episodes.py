@@ -147,7 +147,7 @@ class _Setup:
             engines=EnginesConfig(kind="vllm", endpoints=(self.url,), max_num_seqs=1024),
             collect=CollectConfig(max_response_tokens=2000, max_turns=50),
         )
-        spec = HostSpec(config, self.directory / "model", self.directory, has_sandbox=False, share=1.0)
+        spec = HostSpec(config, self.directory / "model", self.directory, needs_sandbox=False, share=1.0)
         if name == "ray":
             connect(address)
             async with RayExecutor(partial(open_host, spec), self.per_worker) as executor:

@@ -20,10 +20,10 @@ from sandbox.types import LIMIT_FIELDS, Call, Result, Status
 
 def call_of(args: argparse.Namespace) -> Call:
     """Return the call that the arguments describe. Raises `ConfigError` or `InvalidCall`."""
-    argv = args.args  # the words of ARG..., the arguments of the code
+    argv = args.args  # ARG..., the arguments that the code gets
     if args.code is not None and args.file is not None:
-        # With -c CODE there is no FILE, but the parser has stored the first ARG as FILE. `args.file` is changed in
-        # place, because `_read_stdin` would otherwise take an ARG "-" for code on standard input.
+        # With -c CODE there is no FILE, but the parser has stored the first ARG as FILE. `args.file` is cleared too: if
+        # the first ARG is "-", `_read_stdin` would conclude from it that the code comes on standard input.
         args.file, argv = None, [args.file, *argv]
     if args.code is None and args.file is None:
         raise ConfigError("run: expected one of FILE, - (code on standard input) or -c CODE")
@@ -66,6 +66,7 @@ def check_return_files(call: Call, *, overwrite: bool) -> None:
 def write_returned(result: Result, call: Call, *, overwrite: bool) -> None:
     """Write the returned files and figures. If one of them would overwrite a file or leave the directory, raises
     `ConfigError` and writes nothing. Raises `SandboxError` if a file cannot be written."""
+    # The server must not choose which files of the current directory are written.
     returned = {path: data for path, data in result.files.items() if _is_requested(path, call)}
     targets = [_return_target(path, overwrite=overwrite) for path in returned]  # raises before anything is written
     for target, data in zip(targets, returned.values(), strict=True):

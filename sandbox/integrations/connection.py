@@ -1,7 +1,7 @@
-"""The connection of the integrations to a server: one client per server in each process.
+"""The client that all integrations of this package use: one client per server in each process.
 
-All environments and sandboxes of a process share this client, so that thousands of them need only its connections.
-Without arguments it uses the URL in `RSTAR_SANDBOX_URL` and the token in `RSTAR_SANDBOX_TOKEN`.
+A process may have thousands of environments and sandboxes. They share this client, and so they share its connections.
+Without arguments the client uses the URL in `RSTAR_SANDBOX_URL` and the token in `RSTAR_SANDBOX_TOKEN`.
 """
 
 from __future__ import annotations

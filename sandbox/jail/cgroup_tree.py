@@ -1,10 +1,11 @@
 """The cgroups of one zygote pool: created below the server's own cgroup, and removed with the pool.
 
-    server's cgroup / rstar-sandbox-PID-RANDOM / 0, 1, 2 ...      one per slot, created once and reused by many calls
-                                               / zygotes          version 2: the zygotes
-                    / rstar-sandbox                               version 2: the server, and all other processes that
-                                                                  were in its cgroup
-                    / rstar-sandbox-PID-RANDOM                    version 1, hierarchy cpu: demoted threads
+    the server's cgroup
+        rstar-sandbox-PID-RANDOM        the pool's top directory
+            0, 1, 2 ...                 one cgroup per slot, created once and reused by many calls
+            zygotes                     version 2: the zygotes
+        rstar-sandbox                   version 2: the server, and all other processes that were in its cgroup
+        rstar-sandbox-PID-RANDOM        version 1, hierarchy cpu: threads that run only on idle cores (`IdleCgroup`)
 
 - Version 1 has several hierarchies (memory, pids, and cpuacct if mounted), version 2 has one. `CgroupTree` hides this
   difference.
@@ -15,8 +16,9 @@
   moved to a child cgroup. This is done only in a container, or if systemd has delegated the cgroup to the server.
 - A jail has no cgroup file system. A call enters its cgroup by a file that was opened outside of the jail
   (`open_procs_files`). This works because the kernel checks the permissions of the process that opened the file.
-- In version 2, a process that enters a cgroup waits for all forks on the machine. So a zygote (the interpreter in the
-  jail that forks the calls) forks a call directly into the cgroup (clone3(2)) where this is possible.
+- In version 2, a process that enters a cgroup waits until all forks that are in progress on the machine have ended. So
+  a zygote (the interpreter in the jail that forks the calls) forks a call directly into the cgroup (clone3(2)) where
+  this is possible.
 """
 
 from __future__ import annotations
@@ -66,8 +68,10 @@ def fds_for_slots(slots: int) -> int:
 
 
 def raise_fd_limit_for(slots: int) -> None:
-    """Raise the descriptor limit of this process, which its zygotes inherit. Raises `IsolationError` if it is fixed."""
+    """Raise the descriptor limit of this process, which its zygotes inherit. Raises `IsolationError` if the hard limit
+    is too low for the slots."""
     limit = machine.raise_fd_limit(fds_for_slots(slots))
+    # `RESERVED_FDS` is not required here: if the hard limit is very low, `plan_pools` still plans one slot.
     if limit < (needed := FDS_PER_SLOT * slots):
         raise IsolationError(f"cgroups: {slots} slots need {needed} descriptors, got {limit}; raise ulimit -n")
 
@@ -77,7 +81,8 @@ class CgroupTree:
 
     def __init__(self) -> None:
         self._dirs: dict[str, str] = {}  # hierarchy -> directory
-        self._locks: dict[str, int] = {}  # directory -> descriptor; several hierarchies may be mounted together
+        # Top directory -> descriptor that holds its lock. Hierarchies that are mounted together have one top directory.
+        self._top_locks: dict[str, int] = {}
         self._cgroups: dict[int, SlotCgroup] = {}
         self.idle: IdleCgroup | None = None
         self._zygote_uid = -1  # unknown until `allow_clone_into`
@@ -94,7 +99,7 @@ class CgroupTree:
             raise IsolationError(f"cgroups: {error}") from None
 
     def __str__(self) -> str:
-        return f"{self._version.name}, {', '.join(self._locks)}"
+        return f"{self._version.name}, {', '.join(self._top_locks)}"
 
     def cgroup(self, slot: int) -> SlotCgroup:
         """Return the cgroup of a slot. It is created on first use, since most slots are rarely used. Raises
@@ -113,31 +118,31 @@ class CgroupTree:
         self._can_clone_into = False
         if self._version is not V2 or not kernel.has_clone3():
             return
-        (top,) = self._locks
+        (top,) = self._top_locks  # version 2 has one hierarchy
         try:
             self._zygote_uid = uid
             for directory in (top, *(f"{top}/{slot}" for slot in self._cgroups)):
                 self._chown_procs_file(directory)
             os.makedirs(f"{top}/{ZYGOTES_LEAF}", exist_ok=True)
             write_file(f"{top}/{ZYGOTES_LEAF}/{V2.enter_file}", str(pid))
-            os.close(kernel.open_detached(f"{top}/0"))  # fails here if the kernel or a container refuses it
+            os.close(kernel.open_detached_mount(f"{top}/0"))  # fails here if the kernel or a container refuses it
         except OSError as error:
             log.info("cannot clone into cgroups, entering them is slower: %s", error)
         else:
             self._can_clone_into = True
 
     def open_directories(self, slot: int) -> Iterator[int]:
-        """Yield a descriptor of a slot's cgroup for clone3(2). Yield nothing if zygotes may not use clone3. The caller
-        closes the descriptor."""
+        """Yield a descriptor of a slot's cgroup for clone3(2), or nothing if zygotes may not use clone3. The caller
+        closes the descriptor. As an iterator, it can be sent in the same loop as `open_procs_files`."""
         self.cgroup(slot)
         if self._can_clone_into:
-            (top,) = self._locks
-            yield kernel.open_detached(f"{top}/{slot}")
+            (top,) = self._top_locks
+            yield kernel.open_detached_mount(f"{top}/{slot}")
 
     def open_procs_files(self, slot: int) -> Iterator[int]:
         """Yield descriptors to which a process writes "0" to enter the cgroup of a slot. The caller closes them."""
         self.cgroup(slot)
-        for top in self._locks:
+        for top in self._top_locks:
             yield _open(f"{top}/{slot}/{self._version.enter_file}", os.O_WRONLY)
 
     def close(self) -> None:
@@ -148,25 +153,25 @@ class CgroupTree:
         if self.idle is not None:
             self.idle.close()
             self.idle = None
-        for top, lock in self._locks.items():
+        for top, lock in self._top_locks.items():
             _remove(top)
             os.close(lock)
         self._cgroups = {}
-        self._locks = {}
+        self._top_locks = {}
 
     def _create_in(self, parent: str) -> str:
-        for top in self._locks:
+        for top in self._top_locks:
             if os.path.dirname(top) == parent:
                 return top
         _remove_stale(parent)
         top, lock = _create_locked(parent)
-        self._locks[top] = lock
+        self._top_locks[top] = lock
         if self._version is V2:
             _enable_controllers(top)
         return top
 
     def _create_slot_cgroup(self, slot: int) -> SlotCgroup:
-        for top in self._locks:
+        for top in self._top_locks:
             os.makedirs(f"{top}/{slot}", exist_ok=True)  # it exists if an earlier try failed half-way
             if self._zygote_uid >= 0:
                 self._chown_procs_file(f"{top}/{slot}")
@@ -177,11 +182,10 @@ class CgroupTree:
 
 
 class IdleCgroup:
-    """A cgroup for demoted threads, which run only on cores that all other threads of `parent` leave idle.
+    """A cgroup for demoted threads. They run only on cores that no other thread in the server's cgroup (`parent`) uses.
 
-    `parent` is the server's cgroup. Outside of containers, SCHED_IDLE alone is not enough. There the kernel first
-    divides the cores among sessions (sched_autogroup_enabled). A jail is a session of its own, and calls can start more
-    sessions.
+    Outside of containers, the policy SCHED_IDLE alone is not enough: the kernel first divides the cores among sessions
+    (sched_autogroup_enabled). A jail is a session of its own, and calls can start more sessions.
     """
 
     def __init__(self, parent: str) -> None:

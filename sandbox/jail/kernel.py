@@ -83,7 +83,7 @@ class _SockFprog(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def open_detached(path: str) -> int:
+def open_detached_mount(path: str) -> int:
     """Return a descriptor of a directory. Through this descriptor, the path `..` does not lead to the parent.
 
     The descriptor refers to a clone of the directory's mount (open_tree(2)). The clone belongs to no mount namespace.

@@ -1,4 +1,7 @@
-"""Finds nsjail's binary. It is not part of `launch_nsjail`, because `probe` imports it and runs `launch_nsjail`."""
+"""Finds nsjail's binary.
+
+`find` is not in `launch_nsjail`, because other modules call it too, and `launch_nsjail` is run as a program of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The reference pages equal the code, and describe each setting, route and metric."""
+"""The reference pages are those that the code generates, and describe each setting, route and metric."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,27 +12,28 @@ from sandbox.settings.server import SETTINGS
 from trainer.config import StageConfig
 
 
-@pytest.mark.parametrize(("name", "text"), reference.pages().items(), ids=reference.pages())
-def test_a_page_equals_the_code(name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "text"), reference.pages().items(), ids=list(reference.pages()))
+def test_a_page_is_the_one_that_the_code_generates(name: str, text: str) -> None:
     assert (reference.PAGES / name).read_text(encoding="utf-8") == text, "run python -m bench.reference"
 
 
-@pytest.mark.parametrize("text", reference.pages().values(), ids=reference.pages())
+@pytest.mark.parametrize("text", reference.pages().values(), ids=list(reference.pages()))
 def test_each_row_has_a_description(text: str) -> None:
     rows = re.findall(r"^\| (?!---).*\|$", text, re.MULTILINE)
     assert rows
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
-def test_every_setting_of_both_commands_has_a_row() -> None:
+def test_every_setting_of_server_and_stages_has_a_row() -> None:
     server, trainer = reference.server_settings(), reference.trainer_settings()
     assert [name for name in SETTINGS if f"| `{name}` |" not in server] == []
-    stage = [name for name in StageConfig.__dataclass_fields__ if name != "name"]
-    assert [name for name in stage if f"| `{name}` |" not in trainer] == []
+    # The field `name` is no setting: it is the key of the stage's table.
+    stage_settings = [name for name in StageConfig.__dataclass_fields__ if name != "name"]
+    assert [name for name in stage_settings if f"| `{name}` |" not in trainer] == []
 
 
 def test_a_page_that_differs_is_named_and_is_an_error(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reference, "PAGES", tmp_path)
     assert reference.main(["--check"]) == 1

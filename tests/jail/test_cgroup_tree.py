@@ -35,7 +35,7 @@ def tree() -> Iterator[CgroupTree]:
 
 def directories(tree: CgroupTree) -> list[Path]:
     """Return the top directories of a tree. The tree holds a lock on each."""
-    return [Path(directory) for directory in tree._locks]
+    return [Path(directory) for directory in tree._top_locks]
 
 
 def run_inside(tree: CgroupTree, slot: int, action: Callable[[], object]) -> int:
@@ -206,7 +206,7 @@ def test_closing_a_tree_kills_its_processes_and_removes_it(tree: CgroupTree) -> 
 
 
 def test_only_the_tree_of_a_killed_owner_is_removed_by_the_next_owner(tree: CgroupTree) -> None:
-    code = "from sandbox.jail import CgroupTree\nt = CgroupTree()\nprint(*t._locks, flush=True)\ninput()"
+    code = "from sandbox.jail import CgroupTree\nt = CgroupTree()\nprint(*t._top_locks, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         owner_dirs = [Path(directory) for directory in owner.stdout.readline().decode().split()]

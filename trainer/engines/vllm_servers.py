@@ -45,8 +45,8 @@ KILL_AFTER_S = 20.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTART_DELAY_S = 5.0
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
-"""Flags of servers on a CPU. Chunked prefill is off because vLLM cannot reset a CPU's random generator. With chunked
-prefill, a seeded request whose prompt is computed in two chunks would end the engine."""
+"""Flags of servers on a CPU. Chunked prefill is off, because it would end the engine when the prompt of a seeded
+request is computed in two chunks: vLLM then resets the request's random generator, which it cannot do on a CPU."""
 OWN_OPTIONS = ("--tensor-parallel-size", "--gpu-memory-utilization", "--enable-sleep-mode", "--worker-extension-cls")
 """Options that `engines.args` may not have: they have settings of their own, or belong to the weight sync."""
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
@@ -57,8 +57,8 @@ RANK_VARIABLES = re.compile(
 """Variables that torchrun and accelerate set for a rank. With them a vLLM server would wait for the other ranks or
 listen at the training's port. OMP_NUM_THREADS is included because torchrun sets it to 1 if there are several ranks."""
 ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
-"""Selects the GPUs that ROCm sees; Slurm sets this variable. The values of `GPU_VARIABLES` are indices of these
-GPUs."""
+"""Selects the GPUs that ROCm sees; Slurm sets this variable. If it is set, an index in one of `GPU_VARIABLES` counts
+only the GPUs that it selects."""
 GPU_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """The variables that select the GPUs of a process: AMD's and NVIDIA's. vLLM ends if both are set and differ."""
 LAUNCHER_SCRIPT = f"""\
@@ -88,7 +88,8 @@ known = ModelRegistry.get_supported_archs()
 if not any(name in known or hasattr(transformers, name) for name in sys.argv[1:]):
     sys.exit(f"vLLM does not know the architecture {', '.join(sys.argv[1:])}")
 """
-"""Ends with exit code 1 if no argument is an architecture of vLLM, or of transformers, whose models vLLM can run."""
+"""Ends with exit code 1 if vLLM can run none of the architectures that the arguments name. It can run its own
+architectures and those of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,11 @@ class VllmServers:
         if self.gpus_per_server:
             options["--tensor-parallel-size"] = str(self.gpus_per_server)
             options["--gpu-memory-utilization"] = str(self.gpu_memory_utilization)
-        module = "vllm.entrypoints.openai.api_server"  # `vllm serve` does not find vllm-cpu's metadata
+        # Not `vllm serve`: if the installed package is vllm-cpu, this command does not find the package's metadata.
+        module = "vllm.entrypoints.openai.api_server"
         flags = ["--disable-uvicorn-access-log", *([] if self.gpus_per_server else CPU_FLAGS)]
-        flags += ["--enable-sleep-mode"] * self.sleep_mode
+        if self.sleep_mode:
+            flags.append("--enable-sleep-mode")
         arguments = [word for option in options.items() for word in option]
         more = [option_words(name, value) for name, value in self.args.items()]
         if twice := sorted({words[0] for words in more} & {*options, *flags, *OWN_OPTIONS}):
@@ -143,6 +146,7 @@ class VllmServers:
         Raises `ConfigError` if `base` shows too few GPUs.
         """
         variables = {name: value for name, value in base.items() if not RANK_VARIABLES.fullmatch(name)}
+        # VLLM_SERVER_DEV_MODE enables the routes that reload weights and let the engine sleep.
         variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.gpus_per_server:
             variables |= self._gpu_variables(index, count, base)
@@ -154,15 +158,21 @@ class VllmServers:
         return variables
 
     def _gpu_variables(self, index: int, count: int, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that select the GPUs of server `index`, among the GPUs that `base` makes visible. If
-        `base` has some of `GPU_VARIABLES`, the result has the same names."""
+        """Return the variables that select the GPUs of server `index` among the GPUs that `base` makes visible.
+
+        If `base` has some of `GPU_VARIABLES`, the result sets the same variables, to some of the GPUs that they name.
+        Otherwise it sets `CUDA_VISIBLE_DEVICES` to indices, from 0, of the visible GPUs.
+        """
         first = self.first_gpu + index * self.gpus_per_server
         end = first + self.gpus_per_server
         set_variables = [name for name in GPU_VARIABLES if name in base]
         variable = set_variables[0] if set_variables else ROCR_VARIABLE
-        # Without any variable, all GPUs of the machine are visible, and their number is not checked here.
-        visible = [gpu for gpu in base[variable].split(",") if gpu] if variable in base else ["any"] * end
-        gpus = (visible if set_variables else [str(gpu) for gpu in range(len(visible))])[first:end]
+        if variable in base:
+            visible = [gpu for gpu in base[variable].split(",") if gpu]
+            gpus = visible if set_variables else [str(gpu) for gpu in range(len(visible))]
+        else:  # all GPUs of the machine are visible, and their number is not checked here
+            gpus = [str(gpu) for gpu in range(end)]
+        gpus = gpus[first:end]
         if len(gpus) < self.gpus_per_server:
             raise ConfigError(
                 f"engine {index + 1} of {count}: expected {end} GPUs or more, got {variable}={base[variable]}; lower "
@@ -200,20 +210,20 @@ async def _supervise(
     environment: Mapping[str, str],
     log: Path,
     session: aiohttp.ClientSession,
-    url: asyncio.Future[str],
+    started: asyncio.Future[str],
 ) -> None:
-    """Run and restart a server until cancelled. `url` is resolved with the URL once the server is healthy, or with the
-    error of the first start."""
+    """Run and restart a server until cancelled. `started` gets the URL once the server is healthy, or the error of the
+    first start."""
     port = free_port()
     while True:
         try:
             async with _process_group(command(port), environment, log) as process:
-                if not url.done():
-                    url.set_result(await _wait_until_healthy(session, f"http://127.0.0.1:{port}", process, log))
+                if not started.done():
+                    started.set_result(await _wait_until_healthy(session, f"http://127.0.0.1:{port}", process, log))
                 reason = f"it ended with exit code {await process.wait()}"
         except Exception as error:  # boundary: only the first start's failure is an error; later starts are retried
-            if not url.done():
-                url.set_exception(error)
+            if not started.done():
+                started.set_exception(error)
                 return
             reason = repr(error)
         logger.warning("the vLLM server of %s restarts in %g s: %s", log, RESTART_DELAY_S, reason)

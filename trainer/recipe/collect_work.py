@@ -2,8 +2,9 @@
 
 Invariants:
 - Names of environments and their options are checked before anything starts.
-- A store belongs to one set of the settings that decide what an episode contains. The other settings may change from
-  one run to the next: the executor, its size, budgets and `samples_per_problem`.
+- All episodes of a store have the same values of the settings that decide what an episode contains
+  (`_store_settings`). The other settings may change from one run to the next: the executor, its size, budgets and
+  `samples_per_problem`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from trainer.sync.probe import ExpectedLogprobs, SyncProbe
 from trainer.training.context import model_errors_as_config_errors
 
 STATUS_FILE = "status.json"
-LIMIT_NAMES = tuple(field.name for field in fields(SamplingConfig))
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,13 @@ class HostSpec:
     config: RunConfig
     model: Path
     run_dir: Path
-    has_sandbox: bool
+    needs_sandbox: bool
     share: float | None = None
-    """The part of each server's capacity that this process may use. The servers have their weights already. With None,
-    this process opens engines of its own."""
-    expected: ExpectedLogprobs | None = None
-    """What servers with the right weights compute, if these weights stay the same. A server that restarts is used again
-    only if it computes the same."""
+    """The part of each server's capacity that this process may use, if several processes share the servers. Such
+    servers have their weights already. With None, this process opens engines of its own."""
+    expected_logprobs: ExpectedLogprobs | None = None
+    """What a server with the right weights computes. A server that restarts is used again only if it computes the same.
+    With None, servers are not compared, for example because their weights change while the episodes run."""
 
 
 def store_dir(run: RecipeRun) -> Path:
@@ -86,8 +87,8 @@ def collect(run: RecipeRun, model: Path) -> CollectionStatus:
     config = run.config.collect
     run.config.check_model_len("collect", config)
     check_reward(run.config, is_collection=True)
-    num_problems, has_sandbox = _count_problems(run.config)
-    spec = HostSpec(run.config, model, run.dir.resolve(), has_sandbox)
+    num_problems, any_needs_sandbox = _count_problems(run.config)
+    spec = HostSpec(run.config, model, run.dir.resolve(), any_needs_sandbox)
     with (
         EpisodeStore(store_dir(run), _store_settings(run, model)) as store,
         progress_bar("episodes", num_problems * config.samples_per_problem) as advance,
@@ -103,18 +104,19 @@ def open_cluster_rollout(run: RecipeRun, stage: StageConfig, model: Path) -> Ite
     config = replace(run.config, collect=stage_settings(run.config, stage))
     collect = config.collect
     connect(collect.ray_address)
-    spec = HostSpec(config, model, run.dir.resolve(), has_sandbox=True, share=1 / num_nodes())
+    # The collector gets the problems later, in each step. So it is not known here whether one needs a sandbox.
+    spec = HostSpec(config, model, run.dir.resolve(), needs_sandbox=True, share=1 / num_nodes())
     with LoopThread() as loop_thread:
         engines = loop_thread.enter(open_engine_pool(config, model, run.dir))
         executor = loop_thread.enter(RayExecutor(partial(open_host, spec), collect.episodes_per_worker))
         steps_dir, max_down_s = run.stage_dir(stage.name) / "steps", _max_down_s(config)
         collector = ClusterCollector(executor, engines, collect, steps_dir, max_down_s=max_down_s)
-        yield RolloutRuntime(loop_thread, collector, collector)
+        yield RolloutRuntime(loop_thread, collector=collector, pool=collector)  # it also syncs the weights
 
 
 def stage_settings(config: RunConfig, stage: StageConfig) -> CollectConfig:
     """Return [collect] with the limits and the number of samples of a stage."""
-    limits = {name: getattr(stage, name) for name in LIMIT_NAMES}
+    limits = {name: getattr(stage, name) for name in SAMPLING_FIELDS}
     return replace(config.collect, samples_per_problem=stage.samples_per_problem, **limits)
 
 
@@ -156,7 +158,7 @@ async def _share_vllm_servers(spec: HostSpec) -> HostSpec:
     """Give the servers their weights before the workers start, and return the settings of the workers."""
     async with open_engine_pool(spec.config, spec.model, spec.run_dir) as pool:
         await require_weights(pool, _max_down_s(spec.config))
-        return replace(spec, share=1 / num_nodes(), expected=pool.expected)
+        return replace(spec, share=1 / num_nodes(), expected_logprobs=pool.expected)
 
 
 @asynccontextmanager
@@ -164,7 +166,7 @@ async def open_host(spec: HostSpec) -> AsyncIterator[RunEpisode]:
     """Open engines, sandbox and environments, and yield the function that runs an episode with them."""
     config, limits = spec.config, spec.config.collect
     async with AsyncExitStack() as stack:
-        sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.has_sandbox else None
+        sandbox = await stack.enter_async_context(connect_sandbox(config.sandbox)) if spec.needs_sandbox else None
         services = await stack.enter_async_context(open_services(sandbox, config.reward))
         pool = await stack.enter_async_context(_open_pool(spec))
         create = partial(open_environment, services=services)
@@ -187,9 +189,11 @@ async def _open_pool(spec: HostSpec) -> AsyncIterator[EnginePool]:
         vocab_size = AutoConfig.from_pretrained(spec.model).vocab_size
     clients = vllm_clients(engines, expand_urls(engines.endpoints), vocab_size, spec.share)
     max_down_s = engines.max_down_s or ALL_DOWN_TIMEOUT_S  # with 0, episodes would fail before the engines are up
-    probe = SyncProbe(spec.model, spec.config.model.dtype, tolerance=engines.probe_tolerance) if spec.expected else None
+    probe = None
+    if spec.expected_logprobs:
+        probe = SyncProbe(spec.model, spec.config.model.dtype, tolerance=engines.probe_tolerance)
     pool = create_pool(engines, clients, probe=probe, all_down_timeout_s=max_down_s)
-    pool.expected = spec.expected
+    pool.expected = spec.expected_logprobs
     async with pool:
         yield pool
 
@@ -199,16 +203,16 @@ def _count_problems(config: RunConfig) -> tuple[int, bool]:
 
     Raises `DataError` for a bad row or an id that occurs twice, and `ConfigError` for an unknown environment.
     """
-    ids, has_sandbox = set[str](), False
+    ids, any_needs_sandbox = set[str](), False
     for problem in _problems(config):
         if problem.id in ids:
             raise DataError(f"problem {problem.id}: expected ids that occur once; rename it in its source")
         ids.add(problem.id)
         check_problem(problem)
-        has_sandbox = has_sandbox or needs_sandbox(problem)
+        any_needs_sandbox = any_needs_sandbox or needs_sandbox(problem)
     if not ids:
         raise DataError("collect.data: expected problems, got none")
-    return len(ids), has_sandbox
+    return len(ids), any_needs_sandbox
 
 
 def _problems(config: RunConfig) -> Iterator[Problem]:
@@ -221,7 +225,10 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def model_of(run: RecipeRun, stage: str) -> Path:
-    """Return the model of a stage. If `stage` is empty, return the model in `[model] path`."""
+    """Return the model of a stage. If `stage` is empty, return the model in `[model] path`.
+
+    If this path is `TINY_MODEL`, the model is the one that the run has generated.
+    """
     if not stage and run.config.model.path != TINY_MODEL:
         return Path(run.config.model.path)
     return run.model_path(run.trained_model(stage or INITIAL_STAGE).model)
@@ -231,7 +238,7 @@ def _store_settings(run: RecipeRun, model: Path) -> dict[str, Any]:
     """Return the settings that all episodes of a store share. If the model is in the run folder, its path is relative
     to the store, so that the folder can be moved."""
     config, store = run.config, store_dir(run)
-    limits = {name: getattr(config.collect, name) for name in LIMIT_NAMES}
+    limits = {name: getattr(config.collect, name) for name in SAMPLING_FIELDS}
     is_in_run = model.resolve().is_relative_to(run.dir.resolve())
     return {
         "model": os.path.relpath(model.resolve(), store.resolve()) if is_in_run else str(model),

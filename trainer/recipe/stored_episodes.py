@@ -32,7 +32,7 @@ from trainer.episodes.episode import Episode, ToolCall
 from trainer.episodes.reward import INFRASTRUCTURE_STOPS
 from trainer.json_files import read_rows, write_rows
 from trainer.progress_bar import progress_bar
-from trainer.recipe.collect_work import LIMIT_NAMES
+from trainer.recipe.collect_work import SAMPLING_FIELDS
 from trainer.recipe.rollout_session import PROMPT_SETTINGS, load_chat_format
 from trainer.rollout.episode_runner import EpisodeError, replay_actions
 from trainer.rollout.turn_loop import TurnLoop
@@ -58,7 +58,7 @@ def replay(reader: StoreReader, key: Key) -> Episode:
     if stored.stop_reason in INFRASTRUCTURE_STOPS:
         raise ConfigError(f"the episode ended as {stored.stop_reason}, which a replay cannot repeat")
     settings = reader.settings
-    limits = SamplingConfig(**{name: settings[name] for name in LIMIT_NAMES})
+    limits = SamplingConfig(**{name: settings[name] for name in SAMPLING_FIELDS})
     again = Episode(stored.problem, stored.sample, prompt_ids=stored.prompt_ids)
     turns = TurnLoop(_chat_format(reader), _RecordedTool(stored), limits, settings["seed"], BusyTimer())
     asyncio.run(turns.run(again, cast(EpisodeHandle, _RecordedHandle(stored))))
@@ -155,12 +155,12 @@ def rescore(
 
     for episode in episodes():
         check_problem(episode.problem)
-    has_sandbox = any(needs_sandbox(episode.problem) for episode in episodes())
+    any_needs_sandbox = any(needs_sandbox(episode.problem) for episode in episodes())
     max_response_chars = int(reader.settings["max_tool_response_chars"])
     sandbox_context = open_sandbox(sandbox or "local", answer_check=answer_check, answer_rounding=answer_rounding)
     with progress_bar("episodes", total) as advance:
         scores = asyncio.run(
-            _score_all(episodes(), max_response_chars, sandbox_context if has_sandbox else nullcontext(), advance)
+            _score_all(episodes(), max_response_chars, sandbox_context if any_needs_sandbox else nullcontext(), advance)
         )
     write_rows(out, scores)
     return Counter(f"{_text(score.stored_reward)} -> {_text(score.reward)}" for score in scores)

@@ -18,25 +18,26 @@ _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u20
 
 
 class ShowError(ValueError):
-    """What shall be shown does not exist, or the page cannot be written."""
+    """The folder to show is not a run folder, or the HTML page of a run cannot be written."""
 
 
 def table(*heads: str, title: str = "") -> Table:
     """Return an empty table. The last character of a head describes its column: > for numbers, and … for texts that may
     wrap."""
-    rows = Table(
+    empty = Table(
         title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim"
     )
     for head in heads:
         name = head.rstrip(">…")
         flags = head[len(name) :]
         justify: Literal["left", "right"] = "right" if ">" in flags else "left"
-        rows.add_column(name, justify=justify, no_wrap="…" not in flags, overflow="fold")
-    return rows
+        empty.add_column(name, justify=justify, no_wrap="…" not in flags, overflow="fold")
+    return empty
 
 
 def sparkline(values: list[float]) -> str:
-    """Return the trend of values in at most `SPARKLINE_WIDTH` characters, from their minimum to their maximum."""
+    """Return at most `SPARKLINE_WIDTH` characters that show the trend of values. The lowest bar is the smallest of the
+    shown values, and the highest bar is the largest."""
     chosen = spread(values, SPARKLINE_WIDTH)
     low, high = min(chosen), max(chosen)
     return "".join(SPARKS[round((value - low) / ((high - low) or 1) * (len(SPARKS) - 1))] for value in chosen)
@@ -57,4 +58,8 @@ def escape_controls(text: str) -> str:
 
 
 def format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    if value is None:
+        return "–"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

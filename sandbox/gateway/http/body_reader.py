@@ -4,8 +4,8 @@
   the request's head is reserved before the first byte is read; a body without a length is reserved as it grows. So a
   body with a length that does not fit is refused at once, and not after most of the body has been sent.
 - The bodies of a tenant count only against the budget of this tenant. With a tenants file, the budget of a tenant is
-  its share of `queue_mb`, or `body_mb` (one body of the largest size) if that is more. So all bodies together have at
-  most `queue_mb` plus `body_mb` for each tenant.
+  its share of `queue_mb`. If this share is less than `body_mb` (one body of the largest size), the budget is `body_mb`.
+  So the bodies of N tenants have at most `queue_mb` + N * `body_mb` MiB together.
 - Without a tenants file, all bodies share one budget of `queue_mb`: the tenant of a call is in the body, and so unknown
   until the body is decoded.
 """
@@ -28,8 +28,11 @@ from sandbox.settings.tenants import Tenant
 
 
 class ByteBudget:
-    """Bytes that each tenant holds, and its maximum. The name of the tenant is "" for the server's token, and for all
-    requests of a server without a tenants file."""
+    """Bytes that each tenant holds, and its maximum.
+
+    A request with the server's token has no tenant. On a server without a tenants file, no request has a tenant. The
+    bytes of all requests without a tenant are counted under the name "".
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -40,20 +43,22 @@ class ByteBudget:
         """Bytes that all tenants hold."""
         return self._held.total()
 
-    def maximum(self, owner: Tenant | None) -> int:
+    def maximum(self, tenant: Tenant | None) -> int:
         """Return the bytes that a tenant may hold."""
         config, tenants = self._dispatcher.config, self._dispatcher.tenants
         if tenants is None:
             return config.queue_mb << 20
-        share = config.tenant_share if owner is None or owner.queue_share is None else owner.queue_share
-        all_shares = tenants.total_share(config.tenant_share) + config.tenant_share  # the last one: the server's token
+        share = config.tenant_share if tenant is None or tenant.queue_share is None else tenant.queue_share
+        server_token_share = config.tenant_share
+        all_shares = tenants.total_share(config.tenant_share) + server_token_share
+        # If all shares have a sum of at most 1, each is a fraction of the queue. A larger sum is scaled down to 1.
         return max(config.body_mb << 20, int((config.queue_mb << 20) * share / max(1.0, all_shares)))
 
-    def reserve(self, owner: Tenant | None, size: int, what: str) -> None:
-        """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. `what` says for the
-        message what the bytes are."""
-        name = owner_name(owner)
-        maximum = self.maximum(owner)
+    def reserve(self, tenant: Tenant | None, size: int, what: str) -> None:
+        """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. The error message
+        begins with `what`, which says what the bytes are for."""
+        name = owner_name(tenant)
+        maximum = self.maximum(tenant)
         if self._held[name] + size > maximum:
             raise HttpError(
                 429,
@@ -62,9 +67,9 @@ class ByteBudget:
             )
         self._held[name] += size
 
-    def release(self, owner: Tenant | None, size: int) -> None:
+    def release(self, tenant: Tenant | None, size: int) -> None:
         """Subtract `size` from the bytes that a tenant holds."""
-        name = owner_name(owner)
+        name = owner_name(tenant)
         self._held[name] -= size
         if not self._held[name]:
             del self._held[name]
@@ -73,16 +78,16 @@ class ByteBudget:
 class Reservation:
     """Bytes of a budget that one request holds until the end of its `with` block."""
 
-    def __init__(self, budget: ByteBudget, owner: Tenant | None, what: str) -> None:
+    def __init__(self, budget: ByteBudget, tenant: Tenant | None, what: str) -> None:
         self.size = 0
         self._budget = budget
-        self._owner = owner
+        self._tenant = tenant
         self._what = what
 
     def grow(self, size: int) -> None:
-        """Reserve until `size` bytes are held. Raises `HttpError` 429."""
+        """Hold at least `size` bytes. Raises `HttpError` 429 if they do not fit."""
         if size > self.size:
-            self._budget.reserve(self._owner, size - self.size, self._what)
+            self._budget.reserve(self._tenant, size - self.size, self._what)
             self.size = size
 
     def __enter__(self) -> Self:
@@ -91,7 +96,7 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._budget.release(self._owner, self.size)
+        self._budget.release(self._tenant, self.size)
         self.size = 0
 
 
@@ -118,8 +123,8 @@ class BodyReader:
             raise self._too_long(length, max_bytes)
         reservation.grow(length)
         content = request.content
-        first = content.read_nowait() if content.is_eof() else b""
-        if content.at_eof():  # a small body has come together with its head
+        first = content.read_nowait() if content.is_eof() else b""  # `is_eof`: all of the body has arrived
+        if content.at_eof():  # all of the body has been read too: a small body comes together with its head
             if len(first) > max_bytes:
                 raise self._too_long(len(first), max_bytes)
             reservation.grow(len(first))

@@ -58,15 +58,15 @@ def test_bounds_rise_and_prometheus_gets_cumulative_counts_of_some_of_them() -> 
 def test_an_interval_has_the_growth_between_its_snapshots() -> None:
     before = snapshot(1, ok=100, latencies=counts_of(9.0))
     after = snapshot(3.5, ok=130, waiting=7, latencies=counts_of(9.0, *[0.02] * 30))
-    step = interval(before, after)
-    assert step["seconds"] == 2.5 and step["statuses"] == {"ok": 30} and step["events"] == {"retried": 3}
-    assert step["waiting"] == 7
-    assert step["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the call of 9 s is in both snapshots
+    growth = interval(before, after)
+    assert growth["seconds"] == 2.5 and growth["statuses"] == {"ok": 30} and growth["events"] == {"retried": 3}
+    assert growth["waiting"] == 7
+    assert growth["run_ms"]["p50"] == pytest.approx(20, rel=0.07)  # the call of 9 s is in both snapshots
 
 
 def test_an_interval_without_calls_has_no_percentiles() -> None:
-    step = interval(snapshot(1, ok=5, latencies=counts_of(1)), snapshot(2, ok=5, latencies=counts_of(1)))
-    assert step["run_ms"] is None and step["statuses"] == {} and step["events"] == {}
+    growth = interval(snapshot(1, ok=5, latencies=counts_of(1)), snapshot(2, ok=5, latencies=counts_of(1)))
+    assert growth["run_ms"] is None and growth["statuses"] == {} and growth["events"] == {}
 
 
 def test_the_history_is_bounded_and_returns_only_new_steps() -> None:
@@ -77,7 +77,8 @@ def test_the_history_is_bounded_and_returns_only_new_steps() -> None:
     assert [step["number"] for step in history.after(0)] == list(range(51, MAX_STEPS + 51))
     assert [step["number"] for step in history.after(MAX_STEPS + 48)] == [MAX_STEPS + 49, MAX_STEPS + 50]
     assert history.after(MAX_STEPS + 50) == []
-    assert len(history.after(10**9)) == MAX_STEPS, "the number may come from another process, which had more steps"
+    # A number above the last one comes from a client of an earlier server process. It needs all steps of this process.
+    assert len(history.after(10**9)) == MAX_STEPS
     assert history.last_interval(snapshot(MAX_STEPS + 51, ok=MAX_STEPS + 51))["statuses"] == {"ok": RECENT_STEPS}
 
 
@@ -98,6 +99,7 @@ async def test_stats_show_waiting_and_dispatched_calls() -> None:
     async with serving() as served:
         hanging = asyncio.create_task(served.post("/v1/batch", {"calls": [{"code": "hang"}] * 20}))
         await until(lambda: served.dispatcher.call_table.waiting == 12)
+        # A zygote is the process that forks the calls of one profile; "bare" and "numeric" are profiles.
         served.fleet.last_executor.send(
             "stats", {"running": 4, "running_long": 1, "zygotes": {"bare": 2, "numeric": 1}}
         )
@@ -115,6 +117,7 @@ async def test_stats_show_waiting_and_dispatched_calls() -> None:
 
 @pytest.mark.asyncio
 async def test_the_state_shows_the_reason_why_no_call_is_accepted() -> None:
+    # An executor with the reaction "silent" never reports that it is ready.
     async with serving(FakeFleet(start_reactions=("silent",)), wait=False) as served:
         assert (await _stats(served))["service"]["state"] == "starting"
     async with serving(FakeFleet(start_reactions=("ready", "silent"))) as served:
@@ -144,13 +147,18 @@ async def test_malformed_stats_of_an_executor_do_not_break_the_response() -> Non
     async with serving() as served:
         stats, executor = Stats(served.dispatcher), served.dispatcher.executors[0]
         executor.ready_report = ReadyReport.decode({"slots": 4, "isolation": 7, "python": ["3"]})
+        missed_imports = {
+            "x" * 1000: 1,  # the name is cut to 60 characters
+            5: 2,  # a name that is a number becomes ""
+            "\ud800": "3",  # a count that is a text is left out
+        }
         executor.stats = ExecutorStats.decode({
-            "running": float("nan"), "zygotes": [1], "missed_imports": {"x" * 1000: 1, 5: 2, "\ud800": "3"}, 9: 9,
+            "running": float("nan"), "zygotes": [1], "missed_imports": missed_imports, 9: 9,
             "restarts_total": "1", "queued": {},
         })  # fmt: skip
         stats.tick()
         reply = json.loads(json.dumps(stats.build(0), allow_nan=False))
-    assert reply["missed_imports"] == {"x" * 60: 1, "": 2}  # a name is cut to 60 characters; a number is no name
+    assert reply["missed_imports"] == {"x" * 60: 1, "": 2}
     assert reply["now"]["running"] == 0 and reply["service"]["python"] == reply["service"]["isolation"] == ""
 
 
@@ -176,7 +184,18 @@ async def test_only_the_most_frequent_missed_imports_are_listed() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("after", ["x", "-1", "1.5", "", "9" * 16, "9" * 5000, "²"])
+@pytest.mark.parametrize(
+    "after",
+    [
+        "x",
+        "-1",
+        "1.5",
+        "",
+        "9" * 16,  # above 2**53, the largest number that JSON clients read exactly
+        "9" * 5000,  # `int` raises ValueError for so many digits
+        "²",  # `str.isdigit` accepts it, `int` does not
+    ],
+)
 async def test_a_malformed_step_number_is_rejected(after: str) -> None:
     async with serving() as served:
         status, text = await served.get(f"/v1/stats?after={after}")

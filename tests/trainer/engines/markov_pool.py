@@ -32,7 +32,7 @@ async def hang():
     await asyncio.Event().wait()
 
 
-def wait_loop_steps(count):
+def wait_event_loop_steps(count):
     """Return a coroutine function that ends after `count` steps of the event loop, at the same virtual time."""
 
     async def step():

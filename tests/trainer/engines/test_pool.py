@@ -28,7 +28,7 @@ from tests.trainer.engines.markov_pool import (
     run_episode,
     run_one_turn,
     start_episodes,
-    wait_loop_steps,
+    wait_event_loop_steps,
 )
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
@@ -148,11 +148,11 @@ def test_a_pool_needs_engines_with_different_names(engines):
 async def test_a_cancellation_at_any_step_leaves_the_scheduler_consistent(num_cancelled):
     """Cancel episodes after 0, 1, 2, ... steps of the event loop, until all of them end before their cancellation."""
     for step in itertools.count():
-        engines = make_engines(2, reported_capacity=EngineCapacity(120, 3), before_generate=wait_loop_steps(3))
+        engines = make_engines(2, reported_capacity=EngineCapacity(120, 3), before_generate=wait_event_loop_steps(3))
         async with make_pool(engines) as pool:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(run_episode(pool, number, turns=3)) for number in range(6)]
-                await wait_loop_steps(step)()
+                await wait_event_loop_steps(step)()
                 have_all_ended = all(task.done() for task in running)
                 for task in running[:num_cancelled]:
                     task.cancel()
@@ -187,7 +187,7 @@ async def run_random_failures(seed, policy):
             engine = rng.choice(engines)
             engine.before_generate = rng.choice([fail_with(), hang, wait_before_generate, wait_before_generate])
             engine.before_scrape = rng.choice(
-                [fail_with(), hang, wait_loop_steps(2), wait_loop_steps(2), wait_loop_steps(2)]
+                [fail_with(), hang, wait_event_loop_steps(2), wait_event_loop_steps(2), wait_event_loop_steps(2)]
             )
             if rng.random() < 0.3:
                 rng.choice(running).cancel()

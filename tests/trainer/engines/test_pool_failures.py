@@ -21,12 +21,17 @@ from tests.trainer.engines.markov_pool import (
     run_episode,
     run_one_turn,
     start_episodes,
-    wait_loop_steps,
+    wait_event_loop_steps,
 )
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
 from trainer.engines.engine import EngineError, SamplingParams, TurnError
-from trainer.engines.engine_state import MAX_FAILED_PROBLEMS, MAX_MISSED_SCRAPES, STALL_TIMEOUT_S
+from trainer.engines.engine_state import (
+    MAX_FAILED_PROBLEMS,
+    MAX_MISSED_SCRAPES,
+    STALL_TIMEOUT_S,
+    TURN_TIMEOUT_FACTOR,
+)
 from trainer.engines.pool import MAX_FAILURES_PER_TURN
 
 RETRY_AFTER_S = 30
@@ -95,18 +100,23 @@ async def test_an_engine_is_marked_down_only_after_several_missed_scrapes(num_fa
         is_marked_down = num_failing_scrapes == MAX_MISSED_SCRAPES
         assert pool.engine_states["e0"].is_up != is_marked_down
         assert await run_one_turn(pool) == "e0"
+        # Only an engine that was marked down makes the turn wait for the bring-up, `RETRY_AFTER_S` later.
         assert (pool.now() > RETRY_AFTER_S) == is_marked_down
 
 
 @virtual_time
 async def test_the_turn_timeout_grows_with_the_engines_slowness():
-    """The first turn takes 50 s. So the timeout of the second turn is 500 s, although `turn_timeout_s` is only 60 s."""
-    (engine,) = engines = make_engines(1, before_generate=lambda: asyncio.sleep(50))
+    """The timeout of the second turn is `TURN_TIMEOUT_FACTOR` times the duration of the first turn, although
+    `turn_timeout_s` is less."""
+    first_turn_s = 50
+    second_turn_s = 0.9 * TURN_TIMEOUT_FACTOR * first_turn_s
+    (engine,) = engines = make_engines(1, before_generate=lambda: asyncio.sleep(first_turn_s))
     async with make_pool(engines, turn_timeout_s=60) as pool, open_episode(pool) as handle:
         first = await handle.generate([1], SAMPLING)
-        engine.before_generate, engine.before_scrape = lambda: asyncio.sleep(450), progress_at_each_scrape(engine)
+        engine.before_generate = lambda: asyncio.sleep(second_turn_s)
+        engine.before_scrape = progress_at_each_scrape(engine)
         await handle.generate([1, *first.ids], SAMPLING)
-        assert pool.now() == 50 + 450
+        assert pool.now() == first_turn_s + second_turn_s
 
 
 @virtual_time
@@ -127,7 +137,8 @@ async def test_the_error_names_each_engines_failure_when_all_are_down_for_too_lo
     for engine in engines:
         engine.before_generate = engine.before_scrape = fail_with(f"{engine.name} burnt")
     async with make_pool(engines, all_down_timeout_s=100) as pool:
-        for expected_wait_s in (100, 0):  # the second episode comes when the time is already up
+        # The first episode waits for `all_down_timeout_s`. When the second starts, this time is over: it fails at once.
+        for expected_wait_s in (100, 0):
             started_at = pool.now()
             with pytest.raises(EngineError, match=r"all 2 engines are down: e0: e0 burnt; e1: e1 burnt"):
                 await run_one_turn(pool)
@@ -145,7 +156,7 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
             engine.before_generate = engine.before_scrape = fail_with()
         await asyncio.sleep(20)
         assert pool.scheduler.num_running == 0
-        engines[1].before_generate = engines[1].before_scrape = wait_loop_steps(3)
+        engines[1].before_generate = engines[1].before_scrape = wait_event_loop_steps(3)
         assert await asyncio.gather(*running) == await ids_without_failures(range(8))
         assert has_no_load(pool)
 
@@ -154,12 +165,13 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
 async def test_a_failed_engine_is_brought_up_again_without_any_request():
     engines = make_engines(2)
     async with make_pool(engines) as pool:
-        await pool.sync_weights({"salt": 5})  # the engine that comes back must load these weights first
+        # The salt stands for the weights; any number but 0 is new. The engine that comes back must load it first.
+        await pool.sync_weights({"salt": 5})
         failed = await run_one_turn(pool)
         engine = next(engine for engine in engines if engine.name == failed)
         engine.before_generate = fail_with()
         assert await run_one_turn(pool) != failed
-        engine.before_generate = wait_loop_steps(1)
+        engine.before_generate = wait_event_loop_steps(1)
         await asyncio.sleep(RETRY_AFTER_S - 1)
         assert not pool.engine_states[failed].is_up
         await asyncio.sleep(2)
@@ -167,7 +179,7 @@ async def test_a_failed_engine_is_brought_up_again_without_any_request():
 
 
 @virtual_time
-async def test_any_exception_of_a_failed_engine_only_keeps_it_down():
+async def test_an_unexpected_exception_keeps_an_engine_down_and_does_not_fail_the_sync():
     async def reject():
         raise ValueError("this server does not understand the request")
 
@@ -185,13 +197,15 @@ async def test_any_exception_of_a_failed_engine_only_keeps_it_down():
 
 @virtual_time
 async def test_a_turn_that_fails_on_several_engines_fails_its_episode():
-    engines = make_engines(MAX_FAILURES_PER_TURN + 2)
+    num_unused = 2
+    engines = make_engines(MAX_FAILURES_PER_TURN + num_unused)
     async with make_pool(engines) as pool, open_episode(pool) as handle:
         for engine in engines:
             engine.before_generate = fail_with("it cannot be served")
-        with pytest.raises(EngineError, match="the same turn failed 3 times, the last: it cannot be served"):
+        expected = f"the same turn failed {MAX_FAILURES_PER_TURN} times, the last: it cannot be served"
+        with pytest.raises(EngineError, match=expected):
             await handle.generate([1], SAMPLING)
-        assert sum(state.is_up for state in pool.engine_states.values()) == 2
+        assert sum(state.is_up for state in pool.engine_states.values()) == num_unused
         assert has_no_load(pool)
 
 
@@ -200,7 +214,7 @@ def fail_turns(num_turns):
     failing_turns = iter(range(num_turns))
 
     async def fail():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # other tasks run before the turn fails, as during a request to a server
         if next(failing_turns, None) is not None:
             raise TurnError("odd")
 
@@ -218,7 +232,7 @@ async def test_the_error_of_a_turn_counts_its_failures_and_not_engines():
     async with make_pool(engines) as pool:
         engine.before_generate = fail
         with pytest.raises(EngineError, match=r"^the same turn failed 3 times, the last: gone$"):
-            await run_turn(pool, problem=1)
+            await generate_turn(pool, problem=1)
 
 
 class NanEngine(MarkovEngine):
@@ -232,7 +246,7 @@ class NanEngine(MarkovEngine):
         return replace(generation, logprobs=logprobs)
 
 
-async def run_turn(pool, problem, sample=0):
+async def generate_turn(pool, problem, sample=0):
     """Run an episode of one turn, and return the turn."""
     async with open_episode(pool, group=problem) as handle:
         return await handle.generate([problem], SamplingParams(TOKENS_PER_TURN, seed=sample))
@@ -281,7 +295,7 @@ async def test_turns_of_one_problem_mark_no_engine_down_however_many_fail():
         for sample in range(2 * MAX_FAILED_PROBLEMS):
             engine.before_generate = fail_turns(MAX_FAILURES_PER_TURN)
             with pytest.raises(TurnError):
-                await run_turn(pool, problem=1, sample=sample)
+                await generate_turn(pool, problem=1, sample=sample)
         assert pool.engine_states["e0"].is_up
 
 
@@ -290,7 +304,7 @@ async def test_a_turn_with_nan_is_returned_at_once_and_one_problem_marks_no_engi
     engine = NanEngine("e0")
     async with make_pool([engine]) as pool:
         for sample in range(2 * MAX_FAILED_PROBLEMS):
-            generation = await run_turn(pool, problem=1, sample=sample)
+            generation = await generate_turn(pool, problem=1, sample=sample)
             assert len(generation.ids) == TOKENS_PER_TURN
             assert [math.isnan(logprob) for logprob in generation.logprobs] == [True] + [False] * (TOKENS_PER_TURN - 1)
         assert len(engine.requests) == 2 * MAX_FAILED_PROBLEMS, "a turn with NaN was sampled again"
@@ -302,7 +316,7 @@ async def test_a_turn_with_nan_is_returned_at_once_and_one_problem_marks_no_engi
 async def test_nan_in_turns_of_several_problems_marks_an_engine_down_and_the_last_turn_runs_elsewhere():
     broken, sound = NanEngine("e0"), MarkovEngine("e1")
     async with make_pool([broken, sound]) as pool:
-        turns = await asyncio.gather(*(run_turn(pool, problem) for problem in range(8 * MAX_FAILED_PROBLEMS)))
+        turns = await asyncio.gather(*(generate_turn(pool, problem) for problem in range(8 * MAX_FAILED_PROBLEMS)))
         assert not pool.engine_states["e0"].is_up
         assert pool.engine_states["e0"].down_reason.endswith("the last: log-probabilities of NaN")
         assert [turn.engine for turn in turns].count("e0") == MAX_FAILED_PROBLEMS - 1
@@ -312,7 +326,7 @@ async def test_nan_in_turns_of_several_problems_marks_an_engine_down_and_the_las
 @virtual_time
 async def test_engines_that_all_give_nan_lose_no_turn():
     async with make_pool([NanEngine("e0")]) as pool:
-        turns = await asyncio.gather(*(run_turn(pool, problem) for problem in range(3 * MAX_FAILED_PROBLEMS)))
+        turns = await asyncio.gather(*(generate_turn(pool, problem) for problem in range(3 * MAX_FAILED_PROBLEMS)))
         assert all(len(turn.ids) == TOKENS_PER_TURN for turn in turns)
 
 
@@ -325,7 +339,7 @@ async def test_a_valid_turn_and_a_bring_up_reset_the_count_of_failed_problems():
             await run_episode(pool, number)
         assert pool.now() == 0, "the engine must not have been marked down"
         engine.before_generate = fail_turns(MAX_FAILED_PROBLEMS)
-        running = [asyncio.create_task(run_turn(pool, problem)) for problem in range(MAX_FAILED_PROBLEMS)]
+        running = [asyncio.create_task(generate_turn(pool, problem)) for problem in range(MAX_FAILED_PROBLEMS)]
         await asyncio.sleep(1)
         assert not pool.engine_states["e0"].is_up
         engine.before_generate = fail_turns(1)

@@ -25,7 +25,7 @@ from tests.trainer.engines.markov_pool import (
     run_episode,
     run_one_turn,
     start_episodes,
-    wait_loop_steps,
+    wait_event_loop_steps,
 )
 from tests.trainer.fake_vllm import MarkovEngine
 from tests.trainer.virtual_time import virtual_time
@@ -42,7 +42,7 @@ def kill(engine):
 def restart(engine):
     """Make an engine answer again, with its initial weights."""
     engine.salt, engine.weight_version = 0, 0
-    engine.before_generate = engine.before_scrape = wait_loop_steps(1)
+    engine.before_generate = engine.before_scrape = wait_event_loop_steps(1)
 
 
 @pytest.mark.parametrize("reported_version", [0, 1])
@@ -129,7 +129,7 @@ async def test_a_restarted_engine_is_up_only_after_its_weights_are_checked():
         await pool.sync_weights({"salt": 5})
         engines[0].before_scrape = fail_with()
         await asyncio.sleep(10)
-        engines[0].before_scrape, engines[0].salt = wait_loop_steps(1), "initial"
+        engines[0].before_scrape, engines[0].salt = wait_event_loop_steps(1), "initial"
         await asyncio.sleep(100)
         state = pool.engine_states["e0"]
         assert (state.is_up, state.down_reason) == (False, "SyncFailed")
@@ -166,7 +166,7 @@ async def test_an_engine_that_misses_a_sync_does_not_generate_until_the_next():
     async with make_pool(engines) as pool:
         engines[0].before_generate = fail_with()
         await pool.sync_weights({"salt": 5})
-        engines[0].before_generate = wait_loop_steps(1)
+        engines[0].before_generate = wait_event_loop_steps(1)
         await asyncio.sleep(1000)
         assert [await run_one_turn(pool) for _ in range(5)] == ["e1"] * 5
         await pool.sync_weights({"salt": 6})
@@ -197,7 +197,7 @@ async def test_an_engine_that_missed_a_sync_stays_down_even_if_version_and_probe
     async with make_pool(engines, probe=InsensitiveProbe()) as pool:
         engines[0].before_generate = fail_with()
         assert await pool.sync_weights({"salt": 5}, version=0) == 0
-        engines[0].before_generate = wait_loop_steps(1)
+        engines[0].before_generate = wait_event_loop_steps(1)
         await asyncio.sleep(1000)
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]
         assert await pool.sync_weights({"salt": 5}, version=0) == 0
@@ -228,7 +228,7 @@ async def test_an_engine_that_hangs_delays_at_most_one_sync(is_down_before, answ
             assert pool.now() - started_at <= max_delay_s
             assert {await run_one_turn(pool) for _ in range(3)} == {"e1"}
             await asyncio.sleep(100)
-        engine.before_generate = engine.before_scrape = wait_loop_steps(1)
+        engine.before_generate = engine.before_scrape = wait_event_loop_steps(1)
         await asyncio.sleep(BRING_UP_TIMEOUT_S + 5)  # a liveness probe that hangs times out, and the next one succeeds
         assert not pool.engine_states["e0"].is_up
         await pool.sync_weights({"salt": 7})
@@ -242,7 +242,7 @@ async def test_a_failed_engine_that_answers_again_gets_the_next_sync_before_its_
         engines[0].before_generate = fail_with()
         await run_episode(pool, 0)
         await run_episode(pool, 1)
-        engines[0].before_generate = wait_loop_steps(1)
+        engines[0].before_generate = wait_event_loop_steps(1)
         await asyncio.sleep(2)
         assert not pool.engine_states["e0"].is_up
         await pool.sync_weights({"salt": 5})
@@ -253,12 +253,12 @@ async def test_a_failed_engine_that_answers_again_gets_the_next_sync_before_its_
 async def test_a_sync_cancelled_at_any_step_does_not_break_later_ones():
     """Cancel a sync after 0, 1, 2, ... steps of the event loop, until it ends before its cancellation."""
     for step in itertools.count():
-        engines = make_engines(2, before_generate=wait_loop_steps(3), before_scrape=wait_loop_steps(3))
+        engines = make_engines(2, before_generate=wait_event_loop_steps(3), before_scrape=wait_event_loop_steps(3))
         async with make_pool(engines) as pool:
             running = start_episodes(pool, 4, turns=2)
-            await wait_loop_steps(5)()
+            await wait_event_loop_steps(5)()
             syncing = asyncio.create_task(pool.sync_weights({"salt": 0}))
-            await wait_loop_steps(step)()
+            await wait_event_loop_steps(step)()
             has_ended = syncing.done()
             syncing.cancel()
             await asyncio.wait([syncing])
@@ -278,7 +278,7 @@ async def test_the_only_engine_gets_weights_although_it_failed():
         engine.before_generate = fail_with()
         with pytest.raises(EngineError, match="engines are down"):
             await run_one_turn(pool)
-        engine.before_generate = wait_loop_steps(1)
+        engine.before_generate = wait_event_loop_steps(1)
         assert await pool.sync_weights({"salt": 5}) == 1
 
 
@@ -332,7 +332,7 @@ async def test_after_a_cancelled_sync_only_checked_engines_generate():
         await asyncio.sleep(1)
         syncing.cancel()
         await asyncio.wait([syncing])
-        engines[1].before_generate = wait_loop_steps(1)
+        engines[1].before_generate = wait_event_loop_steps(1)
         assert [await run_one_turn(pool) for _ in range(5)] == ["e0"] * 5
         assert [engine.salt for engine in engines] == [6, 5]
         assert not pool.engine_states["e1"].is_up
@@ -348,7 +348,7 @@ async def test_an_engine_that_restarts_waits_for_the_next_weights_if_another_pro
         kill(engines[0])
         engines[0].weight_version = 0  # as `VllmEngine` reports once the server refuses a connection
         await asyncio.sleep(5)
-        engines[0].before_generate = engines[0].before_scrape = wait_loop_steps(1)
+        engines[0].before_generate = engines[0].before_scrape = wait_event_loop_steps(1)
         pool.set_weight_version(3)  # each episode of the step reports the same version
         await asyncio.sleep(100)
         assert [state.is_up for state in pool.engine_states.values()] == [False, True]

@@ -32,7 +32,7 @@ async def test_a_worker_uses_a_server_only_with_the_weights_of_the_collection(
     server = FakeVllm(LocalEngine(model, max_model_len=128))
     async with server.serve() as url:
         engines = EnginesConfig(kind="vllm", endpoints=(url,))
-        spec = HostSpec(RunConfig(engines=engines), tmp_path, tmp_path, False, share=1.0, expected=expected)
+        spec = HostSpec(RunConfig(engines=engines), tmp_path, tmp_path, False, share=1.0, expected_logprobs=expected)
         async with _open_pool(spec) as pool:
             (state,) = pool.engine_states.values()
             if has_collected_weights:

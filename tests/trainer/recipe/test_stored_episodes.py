@@ -25,7 +25,7 @@ from trainer.episodes.chat_format import rstar2_format
 from trainer.episodes.episode import Episode, Problem, StopReason
 from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError
-from trainer.recipe.collect_work import LIMIT_NAMES
+from trainer.recipe.collect_work import SAMPLING_FIELDS
 from trainer.recipe.stored_episodes import ReplayError, export, replay, rescore
 
 pytest.importorskip("transformers")
@@ -38,7 +38,7 @@ NUM_PROBLEMS = 3
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     model = tmp_path_factory.mktemp("model")
     qwen_tokenizer().save_pretrained(model)
-    limits = {name: asdict(LIMITS)[name] for name in LIMIT_NAMES}
+    limits = {name: asdict(LIMITS)[name] for name in SAMPLING_FIELDS}
     return {
         "model": str(model),
         "chat_format": "rstar2",

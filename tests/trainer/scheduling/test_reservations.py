@@ -1,6 +1,7 @@
-"""Tests of reservations: the expected peak of the KV tokens that the admitted episodes of an engine will hold.
+"""Tests of reservations. The reservations of an engine are a forecast: the largest number of tokens that its admitted
+episodes will hold in the KV cache.
 
-They stay below the target utilization (a share of the cache). Preemptions lower the target. The forecast of the peak is
+The reservations stay below the target utilization (a share of the cache). Preemptions lower the target. The forecast is
 exact.
 """
 
@@ -23,29 +24,32 @@ from trainer.scheduling.scheduler import (
 
 
 def test_reservations_never_exceed_the_target_utilization() -> None:
-    """The contexts cannot grow, so exactly as many are admitted as fit."""
+    """The prompts have the maximum length already. So no context grows, and the episodes that fit now are admitted."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", CAPACITY)
     for key in range(20):
-        scheduler.submit(key, key, MAX_CONTEXT, MAX_CONTEXT)
+        scheduler.submit(key, group=key, length=MAX_CONTEXT, max_context_tokens=MAX_CONTEXT)
     assert len(scheduler.place(0.0)) == int(CAPACITY * INITIAL_TARGET_UTILIZATION) // MAX_CONTEXT
     assert engine_loads(scheduler)["e0"]["resident_tokens"] <= CAPACITY
 
 
-def test_preemptions_lower_the_target_utilization_and_a_scrape_without_any_raises_it() -> None:
+def test_preemptions_lower_the_target_utilization_and_scrapes_without_preemptions_raise_it() -> None:
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", CAPACITY)
     initial = scheduler.engines["e0"].target_utilization
     scheduler.update_stats("e0", EngineStats(preemptions=3), 1.0)
     lowered = scheduler.engines["e0"].target_utilization
     assert lowered < initial
-    scheduler.submit("a", 0, 10, MAX_CONTEXT)  # the target rises only while an episode waits
+    scheduler.submit(
+        "a", group=0, length=10, max_context_tokens=MAX_CONTEXT
+    )  # the target rises only while an episode waits
     scheduler.update_stats("e0", EngineStats(preemptions=3), 2.0)
     assert lowered < scheduler.engines["e0"].target_utilization <= initial
 
 
 def test_each_burst_of_preemptions_lowers_the_target_once_down_to_its_minimum() -> None:
-    """The engine is empty, so each scrape with new preemptions is a burst of its own."""
+    """A burst lasts while the reservations exceed the target. The engine has no reservations here, so each scrape with
+    new preemptions is a burst of its own."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", CAPACITY)
     targets = [scheduler.engines["e0"].target_utilization]
@@ -58,13 +62,13 @@ def test_each_burst_of_preemptions_lowers_the_target_once_down_to_its_minimum() 
 
 
 def test_an_overfull_engine_lowers_its_target_once() -> None:
-    """The engine keeps its episodes, so preemptions carry no new information until its reservations fit again."""
+    """The reservations exceed the target, and no episode leaves. So all preemptions belong to one burst."""
     scheduler = Scheduler(MAX_CONTEXT)
     scheduler.add_engine("e0", CAPACITY)
     for key in range(3):
-        scheduler.submit(key, key, CAPACITY // 3, CAPACITY)
+        scheduler.submit(key, group=key, length=CAPACITY // 3, max_context_tokens=CAPACITY)
     assert len(scheduler.place(0.0)) == 2
-    for key, length in enumerate((600, 500)):  # 1100 tokens in a cache of 1000
+    for key, length in enumerate((600, 500)):  # the turns end with contexts of 1100 tokens, in a cache of 1000
         scheduler.park(key, length, 1.0)
     for preemptions in range(1, 9):
         scheduler.update_stats("e0", EngineStats(preemptions), float(preemptions))
@@ -86,8 +90,8 @@ def test_the_peak_equals_the_largest_sum_over_all_later_steps(
     reservations = [forecast.reserve(context, 0.0, [float(growth)]) for context, growth in contexts_and_growths]
 
     def tokens_at(step: float) -> float:
-        """Sum the contexts at a step. An episode ends in the middle of its bucket of steps, or at once if this
-        bucket is past."""
+        """Sum the contexts at a step after `now`. An episode ends in the middle of its bucket of steps. If `now` is in
+        this bucket or after it, the episode counts only at `now`."""
         end_buckets = [int(growth / width) for _, growth in contexts_and_growths]
         running = [
             context
@@ -96,7 +100,8 @@ def test_the_peak_equals_the_largest_sum_over_all_later_steps(
         ]
         return sum(context + step for context in running)
 
-    bucket_middles = [bucket * width + width / 2 for bucket in range(int(now / width) + 1, 60)]
+    num_buckets = int(500 / width) + 1  # no episode grows by more than 500 tokens
+    bucket_middles = [bucket * width + width / 2 for bucket in range(int(now / width) + 1, num_buckets)]
     tokens_now = sum(context + now for context, _ in contexts_and_growths)
     expected = max([tokens_now, *map(tokens_at, bucket_middles)])
     assert forecast.peak(float(now)) == pytest.approx(expected)
