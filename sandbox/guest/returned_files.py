@@ -1,8 +1,8 @@
 """Returns files of a call's working directory, and its open figures, through descriptor 4.
 
-`protocol` has the layout. A regular file is returned whole or not at all, and only once. If each file that matches a
-pattern is already in an earlier entry, the pattern gets one entry without content, with the path of one of these files.
-This entry shows that the pattern has a match. The rules for patterns are those of `sandbox/path_patterns.py`.
+`protocol` has the layout. A regular file is returned whole or not at all, and only once. If earlier entries have all
+files that match a pattern, the pattern gets one entry with the path of one of these files and without content. This
+entry shows that the pattern has a match. The rules for patterns are those of `sandbox/path_patterns.py`.
 
 This module runs after the code of the call, in the same process, so the code can change it. The executor therefore
 trusts no entry. The bounds in this module only save the call from useless work.
@@ -33,7 +33,7 @@ from protocol import (
     SCRIPT,
 )
 
-originals.use_builtins(globals())
+originals.use_builtins(globals())  # the code of the call may have replaced builtins
 _modules = sys.modules
 FILES_FD = 4
 """Descriptor to which a call writes its returned files."""
@@ -53,8 +53,8 @@ class FileWriter:
         self._scans_left = MAX_SCANNED_ENTRIES
         self._is_truncated = False
         self.script = b""
-        """Content with which the runner wrote the file of the code; empty if it did not write this file. A pattern
-        returns the file only if the code has changed it."""
+        """Content of `SCRIPT`, the file with the code of the call, when the runner wrote it. Empty if the runner wrote
+        no such file. A pattern returns the file only if the code has changed it."""
 
     def render_figures(self) -> str:
         """Render the open figures of pyplot, and return the messages of those that failed. Do nothing if the code has
@@ -84,7 +84,7 @@ class FileWriter:
         return self._is_truncated
 
     def _send_all(self, return_files: list) -> None:
-        """Write all entries, from the start of the file on. `originals.call` may run this twice."""
+        """Write all entries, from the start of the file on. `originals.call` runs this again after an exception."""
         os.lseek(FILES_FD, 0, os.SEEK_SET)
         self._returned, self._scans_left = set(), MAX_SCANNED_ENTRIES
         for index, path in enumerate(return_files):
@@ -125,9 +125,9 @@ class FileWriter:
             fd = os.open(os.path.join(self._working_dir, path), flags)
         except OSError:
             return False
-        status = os.fstat(fd)
+        status = os.fstat(fd)  # before `open`, which would raise an error for a directory
         if not stat.S_ISREG(status.st_mode) or not self._has_space(len(prefix) + status.st_size):
-            os.close(fd)  # `open` would raise an error for a directory
+            os.close(fd)
             return False
         with open(fd, "rb") as file:
             self._add(index, prefix, file.read(status.st_size))
@@ -153,6 +153,7 @@ class FileWriter:
             if part == ANY_DIRECTORIES:
                 subdirectories = self._children(directory, part, directories=True)
                 deeper = [(path + "/", [ANY_DIRECTORIES, *rest]) for path in subdirectories]
+                # The last item is popped first. `**` at the end of a pattern matches as `**/*` does.
                 stack += [*reversed(deeper), (directory, rest or ["*"])]
             elif not rest:
                 yield from self._children(directory, part, directories=False)
@@ -162,14 +163,15 @@ class FileWriter:
 
     def _children(self, directory: str, part: str, *, directories: bool) -> list:
         """Return the paths of the directories, or else of the regular files, whose names match."""
-        if not _is_pattern(part):  # its directory may be too large to be scanned
+        if not _is_pattern(part):  # one look at this name; a scan would count all entries of its directory
             is_directory = self._is_directory(directory + part)
             return [directory + part] if is_directory or not directories else []
         children = []
         for entry in self._scan(directory):
-            is_kind = entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False)
-            if is_kind and _matches(entry.name, part):
+            is_wanted = entry.is_dir(follow_symlinks=False) if directories else entry.is_file(follow_symlinks=False)
+            if is_wanted and _matches(entry.name, part):
                 children.append(directory + entry.name)
+        # `sandbox.fields` has the same rules for the paths of a call's files.
         returnable = [path for path in children if path.isprintable() and len(os.fsencode(path)) <= MAX_PATH_BYTES]
         self._is_truncated |= len(returnable) < len(children)
         return returnable

@@ -1,4 +1,4 @@
-"""E2B's code interpreter, run by the sandbox: `Sandbox` and `AsyncSandbox` with the shapes of `e2b_code_interpreter`.
+"""`Sandbox` and `AsyncSandbox` with the interface of `e2b_code_interpreter`, E2B's package. The sandbox runs the code.
 
     from sandbox.integrations.e2b import Sandbox  # instead of: from e2b_code_interpreter import Sandbox
 
@@ -121,7 +121,7 @@ class AsyncSandbox:
         """Run `code` after the earlier code, and return the content of the file `name`. `code` does not become part of
         the session. `path` is the user's name of the file, for error messages."""
         result = await self._run(code, in_session=False, return_files=[glob.escape(name)])
-        result = self._opened().result_of(code, result)
+        result = self._opened().result_of(code, result)  # unlike `record`, it adds nothing to the session
         if result.status is not Status.OK:
             # An exception of the sandbox arrives as a `CallError`, which has only the name of its type.
             is_absent = result.error is not None and result.error.type == "FileNotFoundError"
@@ -139,7 +139,8 @@ class AsyncSandbox:
 
     async def _run(self, code: str, **fields: Any) -> CallResult:
         """Run the earlier code and then `code`. Raises `ServiceError` if the service has not run them."""
-        return checked(await self._wait(self._client.submit(self._opened().call(code, **fields))))
+        call = self._opened().call(code, **fields)
+        return checked(await self._wait(self._client.submit(call)))
 
     async def _wait(self, future: Future[CallResult]) -> CallResult:
         return await asyncio.wrap_future(future)

@@ -45,7 +45,8 @@ class Interpreter:
     """Path of the real binary, outside any virtual environment."""
     version: tuple[int, int, int]
     mounts: tuple[tuple[str, str], ...]
-    """Directories to mount, in this order: the standard library, then packages, some of them below it."""
+    """Directories to mount, in this order: the standard library, then packages. Some packages are mounted inside the
+    standard library."""
     masked_paths: tuple[str, ...]
     """Directories in the jail that must be empty: the base interpreter's own packages."""
     libraries: tuple[tuple[str, str], ...]
@@ -125,7 +126,8 @@ def _plan_mounts(
         if not os.path.realpath(dynload).startswith(stdlib + "/"):  # as on some Debian and Fedora systems
             mounts.append((os.path.realpath(dynload), _path_in_jail(dynload, prefix)))
 
-    def can_mount(target: str) -> bool:  # below the read-only standard library, only existing directories
+    def can_mount(target: str) -> bool:
+        # The standard library is read-only. A directory in it can be mounted on only if it exists.
         relative = os.path.relpath(target, stdlib_in_jail)
         return relative.startswith("..") or os.path.isdir(os.path.join(stdlib, relative))
 
@@ -142,7 +144,8 @@ def _plan_mounts(
             target = f"{PYTHON_DIR_IN_JAIL}/packages{len(pythonpath)}"
             pythonpath.append(target)
         used_targets.add(target)
-        if source != os.path.join(stdlib, os.path.relpath(target, stdlib_in_jail)):  # else the first mount contains it
+        path_in_stdlib = os.path.join(stdlib, os.path.relpath(target, stdlib_in_jail))
+        if source != path_in_stdlib:  # the mount of the standard library contains the directory otherwise
             mounts.append((source, target))
     packages = (f"{stdlib_in_jail}/{name}" for name in PACKAGE_DIRS)
     masked_paths = tuple(path for path in packages if can_mount(path) and path not in used_targets)
@@ -159,11 +162,12 @@ def _path_in_jail(path: str, prefix: str) -> str:
 
 def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return all shared libraries. In the jail they lie in one directory, where the loader finds libc by default."""
-    paths = (os.path.join(directory, name) for directory in mounted_dirs for name in PACKAGE_DIRS)
-    directories = list(dict.fromkeys((*mounted_dirs, *filter(os.path.isdir, paths))))
+    package_dirs = [os.path.join(directory, name) for directory in mounted_dirs for name in PACKAGE_DIRS]
+    existing_dirs = [path for path in package_dirs if os.path.isdir(path)]
+    directories = list(dict.fromkeys((*mounted_dirs, *existing_dirs)))  # each once
     modules = [path for directory in directories for path in _shared_objects(directory)]
     loader, libraries = library_closure(binary, modules, directories)
-    libc = libraries.get("libc.so.6") or loader
+    libc = libraries.get("libc.so.6") or loader  # the loader of musl is also its libc
     if loader is None or libc is None:
         return ()  # a static interpreter loads no library
     libc_dir = os.path.dirname(libc)
@@ -173,7 +177,7 @@ def _libraries(binary: str, mounted_dirs: Sequence[str]) -> tuple[tuple[str, str
 
 def _shared_objects(searched_dir: str) -> Iterator[str]:
     for directory, subdirs, names in os.walk(searched_dir):
-        subdirs[:] = [name for name in subdirs if name not in PACKAGE_DIRS]  # the caller adds those that are not masked
+        subdirs[:] = [name for name in subdirs if name not in PACKAGE_DIRS]  # `_libraries` passes these separately
         for name in names:
             if (name.endswith(".so") or ".so." in name) and not name.startswith(SKIPPED_MODULE_PREFIXES):
                 yield os.path.join(directory, name)

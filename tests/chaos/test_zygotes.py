@@ -1,6 +1,8 @@
 """Tests with zygotes (the interpreters that fork once per call) that have faults.
 
-Each call gets one result: its own, or `unavailable`.
+Each call gets one result: its own, or `unavailable`. The code of a call is "NAME TIMES NUMBER". NAME selects what a
+fake zygote does in the first TIMES attempts of the call (`tests/executor/fake_zygotes.py`). NUMBER makes the codes
+different.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ async def test_one_fault_of_a_zygote_changes_no_other_result(
     fault: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     async with driven_executor(monkeypatch, slots=8) as driver:
-        seqs = driver.submit(*(f"{fault} 1 {n}" if n == 3 else f"slow 99 {n}" for n in range(16)))
+        codes = [f"slow 99 {number}" for number in range(16)]  # 99: in each attempt
+        codes[3] = f"{fault} 1 3"
+        seqs = driver.submit(*codes)
         await driver.wait_for(seqs)
         results = [driver.results[seq] for seq in seqs]
         assert {result.status for result in results} == {Status.OK}
-        assert [result.stdout.split()[-1] for result in results] == [str(n) for n in range(16)]
+        assert [result.stdout.split()[-1] for result in results] == [str(number) for number in range(16)]
         driver.check_idle()
 
 

@@ -88,8 +88,8 @@ async def test_groups_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.asyncio
-async def test_defaults_are_sent_once_and_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JudgeRoute, "max_weight", 4)
+async def test_programs_in_several_requests_all_get_the_default_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JudgeRoute, "max_weight", 4)  # tests in one request: those of two programs
     defaults = {"tests": [{"expected": "hi"}] * 2}
     async with serving() as served, AsyncClient(served.url) as client:
         judged = await client.judge([{"code": "hi"}] * 7, defaults)
@@ -120,7 +120,7 @@ async def test_programs_of_a_broken_response_are_sent_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_only_programs_whose_tests_a_stopping_server_did_not_run_are_sent_again() -> None:
+async def test_a_program_is_sent_again_after_stopped_but_not_after_queue_timeout() -> None:
     reasons = {"a": UnavailableReason.STOPPED, "b": UnavailableReason.QUEUE_TIMEOUT}
 
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any]:
@@ -179,14 +179,14 @@ async def test_rewards_has_one_item_per_program_and_none_for_a_program_that_is_n
 
 
 @pytest.mark.asyncio
-async def test_the_error_of_programs_has_the_results_that_had_arrived() -> None:
+async def test_a_request_that_fails_raises_an_error_with_the_results_so_far() -> None:
     def answer(_number: int, program: dict[str, Any]) -> dict[str, Any] | None:
         return None if program["code"] == "hang" else ANSWERS[program["code"]]
 
     programs = ({**PASSING, "code": code} for code in ("a", "hang", "e"))
     async with scripted(answer) as (url, _), AsyncClient(url, retries=0) as client:
         with pytest.raises(Unreachable) as raised:
-            await client.judge(programs)  # type: ignore[arg-type]
+            await client.judge(programs)  # type: ignore[arg-type]  # any iterable is accepted at run time
         assert [program and program.passed for program in raised.value.results] == [1, None, None]
         with pytest.raises(Unreachable) as raised:
             await client.rewards([{**PASSING, "code": code} for code in ("e", "a", "hang")], partial=True)
@@ -196,11 +196,12 @@ async def test_the_error_of_programs_has_the_results_that_had_arrived() -> None:
 @pytest.mark.asyncio
 async def test_programs_of_a_request_that_is_too_large_are_sent_in_smaller_requests() -> None:
     def answer(number: int, program: dict[str, Any]) -> dict[str, Any] | int:
-        return 413 if len(requests[number - 1]) > 2 else result(JudgeOutcome.PASSED)
+        return 413 if len(requests[number - 1]) > 2 else result(JudgeOutcome.PASSED)  # `requests` is set below
 
     async with scripted(answer) as (url, requests), AsyncClient(url) as client:
         judged = await client.judge([{**PASSING, "code": code} for code in "abcde"])
     assert requests[0] == list("abcde")
+    # The request with 5 programs becomes requests with 3 and 2, and the one with 3 becomes requests with 2 and 1.
     assert sorted(requests[1:]) == [list("ab"), list("abc"), ["c"], list("de")]
     assert [program.outcome for program in judged] == [JudgeOutcome.PASSED] * 5
 
@@ -220,8 +221,9 @@ async def test_every_endpoint_that_is_overloaded_gets_its_retry_after() -> None:
     ):
         with pytest.raises(Overloaded):
             await client.judge([PASSING])
-    assert (len(to_first) + len(to_second), abs(len(to_first) - len(to_second))) == (5, 1)
-    assert sent_at[2] >= 0.2 and sent_at[4] >= 0.4
+    assert sorted((len(to_first), len(to_second))) == [2, 3]  # 1 + `retries` requests, in turns
+    assert sent_at[2] >= 0.2, "an endpoint got its second request before its Retry-After"
+    assert sent_at[4] >= 0.4, "an endpoint got its third request before its second Retry-After"
 
 
 @pytest.mark.asyncio
@@ -242,7 +244,7 @@ async def test_a_test_that_is_poisonous_is_not_run_again_although_another_was_st
 
 
 @pytest.mark.asyncio
-async def test_a_reason_of_a_newer_server_is_not_run_again() -> None:
+async def test_a_program_with_an_unknown_reason_is_not_sent_again() -> None:
     newer = result(JudgeOutcome.UNAVAILABLE)
     newer["tests"][0]["reason"] = "Later"
     async with scripted(lambda _number, _program: newer) as (url, requests), AsyncClient(url) as client:

@@ -1,5 +1,5 @@
-"""Tests of the missing modules that a profile reports. Each is reported once. If warm-up code fails because it needs a
-missing module, this failure is not reported as well."""
+"""Tests of the missing modules that a profile reports. Each is reported once. If warm-up code fails because a module is
+missing, only the missing module is reported, not the failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps(profiles.load(sys.argv[2])))
 
 
 def load(python: str | Path, profile: str) -> tuple[list[str], list[str]]:
-    argv = [python, "-I", "-S", "-c", LOAD, str(GUEST), profile]
+    argv = [python, "-I", "-S", "-c", LOAD, str(GUEST), profile]  # -S: without any installed packages
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     missing, problems = json.loads(done.stdout)
     return missing, problems
@@ -75,13 +75,14 @@ with open("plot.png", "rb") as file:
 @pytest.mark.parametrize("level", ISOLATION_LEVELS)
 def test_a_plot_writes_nothing_but_its_file(guest_python: Path, level: str) -> None:
     config = _config_at(level, guest_python)
-    for profile in (Profile.SCIENTIFIC, Profile.BARE):  # with matplotlib loaded by the zygote, and by the call
+    for profile in (Profile.SCIENTIFIC, Profile.BARE):  # SCIENTIFIC's zygote has loaded matplotlib; BARE's has not
         result = run_once(Call(PLOT, profile=profile, limits=Limits(timeout_s=60)), config)
         assert (result.stdout, result.stderr) == ("b'\\x89PNG' ['plot.png'] Agg\n", "")
 
 
 @pytest.mark.usefixtures("needs_isolation")
 def test_a_call_that_imports_matplotlib_finds_it_loaded(guest_python: Path) -> None:
+    """The imports of a code select the profile, whose zygote has loaded the modules before the code starts."""
     code = "import sys\nprint('matplotlib.pyplot' in sys.modules)\nfrom matplotlib import pyplot"
     assert run_once(Call(code), ExecutorConfig(python=str(guest_python))).stdout == "True\n"
 

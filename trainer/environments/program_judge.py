@@ -29,7 +29,7 @@ class ProgramJudge:
         except ServiceError as error:
             logger.warning("a program could not be judged: %s", error)
             return None
-        except InvalidCall as error:  # the options were checked, so this is the model's code, such as its length
+        except InvalidCall as error:  # the model's code is invalid, for example too long; the options were checked
             logger.warning("a program is no valid call: %s", error)
             return 0.0
         return reward

@@ -16,10 +16,10 @@ from trainer.engines.engine import EngineError, Weights
 from trainer.engines.vllm_client import VllmEngine
 from trainer.sync import weight_group
 from trainer.sync.saved_tensors import saved_tensors
-from trainer.sync.transfers import errors_of, outcome_of
+from trainer.sync.transfers import errors_of, result_or_error
 
 TRANSFER_TIMEOUT_S = 120.0
-"""Seconds that each wait of a broadcast may take: for a receiver to join, or to receive a bucket."""
+"""Maximum seconds of each single wait in a broadcast: until a receiver has joined, or until it has a bucket."""
 
 
 class NoAnswerError(EngineError):
@@ -29,7 +29,7 @@ class NoAnswerError(EngineError):
 class BroadcastTransfer:
     """Sends weights, rounded to `dtype`, from this process to the workers of all engines at once (`weight_group`).
 
-    `model`: a model of the class of the trained one, loaded from the same folder; its weights are not used.
+    `model`: a model of the same class as the trained model, loaded from the same folder. Its weights are not used.
 
     The servers need `--worker-extension-cls vllm_worker.Worker`. Each transfer has a new process group, so a restarted
     server takes part in the next transfer.
@@ -59,11 +59,13 @@ class BroadcastTransfer:
         store = TCPStore(
             "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
         )
-        joining = (outcome_of(self._join(engine, store.port), EngineError, OSError) for engine in engines)
-        outcomes = dict(zip(engines, await asyncio.gather(*joining), strict=True))
-        first_ranks, size = {}, 1
-        for engine, answer in outcomes.items():
-            if not isinstance(answer, Exception):
+        joining = (result_or_error(self._join(engine, store.port), EngineError, OSError) for engine in engines)
+        errors: dict[VllmEngine, BaseException | None] = {}
+        first_ranks, size = {}, 1  # rank 0 is the sender
+        for engine, answer in zip(engines, await asyncio.gather(*joining), strict=True):
+            if isinstance(answer, Exception):
+                errors[engine] = answer
+            else:
                 first_ranks[engine] = size
                 size += len(answer["results"])
         if first_ranks:
@@ -71,26 +73,30 @@ class BroadcastTransfer:
             sending = asyncio.to_thread(weight_group.send, store, size, self._backend, self._timeout_s, tensors)
             options = {"size": size, "backend": self._backend}
             receiving = (
-                outcome_of(self._call(engine, "receive_weights", first_rank=rank, **options), EngineError)
+                result_or_error(self._call(engine, "receive_weights", first_rank=rank, **options), EngineError)
                 for engine, rank in first_ranks.items()
             )
             # torch.distributed's errors are RuntimeErrors.
-            sent, *answers = await asyncio.gather(outcome_of(sending, RuntimeError, OSError), *receiving)
-            finishing = (self._finish(*pair, sent, version) for pair in zip(first_ranks, answers, strict=True))
-            outcomes |= zip(first_ranks, await errors_of(finishing), strict=True)
-        return list(outcomes.values())
+            checksums, *answers = await asyncio.gather(result_or_error(sending, RuntimeError, OSError), *receiving)
+            finishing = (
+                self._finish(engine, answer, checksums, version)
+                for engine, answer in zip(first_ranks, answers, strict=True)
+            )
+            errors |= zip(first_ranks, await errors_of(finishing), strict=True)
+        return [errors[engine] for engine in engines]
 
     async def _join(self, engine: VllmEngine, port: int) -> Any:
         """Make the engine's workers join. Return the engine's answer, which has one result per worker."""
         host = await asyncio.to_thread(_own_address, engine.url)
         return await self._call(engine, "join_weight_store", host=host, port=port)
 
-    async def _finish(self, engine: VllmEngine, answer: Any, sent: Any, version: int) -> None:
-        """Raise the error of the engine or of the sender. Without an error, check what the engine has loaded."""
-        if errors := [str(outcome) for outcome in (answer, sent) if isinstance(outcome, Exception)]:
+    async def _finish(self, engine: VllmEngine, answer: Any, checksums: Any, version: int) -> None:
+        """Check what the engine has loaded. `answer` may be the error of the engine, and `checksums` the error of the
+        sender. If one of them is an error, raise it."""
+        if errors := [str(outcome) for outcome in (answer, checksums) if isinstance(outcome, Exception)]:
             kind = type(answer) if isinstance(answer, EngineError) else EngineError
             raise kind(f"engine {engine.name}: {'; sender: '.join(errors)}")
-        engine.check_loaded(answer, sent)
+        engine.check_loaded(answer, checksums)
         await engine.reset_prefix_cache(version)
 
     async def _call(self, engine: VllmEngine, method: str, **arguments: Any) -> Any:
@@ -105,7 +111,7 @@ class BroadcastTransfer:
 
 def _own_address(url: str) -> str:
     """Return the address of this machine from which it reaches the host of `url`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
-        probe.connect((urlsplit(url).hostname, 9))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((urlsplit(url).hostname, 9))  # any port: a datagram socket sends nothing when it connects
         address: str = probe.getsockname()[0]
         return address

@@ -51,10 +51,10 @@ class WakingTransfer:
 
 async def errors_of(calls: Iterable[Awaitable[None]]) -> list[BaseException | None]:
     """Await all calls at the same time. Return the `EngineError` of each, or None."""
-    return list(await asyncio.gather(*(outcome_of(call, EngineError) for call in calls)))
+    return list(await asyncio.gather(*(result_or_error(call, EngineError) for call in calls)))
 
 
-async def outcome_of(call: Awaitable[Any], *kinds: type[Exception]) -> Any:
+async def result_or_error(call: Awaitable[Any], *kinds: type[Exception]) -> Any:
     """Await `call`. Return its result, or the error that it raises if the error is of one of `kinds`."""
     try:
         return await call

@@ -6,18 +6,19 @@ virtual time. This module reads nothing from the machine: the caller samples the
 
     what runs                   virtual time                                     error
     one thread at a time        wall time minus run delay                        none
-    several processes           CPU time on the critical path plus sleep; at     some per cent
-                                least the CPU time of all divided by the cores
-    threads of one process      as if one ran at a time (Python's lock)          too fast without a lock, by up to
-                                                                                 the number of threads
+    several processes           CPU time on the critical path plus sleep         some per cent
+    threads of one process      as if one ran at a time (Python's lock)          up to N times too fast, if N threads
+                                                                                 run without the lock
     processes never sampled     CPU time is counted by the cgroup; idle time is  estimate, in favour of the call
                                 split into sleep and waiting (`UnobservedTime`)
     a call that is not sampled  wall time                                        counts all run delay
 
 A path leads from the start of the call to one of its processes, through the starts and ends of the processes in
-between. The critical path is the path with the most CPU time. Time of an unknown kind counts as run delay, and not as
-virtual time. A call gains little by that, since all CPU time counts and the wall time is limited
-(`call_state.wall_cap_s`).
+between. The critical path is the path with the most CPU time. It is taken to have at least the CPU time of all
+processes divided by the number of cores.
+
+If the kind of some time is unknown, this time counts as run delay, and not as virtual time. A call gains little by
+hiding the kind, because all CPU time counts and the wall time is limited (`call_state.wall_cap_s`).
 
 A simple rule for several processes (wall time minus run delay, but at least CPU time divided by the cores) would change
 57 of 576 statuses of recorded calls (docs/decisions.md).
@@ -32,11 +33,11 @@ MIN_UNOBSERVED_CPU_S = 0.001
 """If the cgroup counts at least this many CPU seconds more than all sampled processes have used, a process must have
 started and ended between two samples."""
 EXACT_WITHIN_S = 0.01
-"""A clock counts as exact if fewer seconds than this are uncertain. After a thread has slept, a short time is always
-uncertain."""
+"""A clock counts as exact if fewer seconds than this are uncertain. When a thread has slept and is runnable
+again, the time since the last sample is uncertain (`_current_wait_s`)."""
 MAX_WAIT_RATIO = 3.0
-"""Upper bound for the run delay of an unobserved process, per second of its CPU time. The unit is the run delay per CPU
-second of the observed processes."""
+"""An unobserved process is assumed to have at most this many times the run delay per CPU second of the observed
+processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +82,18 @@ class _ThreadHistory:
 
     age_s: float
     slept_s: float = 0.0
-    run_delay_s: float = 0.0
+    total_delay_s: float = 0.0
+    """Run delay, with the wait that has not ended yet."""
     uncertain_s: float = 0.0
-    """The part of `run_delay_s` that may have been sleep."""
+    """The part of `total_delay_s` that may have been sleep."""
     timeslices: int = 0
     voluntary_switches: int = 0
     is_runnable: bool = True
 
 
 class VirtualClock:
-    """The virtual time of a call: `elapsed_s` is its value at the last sample, which `advance` adds. The samples have
-    to come at moments that the call cannot predict."""
+    """The virtual time of a call. `advance` adds a sample, and `elapsed_s` is the virtual time at the last sample. The
+    samples have to come at moments that the call cannot predict."""
 
     def __init__(self, cores: int) -> None:
         self.elapsed_s = 0.0
@@ -129,8 +131,8 @@ class VirtualClock:
         `processes` is the sample; None means that the call cannot be sampled, and from then on virtual time follows
         wall time. `cpu_s` is the CPU time of all processes, ended ones included, as far as it is known.
 
-        The clock gains the growth of the critical path plus the sleep. It gains at least the wall time minus the run
-        delay. If the run delay is unknown, the sleep is estimated, and the clock gains at least this estimate instead.
+        The clock gains the growth of the critical path plus the sleep, but at least the wall time minus the run delay.
+        If the run delay is unknown, the sleep is estimated. This estimate then replaces the minimum.
         """
         span_s, self._wall_s = wall_s - self._wall_s, wall_s
         if processes is None or self._follows_wall_time:
@@ -143,8 +145,10 @@ class VirtualClock:
         delay_s, ended = self._account_run_delay(span_s, processes)
         new_cpu_s, unobserved_s = self._account_cpu(processes, cpu_s)
         runnable = sum(process.is_runnable for process in processes.values())
-        parallel = min(max((self._runnable + runnable) / 2, 1.0), float(self._cores))
-        path_s = self._critical_path_s(span_s, processes, unobserved_s / parallel)
+        # Unobserved processes may have run side by side: as many as were runnable on average, or one per core.
+        mean_runnable = (self._runnable + runnable) / 2
+        num_parallel = min(max(mean_runnable, 1.0), float(self._cores))
+        path_s = self._critical_path_s(span_s, processes, unobserved_s / num_parallel)
         path_gain_s = path_s - self._critical_path_cpu_s
         slept_s = max(0.0, span_s - new_cpu_s - delay_s)
         min_gain_s = span_s - delay_s
@@ -173,10 +177,10 @@ class VirtualClock:
                 unknown_s = history.age_s - thread.cpu_s - thread.run_delay_s - history.slept_s
                 wait_s, history.uncertain_s = _current_wait_s(thread, history, max(unknown_s, 0.0), span_s)
                 self._uncertain_s += history.uncertain_s
-                delay_s = thread.run_delay_s + wait_s
-                history.slept_s += unknown_s - wait_s
-                total_s += delay_s - history.run_delay_s
-                history.run_delay_s, history.is_runnable = delay_s, thread.is_runnable
+                history.slept_s += unknown_s - wait_s  # a negative time corrects earlier sleep
+                total_delay_s = thread.run_delay_s + wait_s
+                total_s += total_delay_s - history.total_delay_s
+                history.total_delay_s, history.is_runnable = total_delay_s, thread.is_runnable
                 history.timeslices, history.voluntary_switches = thread.timeslices, thread.voluntary_switches
                 self._threads[pid, tid] = history
         self._run_delay_s += total_s
@@ -194,8 +198,9 @@ class VirtualClock:
         return new_s, unobserved_s
 
     def _critical_path_s(self, span_s: float, processes: TreeSample, unobserved_s: float) -> float:
-        """Return the CPU time on the critical path. `unobserved_s` is the CPU time of processes that started and ended
-        between two samples. Every other process is assumed to have waited for them."""
+        """Return the CPU time on the critical path. `unobserved_s` is the time that processes which started and
+        ended between two samples add to it. Every other process is assumed to have waited for them, so all paths grow
+        by this time."""
         first_pid = next(iter(processes))
         before, self._path_cpu_s = self._path_cpu_s, {}
         for pid in before.keys() - processes.keys():  # the parent of an ended process has waited for it
@@ -203,16 +208,18 @@ class VirtualClock:
             if waiting_parent not in before or waiting_parent not in processes:
                 waiting_parent = first_pid
             before[waiting_parent] = max(before[waiting_parent], before.pop(pid))
+        # The first process, then the oldest first: the path of a parent is known before those of its children.
         for pid, process in sorted(processes.items(), key=lambda item: (item[0] != first_pid, -item[1].age_s)):
             if pid in before:
                 start_s, gain_s = before[pid], process.cpu_s - self._processes[pid].cpu_s
             else:  # a new process continues the path of its parent
                 start_s = self._path_cpu_s.get(process.parent, self._path_cpu_s.get(first_pid, 0.0))
                 gain_s = process.cpu_s
-            self._path_cpu_s[pid] = start_s + min(gain_s, span_s)
+            self._path_cpu_s[pid] = start_s + min(gain_s, span_s)  # several threads may have used more than the span
         self._path_cpu_s = {pid: path_s + unobserved_s for pid, path_s in self._path_cpu_s.items()}
-        single_path_s, single_cpu_s = self._last_single_process
-        min_path_s = single_path_s + (self._cpu_s - single_cpu_s) / self._cores
+        earlier_path_s, earlier_cpu_s = self._last_single_process
+        # Even if all cores were used since then, the new CPU time would take this long on an idle machine.
+        min_path_s = earlier_path_s + (self._cpu_s - earlier_cpu_s) / self._cores
         path_s = max(*self._path_cpu_s.values(), min_path_s)
         if len(processes) == 1:
             self._path_cpu_s[first_pid] = path_s
@@ -230,13 +237,14 @@ def _current_wait_s(
     exiting thread also waits for locks of the kernel, which other calls may hold for seconds on a loaded machine. The
     kernel never adds this time to its run delay.
 
-        the thread                                             wait                 uncertain
-        is exiting                                             `unknown_s`          as before
-        had no timeslice since it was last seen runnable       `unknown_s`          as before
-        was runnable and made no voluntary switch since then   at most the span,    as before
-                                                               or `unknown_s` if
-                                                               nothing is uncertain
-        otherwise                                              at most the span     all of it
+        the thread (the first row that applies)              wait                uncertain
+        is exiting                                           `unknown_s`         as before
+        has had no timeslice, or none since the last
+        sample, in which it was runnable                     `unknown_s`         as before
+        was runnable in the last sample, has made no
+        voluntary switch since, and nothing was uncertain    `unknown_s`         nothing
+        the same, but some time was uncertain                at most `span_s`    as before
+        any other                                            at most `span_s`    all of it
     """
     if not thread.is_runnable:
         return 0.0, 0.0
@@ -246,7 +254,8 @@ def _current_wait_s(
     if has_not_slept and not history.uncertain_s:
         return unknown_s, 0.0  # for example time that the hypervisor gave to other machines
     wait_s = min(unknown_s, span_s)
-    return wait_s, min(wait_s, history.uncertain_s) if has_not_slept else wait_s
+    uncertain_s = min(wait_s, history.uncertain_s) if has_not_slept else wait_s
+    return wait_s, uncertain_s
 
 
 class UnobservedTime:

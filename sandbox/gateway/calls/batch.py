@@ -42,6 +42,7 @@ class PendingCall:
         """None once the call is finished or cancelled, to free its memory."""
         self.id = call_id
         self.clamped = clamped
+        """The limits that were lowered, by name, with their new values."""
         self.priority = call.get("priority", 0)
         self.tenant = call.get("tenant", "")
         self.size_bytes = call_size(call)
@@ -52,9 +53,10 @@ class PendingCall:
         self.executor: ExecutorId | None = None
         """The executor that has the call; None while the call waits."""
         self.has_reserved_place = False
-        """Whether the executor has the call in a reserved place, in addition to its window (`sandbox.wire`)."""
+        """Whether the call is in a reserved place of its executor, which does not count against the executor's window
+        (`sandbox.wire`)."""
         self.seq = 0
-        """Number of the current attempt, which no other attempt in the call table has."""
+        """Number of the current attempt, unique in the call table."""
         self.waiting_since = 0.0
         """Time at which the call last entered the queue."""
         self.queue_ms = 0.0
@@ -69,7 +71,7 @@ class PendingCall:
         assert self.call is not None
         tenant.check_owner(self.tenant, "call")
         self.tenant = tenant.name
-        self.priority = max(self.priority, tenant.priority)
+        self.priority = max(self.priority, tenant.priority)  # the lower number goes first
         self.call, lowered = clamp(self.call, tenant.max_limits)
         self.clamped = self.clamped | lowered
 
@@ -91,7 +93,7 @@ class Batch:
         self, size: int, queue_timeout_s: float, deadline_s: float = math.inf, request_number: int | None = None
     ) -> None:
         self.request_number = next_request_number() if request_number is None else request_number
-        """Number of the HTTP request. Requests take turns. All batches of one request have the same number."""
+        """Number of the HTTP request, the same for all its batches. Requests take turns in starting calls."""
         self.queue_timeout_s = queue_timeout_s
         self.deadline_s = deadline_s
         """Seconds after the admission at which unfinished calls are cancelled."""
@@ -101,8 +103,8 @@ class Batch:
         self.tenant: Tenant | None = None
         """The owner of all calls; None if the server has no tenants file or the request has the server's token."""
         self.reads_results = False
-        """Whether the calls of this batch check results of other calls. These results count as unread until they are
-        checked, so the batch is admitted however many results are unread."""
+        """Whether the calls of this batch check the results of another batch. Those results count as unread until then,
+        so this batch is admitted even if too many results are unread."""
         self.is_admitted = False
         self.admitted_at = 0.0
         self.results: list[EncodedResult | None] = [None] * size
@@ -168,8 +170,8 @@ class Batch:
         """Count bytes of a result that the client has not read."""
         self.unread_bytes += size_bytes
 
-    def take_unread(self, size_bytes: int | None = None) -> int:
-        """Count up to `size_bytes` as read, all if None. Returns the number of bytes that were unread until now."""
+    def mark_read(self, size_bytes: int | None = None) -> int:
+        """Count up to `size_bytes` of the unread bytes as read, or all of them if None. Return how many these were."""
         read_bytes = self.unread_bytes if size_bytes is None else min(size_bytes, self.unread_bytes)
         self.unread_bytes -= read_bytes
         return read_bytes
@@ -209,7 +211,7 @@ def result_bytes(result: EncodedResult) -> int:
     no result."""
     stdout, stderr, value = result["stdout"], result["stderr"], result["value"] or ""
     size = 1024 + len(stdout) + len(stderr) + len(value)  # 1024: the mapping without its texts and files
-    if not (stdout.isascii() and stderr.isascii() and value.isascii()):
+    if not (stdout.isascii() and stderr.isascii() and value.isascii()):  # ASCII, the usual case, costs no further calls
         size = 1024 + memory_bytes(stdout) + memory_bytes(stderr) + memory_bytes(value)
     if (error := result["error"]) is not None:
         size += memory_bytes(error["traceback"]) + memory_bytes(error["message"])

@@ -237,7 +237,7 @@ class CallTable:
     def results_read(self, batch: Batch, size_bytes: int | None = None) -> None:
         """Count `size_bytes` of a batch's results as read by its client; all of them if None."""
         if batch.unread_bytes:
-            self.unread_result_bytes -= batch.take_unread(size_bytes)
+            self.unread_result_bytes -= batch.mark_read(size_bytes)
             self._unread_batches -= not batch.unread_bytes
 
     def executor_lost(self, executor: ExecutorId, now: float) -> tuple[list[PendingCall], list[PendingCall]]:

@@ -4,13 +4,12 @@ classes in code-judge's file `judge_client.py`.
 - `reason` is `worker_timeout` if the code reached its time limit, and `queue_timeout` or `internal_error` if the
   service failed. Otherwise it is empty: the code ended, perhaps with an error or at its memory or output limit.
 - A result is shortened as soon as it arrives, so a batch keeps at most `MAX_TEXT_CHARS` of each text. A request also
-  keeps the id and the expected output of each submission. They count as part of the size of the submission's call.
+  keeps the id and the expected output of each submission. The size of a call includes these two texts.
 - Unknown fields and `options` are ignored, as code-judge does.
 """
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -41,8 +40,8 @@ from sandbox.types import Call, EncodedResult, Limits, Status, check_call, memor
 
 LIMITS = Limits(timeout_s=9.95, memory_mb=384, output_kb=4096)
 """The default limits of code-judge: 10 s, and 384 MiB (256 MiB to which it adds 128 MiB). code-judge does not limit the
-output. The time here is 50 ms lower, because `sleep(10)` must exceed it, as it exceeds the limit of code-judge. This
-time is virtual time (wall time without waiting for a core), which is measured with an error."""
+output. The time here is 50 ms lower. It is virtual time (wall time without waiting for a core), which is not measured
+exactly, and `sleep(10)` must exceed the limit here too."""
 QUEUE_TIMEOUT_S = 4.0
 """Seconds after which a call that still waits for a slot gets `queue_timeout`."""
 LONG_QUEUE_TIMEOUT_S = 3600.0
@@ -52,8 +51,8 @@ TIMEOUT_TEXT = "Suicide from timeout.\n"
 MAX_TEXT_CHARS = 1000
 """Maximum characters of stdout, and of stderr, that are returned."""
 KEPT_RESULT_BYTES = 1024 + 2 * MAX_TEXT_CHARS
-"""Size of a shortened result that a batch keeps until its response, in the way in which `result_bytes` counts: 1024
-bytes for the mapping, and one byte for each character of an ASCII text."""
+"""Bytes that a shortened result counts as until the response is sent. As in `result_bytes`, the mapping counts 1024
+bytes, and an ASCII text one byte for each character."""
 
 Answer = dict[str, Any]
 
@@ -78,7 +77,7 @@ class SubmissionForm(CallsForm):
 
     def check(self, raw: Json) -> Iterator[Item]:
         """Yield the items of a decoded body. Raises `MalformedBody` or `RequestRefused`."""
-        yield BatchHead(1, self.config.queue_timeout_s, math.inf, _SHARED_FIELDS)
+        yield BatchHead(1, self.config.queue_timeout_s, defaults=_SHARED_FIELDS)
         yield from self._check_submissions([(raw, ())])
 
     def add(self, item: Item) -> None:
@@ -108,7 +107,7 @@ class SubmissionForm(CallsForm):
                 continue
             if not errors:
                 call = check_call({"code": submission.solution, "stdin": submission.input or ""})
-                yield CheckedCall(index, call, "", [submission.sub_id, submission.expected_output])
+                yield CheckedCall(index, call, call_id="", extra=[submission.sub_id, submission.expected_output])
         if errors:
             raise MalformedBody(errors[:MAX_ERRORS])
 
@@ -128,7 +127,7 @@ class SubmissionsForm(SubmissionForm):
                 f"submissions: expected at most {max_items}, got {len(items)}; "
                 "send several batches, or start the server with a larger --batch-calls"
             )
-        yield BatchHead(len(items), self.config.queue_timeout_s, math.inf, _SHARED_FIELDS, body.sub_id)
+        yield BatchHead(len(items), self.config.queue_timeout_s, defaults=_SHARED_FIELDS, extra=body.sub_id)
         yield from self._check_submissions((item, ("submissions", index)) for index, item in enumerate(items))
 
 
@@ -189,6 +188,7 @@ def _answer(result: EncodedResult, expected_output: str | None) -> Answer:
     status, stdout, stderr = result["status"], result["stdout"], result["stderr"]
     is_ok, is_timeout = status == Status.OK.value, status == Status.TIMEOUT.value
     if is_timeout:
+        # In an answer of code-judge too, `MAX_TEXT_CHARS` include this text, so long output leaves no room for it.
         stdout = stdout[:MAX_TEXT_CHARS] + TIMEOUT_TEXT
     elif not stderr and status in (Status.MEMORY_LIMIT.value, Status.OUTPUT_LIMIT.value):
         error = result["error"]  # no other field of the answer says why the call has failed
@@ -207,7 +207,7 @@ async def _run(request: web.Request, mode: Mode) -> web.StreamResponse:
     dispatcher, started_at = request.app[DISPATCHER], monotonic()
     form = (SubmissionsForm if mode.is_batch else SubmissionForm)(dispatcher.config, request[TENANT])
     form.max_wait_s = mode.queue_timeout_s
-    async with exchange.AdmittedBatch(request, form) as (batch, _, _):
+    async with exchange.AdmittedBatch(request, form) as (batch, _content_type, _status):
         submissions = Submissions(mode, dispatcher, form, batch, started_at)
         try:
             await exchange.wait_for_results(batch)

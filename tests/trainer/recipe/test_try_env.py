@@ -40,7 +40,7 @@ def test_prompts_tool_responses_and_rewards_are_printed(tmp_path: Path, capsys: 
     assert second.endswith("--- end: finished\n--- answer: None, reward: 0.0\n\n")
 
 
-def test_a_script_that_ends_too_early_has_no_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_with_too_few_turns_has_no_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _try(tmp_path, GAME, {"problem": "p0", "turns": [_call("move", source=1, target=1)]}) == 0
     out = capsys.readouterr().out
     assert "--- end: unavailable (engine: the row has no further turn, and the episode is not at its end)" in out
@@ -52,7 +52,7 @@ def test_a_reward_function_scores_the_turns_and_a_failure_is_shown(
 ) -> None:
     (tmp_path / "tried_rewards.py").write_text("def score(response):\n    return 1 / len(response.split())\n")
     monkeypatch.syspath_prepend(tmp_path)
-    rows = [{"problem": "p0", "turns": [text]} for text in ("two words", " ")]
+    rows = [{"problem": "p0", "turns": [text]} for text in ("two words", " ")]  # " ": `score` divides by 0
     assert _try(tmp_path, {**GAME, "reward": "tried_rewards:score"}, *rows) == 0
     out = capsys.readouterr().out
     assert "--- end: finished\n--- answer: None, reward: 0.5\n" in out
