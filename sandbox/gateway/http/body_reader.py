@@ -21,7 +21,7 @@ from typing import Self
 from aiohttp import web
 
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http.auth import TENANT, owner_name
+from sandbox.gateway.http.auth import TENANT, tenant_name
 from sandbox.gateway.http.codec import CHUNK_BYTES
 from sandbox.gateway.http.errors import HttpError
 from sandbox.settings.tenants import Tenant
@@ -52,7 +52,7 @@ class ByteBudget:
     def reserve(self, owner: Tenant | None, size: int, what: str) -> None:
         """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. `what` says for the
         message what the bytes are."""
-        name = owner_name(owner)
+        name = tenant_name(owner)
         maximum = self.maximum(owner)
         if self._held[name] + size > maximum:
             raise HttpError(
@@ -64,7 +64,7 @@ class ByteBudget:
 
     def release(self, owner: Tenant | None, size: int) -> None:
         """Subtract `size` from the bytes that a tenant holds."""
-        name = owner_name(owner)
+        name = tenant_name(owner)
         self._held[name] -= size
         if not self._held[name]:
             del self._held[name]
