@@ -25,7 +25,8 @@ settings.load_profile("fixed")
 
 
 AS_ROOT_TOO = re.compile(
-    r"chaos/test_exhaustion|docker/test_profiles|escape/|jail/|settings/test_mounts|test_token|bench/test_cluster\.|"
+    r"chaos/test_(bad_machines|exhaustion)|commands/test_(doctor|machine_checks)|docker/test_profiles|escape/|jail/|"
+    r"settings/test_mounts|test_token|bench/test_cluster\.|"
     r"guest/test_desc|executor/time/test_(cpu_prio|process_tree)|"
     r"executor/test_(cgroups|connection|landlock|long_calls|memory|shared_uid|slot|zygote_pool)"
 )
