@@ -6,7 +6,7 @@
     lost -> ready          an executor is ready again
     any -> refused         the node has no executor, and there is a reason not to start one
     refused -> ready       the reason is gone, and an executor is ready
-    any -> removed         `LOST_SHOWN_S` after Ray has stopped listing the node and no executor of the node answers
+    any -> removed         for `LOST_SHOWN_S`, Ray does not list the node and no executor of the node answers
 
 Invariants:
 - An executor is lost only if its own connection ends, fails or is silent. If Ray reports that a node is lost, the
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 SILENCE_TIMEOUT_S = 10.0
 """Seconds without a frame after which an executor on a node counts as lost. Stats frames come about once a second."""
 MIN_RESTART_DELAY_S = 1.0
-"""Seconds before another start: of the driver after its first failure, and of the executors of a node after their first
-failed start. Each further failure doubles the time, up to `MAX_RESTART_DELAY_S`."""
+"""Seconds between the first failure and the next start, both for the driver and for the executors of a node. Each
+further failure doubles the time, up to `MAX_RESTART_DELAY_S`."""
 MAX_RESTART_DELAY_S = 30.0
 LOST_SHOWN_S = 600.0
 """Seconds for which `/v1/stats` shows a node as lost after the node has left the cluster."""
@@ -75,13 +75,13 @@ class _Node:
     wanted_executors: int = 1
     is_listed: bool = True
     was_ready: bool = False
-    refusal: str = ""
+    start_problem: str = ""
     """The reason why the node is not accepted, or why one of its executors did not start."""
     loss: str = ""
     """Ray's reason why the node may be lost. Empty if Ray gives no reason."""
     failed_starts: int = 0
-    """Failed starts since all executors of the node were last ready. Failures before `retry_at` do not count, because
-    the executors of a node fail together."""
+    """Failed starts since all executors of the node were last ready. The executors of a node start together, and fail
+    together: the first failure is counted and sets `retry_at`, and the failures until `retry_at` are not counted."""
     retry_at: float = 0.0
     past_restarts: int = 0
     """Restarts of executors that have been removed, and of agents."""
@@ -97,7 +97,7 @@ class _Node:
         """One of `NODE_STATES`."""
         if self.is_answering:
             return "ready"
-        if self.refusal and not self.executors:
+        if self.start_problem and not self.executors:
             return "refused"
         return "lost" if self.was_ready or not self.is_listed else "starting"
 
@@ -106,7 +106,7 @@ class _Node:
             name=self.name,
             address=self.address,
             state=self.state,
-            reason=self.refusal or ("" if self.is_answering else self.loss),
+            reason=self.start_problem or ("" if self.is_answering else self.loss),
             isolation=self.report.isolation if self.report else "",
             executors=tuple(self.executors.values()),
             restarts=self.past_restarts + sum(executor.restarts for executor in self.executors.values()),
@@ -183,16 +183,18 @@ class ClusterMembership:
             if not node.is_answering:
                 self._remove_executors(node)
             if raw["state"] == "refused":
-                node.refusal = raw["reason"]
+                node.start_problem = raw["reason"]
             return
         try:
             report = NodeReport.decode(raw["report"])
         except ProtocolError as error:
-            node.refusal = str(error)
+            node.start_problem = str(error)
             return
-        report = replace(report, cores=min(report.cores, max(1, int(raw["cpus"]))))
+        ray_cores = max(1, int(raw["cpus"]))  # a node may have less than one CPU in Ray
+        report = replace(report, cores=min(report.cores, ray_cores))
         if node.report is None or node.report.instance != report.instance:  # another start of the agent
-            node.past_restarts += node.report is not None  # the first start is no restart
+            if node.report is not None:  # otherwise this is the first start
+                node.past_restarts += 1
             self._remove_executors(node)
             node.report, node.retry_at = report, 0.0
             self._add_executors(node, report)
@@ -201,14 +203,14 @@ class ClusterMembership:
 
     def _add_executors(self, node: _Node, report: NodeReport) -> None:
         """Start the missing executors of a node, unless it is refused."""
-        node.refusal = refusal(report, self._config, self._runtime_identity)
-        if node.refusal:
+        node.start_problem = refusal(report, self._config, self._runtime_identity)
+        if node.start_problem:
             return
         node_config = replace(self._config, isolation=report.isolation, python=report.python)
         try:
             executor_configs = node_config.resolved(report.cores, report.memory_mb).per_executor()
         except ConfigError as error:
-            node.refusal = str(error)
+            node.start_problem = str(error)
             return
         self._runtime_identity = self._runtime_identity or report.runtime
         node.wanted_executors = len(executor_configs)
@@ -238,7 +240,7 @@ class ClusterMembership:
             if (now := monotonic()) >= node.retry_at:
                 node.failed_starts += 1
                 node.retry_at = now + backoff_s(node.failed_starts, MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S)
-            node.refusal = str(error)
+            node.start_problem = str(error)
             self._remove_executor(node, index)
             if node.executors:  # otherwise `_log_changes` logs it
                 log.warning("node %s: %s", node.name, error)
@@ -247,7 +249,7 @@ class ClusterMembership:
 
     def _remove_executors(self, node: _Node) -> None:
         if node.executors:
-            node.refusal = ""  # it was the reason why one executor did not start, while others ran
+            node.start_problem = ""  # it was the reason why one executor did not start, while others ran
         for index in list(node.executors):
             self._remove_executor(node, index)
 
@@ -281,7 +283,7 @@ class ClusterMembership:
         """Fail the start of the server if Ray lists only nodes that are refused."""
         listed = [node for node in self._nodes.values() if node.is_listed]
         if listed and not self._server_start_ended.is_set() and all(node.state == "refused" for node in listed):
-            reasons = "; ".join(f"node {node.name}: {node.refusal}" for node in listed)
+            reasons = "; ".join(f"node {node.name}: {node.start_problem}" for node in listed)
             self._fail_start(f"no node of the cluster can run calls: {reasons}")
 
     def _fail_start(self, reason: str) -> None:

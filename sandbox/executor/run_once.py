@@ -26,9 +26,9 @@ def run_once(call: Call, config: ExecutorConfig) -> Result:
     check_profile(call.profile, config.own_profiles, "call")
     tree = ProfileTree(config.own_profiles)
     profile = tree.choose(call.profile, imported_modules(call.code))
-    lineage = (profile, *tree.ancestors(profile))
+    lineage = (profile, *tree.ancestors(profile))  # the executor keeps no zygotes for other profiles
     own_profiles = tuple(own for own in config.own_profiles if own.name in lineage)
-    built_in = profile if profile in ZYGOTE_PROFILES else Profile.BARE.value
+    built_in = profile if profile in ZYGOTE_PROFILES else Profile.BARE.value  # every pool has a zygote for `bare`
     config = replace(config, profiles=(built_in,), own_profiles=own_profiles, zygote_pools=1, slots=1)
     max_limits = within_memory(call.limits, machine.memory_limit() >> 20)
     encoded, clamped = clamp(call.encode(binary=True), max_limits)

@@ -18,7 +18,7 @@ from sandbox.gateway.http.body_parser import BodyParser
 from sandbox.gateway.http.body_reader import BodyReader, ByteBudget
 from sandbox.gateway.http.codec import JSON, MSGPACK_STREAM, NDJSON
 from sandbox.gateway.http.errors import HttpError, errors_as_json
-from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER, PARSER
+from sandbox.gateway.http.exchange import BATCH_TYPES, BODY_READER, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER, PARSER
 from sandbox.gateway.http.listener import KEEPALIVE_S
 from sandbox.gateway.http.openapi import MAX_SAFE_INTEGER, Route, document
 from sandbox.gateway.http.request_record import add_request_id, record_requests, shorten_malformed
@@ -59,7 +59,7 @@ def build_app(dispatcher: Dispatcher, traces: Traces | None = None) -> web.Appli
         },
     )
     app[DISPATCHER] = dispatcher
-    app[BODIES] = BodyReader(ByteBudget(dispatcher), config.body_mb << 20, config.stall_s)
+    app[BODY_READER] = BodyReader(ByteBudget(dispatcher), config.body_mb << 20, config.stall_s)
     app[PARSER] = BodyParser(config)
     app[STATS] = Stats(dispatcher)
     app[PROMETHEUS] = PrometheusText(dispatcher.samples)

@@ -1,4 +1,8 @@
-"""Tests of opening and closing clients, and of the synchronous client."""
+"""Tests of opening and closing clients, and of the synchronous client.
+
+The executor is a fake (`tests/fakes.py`). A call with the code "hang" gets no result. Each other call in this file
+returns its code as stdout and its stdin as value.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +140,7 @@ def test_a_synchronous_client_can_be_opened_and_closed_by_hand() -> None:
 async def test_the_error_of_a_closed_client_shows_how_to_open_it() -> None:
     with pytest.raises(RuntimeError, match="async with AsyncClient"):
         await AsyncClient().execute("1")
-    with pytest.raises(RuntimeError, match="    with Client"):
+    with pytest.raises(RuntimeError, match="    with Client"):  # the spaces exclude `async with Client`
         Client().execute("1")
 
 
@@ -144,11 +148,12 @@ def test_the_synchronous_client_has_the_same_methods() -> None:
     with gateway_in_a_thread() as url, Client(url) as client:
         assert client.ready()
         assert client.execute("one", stdin="x").value == "x"
-        assert [verdict.outcome for verdict in client.verify([("1", "1")])] == ["unavailable"], "fakes check nothing"
+        verdicts = client.verify([("1", "1")])
+        assert [verdict.outcome for verdict in verdicts] == ["unavailable"]  # the fake executor returns no verdict
         assert [r.stdout for r in client.run_batch(["a", "b"])] == ["a", "b"]
         assert sorted((index, r.stdout) for index, r in client.stream(["a", "b"])) == [(0, "a"), (1, "b")]
         for _ in client.stream(["a", "hang"]):
-            break
+            break  # the client must close although one call of the stream hangs
 
 
 @pytest.mark.parametrize("stream", ["stream", "stream_judged"])
@@ -216,7 +221,8 @@ def test_a_synchronous_client_that_cannot_open_raises_the_reason(
     def fail(**_: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    client, errors = Client(), list[OSError]()
+    client = Client()
+    errors: list[OSError] = []
 
     def open_client() -> None:
         try:

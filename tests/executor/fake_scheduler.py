@@ -79,7 +79,9 @@ class FakeScheduler:
         tids = (FIRST_PID,) if self._is_single_threaded() else (FIRST_PID, FIRST_PID + 1)
         cpu_s = wall_s - delay_s
         # Equal counts of timeslices and voluntary switches in each sample: the call has not slept.
-        threads = {tid: ThreadSample(cpu_s, delay_s, 9, 9, is_runnable=True) for tid in tids}
+        threads = {
+            tid: ThreadSample(cpu_s, delay_s, timeslices=9, voluntary_switches=9, is_runnable=True) for tid in tids
+        }
         return {FIRST_PID: ProcessSample(1, wall_s, cpu_s, threads)}
 
     def _kill(self, _pidfd: int, signal_number: int) -> None:
@@ -89,18 +91,18 @@ class FakeScheduler:
         zygote, run_id = self.running.pop(0)
         zygote.send(ended_json(run_id, exit_code=None, signal=signal_number))
 
-    async def demoted_after_s(self, calls: int, short_call: str | None = None) -> float:
+    async def demoted_after_s(self, calls: int, other_code: str | None = None) -> float:
         """Run `calls` endless calls on one core; return the wall time after which half of them are long.
 
-        `short_call` is the code of further calls, which share one more slot, so that calls wait at all times.
+        `other_code` is the code of 100 further calls, which share one more slot, so that calls wait at all times.
         """
-        slots = calls + (short_call is not None)
+        slots = calls + (other_code is not None)
         settings: dict[str, Any] = {"zygote_pools": 1, "slots": slots, "profiles": ("bare",)}
         async with driven_executor(self._patch, cores=1, **settings) as driver:
             self.started = trio.current_time()
             driver.submit(*["outlast"] * calls, limits=Limits(timeout_s=60.0))
-            if short_call is not None:
-                driver.submit(*[short_call] * 100)
+            if other_code is not None:
+                driver.submit(*[other_code] * 100)
             while driver.executor.running_long < calls / 2:  # noqa: ASYNC110  there is no event for it
                 await trio.sleep(0.001)
             return trio.current_time() - self.started

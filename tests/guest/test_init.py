@@ -59,8 +59,9 @@ def is_open(fd):
     try: os.fstat(fd)
     except OSError: return False
     return True
-sets = (ctypes.c_uint32 * 6)()
-ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets)
+header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: for capabilities 0 to 31, then for 32 to 63
+ctypes.CDLL(None).capget(header, sets)
 sys.stderr.write(repr([[fd for fd in range(256) if is_open(fd)], sets[2], sets[5]]))
 """
     assert run_init(code).stderr == "[[0, 1, 2], 0, 0]"

@@ -6,7 +6,7 @@ Invariants:
 - Every answer is validated before it is used. A turn has at most `max_tokens` ids of this process's tokenizer.
 - Log-probabilities are returned only if the server's tokens are exactly the ids of the turn. Otherwise they are None.
 - Text that merely spells a special token, for example in a tool response, must not become this token at the server. So
-  a context is not sent if its text would be encoded with other special tokens than its ids have.
+  a context that is sent as text is encoded again first. If the new ids have other special tokens, it is not sent.
 - A server may refuse requests for some time. In this time it gets no new request. Requests that it has accepted go on.
 - The API key is sent in a header, and is removed from answers that repeat it. So the key is never logged or stored.
 """
@@ -39,8 +39,8 @@ MAX_REFUSALS = 6
 MAX_PAUSE_S = 60.0
 """A request fails if the server refuses it for longer than this."""
 KV_TOKENS_FACTOR = 2
-"""The size of the server's KV cache is unknown. It is assumed to be this multiple of the tokens that all turns that run
-at once can have. So only the number of turns limits the scheduler."""
+"""The size of the server's KV cache is unknown. The scheduler assumes that the cache holds this multiple of the
+tokens of all running turns at their maximum length. So only the number of running turns limits the scheduler."""
 SEED_LIMIT = 1 << 31
 """Seeds are sent modulo this, since some servers accept no larger ones."""
 CONTENT_FILTER = "content_filter"
@@ -71,7 +71,7 @@ class OpenAIEngine:
         self._added_ids = frozenset(tokenizer.get_added_vocab().values())
         self._session: aiohttp.ClientSession | None = None
         self._refuses_until = 0.0
-        """Time of the event loop until which the server has refused requests."""
+        """Time of the event loop before which no new request is sent, because the server has refused one."""
 
     async def generate(self, ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Continue `ids`. Raises `EngineError`, and `ValueError` for a request that the server rejects as wrong."""
@@ -120,13 +120,14 @@ class OpenAIEngine:
         ending = next((stop for stop in stops if text.endswith(stop)), "")  # some servers return the stop string
         text, is_stopped = text.removesuffix(ending), reason == "stop" or bool(ending)
         if reason not in ("stop", "length") or any(stop in text for stop in stops):
-            raise self._error(f"text that ends before any of {stops}, with stop or length", f"{reason!r}: {text}")
+            raise self._error(f"text without any of {stops}, and finish_reason stop or length", f"{reason!r}: {text}")
         sampled = self._encode(text)
         if normalize("NFC", self._decode(sampled)) != normalize("NFC", text):
             raise self._error("text that the tokenizer can represent", text, TurnError)
         if not sampled and not is_stopped:
             raise self._error("a token", f"no text and finish_reason {reason!r}")
-        # A server does not say which stop string ended the turn, but its log-probabilities may show it.
+        # A server does not say which stop string ended the turn. So each stop id is tried as the last token: the first
+        # one with which the ids are those of the server's log-probabilities, or else the first of all.
         candidates = [[*sampled, stop] for stop in sampling.stop_ids] if is_stopped else [sampled]
         sampled, logprobs = candidates[0], None
         if self._settings.request_logprobs:
@@ -172,11 +173,12 @@ class OpenAIEngine:
 
     def _prompt_text(self, ids: Sequence[int]) -> str:
         text = self._decode(ids)
-        special, read = ([id for id in row if id in self._added_ids] for row in (ids, self._encode(text)))
-        if special != read:
+        special = [id for id in ids if id in self._added_ids]
+        special_in_text = [id for id in self._encode(text) if id in self._added_ids]
+        if special_in_text != special:
             raise self._error(
                 "a context whose text does not spell special tokens (or set engines.prompt_format to ids)",
-                [self._decode([id]) for id in Counter(read) - Counter(special)],
+                [self._decode([id]) for id in Counter(special_in_text) - Counter(special)],
                 TurnError,
             )
         return text
@@ -186,11 +188,11 @@ class OpenAIEngine:
         each refusal, the request is sent again later."""
         now = asyncio.get_running_loop().time
         for refusals in range(MAX_REFUSALS):
-            await self._wait_while_refused(max_extra_s=refusals)
-            status, retry_after_s, answer = await self._post(body)
-            if status != 429 and (status != 503 or retry_after_s is None):
+            await self._wait_while_refused(max_extra_s=1.0 * refusals)  # 1 s more after each refusal
+            status, requested_pause_s, answer = await self._post(body)
+            if status != 429 and (status != 503 or requested_pause_s is None):
                 break
-            pause_s = 2.0**refusals if retry_after_s is None else retry_after_s
+            pause_s = 2.0**refusals if requested_pause_s is None else requested_pause_s
             self._refuses_until = max(self._refuses_until, now() + pause_s)
             if pause_s > MAX_PAUSE_S:
                 break

@@ -51,6 +51,7 @@ class McpOptions:
     start_timeout_s: PositiveFloat = 30.0
     call_timeout_s: PositiveFloat = 60.0
     level: int | None = None
+    """Level of the problem in its data set. Reports have a row for each level (`trainer.recipe.pass_at_k`)."""
 
     @model_validator(mode="after")
     def _check(self) -> McpOptions:

@@ -1,4 +1,5 @@
-"""The environment `qa`: a question with attached files, and an exact-match answer by GAIA's public rule.
+"""The environment `qa`: a question with attached files. The public scoring rule of the benchmark GAIA
+(`trainer.episodes.exact_match`) decides whether an answer is right.
 
 The files are in the working directory of each of the model's Python calls. The calls share no state.
 """
@@ -29,6 +30,7 @@ MAX_FILES_MB = 64
 @dataclass(frozen=True, config=STRICT)
 class QaOptions:
     level: int | None = None
+    """Level of the problem in its data set. Reports have a row for each level (`trainer.recipe.pass_at_k`)."""
     files: tuple[str, ...] = ()
     """Paths of attached files on this machine."""
     texts: dict[str, str] = Field(default_factory=dict)
@@ -71,7 +73,9 @@ class QaEnvironment(Environment):
 
     async def score(self, episode: Episode) -> float | None:
         reward = exact_match_reward(episode)
-        return 0.0 if reward and self.options.answer_is_hidden else reward
+        if reward is not None and self.options.answer_is_hidden:
+            return 0.0
+        return reward
 
 
 def _read_files(options: QaOptions) -> dict[str, bytes]:
@@ -82,7 +86,7 @@ def _read_files(options: QaOptions) -> dict[str, bytes]:
         if size_mb > MAX_FILES_MB:
             raise EnvironmentFailure(f"expected files of at most {MAX_FILES_MB} MiB, got {size_mb} MiB")
         files |= {path.name: path.read_bytes() for path in paths}
-        Call("", files=files)
+        Call("", files=files)  # raises `InvalidCall` if a call may not have these files
     except OSError as error:
         raise EnvironmentFailure(f"{error.filename}: cannot be read ({error.strerror})") from error
     except InvalidCall as error:

@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, for reward functions of the user with `async def`.
 
 A function that blocks, for example in `time.sleep`, blocks this loop only, and not the one that collects episodes. All
-calls share one loop, so that a client which a function keeps for later calls stays usable.
+calls share one loop. So a function may keep a client for later calls, although a client works in one loop only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCKED_S = 1.0
 
 
 class RewardLoop:
-    """Belongs to the event loop that creates it, whose coroutines alone may use it."""
+    """An event loop in its own thread. Only one other event loop may use it: the loop that ran when it was created."""
 
     def __init__(self, on_end: Callable[[], object]) -> None:
         """`on_end` is called in the thread of this loop when the loop has ended."""
@@ -24,8 +24,8 @@ class RewardLoop:
         Thread(target=self._run, name="rewards", daemon=True).start()  # a call may never return
 
     async def call(self, function: Callable[[], Awaitable[Any]]) -> Any:
-        """Await `function()` in this loop. Raises what it raises, except that only cancellation is a `CancelledError`.
-        If the wait is cancelled, so is the call."""
+        """Await `function()` in this loop. Raises every exception of the function, also `SystemExit` and
+        `KeyboardInterrupt`. If the caller is cancelled, the function is cancelled too."""
 
         async def outcome() -> tuple[Any, BaseException | None]:
             try:
@@ -39,10 +39,14 @@ class RewardLoop:
         return value
 
     async def is_blocked(self) -> bool:
-        """Return whether this loop runs nothing for `BLOCKED_S`."""
-        mine = asyncio.get_running_loop()
+        """Return whether this loop does not answer within `BLOCKED_S`."""
+        callers_loop = asyncio.get_running_loop()
         answered = asyncio.Event()
-        self._loop.call_soon_threadsafe(mine.call_soon_threadsafe, answered.set)
+
+        def answer() -> None:  # runs in this loop, but only the caller's loop may set its event
+            callers_loop.call_soon_threadsafe(answered.set)
+
+        self._loop.call_soon_threadsafe(answer)
         try:
             async with asyncio.timeout(BLOCKED_S):
                 await answered.wait()

@@ -1,4 +1,5 @@
-"""The inputs of a training that its phase opens: the agreement of the ranks, trackers, the checks of a checkpoint."""
+"""Prepares the training of a phase: opens the trackers and a progress bar, and checks that all ranks have the same
+settings, and that a checkpoint is one of the trained model."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ PROGRESS_METRICS = ("reward", "tool_error_ratio", "loss")
 
 @contextmanager
 def training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[tuple[TrainingContext, LogMetrics]]:
-    """Yield the inputs of a training, and a function that sends its other metrics to the trackers.
+    """Yield the context of a training, and a function that sends a row of metrics to the trackers.
 
-    The metrics of each step go to the trackers and a progress bar as well.
+    The caller needs the function only for rows of evaluations. The metrics of each training step go to the trackers and
+    to a progress bar without it.
     """
     config, stage, run_folder = run.config, phase.stage, run.run_folder
-    before = run.trained_model(stage, of_previous_stage=True)
+    previous = run.trained_model(stage, of_previous_stage=True)
     if checkpoint := latest_checkpoint(run.stage_dir(stage) / "checkpoints"):
-        _check_same_model(run.model_path(before.model), checkpoint)
+        _check_same_model(run.model_path(previous.model), checkpoint)
     track: LogMetrics = lambda row: None  # noqa: E731
     with ExitStack() as stack:
         if distributed_state(config.hardware).is_main_process:
@@ -47,15 +49,15 @@ def training_context(run: RecipeRun, phase: Phase, steps: int) -> Iterator[tuple
             def on_metrics(row: Mapping[str, Any]) -> None:
                 track(row)
                 shown = [f"{name} {row[name]:.3g}" for name in PROGRESS_METRICS if row.get(name) is not None]
-                advance(row["step"] - before.step, "  ".join(shown))
+                advance(row["step"] - previous.step, "  ".join(shown))
 
             run_folder = replace(run_folder, on_metrics=on_metrics)
         context = TrainingContext(
-            run.model_path(before.model),
+            run.model_path(previous.model),
             run.stage_dir(stage),
             run_folder,
             seed=run.seed(stage),
-            first_step=before.step,
+            first_step=previous.step,
             dtype=config.model.dtype,
             attn_implementation=config.model.attn_implementation,
             peft=config.model.peft,
@@ -77,7 +79,7 @@ def join_ranks(config: RunConfig) -> bool:
     """Wait for all ranks, and return whether this is the first one. Raises `ConfigError` on every rank if their
     settings differ."""
     state, group = distributed_state(config.hardware), waiting_group()
-    if group is not None:
+    if group is not None:  # there are several ranks
         settings: list[dict[str, Any]] = [{}] * state.num_processes
         torch.distributed.all_gather_object(settings, asdict(config), group=group)
         if names := sorted({name for other in settings for name in differing_settings(settings[0], other)}):
@@ -94,10 +96,10 @@ def _check_same_model(model: Path, checkpoint: Path) -> None:
     if not (checkpoint / "config.json").exists():
         return
     with model_errors_as_config_errors(model):
-        mine, theirs = (AutoConfig.from_pretrained(path).get_text_config() for path in (model, checkpoint))
-    names = ["model_type", *(size.name for size in fields(ModelShape) if size.name != "tie_word_embeddings")]
-    values = {name: [getattr(config, name, None) for config in (mine, theirs)] for name in names}
-    if differing := [f"{name} is {new} and not {old}" for name, (old, new) in values.items() if old != new]:
+        expected, found = (AutoConfig.from_pretrained(path).get_text_config() for path in (model, checkpoint))
+    sizes = [field.name for field in fields(ModelShape) if field.name != "tie_word_embeddings"]  # the others are sizes
+    values = {name: (getattr(found, name, None), getattr(expected, name, None)) for name in ("model_type", *sizes)}
+    if differing := [f"{name} is {value} and not {right}" for name, (value, right) in values.items() if value != right]:
         raise ConfigError(
             f"{checkpoint}: expected a checkpoint of {model}, got another model's ({', '.join(differing)}); delete "
             "the checkpoints of this stage, or give another --run-dir"

@@ -70,23 +70,23 @@ class RunCodeForm(CallsForm):
     """The body of /run_code. `BatchHead.extra` is the result of `_paths_to_fetch`."""
 
     def check(self, raw: Json) -> Iterator[Item]:
-        """Yield the items of a decoded body. Raises `MalformedBody`, `InvalidCall` or `UnsupportedLanguage`."""
+        """Check a decoded body and yield its items. Raises `MalformedBody`, `InvalidCall` or `UnsupportedLanguage`."""
         from sandbox.gateway.compat.models import SandboxFusionCode  # here, because importing pydantic takes 0.2 s
 
         body = validate(SandboxFusionCode, raw)
-        fetched = _paths_to_fetch(body)
+        fetch_paths = _paths_to_fetch(body)
         # Before the check of the language: a malformed field is HTTP 422, whatever the language is.
-        call = _build_call(body, fetched, body.code, body.stdin or "", body.run_timeout, RUN_CODE_OUTPUT_KB)
+        call = _build_call(body, fetch_paths, body.code, body.stdin or "", body.run_timeout, RUN_CODE_OUTPUT_KB)
         if body.language != "python":
             raise UnsupportedLanguage(f"language {body.language!r} is not supported: this server runs python only")
-        yield BatchHead(1, self.config.queue_timeout_s, extra=fetched)
+        yield BatchHead(1, self.config.queue_timeout_s, extra=fetch_paths)
         yield CheckedCall(0, call.encode(binary=True), "")  # the only call: it has the index 0 and no id
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
         is_ok, files = result["status"] == Status.OK.value, _returned_files(result, self.head.extra)
-        command = _process_result(result, result["stdout"], result["stderr"])
-        return _response("Success" if is_ok else "Failed", files=files, compile_result=None, run_result=command)
+        run_result = _process_result(result, result["stdout"], result["stderr"])
+        return _response("Success" if is_ok else "Failed", files=files, compile_result=None, run_result=run_result)
 
 
 class RunJupyterForm(CallsForm):
@@ -94,22 +94,22 @@ class RunJupyterForm(CallsForm):
     cells."""
 
     def check(self, raw: Json) -> Iterator[Item]:
-        """Yield the items of a decoded body. Raises `MalformedBody` or `InvalidCall`."""
+        """Check a decoded body and yield its items. Raises `MalformedBody` or `InvalidCall`."""
         from sandbox.gateway.compat.models import SandboxFusionCells  # here, because importing pydantic takes 0.2 s
 
         body = validate(SandboxFusionCells, raw)
         if (total_chars := sum(map(len, body.cells))) > MAX_CODE_CHARS:
             raise InvalidCall(f"cells: expected at most {MAX_CODE_CHARS} characters together, got {total_chars}")
-        fetched = _paths_to_fetch(body)
+        fetch_paths = _paths_to_fetch(body)
         code = f"__import__('{NOTEBOOK_MODULE}').run({','.join(map(_literal, body.cells))})"
-        call = _build_call(body, fetched, code, "", body.total_timeout + KERNEL_START_S, NOTEBOOK_OUTPUT_KB)
-        yield BatchHead(1, self.config.queue_timeout_s, extra=[fetched, len(body.cells)])
+        call = _build_call(body, fetch_paths, code, "", body.total_timeout + KERNEL_START_S, NOTEBOOK_OUTPUT_KB)
+        yield BatchHead(1, self.config.queue_timeout_s, extra=[fetch_paths, len(body.cells)])
         yield CheckedCall(0, call.encode(binary=True), "")  # the only call: it has the index 0 and no id
 
     def build_response(self, result: EncodedResult) -> Response:
         """Return the response for the result of the call."""
-        fetched, num_cells = self.head.extra
-        cells, files = decode_cells(result["stdout"], num_cells), _returned_files(result, fetched)
+        fetch_paths, num_cells = self.head.extra
+        cells, files = decode_cells(result["stdout"], num_cells), _returned_files(result, fetch_paths)
         is_complete = result["status"] == Status.OK.value and len(cells) == num_cells
         status = "Success" if is_complete else "Failed"
         return _response(status, files=files, driver=_process_result(result, "", ""), cells=cells)
@@ -135,8 +135,8 @@ async def _run(request: web.Request, make_form: type[RunCodeForm | RunJupyterFor
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal whose value is the text followed by a line break. The lines of the text are lines of the
-    literal too, because the executor looks for imports line by line."""
+    """Return a Python literal whose value is the text followed by a line break. A line break of the text is a line
+    break in the literal too. So an import stands at the start of a line, where the executor looks for imports."""
     if not text.isascii():  # a literal cannot contain lone surrogates
         text = text.encode("utf-8", "replace").decode()
     return f"'''\\\n{text.translate(_ESCAPES)}\n'''"
@@ -144,7 +144,7 @@ def _literal(text: str) -> str:
 
 def _build_call(
     body: SandboxFusionCode | SandboxFusionCells,
-    fetched: Mapping[str, str],
+    fetch_paths: Mapping[str, str],
     code: str,
     stdin: str,
     timeout_s: float,
@@ -157,7 +157,8 @@ def _build_call(
         memory_mb=max(memory_mb, int(LIMIT_FIELDS["memory_mb"].low)),
         output_kb=output_kb,
     )
-    return_files = tuple(map(glob.escape, dict.fromkeys(fetched.values())))
+    return_files = tuple(map(glob.escape, dict.fromkeys(fetch_paths.values())))
+    # Without `echo`, since no field of the response has the value of the last expression.
     return Call(code, stdin, _files(body.files), return_files, limits, echo=False)
 
 
@@ -174,9 +175,9 @@ def _files(files: Mapping[str, str | None]) -> dict[str, bytes]:
 def _paths_to_fetch(body: SandboxFusionCode | SandboxFusionCells) -> dict[str, str]:
     """Return the path of the file for each name in `fetch_files`. SandboxFusion takes a name as it is. Without
     `glob.escape`, a name with `*`, `?` or `[` would be a pattern here."""
-    fetched = {name: _normal(name) for name in body.fetch_files}
-    check_paths([glob.escape(path) for path in fetched.values()], "fetch_files")
-    return fetched
+    fetch_paths = {name: _normal(name) for name in body.fetch_files}
+    check_paths([glob.escape(path) for path in fetch_paths.values()], "fetch_files")
+    return fetch_paths
 
 
 def _normal(path: str) -> str:
@@ -227,15 +228,15 @@ def _return_code(result: EncodedResult) -> int:
     return result["exit_code"] or (0 if is_ok else 1)
 
 
-def _returned_files(result: EncodedResult, fetched: Mapping[str, str]) -> dict[str, bytes]:
+def _returned_files(result: EncodedResult, fetch_paths: Mapping[str, str]) -> dict[str, bytes]:
     files = result["files"]
-    return {name: files[path] for name, path in fetched.items() if path in files}
+    return {name: files[path] for name, path in fetch_paths.items() if path in files}
 
 
 def decode_cells(stdout: str, num_cells: int) -> list[Response]:
     """Return the results of the cells that have ended. `guest/notebook.py` writes one line of `stdout` for each cell.
-    Hostile code can write other lines. So the results end before the first line that is malformed, or with which the
-    lines have more than `MAX_CELL_VALUES` values."""
+    Hostile code can write other lines. So a malformed line and all lines after it are ignored. The same holds for a
+    line that brings the number of values above `MAX_CELL_VALUES`."""
     from sandbox.gateway.compat.models import SandboxFusionCell  # here, because importing pydantic takes 0.2 s
 
     cells: list[Response] = []

@@ -30,7 +30,7 @@ tenants."""
 PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready"}) | DOCS_ASSETS
 
 
-def owner_name(owner: Tenant | None) -> str:
+def tenant_name(owner: Tenant | None) -> str:
     """Return the name of the tenant of a request's token. It is empty for the server's token, and on a server without
     tenants."""
     return "" if owner is None else owner.name

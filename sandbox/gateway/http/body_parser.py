@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from sandbox.gateway.calls.executor_handle import start_child
 from sandbox.gateway.http import body_frames, codec, validation
-from sandbox.gateway.http.auth import owner_name
+from sandbox.gateway.http.auth import tenant_name
 from sandbox.gateway.http.body_frames import BLOB, BODY, CONFIG, ERROR, HEADER, ITEMS, LARGE
 from sandbox.gateway.http.codec import CHUNK_BYTES
 from sandbox.gateway.http.errors import HttpError
@@ -52,7 +52,7 @@ class BodyParser:
         if len(body) < LARGE_BODY_BYTES:
             raw = codec.decode(body, content_type, form.max_calls(self._config), form.max_keys)
             return await validation.fill(form, form.check(raw))
-        async with self._tenant_turns.setdefault(owner_name(form.owner), asyncio.Lock()), self._turn:
+        async with self._tenant_turns.setdefault(tenant_name(form.owner), asyncio.Lock()), self._turn:
             return await self._parse_in_worker(body, content_type, form)
 
     async def stop(self) -> None:

@@ -21,7 +21,7 @@ from typing import Self
 from aiohttp import web
 
 from sandbox.gateway.calls.dispatcher import Dispatcher
-from sandbox.gateway.http.auth import TENANT, owner_name
+from sandbox.gateway.http.auth import TENANT, tenant_name
 from sandbox.gateway.http.codec import CHUNK_BYTES
 from sandbox.gateway.http.errors import HttpError
 from sandbox.settings.tenants import Tenant
@@ -57,7 +57,7 @@ class ByteBudget:
     def reserve(self, tenant: Tenant | None, size: int, what: str) -> None:
         """Add `size` to the bytes that a tenant holds. Raises `HttpError` 429 if they do not fit. The error message
         begins with `what`, which says what the bytes are for."""
-        name = owner_name(tenant)
+        name = tenant_name(tenant)
         maximum = self.maximum(tenant)
         if self._held[name] + size > maximum:
             raise HttpError(
@@ -69,7 +69,7 @@ class ByteBudget:
 
     def release(self, tenant: Tenant | None, size: int) -> None:
         """Subtract `size` from the bytes that a tenant holds."""
-        name = owner_name(tenant)
+        name = tenant_name(tenant)
         self._held[name] -= size
         if not self._held[name]:
             del self._held[name]

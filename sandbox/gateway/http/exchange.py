@@ -16,7 +16,7 @@ from aiohttp import web
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.calls.dispatcher import Dispatcher
 from sandbox.gateway.http import codec, validation
-from sandbox.gateway.http.auth import TENANT, owner_name
+from sandbox.gateway.http.auth import TENANT, tenant_name
 from sandbox.gateway.http.body_parser import BodyParser
 from sandbox.gateway.http.body_reader import BodyReader, Reservation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
@@ -25,7 +25,7 @@ from sandbox.gateway.http.validation import CallsForm, Form
 from sandbox.types import EncodedResult, Status
 
 DISPATCHER = web.AppKey("dispatcher", Dispatcher)
-BODIES = web.AppKey("bodies", BodyReader)
+BODY_READER = web.AppKey("body_reader", BodyReader)
 PARSER = web.AppKey("parser", BodyParser)
 
 BODY_TYPES = (JSON, MSGPACK)
@@ -41,8 +41,9 @@ class AdmittedBatch:
     cancelled at its end if they are unfinished, also if the client disconnects.
 
     The block gets the batch, the body's content type, and the HTTP status of the response: 400 if every call is
-    malformed. The body counts as buffered until the call table counts its calls. This is a class and no
-    `asynccontextmanager`, which would add 1 % to the CPU time of a request with one call.
+    malformed. The bytes of the body are reserved (`body_reader.py`) until the calls are admitted. From then on the call
+    table counts the bytes of the calls. This is a class and no `asynccontextmanager`, which would add 1 % to the CPU
+    time of a request with one call.
     """
 
     __slots__ = ("_form", "_request")
@@ -65,24 +66,25 @@ class AdmittedBatch:
 
     async def _admit(self) -> tuple[Batch, str, int]:
         request, app = self._request, self._request.app
-        with app[BODIES].reservation(request) as reservation:
+        with app[BODY_READER].reservation(request) as reservation:
             content_type = await parse_body(request, reservation, self._form)
             batch, malformed = self._form.parsed
             await submit(request, batch)
         status = 400 if malformed == len(batch.results) else 200
         if malformed:
             counters = app[DISPATCHER].counters
-            counters.count_calls(Status.INVALID.value, owner_name(request[TENANT]), malformed)
+            counters.count_calls(Status.INVALID.value, tenant_name(request[TENANT]), malformed)
             if status == 400:
                 counters.refused[status] += 1
         return batch, content_type, status
 
     async def _cancel(self) -> None:
-        """Cancel unfinished calls, and free them in steps: the calls of one batch can have millions of texts."""
+        """Cancel the unfinished calls. Then free the calls in steps, because together they can hold millions of texts
+        (code, names of files, arguments), and to free all of them at once would block the event loop."""
         if (batch := self._form.batch) is None:
             return
         calls = [pending.call for pending in batch.calls]
-        self._request.app[DISPATCHER].cancel(batch)
+        self._request.app[DISPATCHER].cancel(batch)  # the batch drops its calls, so `calls` has the last references
         while len(calls) > CALLS_FREED_PER_STEP:
             del calls[-CALLS_FREED_PER_STEP:]
             await asyncio.sleep(0)
@@ -94,15 +96,15 @@ async def parse_body(request: web.Request, reservation: Reservation, form: Form)
     app = request.app
     app[DISPATCHER].check_accepting()
     content_type = codec.body_type(request)
-    body = await app[BODIES].read(request, reservation)
+    body = await app[BODY_READER].read(request, reservation)
     app[DISPATCHER].counters.bytes_in += len(body)
     await app[PARSER].parse(body, content_type, form)
     return content_type
 
 
 async def submit(request: web.Request, batch: Batch) -> None:
-    """Admit a parsed batch for the tenant of the request's token. Raises `InvalidCall` if a call names another tenant,
-    `Overloaded` or `RequestRefused`. The caller must cancel the batch."""
+    """Admit a parsed batch for the tenant of the request's token. Raises `Overloaded` or `RequestRefused`, and
+    `InvalidCall` if a call names another tenant. The caller must cancel the batch."""
     tenant = request[TENANT]
     if tenant is not None:
         await validation.set_tenant(batch, tenant)

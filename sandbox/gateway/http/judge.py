@@ -20,10 +20,10 @@ from aiohttp import web
 from sandbox.errors import InvalidCall, RequestRefused, first_error
 from sandbox.gateway.calls.batch import Batch
 from sandbox.gateway.http import codec, exchange
-from sandbox.gateway.http.auth import TENANT, owner_name
+from sandbox.gateway.http.auth import TENANT, tenant_name
 from sandbox.gateway.http.body_reader import ByteBudget, Reservation
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON, Json
-from sandbox.gateway.http.exchange import BATCH_TYPES, BODIES, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
+from sandbox.gateway.http.exchange import BATCH_TYPES, BODY_READER, BODY_TYPES, CALL_ERROR_STATUSES, DISPATCHER
 from sandbox.gateway.http.openapi import (
     Route,
     Schema,
@@ -291,13 +291,13 @@ async def _admitted_programs(request: web.Request) -> AsyncIterator[tuple[Parsed
     dispatcher, owner = request.app[DISPATCHER], request[TENANT]
     form = ProgramsForm(dispatcher.config, owner)
     with Reservation(request.app[JUDGED_BYTES], owner, "programs are being judged") as judged:
-        with request.app[BODIES].reservation(request) as reservation:
+        with request.app[BODY_READER].reservation(request) as reservation:
             content_type = await exchange.parse_body(request, reservation, form)
             judged.grow(reservation.size)
         parsed = form.parsed
         await request.app[JUDGE].check_room([program for _, program in parsed.programs], owner)
         if malformed := len(parsed.results.results) - len(parsed.programs):
-            dispatcher.counters.count_calls(Status.INVALID.value, owner_name(owner), malformed)
+            dispatcher.counters.count_calls(Status.INVALID.value, tenant_name(owner), malformed)
         if not parsed.programs:
             dispatcher.counters.refused[400] += 1
         yield parsed, content_type

@@ -20,7 +20,7 @@ from aiohttp import web
 from sandbox.gateway.http import exchange, validation
 from sandbox.gateway.http.codec import JSON
 from sandbox.gateway.http.errors import HttpError
-from sandbox.gateway.http.exchange import BODIES, DISPATCHER
+from sandbox.gateway.http.exchange import BODY_READER, DISPATCHER
 from sandbox.gateway.http.openapi import Route
 from sandbox.types import Call, Result
 
@@ -158,9 +158,9 @@ class _AsgiRequest:
 
 
 async def _read_body(request: web.Request) -> bytes:
-    bodies = request.app[BODIES]
-    with bodies.reservation(request) as reservation:
-        body = await bodies.read(request, reservation, MAX_BODY_BYTES)
+    reader = request.app[BODY_READER]
+    with reader.reservation(request) as reservation:
+        body = await reader.read(request, reservation, MAX_BODY_BYTES)
     if len(body) > MAX_STRUCTURE_BYTES and not _has_few_values(body):
         raise HttpError(413, f"expected at most {MAX_STRUCTURE_BYTES} bytes outside of texts, got more; send less")
     return body

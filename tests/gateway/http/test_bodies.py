@@ -28,7 +28,7 @@ import pytest
 from sandbox.gateway.http import body_parser, codec
 from sandbox.gateway.http.body_parser import BodyParser
 from sandbox.gateway.http.codec import JSON, MSGPACK, MSGPACK_STREAM, NDJSON
-from sandbox.gateway.http.exchange import BODIES, PARSER
+from sandbox.gateway.http.exchange import BODY_READER, PARSER
 from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.types import Call, Result, Status
 from tests.gateway.http.test_tenants import BEARER_A, BEARER_B, serving_tenants
@@ -246,7 +246,7 @@ async def test_a_worker_that_dies_is_replaced() -> None:
         first = _worker_pid(served)
         os.kill(first, signal.SIGSTOP)
         request = asyncio.create_task(served.post("/v1/execute", LARGE, Content_Type=JSON))
-        await until(lambda: served.app[BODIES].budget.total == len(LARGE))
+        await until(lambda: served.app[BODY_READER].budget.total == len(LARGE))
         os.kill(first, signal.SIGKILL)
         status, reply = await request
         assert status == 503 and "the process that decodes large bodies ended" in reply["error"]["message"]
@@ -270,7 +270,7 @@ async def test_a_client_that_disconnects_ends_the_worker_of_its_body() -> None:
         request.cancel()
         await until(lambda: not _is_running(pid))
         assert (await served.post("/v1/execute", LARGE, Content_Type=JSON))[0] == 200
-        assert served.app[BODIES].budget.total == 0
+        assert served.app[BODY_READER].budget.total == 0
 
 
 async def test_tenants_take_turns_with_large_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,14 +312,14 @@ async def _unfinished_body(served: Served, length: int, **headers: str) -> Async
     _, writer = await asyncio.open_connection(host, int(port))
     fields = {"Host": f"{host}:{port}", "Content-Type": JSON, "Content-Length": str(length), **headers}
     head = "POST /v1/batch HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    before = served.app[BODIES].budget.total
+    before = served.app[BODY_READER].budget.total
     writer.write(head.encode() + b"\r\n" + b" ")
-    await until(lambda: served.app[BODIES].budget.total == before + length)
+    await until(lambda: served.app[BODY_READER].budget.total == before + length)
     try:
         yield
     finally:
         writer.close()
-        await until(lambda: served.app[BODIES].budget.total == before)
+        await until(lambda: served.app[BODY_READER].budget.total == before)
 
 
 async def test_a_body_is_refused_before_it_is_sent_if_its_length_does_not_fit() -> None:
@@ -330,7 +330,7 @@ async def test_a_body_is_refused_before_it_is_sent_if_its_length_does_not_fit() 
             assert status == 429 and f"bodies are being received of {3 * MEBIBYTE} bytes" in reply["error"]["message"]
             assert served.dispatcher.counters.bytes_in == 0
         assert (await served.post("/v1/execute", call, Content_Type=JSON))[0] == 200
-        assert served.app[BODIES].budget.total == 0
+        assert served.app[BODY_READER].budget.total == 0
 
 
 async def test_a_body_without_a_length_is_reserved_as_it_grows() -> None:
@@ -345,7 +345,7 @@ async def test_a_body_without_a_length_is_reserved_as_it_grows() -> None:
         url, headers = served.url + "/v1/batch", {"Content-Type": JSON}
         async with served.http.post(url, data=endless(), headers=headers) as response:
             assert response.status == 429
-        assert served.app[BODIES].budget.total == 0
+        assert served.app[BODY_READER].budget.total == 0
 
 
 async def test_the_bodies_of_one_tenant_never_refuse_those_of_another(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ async def test_the_bodies_of_one_tenant_never_refuse_those_of_another(tmp_path: 
 async def test_the_shares_of_all_tenants_divide_the_budget(tmp_path: Path) -> None:
     text = '[tenants.a]\ntoken = "token-a"\nqueue_share = 0.5\n[tenants.b]\ntoken = "token-b"\n'
     async with serving_tenants(tmp_path, text, queue_mb=1000, body_mb=1, tenant_share=1) as served:
-        budget = served.app[BODIES].budget
+        budget = served.app[BODY_READER].budget
         a, b = (served.dispatcher.tenants.find(token) for token in ("token-a", "token-b"))  # type: ignore[union-attr]
         mebibytes = [budget.maximum(tenant) / MEBIBYTE for tenant in (a, b, None)]
     assert mebibytes == pytest.approx([200, 400, 400])  # 1000 MiB are divided in proportion to 0.5, 1 and 1
@@ -376,7 +376,7 @@ async def test_programs_that_are_being_judged_hold_no_part_of_the_budget_of_bodi
     async with serving(queue_mb=4, tenant_share=1) as served:
         judging = asyncio.create_task(served.post("/v1/judge", body, Content_Type=JSON))
         await until(lambda: len(served.fleet.last_executor.calls) == 1)
-        assert (served.app[BODIES].budget.total, served.app[JUDGED_BYTES].total) == (0, len(body))
+        assert (served.app[BODY_READER].budget.total, served.app[JUDGED_BYTES].total) == (0, len(body))
         assert (await served.post("/v1/execute", LARGE, Content_Type=JSON))[0] == 200
         judging.cancel()
         await until(lambda: served.app[JUDGED_BYTES].total == 0)

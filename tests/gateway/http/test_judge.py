@@ -18,7 +18,7 @@ import msgpack
 import pytest
 
 from sandbox.gateway import judging
-from sandbox.gateway.http.exchange import BODIES
+from sandbox.gateway.http.exchange import BODY_READER
 from sandbox.gateway.http.judge import JUDGED_BYTES
 from sandbox.judging.comparison import Steps, Tolerance
 from sandbox.judging.programs import JudgedProgram, ProgramTest
@@ -377,7 +377,7 @@ async def test_a_disconnect_while_a_wave_waits_for_room_is_a_cancellation(caplog
         executor.finish(1)
         await asyncio.sleep(2 * judging.ADMISSION_RETRY_S)  # now the wave waits
         request.cancel()
-        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0)
+        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODY_READER].budget.total == 0)
         assert "failed" not in caplog.text
         other.cancel()
 
@@ -422,7 +422,7 @@ async def test_a_disconnect_cancels_the_calls() -> None:
         request.cancel()
         await until(lambda: len(executor.cancelled) == 2)
         assert served.dispatcher.call_table.outstanding.calls == 0
-        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0)
+        await until(lambda: served.app[JUDGED_BYTES].total == served.app[BODY_READER].budget.total == 0)
 
 
 @pytest.mark.parametrize("what", ["program", "checker"])
@@ -475,7 +475,7 @@ async def test_bodies_and_results_are_released() -> None:
     async with serving() as served:
         await judge(served, {"code": "code", "tests": make_tests(*"ppwf")})
         await judge(served, {"code": "code", "tests": [{"stdin": "0"}] * 4, "checker": "check"})
-        assert served.app[JUDGED_BYTES].total == served.app[BODIES].budget.total == 0
+        assert served.app[JUDGED_BYTES].total == served.app[BODY_READER].budget.total == 0
         table = served.dispatcher.call_table
         assert (table.unread_result_bytes, table.outstanding.calls, table.outstanding.bytes) == (0, 0, 0)
 

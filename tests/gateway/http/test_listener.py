@@ -38,7 +38,7 @@ async def serving_through_listener(
     and bodies.
     """
     app = build_app(served.dispatcher)
-    app[routes.BODIES].stall_s = send_timeout_s
+    app[routes.BODY_READER].stall_s = send_timeout_s
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
     listening, address = await server._listen(runner, served.dispatcher)
@@ -220,7 +220,7 @@ async def test_the_time_limit_of_a_large_body_is_renewed_for_each_chunk(monkeypa
 
     monkeypatch.setattr(body_reader, "CHUNK_BYTES", 4)
     async with serving() as served:
-        reader = BodyReader(served.app[routes.BODIES].budget, 100, stall_s=60.0)
+        reader = BodyReader(served.app[routes.BODY_READER].budget, 100, stall_s=60.0)
         monkeypatch.setattr(asyncio.Timeout, "reschedule", record_deadline)
         with Reservation(reader.budget, None, "bodies") as reservation:
             body = await reader.read(cast(web.Request, FakeRequest()), reservation)

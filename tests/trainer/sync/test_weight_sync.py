@@ -1,7 +1,8 @@
 """Tests of weight syncs, the transfer of new weights to the engines.
 
-Each kind of transfer brings the weights to the engines, under the names of `save_pretrained`. Checksums of the tensors,
-or the sync probe (a fixed set of token sequences that trainer and engine score), detect wrong weights.
+Each kind of transfer brings the weights to the engines. Each weight has the name that `save_pretrained` gives it.
+Checksums of the tensors, or the sync probe (a fixed set of token sequences that trainer and engine score), detect wrong
+weights.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def make_engine(name="local"):
 
 
 def make_pool(engines, **options):
-    return EnginePool(engines, **{"transfer": load_by_engine, "scheduler": Scheduler(256), **options})
+    """Return a pool. Without other `options`, each engine loads the weights itself."""
+    scheduler = Scheduler(max_context_tokens=256)
+    return EnginePool(engines, **{"transfer": load_by_engine, "scheduler": scheduler, **options})
 
 
 def make_store(directory, dtype="float32", **options):
@@ -145,7 +148,7 @@ async def test_stored_tensors_are_those_of_save_pretrained_in_the_engines_dtype(
     trained = make_any_model(architecture, seed=1)
     trained.save_pretrained(tmp_path / "saved")
     saved = load_stored(tmp_path / "saved")
-    loaded = type(trained).from_pretrained(tmp_path / "saved").to("meta")  # it has the conversions of its own loading
+    loaded = type(trained).from_pretrained(tmp_path / "saved").to("meta")  # stores how its tensors were converted
     for model in (make_any_model(architecture), loaded):
         directory = await FileWeightStore(tmp_path, model, "bfloat16").save(trained.state_dict(), 1)
         stored = load_stored(directory)
@@ -183,16 +186,17 @@ def test_a_checksum_of_rows_put_together_is_the_sum_of_their_checksums():
     changed = q.clone()
     changed[3, 2] = changed[3, 2].nextafter(torch.tensor(9.0))
     assert weight_group.checksum(changed) != weight_group.checksum(q)
-    odd = torch.arange(7, dtype=torch.bfloat16)
+    odd = torch.arange(7, dtype=torch.bfloat16)  # its slices have 6 bytes, but a checksum reads 8 bytes at a time
     assert weight_group.checksum(odd[1:4]) == weight_group.checksum(odd[1:4].clone()) != weight_group.checksum(odd[:3])
     assert weight_group.checksum(q.T) == weight_group.checksum(q.T.contiguous())
-    assert weight_group.checksum(torch.tensor(0.0)) == 0
+    assert weight_group.checksum(torch.tensor(0.0)) == 0  # less than 8 bytes, and no dimension
 
 
 class FusingModel(torch.nn.Module):
-    """A model of two layers that loads weights as vLLM does: into one parameter of each layer.
+    """A model of two layers. As in vLLM, the weights `q` and `k` of a layer are loaded into one parameter of the layer.
 
-    `change` takes the name and the tensor, and returns those that are loaded instead, or None."""
+    `change` takes the name and the tensor of a weight, and returns the name and the tensor that are loaded instead. If
+    it returns None, the weight is not loaded."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +235,8 @@ def load_checked(model, weights):
         (lambda name, tensor: (name, tensor), [], []),
         (lambda name, tensor: (name, tensor) if "1" not in name else None, ["layers.1.weight"], ["layer 1"]),
         (lambda name, tensor: (name, tensor) if name != "layers.1.k" else None, [], ["layer 1"]),
-        (lambda name, tensor: (name.translate({48: "1", 49: "0"}), tensor), [], ["layer 0", "layer 1"]),
+        (lambda name, tensor: (name.translate(str.maketrans("01", "10")), tensor), [], ["layer 0", "layer 1"]),
+        # The norm belongs to no layer, which a report calls layer -1.
         (lambda name, tensor: (name, tensor + 1e-6) if "norm" in name else (name, tensor), [], ["layer -1"]),
     ],
     ids=["no fault", "a layer is skipped", "a part is skipped", "layers are exchanged", "a tensor is changed"],
@@ -239,7 +244,8 @@ def load_checked(model, weights):
 def test_a_report_names_what_a_model_has_not_loaded(fault, missing, differing):
     model = FusingModel()
     model.change = lambda name, tensor: None
-    assert len(load_checked(model, fusing_weights(1))["missing"]) == 3  # later loads are still compared
+    incomplete = load_checked(model, fusing_weights(1))  # what differs in this load is still compared in later ones
+    assert len(incomplete["missing"]) == 3
     model.change = lambda name, tensor: (name, tensor)
     first = load_checked(model, fusing_weights(1))
     assert (first["missing"], first["differing"]) == ([], [])
