@@ -41,7 +41,7 @@ class MeasuringZygote(zygote.Zygote):
             failed += self._run_bare(header["fork"], header["source"])
         cpu = time.process_time_ns() - cpu
         totals = {"cpu_ms": (_children_cpu_s() - before_s) * 1e3, "own_cpu_ms": cpu / 1e6}
-        self.send({"op": "measured", "failed": failed, **totals})
+        self.writer.add({"op": "measured", "failed": failed, **totals})
 
     def _run_bare(self, fork: str, source: str) -> bool:
         """Fork, compile, run and exit. Output goes to a memory file, as in a real call. Return whether it failed."""

@@ -139,10 +139,13 @@ async def test_the_documented_environment_works_as_written(tmp_path: Path, monke
         assert await environment.score(ended_episode(lock_problem)) == 0
 
 
-def test_the_problems_in_docs_environments_md_are_valid(tmp_path: Path) -> None:
+def test_the_problems_in_docs_environments_md_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mcp")
-    document = Path(__file__).parents[3] / "docs/environments.md"
-    rows = re.findall(r"```json\n(.*?)```", document.read_text(), re.DOTALL)
+    document = (Path(__file__).parents[3] / "docs/environments.md").read_text()
+    rows = re.findall(r"```json\n(.*?)```", document, re.DOTALL)
+    (rewards,) = re.findall(r"```python\n((?:(?!```).)*?def rank\(.*?)```", document, re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(rewards)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     problems = read_problems(str(tmp_path / "rows.jsonl"))
     assert [row.environment for row in problems] == ["python", "code", "mcp", "python"]
