@@ -58,8 +58,7 @@ def counted_peak(
     `has_gpu_kernels`: whether TRL's head uses its kernels for GPUs.
     """
     model = _empty_model(shape, dtype, gradient_checkpointing=gradient_checkpointing, lora_rank=lora_rank)
-    mesh = _mesh(ranks) if ranks > 1 else None
-    with FakeTensorMode(), _head_kernels(has_gpu_kernels), StorageCount() as count:
+    with _mesh(ranks) as mesh, FakeTensorMode(), _head_kernels(has_gpu_kernels), StorageCount() as count:
         _allocate(model)
         if mesh:
             _shard(model, mesh, dtype)
@@ -185,11 +184,17 @@ def _local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return part
 
 
-def _mesh(ranks: int) -> DeviceMesh:
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+@contextmanager
+def _mesh(ranks: int) -> Iterator[DeviceMesh | None]:
+    """Yield a mesh of ranks that exchange nothing, or None for a single rank."""
+    if ranks == 1:
+        yield None
+        return
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    return init_device_mesh("cpu", (ranks,))
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        distributed.destroy_process_group()
 
 
 def _shard(model: Any, mesh: DeviceMesh, dtype: str) -> None:

@@ -17,6 +17,7 @@ from trl import GRPOTrainer  # noqa: E402
 from bench.training_peak import BLOCK_BYTES, StorageCount, counted_peak  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, Sampler, model_folder  # noqa: E402
 from tests.trainer.training.stage_run import StageRun  # noqa: E402
+from trainer.config import ModelShape  # noqa: E402
 from trainer.recipe.resource_plan import shape_of  # noqa: E402
 from trainer.rollout.loop_thread import LoopThread  # noqa: E402
 
@@ -32,6 +33,15 @@ def test_a_storage_counts_from_the_operation_that_returns_it_until_it_is_freed()
         assert (count.restart(), count.restart()) == (5 * BLOCK_BYTES, 4 * BLOCK_BYTES)
         view.untyped_storage().resize_(0)
         assert (count.restart(), count.restart()) == (4 * BLOCK_BYTES, 0)
+
+
+def test_the_ranks_of_a_sharded_step_end_with_the_count() -> None:
+    shape = ModelShape(1, 16, 32, 2, 1, 64, tie_word_embeddings=True)
+    one, two, two_again = [
+        counted_peak(shape, 8, "float32", gradient_checkpointing=False, ranks=ranks)["update"] for ranks in (1, 2, 2)
+    ]
+    assert one > two == two_again
+    assert not torch.distributed.is_initialized(), "another test in this process could not make its own ranks"
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
