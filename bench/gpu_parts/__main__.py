@@ -20,7 +20,7 @@ from typing import Any
 from bench.gpu_parts.check import Checks, Finding, Settings, Skipped, free_memory
 
 MAX_ERROR_LINES = 8
-"""Lines of a traceback that a finding keeps, from its end."""
+"""If a check fails by an exception, its finding has this many lines from the end of the traceback."""
 
 
 def main(module: str, settings_json: str, file: str) -> None:

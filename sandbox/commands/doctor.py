@@ -121,7 +121,7 @@ def _guest_python(config: ServeConfig) -> tuple[str, str]:
 
 
 def _try_call(config: ServeConfig) -> str:
-    """Run a small call. Return `ok`, or the reason of its failure."""
+    """Run a small call. Return `ok`, or the reason why it failed."""
     from sandbox.executor import run_once
 
     try:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from sandbox import machine
 from sandbox.jail import kernel, nsjail_binary, userns
 from sandbox.jail.probe import NAMESPACE_LAYERS, NSJAIL, PROCESS_LIMITS, UID_PER_SLOT, ProbedLayer
 from sandbox.jail.spec import FIRST_SLOT_UID, Level
+from sandbox.machine import cgroup_paths, mounts, own_cgroups
 from sandbox.types import DEFAULT_LIMITS
 
 UNIT = "docker/rstar-sandbox.service"
@@ -96,7 +96,7 @@ class Machine:
         return _read(Path(self.root, path.lstrip("/")))
 
     def status_field(self, name: str) -> str:
-        """Return a field of /proc/self/status, or an empty text."""
+        """Return the value of a field of /proc/self/status, or an empty text if there is no such field."""
         fields = dict(line.split(":\t", 1) for line in self.read("/proc/self/status").splitlines() if ":\t" in line)
         return fields.get(name, "")
 
@@ -107,7 +107,7 @@ class Machine:
         return min((int(text) for text in limits if text.isdecimal()), default=None)
 
     def _pids_cgroups(self) -> Iterator[Path]:
-        for name, mount_point, directory in machine.own_cgroups(self.root):
+        for name, mount_point, directory in own_cgroups(self.root):
             if name in ("", "pids"):
                 yield from (path for path in (directory, *directory.parents) if path.is_relative_to(mount_point))
 
@@ -129,7 +129,7 @@ class Machine:
             return Environment.PODMAN
         if Path(self.root, ".dockerenv").exists():
             return Environment.DOCKER
-        paths = " ".join(machine.cgroup_paths(self.root).values())
+        paths = " ".join(cgroup_paths(self.root).values())
         is_container = "container" in self.environ or self.read("/run/systemd/container") or "kubepods" in paths
         return Environment.CONTAINER if is_container else Environment.HOST
 
@@ -157,84 +157,86 @@ def _read(path: Path) -> str:
         return ""
 
 
-def check_machine(of: Machine) -> tuple[Check, ...]:
+def check_machine(machine: Machine) -> tuple[Check, ...]:
     """Make all checks, in the order in which `doctor` prints them."""
-    return tuple(check(of) for check in _CHECKS)
+    return tuple(check(machine) for check in _CHECKS)
 
 
-def _environment(of: Machine) -> Check:
+def _environment(machine: Machine) -> Check:
     texts = {Environment.HOST: "a host, not a container", Environment.CONTAINER: "a container of an unknown kind"}
-    return Check("environment", True, texts.get(of.environment, f"a container of {of.environment.value.capitalize()}"))
+    return Check(
+        "environment", True, texts.get(machine.environment, f"a container of {machine.environment.value.capitalize()}")
+    )
 
 
-def _namespaces(of: Machine) -> Check:
-    missing = [layer for layer in of.layers.values() if layer.name in NAMESPACE_LAYERS and not layer.ok]
+def _namespaces(machine: Machine) -> Check:
+    missing = [layer for layer in machine.layers.values() if layer.name in NAMESPACE_LAYERS and not layer.ok]
     if not missing:
         return Check("namespaces", True, f"all {len(NAMESPACE_LAYERS)} layers of level namespaces")
     others = f"; {len(missing) - 1} more layers are missing" if len(missing) > 1 else ""
     found = f"no {missing[0].name}: {missing[0].found.partition(';')[0]}{others}"
     needs, command = "level namespaces", ""
-    if causes := [check.name for check in (check(of) for check in _CAUSES_OF_MISSING_NAMESPACES) if not check.ok]:
+    if causes := [check.name for check in (check(machine) for check in _CAUSES_OF_MISSING_NAMESPACES) if not check.ok]:
         needs += f": see {', '.join(causes)}"
     elif "[Errno 22] unshare" in found:  # the kernel does not know the flag
         needs += ": a kernel with CONFIG_USER_NS"
     else:
         flags = f"--security-opt seccomp={SECCOMP_PROFILE} --security-opt apparmor=unconfined"
-        command = of.command(of.as_root("rstar-sandbox serve"), flags, LOCALHOST_PROFILE)
+        command = machine.command(machine.as_root("rstar-sandbox serve"), flags, LOCALHOST_PROFILE)
     return Check("namespaces", False, found, needs, command, Level.NAMESPACES)
 
 
-def _max_user_namespaces(of: Machine) -> Check:
+def _max_user_namespaces(machine: Machine) -> Check:
     name, sysctl = "max_user_namespaces", "user.max_user_namespaces"
-    calls = 0 if of.layers["uid range"].ok else of.needs.calls  # calls that share a uid have a namespace each
+    calls = 0 if machine.layers["uid range"].ok else machine.needs.calls  # calls that share a uid have a namespace each
     wanted = NAMESPACES_PER_SERVER + calls
-    text = of.read(f"/proc/sys/{sysctl.replace('.', '/')}")
+    text = machine.read(f"/proc/sys/{sysctl.replace('.', '/')}")
     if not text.isdecimal():
         return Check(name, True, f"this kernel has no {sysctl}")
     if int(text) >= wanted:
         return Check(name, True, f"{sysctl} = {text}")
-    level = Level.NAMESPACES if of.lacks_namespaces else None
+    level = Level.NAMESPACES if machine.lacks_namespaces else None
     missing = f"user namespaces: {NAMESPACES_PER_SERVER} for jails and {calls} for calls"
-    return Check(name, False, f"{sysctl} = {text}", missing, of.as_root(f"sysctl -w {sysctl}={wanted}"), level)
+    return Check(name, False, f"{sysctl} = {text}", missing, machine.as_root(f"sysctl -w {sysctl}={wanted}"), level)
 
 
-def _unprivileged_userns_clone(of: Machine) -> Check:
-    return _restriction(of, "unprivileged_userns_clone", "kernel.unprivileged_userns_clone", allowed=1)
+def _unprivileged_userns_clone(machine: Machine) -> Check:
+    return _restriction(machine, "unprivileged_userns_clone", "kernel.unprivileged_userns_clone", allowed=1)
 
 
-def _apparmor(of: Machine) -> Check:
-    check = _restriction(of, "apparmor", "kernel.apparmor_restrict_unprivileged_userns", allowed=0)
-    profile = of.read("/proc/self/attr/apparmor/current") or of.read("/proc/self/attr/current")
+def _apparmor(machine: Machine) -> Check:
+    check = _restriction(machine, "apparmor", "kernel.apparmor_restrict_unprivileged_userns", allowed=0)
+    profile = machine.read("/proc/self/attr/apparmor/current") or machine.read("/proc/self/attr/current")
     if profile in ("", "unconfined"):
         return check
     check = replace(check, found=f"profile {profile}; {check.found}")
-    if not check.ok or not of.lacks_namespaces or of.environment is Environment.HOST:
+    if not check.ok or not machine.lacks_namespaces or machine.environment is Environment.HOST:
         return check
-    command = of.command(
+    command = machine.command(
         "", "--security-opt apparmor=unconfined", "securityContext: {appArmorProfile: {type: Unconfined}}"
     )
     return Check("apparmor", False, check.found, "mounts, for level namespaces", command, Level.NAMESPACES)
 
 
-def _restriction(of: Machine, name: str, sysctl: str, allowed: int) -> Check:
+def _restriction(machine: Machine, name: str, sysctl: str, allowed: int) -> Check:
     """Check a sysctl that can forbid user namespaces to ordinary users."""
-    text = of.read(f"/proc/sys/{sysctl.replace('.', '/')}")
+    text = machine.read(f"/proc/sys/{sysctl.replace('.', '/')}")
     if not text:
         return Check(name, True, f"this kernel has no {sysctl}")
     found = f"{sysctl} = {text}"
     missing = "user namespaces of ordinary users, for level namespaces"
     if text == str(allowed):
         return Check(name, True, found)
-    if not of.lacks_namespaces or kernel.CAP_SYS_ADMIN in of.capabilities:
+    if not machine.lacks_namespaces or kernel.CAP_SYS_ADMIN in machine.capabilities:
         return Check(name, True, f"{found}, which does not stop this user")
-    command = of.as_root(f"sysctl -w {sysctl}={allowed}")
+    command = machine.as_root(f"sysctl -w {sysctl}={allowed}")
     return Check(name, False, found, missing, command, Level.NAMESPACES)
 
 
-def _chroot(of: Machine) -> Check:
-    if not is_chroot(of.root):
+def _chroot(machine: Machine) -> Check:
+    if not is_chroot(machine.root):
         return Check("chroot", True, "no")
-    if not of.lacks_namespaces:
+    if not machine.lacks_namespaces:
         return Check("chroot", True, "yes, but namespaces are granted")
     command = "sudo systemd-nspawn --directory DIR rstar-sandbox serve  # or start it outside of the chroot"
     found = "yes, and in a chroot the kernel grants no user namespaces"
@@ -247,7 +249,7 @@ def is_chroot(root: str = "/") -> bool:
     The list of mounts has the paths that this process sees. In a chroot none of them is `/`, unless the new root is a
     mount itself. Then process 1 tells, whose root directory only root can see.
     """
-    mount_points = [mount_point for _, mount_point, _, _ in machine.mounts(root)]
+    mount_points = [mount_point for _, mount_point, _, _ in mounts(root)]
     if mount_points and "/" not in mount_points:
         return True
     own, first = (Path(root, "proc", process) for process in ("self", "1"))
@@ -258,18 +260,18 @@ def is_chroot(root: str = "/") -> bool:
         return False
 
 
-def _seccomp_filter(of: Machine) -> Check:
+def _seccomp_filter(machine: Machine) -> Check:
     """Check that calls can have a filter, and name the filter that the server itself runs under."""
-    name, layer = "seccomp_filter", of.layers["seccomp"]
+    name, layer = "seccomp_filter", machine.layers["seccomp"]
     if not layer.ok:
         missing = "system call filters, which all levels need: a kernel with CONFIG_SECCOMP_FILTER"
         return Check(name, False, layer.found, missing, "", Level.LANDLOCK)
-    if of.status_field("Seccomp") != "2":
+    if machine.status_field("Seccomp") != "2":
         return Check(name, True, "the server is under no filter")
     profile, refuses_namespaces = under_profile()
-    if not of.lacks_namespaces or not refuses_namespaces:
+    if not machine.lacks_namespaces or not refuses_namespaces:
         return Check(name, True, f"the server is under {profile}")
-    command = of.command(
+    command = machine.command(
         f"remove RestrictNamespaces= and SystemCallFilter= from the systemd unit, as in {UNIT}",
         f"--security-opt seccomp={SECCOMP_PROFILE}",
         LOCALHOST_PROFILE,
@@ -309,43 +311,43 @@ def _is_refused_in_child(error_of: Callable[[], int]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (errno.EPERM, errno.ENOSYS, -signal.SIGSYS)
 
 
-def _landlock(of: Machine) -> Check:
-    layer, active = of.layers["Landlock"], of.read("/sys/kernel/security/lsm")
+def _landlock(machine: Machine) -> Check:
+    layer, active = machine.layers["Landlock"], machine.read("/sys/kernel/security/lsm")
     if layer.ok:
         return Check("landlock", True, layer.found)
-    if not of.lacks_namespaces:
+    if not machine.lacks_namespaces:
         return Check("landlock", True, f"{layer.found}; level namespaces does without")
-    command = of.command("", f"--security-opt seccomp={SECCOMP_PROFILE}", LOCALHOST_PROFILE)
+    command = machine.command("", f"--security-opt seccomp={SECCOMP_PROFILE}", LOCALHOST_PROFILE)
     if active and "landlock" not in active.split(","):
         line = f'GRUB_CMDLINE_LINUX="$GRUB_CMDLINE_LINUX lsm=landlock,{active}"'
-        command = of.as_root(f"tee /etc/default/grub.d/landlock.cfg <<<'{line}'", "update-grub", "reboot")
+        command = machine.as_root(f"tee /etc/default/grub.d/landlock.cfg <<<'{line}'", "update-grub", "reboot")
     missing = "level landlock: Linux 5.13 or later with CONFIG_SECURITY_LANDLOCK and landlock in lsm= at boot"
     return Check("landlock", False, layer.found, missing, command, Level.LANDLOCK)
 
 
-def _cgroups(of: Machine) -> Check:
-    layer = of.layers["cgroups"]
+def _cgroups(machine: Machine) -> Check:
+    layer = machine.layers["cgroups"]
     if layer.ok:
         version, _, directories = layer.found.partition(", ")
         return Check("cgroups", True, f"{version}, below {os.path.dirname(directories.split(', ')[0])}")
-    own = {name: paths for name, *paths in machine.own_cgroups(of.root) if paths[1].is_dir()}
+    own = {name: paths for name, *paths in own_cgroups(machine.root) if paths[1].is_dir()}
     hierarchies = [name for name in _V1_HIERARCHIES if name in own] if {"memory", "pids"} <= own.keys() else [""]
     read_only = sorted({str(own[name][0]) for name in hierarchies if name in own and _is_read_only(own[name][0])})
     if not own:
-        found, command = "none are mounted", of.as_root("mount -t cgroup2 none /sys/fs/cgroup")
+        found, command = "none are mounted", machine.as_root("mount -t cgroup2 none /sys/fs/cgroup")
     elif read_only:
         found = f"the cgroup tree is read-only: {read_only[0]}"
-        command = of.as_root(*(f"mount -o remount,bind,rw {path}" for path in read_only))
+        command = machine.as_root(*(f"mount -o remount,bind,rw {path}" for path in read_only))
     elif hierarchies != [""]:
         found = "version 1, not delegated to this user"
-        command = f"sudo chown {of.user} {' '.join(str(own[name][1]) for name in hierarchies)}"
+        command = f"sudo chown {machine.user} {' '.join(str(own[name][1]) for name in hierarchies)}"
     else:
         found = "version 2, not delegated to the server"
-        scope = "--scope" if of.user == "root" else "--user --scope"
+        scope = "--scope" if machine.user == "root" else "--user --scope"
         command = f"systemd-run {scope} -p Delegate=yes rstar-sandbox serve"
-    option = "unmask=/sys/fs/cgroup" if of.environment is Environment.PODMAN else "writable-cgroups=true"
+    option = "unmask=/sys/fs/cgroup" if machine.environment is Environment.PODMAN else "writable-cgroups=true"
     flags = f"--user 0 --security-opt {option}" if "" in own else ""  # engines grant only cgroups of version 2
-    command = of.command(command, flags, "")
+    command = machine.command(command, flags, "")
     return Check("cgroups", False, found, "the kernel's limits and counters for a whole call", command)
 
 
@@ -356,102 +358,104 @@ def _is_read_only(mount_point: Path) -> bool:
         return False
 
 
-def _uids(of: Machine) -> Check:
-    layer, landlock = of.layers["uid range"], of.layers["Landlock"]
+def _uids(machine: Machine) -> Check:
+    layer, landlock = machine.layers["uid range"], machine.layers["Landlock"]
     if layer.ok:
         return Check("uids", True, layer.found)
-    if of.lacks_namespaces and landlock.ok and UID_PER_SLOT in landlock.found:
+    if machine.lacks_namespaces and landlock.ok and UID_PER_SLOT in landlock.found:
         return Check("uids", True, f"{UID_PER_SLOT}, at level landlock")
     missing = "a host uid of its own for each slot"
     first, end = userns.subordinate_ids()
-    if of.environment is not Environment.HOST or of.lacks_namespaces:
+    if machine.environment is not Environment.HOST or machine.lacks_namespaces:
         found = "all calls share the server's uid"
-        command = of.command(
-            of.as_root("rstar-sandbox serve"), "--user 0", "securityContext: {runAsUser: 0, runAsNonRoot: false}"
+        command = machine.command(
+            machine.as_root("rstar-sandbox serve"), "--user 0", "securityContext: {runAsUser: 0, runAsNonRoot: false}"
         )
     elif not all(map(shutil.which, userns.MAPPING_PROGRAMS.values())):
-        found, command = "newuidmap is not installed", of.as_root("apt-get install uidmap")
-    elif end - first <= (needed := FIRST_SLOT_UID + of.needs.calls):
-        found = f"{end - first} subordinate ids of {of.user} in /etc/subuid and /etc/subgid, {needed} needed"
+        found, command = "newuidmap is not installed", machine.as_root("apt-get install uidmap")
+    elif end - first <= (needed := FIRST_SLOT_UID + machine.needs.calls):
+        found = f"{end - first} subordinate ids of {machine.user} in /etc/subuid and /etc/subgid, {needed} needed"
         ids = "100000-165535"
-        command = of.as_root(f"usermod --add-subuids {ids} --add-subgids {ids} {of.user}")
-    elif of.status_field("NoNewPrivs") == "1":
+        command = machine.as_root(f"usermod --add-subuids {ids} --add-subgids {ids} {machine.user}")
+    elif machine.status_field("NoNewPrivs") == "1":
         found, command = "no_new_privs, under which newuidmap has no privilege", f"NoNewPrivileges=no in {UNIT}"
     else:
-        found, command = layer.found, of.as_root("rstar-sandbox serve")
+        found, command = layer.found, machine.as_root("rstar-sandbox serve")
     return Check("uids", False, found, missing, command)
 
 
-def _process_limits(of: Machine) -> Check:
-    layers = [of.layers[name] for name in ("uid range", PROCESS_LIMITS, "cgroups")]
+def _process_limits(machine: Machine) -> Check:
+    layers = [machine.layers[name] for name in ("uid range", PROCESS_LIMITS, "cgroups")]
     if granted := [layer.name for layer in layers if layer.ok]:
         return Check("process_limits", True, f"for each call, by {', '.join(granted)}")
-    if of.lacks_namespaces and of.layers["Landlock"].ok:  # by a uid for each slot, or by a filter that refuses fork
+    if (
+        machine.lacks_namespaces and machine.layers["Landlock"].ok
+    ):  # by a uid for each slot, or by a filter that refuses fork
         return Check("process_limits", True, "for each call, at level landlock")
     missing = "a limit on the processes of each call, by one of uids, cgroups or Linux 5.14"
-    return Check("process_limits", False, of.layers[PROCESS_LIMITS].found, missing)
+    return Check("process_limits", False, machine.layers[PROCESS_LIMITS].found, missing)
 
 
-def _nofile(of: Machine) -> Check:
-    hard, needed = of.fd_limit, of.needs.fds
+def _nofile(machine: Machine) -> Check:
+    hard, needed = machine.fd_limit, machine.needs.fds
     if hard == resource.RLIM_INFINITY or hard >= needed:
         return Check("nofile", True, "no limit" if hard == resource.RLIM_INFINITY else f"{hard} open files")
-    command = of.command(
-        of.as_root(f"prlimit --pid $$ --nofile={needed}:{needed}"),
+    command = machine.command(
+        machine.as_root(f"prlimit --pid $$ --nofile={needed}:{needed}"),
         f"--ulimit nofile={needed}:{needed}",
         f"LimitNOFILE={needed} in the unit of the node's container runtime",
     )
     return Check("nofile", False, f"{hard} open files", f"{needed} for all connections and slots", command)
 
 
-def _nproc(of: Machine) -> Check:
-    needed = of.needs.calls * DEFAULT_LIMITS.processes
-    missing = f"{needed} processes: {of.needs.calls} calls with {DEFAULT_LIMITS.processes} each"
-    if (granted := of.pids_max) is not None and granted < needed:
-        command = of.command(
-            of.as_root("systemctl set-property rstar-sandbox.service TasksMax=infinity"),
+def _nproc(machine: Machine) -> Check:
+    needed = machine.needs.calls * DEFAULT_LIMITS.processes
+    missing = f"{needed} processes: {machine.needs.calls} calls with {DEFAULT_LIMITS.processes} each"
+    if (granted := machine.pids_max) is not None and granted < needed:
+        command = machine.command(
+            machine.as_root("systemctl set-property rstar-sandbox.service TasksMax=infinity"),
             f"--pids-limit {needed}",
             f"podPidsLimit: {needed} in the kubelet's configuration",
         )
         return Check("nproc", False, f"pids.max of the server's cgroup: {granted}", missing, command)
-    limit = resource.RLIM_INFINITY if kernel.CAP_SYS_ADMIN in of.capabilities else of.process_limit
+    limit = resource.RLIM_INFINITY if kernel.CAP_SYS_ADMIN in machine.capabilities else machine.process_limit
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return Check("nproc", True, "no limit" if limit == resource.RLIM_INFINITY else f"{limit} processes")
-    command = of.command(
-        of.as_root(f"prlimit --pid $$ --nproc={needed}:{needed}"), f"--ulimit nproc={needed}:{needed}", ""
+    command = machine.command(
+        machine.as_root(f"prlimit --pid $$ --nproc={needed}:{needed}"), f"--ulimit nproc={needed}:{needed}", ""
     )
     return Check("nproc", False, f"{limit} processes", missing, command)
 
 
-def _hidepid(of: Machine) -> Check:
-    options = [options for _, mount_point, _, options in machine.mounts(of.root) if mount_point == "/proc"]
+def _hidepid(machine: Machine) -> Check:
+    options = [options for _, mount_point, _, options in mounts(machine.root) if mount_point == "/proc"]
     hidden = [option for option in (options[-1].split(",") if options else ()) if option.startswith("hidepid")]
     return Check("hidepid", True, f"{hidden[0]}; the server sees its own calls" if hidden else "no")
 
 
-def _schedstat(of: Machine) -> Check:
-    layer = of.layers["schedstat"]
+def _schedstat(machine: Machine) -> Check:
+    layer = machine.layers["schedstat"]
     missing = "" if layer.ok else "time limits that do not depend on load: a kernel with CONFIG_SCHED_INFO"
     return Check("schedstat", layer.ok, "the kernel counts run delay" if layer.ok else layer.found, missing)
 
 
-def _priorities(of: Machine) -> Check:
-    layer = of.layers["priorities"]
+def _priorities(machine: Machine) -> Check:
+    layer = machine.layers["priorities"]
     missing = "" if layer.ok else "a lower priority of long calls"
     return Check("priorities", layer.ok, layer.found, missing)
 
 
-def _executable_memory(of: Machine) -> Check:
-    layer = of.layers["executable memory"]
+def _executable_memory(machine: Machine) -> Check:
+    layer = machine.layers["executable memory"]
     if layer.ok:
         return Check("executable_memory", True, layer.found)
     command = "MemoryDenyWriteExecute=no in the systemd unit"
-    return Check("executable_memory", False, layer.found, "faster forks of batches", of.command(command, "", ""))
+    return Check("executable_memory", False, layer.found, "faster forks of batches", machine.command(command, "", ""))
 
 
-def _nsjail(of: Machine) -> Check:
-    layer = of.layers[NSJAIL]
-    is_wanted = bool(of.environ.get(nsjail_binary.VARIABLE))
+def _nsjail(machine: Machine) -> Check:
+    layer = machine.layers[NSJAIL]
+    is_wanted = bool(machine.environ.get(nsjail_binary.VARIABLE))
     if layer.ok or not is_wanted:
         return Check(NSJAIL, True, layer.found if layer.ok else "not used; level namespaces is as strong")
     return Check(NSJAIL, False, layer.found, "level nsjail", f"unset {nsjail_binary.VARIABLE}")

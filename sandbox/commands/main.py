@@ -27,7 +27,7 @@ EXIT_TIMEOUT = 124
 """Exit code of timeout(1)."""
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL_BASE = 128
-"""A shell reports 128 + n if signal n killed a process."""
+"""If signal n killed a process, a shell gives 128 + n as its exit code."""
 
 _RUN_SETTINGS = ("isolation", "python")
 """Settings of the server that also apply to `run` and `doctor`."""

@@ -196,8 +196,8 @@ class CallSpec:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try to run a call on one zygote. `SubmittedCall.attempt` refers to it until the zygote has reported the end
-    of the call."""
+    """One attempt to run a call on one zygote. It is the `SubmittedCall.attempt` of the call until the zygote has
+    reported that the call has ended."""
 
     call: SubmittedCall
     run_id: int

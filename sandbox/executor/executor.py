@@ -190,7 +190,7 @@ class Executor:
 
     def _loopback_problem(self) -> str:
         """Return why calls with `network: "loopback"` cannot run here, or "" if they can."""
-        # All pools have the same level and the same mounts, so it suffices to look at the first pool.
+        # All pools have the same level and the same mounts, so the first pool stands for all.
         if self.plan.level is jail.Level.NONE or self.pools[0].slots.have_networks:
             return ""
         reason = "this server has mounts, and the code could connect to sockets in them"

@@ -163,7 +163,7 @@ class FileWriter:
 
     def _children(self, directory: str, part: str, *, directories: bool) -> list:
         """Return the paths of the directories, or else of the regular files, whose names match."""
-        if not _is_pattern(part):  # one look at this name; a scan would count all entries of its directory
+        if not _is_pattern(part):  # one stat of this name; a scan would count all entries of its directory
             is_directory = self._is_directory(directory + part)
             return [directory + part] if is_directory or not directories else []
         children = []

@@ -242,7 +242,7 @@ class Zygote:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         # Set this slot's flag, and unmap the flags before the code runs. Otherwise the code could clear its flag, and
-        # the zygote would report that no code has run.
+        # the zygote would report that the code of this call has never run.
         self.confined_flags[running.slot] = _CONFINED
         self.confined_flags.close()
         runner.run(call, frames.split_blobs(self.input.body, call["blobs"]))

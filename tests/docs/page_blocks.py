@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +39,24 @@ class Command:
     def shows_an_error(self) -> bool:
         """Whether the page shows an error message of one of the two commands, whose exit code is then not 0."""
         return re.search(r"^rstar-(sandbox|train): ", self.expected_output, re.MULTILINE) is not None
+
+    def check(self, folder: Path, address: Mapping[str, str], timeout_s: float) -> None:
+        """Run the command in a folder, and assert that it prints what the page shows. `address` maps an address on the
+        page to the one that the test uses instead."""
+        line = self.line
+        for shown, used in address.items():
+            line = line.replace(shown, used)
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-c", f"exec 2>&1; {line}"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0 or self.shows_an_error, f"$ {line}\n{done.stdout}"
+        assert self.prints(done.stdout), f"$ {line} printed\n{done.stdout}\ninstead of\n{self.expected_output}"
 
     def prints(self, output: str) -> bool:
         """Whether the command's output is as the page shows it."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +40,6 @@ def folder() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in CONTINUED.values()], ids=lambda path: path.stem)
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, folder: Path, server: str) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     (folder / "configs").symlink_to(DOCS.parent / "configs")
     written: dict[str, str] = {}
     with LoopThread() as loop_thread:
@@ -59,19 +55,7 @@ def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, folder:
             else:
                 for name, text in written.items():
                     (folder / name).write_text(text.replace(ADDRESS, address), encoding="utf-8")
-                line = block.line.replace("localhost:8642", address)
-                done = subprocess.run(
-                    ["bash", "-c", f"exec 2>&1; {line}"],
-                    cwd=folder,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=300,
-                )
-                assert done.returncode == 0 or block.shows_an_error, f"$ {line}\n{done.stdout}"
-                assert block.prints(done.stdout), (
-                    f"$ {line} printed\n{done.stdout}\ninstead of\n{block.expected_output}"
-                )
+                block.check(folder, {"localhost:8642": address}, timeout_s=300)
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)

@@ -194,7 +194,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for the rows of a pass. `query` is [1, K x G, R, D]; the result is [1, R, K x G, D].
 
-    The query heads of a key head are rows of one matrix, so the keys are read once for all of them.
+    The query heads that share a key head are the rows of one matrix, so each key is read once for all of them.
     """
     _, heads, num_rows, size = query.shape
     key_heads = key.shape[1]

@@ -78,7 +78,8 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(dtype: str, *, is_adapted: bool, is_sharded: bool) -> LayerBytes:
-    """Return the bytes for a layer of Qwen3 in transformers 5.24, found by listing the saved tensors.
+    """Return the bytes that a layer needs. They were counted on Qwen3 in transformers 5.24, by listing the tensors that
+    are saved for the backward pass.
 
     Without sharding, passes in bfloat16 read float32 weights (autocast), and each linear layer saves a copy of its
     input in bfloat16. FSDP casts the weights instead, so layers share their inputs. An adapter has float32 weights in

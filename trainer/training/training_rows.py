@@ -52,8 +52,8 @@ def in_loss_indices(group: Sequence[Episode], selected: Sequence[int]) -> list[i
 
 
 def group_rows(group: Sequence[Episode], selected: Sequence[int], in_loss: Sequence[int]) -> list[TrainingRow]:
-    """Return the rows of the selected episodes. The advantage is the reward minus the mean over the group's rows in the
-    loss, divided by the standard deviation."""
+    """Return the rows of the selected episodes. The advantage of a row is its reward minus the mean reward of the
+    group's rows in the loss, divided by the standard deviation of these rewards."""
     rewards = [reward for index in in_loss if (reward := group[index].reward) is not None]
     baseline, scale = (mean(rewards), stdev(rewards) + EPSILON) if rewards else (0.0, 1.0)
     rows = []

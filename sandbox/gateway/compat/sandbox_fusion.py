@@ -135,8 +135,8 @@ async def _run(request: web.Request, make_form: type[RunCodeForm | RunJupyterFor
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal whose value is the text followed by a line break. A line break of the text is a line
-    break in the literal too. So an import stands at the start of a line, where the executor looks for imports."""
+    """Return a Python literal whose value is the text followed by a line break. Each line of the
+    text is a line of the literal, because the executor finds imports only at the start of a line."""
     if not text.isascii():  # a literal cannot contain lone surrogates
         text = text.encode("utf-8", "replace").decode()
     return f"'''\\\n{text.translate(_ESCAPES)}\n'''"

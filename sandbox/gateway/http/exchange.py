@@ -79,8 +79,8 @@ class AdmittedBatch:
         return batch, content_type, status
 
     async def _cancel(self) -> None:
-        """Cancel the unfinished calls. Then free the calls in steps, because together they can hold millions of texts
-        (code, names of files, arguments), and to free all of them at once would block the event loop."""
+        """Cancel the unfinished calls. Then free the calls in steps. Together they can hold millions of texts (code,
+        names of files, arguments), and the event loop would be blocked while all of them are freed."""
         if (batch := self._form.batch) is None:
             return
         calls = [pending.call for pending in batch.calls]

@@ -101,7 +101,7 @@ class _Connection(asyncio.Protocol):
         self._head_tail = b""
         """The last three bytes received, while the first request head is incomplete."""
         self._head_timer: asyncio.TimerHandle | None = None
-        """Set while the first request head is incomplete."""
+        """Ends the connection if the first request head stays incomplete. None once the head is complete."""
         self._read_timer: asyncio.TimerHandle | None = None
         """Set while too many bytes are unsent."""
         listener.connections += 1

@@ -165,7 +165,7 @@ async def test_episodes_wait_for_the_first_engine_that_comes_back():
 async def test_a_failed_engine_is_brought_up_again_without_any_request():
     engines = make_engines(2)
     async with make_pool(engines) as pool:
-        # The salt stands for the weights; any number but 0 is new. The engine that comes back must load it first.
+        # Engines start with the salt 0. The new weights have the salt 5, and an engine must load them before it is up.
         await pool.sync_weights({"salt": 5})
         failed = await run_one_turn(pool)
         engine = next(engine for engine in engines if engine.name == failed)
