@@ -66,10 +66,10 @@ class SlotCache(Cache):  # type: ignore[misc]
     def prepare_pass(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> list[_SlotGroup]:
         """Set the positions that the next pass writes. Its rows are the tokens of `chunks`, which are in the order of
         their slots. Return the groups for `_attend`."""
-        slots = [chunk.slot for chunk in chunks for _ in range(chunk.num_tokens)]
-        positions = [chunk.start + index for chunk in chunks for index in range(chunk.num_tokens)]
-        self._slots_R = torch.tensor(slots, device=self._device)
-        self.positions_R = torch.tensor(positions, device=self._device)
+        slot_of_row = [chunk.slot for chunk in chunks for _ in range(chunk.num_tokens)]
+        position_of_row = [chunk.start + index for chunk in chunks for index in range(chunk.num_tokens)]
+        self._slots_R = torch.tensor(slot_of_row, device=self._device)
+        self.positions_R = torch.tensor(position_of_row, device=self._device)
         groups, first_row = [], 0
         for members in _group_chunks(chunks):
             rows = slice(first_row, first_row + sum(chunk.num_tokens for chunk in members))
