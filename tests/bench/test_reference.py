@@ -17,10 +17,9 @@ def test_a_page_is_the_one_that_the_code_generates(name: str, text: str) -> None
     assert (reference.PAGES / name).read_text(encoding="utf-8") == text, "run python -m bench.reference"
 
 
-@pytest.mark.parametrize("text", reference.pages().values(), ids=list(reference.pages()))
-def test_each_row_has_a_description(text: str) -> None:
-    rows = re.findall(r"^\| (?!---).*\|$", text, re.MULTILINE)
-    assert rows
+def test_each_row_has_a_description() -> None:
+    rows = re.findall(r"^\| (?!---).*\|$", "\n".join(reference.pages().values()), re.MULTILINE)
+    assert len(rows) > len(SETTINGS)
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
