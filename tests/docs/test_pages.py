@@ -30,14 +30,15 @@ COMMAND_S = 300
 class Shell:
     """Runs the blocks of a page as a reader would. Servers and other commands with `&` are jobs, counted from 1.
 
-    `ports` maps the ports that the page shows to those that the servers have here. `jobs` ends all jobs.
+    - `ports`: the port of the server here, for each port that the page shows. Before a page starts a server, the
+      default port is that of the server that all pages share.
+    - `jobs` ends all jobs.
     """
 
     folder: Path
-    shared_server: str
+    ports: dict[str, str]
     jobs: ExitStack
     files: list[WrittenFile] = field(default_factory=list)
-    ports: dict[str, str] = field(default_factory=dict)
     started: list[ExitStack | subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, block: WrittenFile | Command) -> None:
@@ -58,16 +59,16 @@ class Shell:
             block.check(self.folder, addresses, COMMAND_S)
 
     def _start_server(self, arguments: list[str]) -> None:
-        """Start a server on a free port. If the page gives it no arguments, it is the server that all pages share."""
-        job, url, port = self.jobs.enter_context(ExitStack()), self.shared_server, DEFAULT_PORT
+        """Start a server on a free port. Without arguments, the shared server is used."""
+        job = self.jobs.enter_context(ExitStack())
+        self.started.append(job)
         if arguments:
             in_folder = [str(self.folder / word) if (self.folder / word).exists() else word for word in arguments]
+            port = DEFAULT_PORT
             if in_folder[0] == "--port":
                 port, in_folder = in_folder[1], in_folder[2:]
-            url = job.enter_context(LoopThread()).enter(local_service(in_folder))
-        self.started.append(job)
-        self.ports[port] = url.rpartition(":")[2]
-        self._write_files()
+            self.ports[port] = _port(job.enter_context(LoopThread()).enter(local_service(in_folder)))
+            self._write_files()
 
     def _write_files(self) -> None:
         """Write all files of the page, with the ports of the servers that run."""
@@ -83,6 +84,10 @@ class Shell:
             job.close()
         else:
             assert job.wait(COMMAND_S) == 0, f"{job.args} ended with {job.returncode}"
+
+
+def _port(url: str) -> str:
+    return url.rpartition(":")[2]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def folder() -> Iterator[Path]:
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, folder: Path, server: str) -> None:
     (folder / "configs").symlink_to(DOCS.parent / "configs")
     with ExitStack() as jobs:
-        shell = Shell(folder, server, jobs)
+        shell = Shell(folder, {DEFAULT_PORT: _port(server)}, jobs)
         for block in [block for part in (CONTINUED.get(page), page) if part for block in read_blocks(part)]:
             shell.run(block)
 
