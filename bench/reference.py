@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from bench.api_reference import UndocumentedName, public_names, table
+from bench.error_messages import messages
 from sandbox.gateway import metrics, routes
 from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, Setting
 from trainer.config import RunConfig
@@ -238,6 +239,33 @@ API_PAGES = {
 }
 
 
+MESSAGE_SECTIONS = {
+    "Settings of the server": ("sandbox/settings",),
+    "Isolation, and the Python of calls": ("sandbox/jail", "sandbox/executor", "sandbox/runtime"),
+    "Commands and clusters": ("sandbox/commands", "sandbox/cluster"),
+    "Requests": ("sandbox/gateway", "sandbox/judging", "sandbox/client"),
+    "The trainer": ("trainer",),
+}
+"""The folders whose messages a section of the page has."""
+
+
+def error_messages() -> str:
+    """Return the page of the error messages, by the part of the project that writes them."""
+    parts = [
+        "# Error messages",
+        "The messages of both commands, of the server's responses and of the Python client. `...` is a part that "
+        "differs from case to case. The beginning of a message names the setting, the file or the field. "
+        "[Troubleshooting](../howto/troubleshooting.md) has the reasons of the most frequent ones.\n\n"
+        "A message of the form `NAME: expected ..., got ...` is about one setting. "
+        "[Settings of the server](server-settings.md) and [settings of the trainer](trainer-settings.md) say what each "
+        "setting expects.",
+    ]
+    for heading, folders in MESSAGE_SECTIONS.items():
+        texts = [text for folder in folders for text in messages(ROOT, folder)]
+        parts += [f"## {heading}", "\n".join(f"- `` {text} ``" if "`" in text else f"- `{text}`" for text in texts)]
+    return "\n\n".join(parts)
+
+
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name. Raises `UndocumentedName`."""
     texts = {
@@ -245,6 +273,7 @@ def pages() -> dict[str, str]:
         "trainer-settings.md": trainer_settings(),
         "routes.md": http_routes(),
         "metrics.md": metric_names(),
+        "messages.md": error_messages(),
         **{name: page.markdown() for name, page in API_PAGES.items()},
     }
     return {name: f"{NOTICE}\n\n{text}\n" for name, text in texts.items()}
