@@ -10,7 +10,9 @@ A public name without a description is an `UndocumentedName`.
 from __future__ import annotations
 
 import ast
+import html
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ FIELD_DESCRIPTIONS: Mapping[str, Mapping[str, str]] = {
 INTERNAL: Mapping[str, Sequence[str]] = {
     "Call": ["decode_defaults", "size"],
     "Episode": ["append_observation", "append_sampled", "tail", "with_tail"],
-    "JudgedProgram": ["decode", "encode"],
+    "JudgedProgram": ["decode", "encode", "of", "with_id"],
     "JudgedTest": ["decode", "encode", "of"],
     "Limits": ["decode"],
     "Problem": ["with_default_reward"],
@@ -146,9 +148,15 @@ class _WithConstants(ast.NodeTransformer):
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table. A bar in a cell is escaped, and a cell has one line."""
-    cells = [[" ".join(cell.split()).replace("|", r"\|") for cell in row] for row in rows]
+    """Return a Markdown table. A cell has one line."""
+    cells = [[_with_bars(" ".join(cell.split())) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *cells])
+
+
+def _with_bars(cell: str) -> str:
+    """Return a cell whose bars do not end it. Inside of code, GitHub and the site agree only on an HTML entity."""
+    with_code = re.sub(r"`([^`]*\|[^`]*)`", lambda code: f"<code>{html.escape(code[1])}</code>", cell)
+    return with_code.replace("|", "&#124;")
 
 
 def _with_text_below(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:

@@ -174,10 +174,10 @@ class ApiPage:
 
 API_PAGES = {
     "python-client.md": ApiPage(
-        "Python client",
+        "Python API: clients",
         "`from sandbox.client import AsyncClient, Client` and so on: the module `sandbox.client` has all names of the "
         "first two sections. [The Python client](../python.md) explains them with examples. The arguments and results "
-        "are on the page [Python types](python-types.md).",
+        "are on the page [Python API: types](python-types.md).",
         {
             "Clients: `sandbox.client`": {
                 "sandbox/client/clients.py": "AsyncClient Client AnyCall Pair",
@@ -197,8 +197,8 @@ API_PAGES = {
         },
     ),
     "python-types.md": ApiPage(
-        "Python types",
-        "The arguments and results of the [Python client](python-client.md): `from sandbox.client import Call, Limits` "
+        "Python API: types",
+        "The arguments and results of the [clients](python-client.md): `from sandbox.client import Call, Limits` "
         "and so on. A name that is not in `sandbox.client` is imported from the module in the heading. All types are "
         "frozen: `dataclasses.replace` makes a changed copy.",
         {
@@ -213,7 +213,7 @@ API_PAGES = {
         },
     ),
     "python-trainer.md": ApiPage(
-        "Python API of the trainer",
+        "Python API: trainer",
         "What an environment or a reward function of your own uses. [Environments](../environments.md) shows "
         "[a reward function](../environments.md#a-reward-of-your-own) and "
         "[an environment](../environments.md#writing-an-environment) with examples.",

@@ -53,6 +53,8 @@ class Request:
     code: Annotated[Source, "its source"]
     files: dict[str, bytes] = field(default_factory=dict)
     """Its files."""
+    codes: list[Source | str] = field(default_factory=list)
+    """Further sources."""
 
 
 class Lost(Ending): ...
@@ -80,7 +82,8 @@ def test_a_class_is_shown_with_its_constructor_fields_properties_and_methods(fol
 def test_fields_and_values_have_the_descriptions_of_the_code(folder: Path) -> None:
     text = public_names(folder, "module.py", ["Ending", "Request", "Source"])
     assert r"| `ok` | It returned. |" in text
-    assert r"| `lost` | A bar \| in a cell. |" in text
+    assert "| `lost` | A bar &#124; in a cell. |" in text
+    assert "| `codes` | <code>list[Source &#124; str]</code> | `[]` | Further sources. |" in text
     assert "| `code` | `Source` | required | its source |" in text
     assert "| `files` | `dict[str, bytes]` | `{}` | Its files. |" in text
     assert "```python\nSource = str | bytes\n```\n\nWhat a call runs." in text
