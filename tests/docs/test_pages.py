@@ -19,7 +19,7 @@ from trainer.rollout.loop_thread import LoopThread
 CONTINUES = re.compile(r"It continues\s+\[[^]]+\]\(([^)]+)\)")
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-PAGES = [*TUTORIALS, *sorted((DOCS / "howto").glob("*.md"))]
+PAGES = [*TUTORIALS, *sorted((DOCS / "howto").glob("*.md")), DOCS / "scheduler.md"]
 CONTINUED = {page: page.with_name(match[1]) for page in PAGES if (match := CONTINUES.search(page.read_text()))}
 """The page that a page continues."""
 DEFAULT_PORT = "8642"
