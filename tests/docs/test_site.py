@@ -1,4 +1,4 @@
-"""The navigation names each page once; troubleshooting quotes messages, and isolation names tests, as the code has them."""
+"""The navigation names each page once. Pages quote messages, and name tests, as the code has them."""
 
 from __future__ import annotations
 
