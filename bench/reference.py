@@ -1,4 +1,4 @@
-"""Write the reference pages in docs/reference/ from the code: settings, routes, metrics, the Python API.
+"""Write the reference pages in docs/reference/ from the code: settings, commands, routes, metrics and so on.
 
     python -m bench.reference          # writes the pages
     python -m bench.reference --check  # exits with 1 and names each page that differs from the code
@@ -24,8 +24,10 @@ from pydantic import TypeAdapter
 
 from bench.api_reference import UndocumentedName, public_names, table
 from bench.error_messages import messages
+from sandbox.commands import main as sandbox_main
 from sandbox.gateway import metrics, routes
 from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, Setting
+from trainer import cli as trainer_cli
 from trainer.config import RunConfig
 from trainer.setting_comments import setting_comments
 
@@ -239,6 +241,41 @@ API_PAGES = {
 }
 
 
+def commands() -> str:
+    """Return the page of both commands with their subcommands and options."""
+    parts = [
+        "# Commands",
+        "`--help` of a command shows the same. The exit code is 0 if all is well, 1 after a failure, and 2 for a wrong "
+        "command line, unless the command says otherwise.",
+    ]
+    for parser in (sandbox_main._parser(), trainer_cli._parser()):
+        parts += [f"## `{parser.prog}`", parser.description or ""]
+        (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        for name, command in subparsers.choices.items():
+            parts += [f"### `{parser.prog} {name}`", " ".join((command.description or "").split()), *_options(command)]
+    return "\n\n".join(parts)
+
+
+def _options(command: argparse.ArgumentParser) -> Sequence[str]:
+    """Return the table of a command's arguments. Those that are settings of the server are on a page of their own."""
+    actions = [action for action in command._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+    own = [action for action in actions if action.dest not in SETTINGS]
+    formatter = command._get_formatter()
+    rows = [(f"`{_invocation(action)}`", formatter._expand_help(action) if action.help else "") for action in own]
+    parts = [table(("argument", "description"), rows)] if rows else []
+    if len(own) < len(actions):
+        settings = ", ".join(f"`{action.option_strings[0]}`" for action in actions if action.dest in SETTINGS)
+        parts.append(f"Options that are [settings of the server](server-settings.md): {settings}.")
+    return parts
+
+
+def _invocation(action: argparse.Action) -> str:
+    """Return an argument as a user writes it, such as `--out FILE`."""
+    metavar = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    value = "" if action.nargs == 0 else str(metavar)
+    return f"{', '.join(action.option_strings)} {value}".strip()
+
+
 MESSAGE_SECTIONS = {
     "Settings of the server": ("sandbox/settings",),
     "Isolation, and the Python of calls": ("sandbox/jail", "sandbox/executor", "sandbox/runtime"),
@@ -273,6 +310,7 @@ def pages() -> dict[str, str]:
         "trainer-settings.md": trainer_settings(),
         "routes.md": http_routes(),
         "metrics.md": metric_names(),
+        "commands.md": commands(),
         "messages.md": error_messages(),
         **{name: page.markdown() for name, page in API_PAGES.items()},
     }

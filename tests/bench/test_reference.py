@@ -31,6 +31,15 @@ def test_every_setting_of_server_and_stages_has_a_row() -> None:
     assert [name for name in stage_settings if f"| `{name}` |" not in trainer] == []
 
 
+def test_every_command_has_its_own_options_and_a_list_of_its_settings() -> None:
+    text = reference.commands()
+    for command in ("rstar-sandbox serve", "rstar-sandbox doctor", "rstar-train recipe", "rstar-train collect"):
+        assert f"### `{command}`\n" in text
+    serve = text.partition("### `rstar-sandbox serve`")[2].partition("###")[0]
+    assert "| `--config FILE` | TOML file with settings |" in serve
+    assert "`--queue-mb`" in serve.partition("Options that are [settings of the server](server-settings.md)")[2]
+
+
 def test_a_page_that_differs_is_named_and_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
