@@ -62,7 +62,7 @@ def boot(log: Path, disk: Path, kernel: Path, options: str, accel: str, timeout_
     log.mkdir(exist_ok=True)
     console, output = log / "console.log", log / "output.log"
     command = [
-        *QEMU,
+        *QEMU.split(),
         "-accel",
         accel,
         "-serial",
