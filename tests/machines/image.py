@@ -126,11 +126,9 @@ def _kernel(work: Path, root: Path, version: str) -> Path:
     directory = work / f"linux-{version}"
     if not directory.exists():
         _log(f"Linux {version}")
-        search = _in_root(
-            root, f"apt-cache search --names-only '^linux-image-{re.escape(version)}[.0-9]*.*-cloud-amd64$'"
-        )
-        release = {"5.10": "", "6.1": "", "6.12": "deb13"}[version]
-        names = [line.split()[0] for line in search.splitlines() if release in line]
+        pattern = f"^linux-image-{re.escape(version)}[.].*-cloud-amd64$"
+        found = _in_root(root, f"apt-cache search --names-only '{pattern}'")
+        names = [line.split()[0] for line in found.splitlines()]
         newest = max(names, key=lambda name: [*map(int, re.findall(r"\d+", name))])
         _in_root(root, f"cd /var/cache/apt/archives && apt-get download -qq {newest} 2>/dev/null")
         (package,) = (root / "var/cache/apt/archives").glob(f"{newest}_*.deb")
