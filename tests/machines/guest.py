@@ -101,8 +101,8 @@ def mix(_row: Row, calls: int) -> Row:
 
 
 def kills(row: Row, calls: int) -> Row:
-    """Kill processes. The server gets about the time between two kills that it needs to replace what was killed."""
-    return _checked_calls(calls // 2, kill_every_s=max(1, row["doctor"]["seconds"]))
+    """Kill processes, with time between two kills for the server to replace what was killed."""
+    return _checked_calls(calls, kill_every_s=max(1, row["doctor"]["seconds"] / 3))
 
 
 def _checked_calls(calls: int, kill_every_s: float) -> Row:

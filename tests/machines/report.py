@@ -43,7 +43,7 @@ The columns:
 |---|---|
 | level, cgroups | `rstar-sandbox doctor --json` |
 | calls | `bench.chaos` without kills: calls whose results are known beforehand |
-| kills | the same calls while executors, launchers and zygotes are killed, one in about the time of `doctor` |
+| kills | the same calls while executors, launchers and zygotes are killed: three in about the time of `doctor` |
 | cgroup tests | `tests/executor/test_cgroups.py` and `tests/jail/test_cgroup_tree.py` |
 | invariance | `bench.invariance`: calls that need 0.5 to 2 times their time limit, alone and on an overloaded machine |
 | escape | `tests/escape` at the level |
