@@ -20,7 +20,7 @@ from pathlib import Path
 from sandbox.types import CALL_FIELDS, LIMIT_FIELDS
 
 MAX_SIGNATURE_CHARS = 88
-"""A longer signature has a line for each argument, since the column of a page has room for 90 characters of code."""
+"""A longer signature has a line for each argument, since a code block of a page has room for 100 characters."""
 FIELD_DESCRIPTIONS: Mapping[str, Mapping[str, str]] = {
     "Call": CALL_FIELDS,
     "Limits": {name: rule.doc for name, rule in LIMIT_FIELDS.items()},
