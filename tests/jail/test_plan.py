@@ -94,7 +94,7 @@ def test_machine_code_is_never_used_on_other_machines_than_x86_64(
     monkeypatch.setattr("os.uname", lambda: SimpleNamespace(machine="aarch64"))
     seccomp.program.cache_clear()
     with pytest.raises(IsolationError, match="expected an x86_64 machine"):
-        confinement_plan(spec(level))
+        confinement_plan(spec(level, scratch_root="/scratch" if level is Level.LANDLOCK else None))
 
 
 def test_calls_keep_the_zygotes_uid_if_there_is_no_range() -> None:
