@@ -121,13 +121,6 @@ class Zygote:
         self.poll.register(self.child_signal_fd, select.POLLIN)
         self.poll.register(sock, select.POLLIN)
 
-    def start_template(self) -> None:
-        """Fork the template from which all calls will be forked. Each of these calls continues here and does not
-        return."""
-        self.confinement.fork_from_template(self.batch.has_machine_code)
-        if self.batch.has_machine_code and self.batch.start_template():
-            self._run_child()
-
     def serve(self) -> None:
         """Serve until the executor closes the socket, which raises EOFError."""
         sock_fd = self.reader.sock.fileno()
@@ -157,6 +150,15 @@ class Zygote:
     def _on_start(self, header: dict, *_data: memoryview) -> None:
         self.confinement.address_space_bytes = header["address_space_bytes"]
         self.report_after_s = header["report_after_s"]
+        self._start_template()  # only now: the executor has moved this process to the cgroup for zygotes
+        self.inherited_kb = fork_memory.inherited_kb()
+
+    def _start_template(self) -> None:
+        """Fork the template from which all calls will be forked. Each of these calls continues here and does not
+        return."""
+        self.confinement.fork_from_template(self.batch.has_machine_code)
+        if self.batch.has_machine_code and self.batch.start_template():
+            self._run_child()
 
     def _on_cgroup_procs(self, header: dict, *_data: memoryview) -> None:
         self.confinement.cgroup_procs_fds.setdefault(header["slot"], []).append(self.reader.fds.pop(0))
@@ -406,8 +408,7 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     # the compaction, outside of the huge pages: a write to a huge page that a child shares splits it.
     zygote = Zygote(sock, confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
-    zygote.start_template()  # the first fork after the compaction: no huge page is split before it
-    zygote.inherited_kb = fork_memory.inherited_kb()
+    # This process forks nothing before the template. So no huge page of the template is split.
     _send_ready(zygote.writer, missing, problems, {})
     try:
         zygote.serve()
