@@ -131,7 +131,7 @@ def run_part(module: str, settings: Settings, limit_s: float) -> dict[str, Any]:
     if limit_s <= 0:
         return {"ended": "not started", "seconds": 0.0, "cpu_s": 0.0, "checks": [], "error": "--minutes are used up"}
     folder = Path(tempfile.mkdtemp(dir=settings.folder))
-    file, started_at, cpu_s_before = folder.with_suffix(".jsonl"), perf_counter(), _children_cpu_s()
+    file, started_at, cpu_s_before = folder.with_suffix(".jsonl"), perf_counter(), command.children_cpu_s()
     file.touch()
     settings_json = json.dumps({**asdict(settings), "folder": str(folder)})
     ended = _run([sys.executable, "-m", "bench.gpu_parts", module, settings_json, str(file)], limit_s)
@@ -140,16 +140,10 @@ def run_part(module: str, settings: Settings, limit_s: float) -> dict[str, Any]:
     if len(rows) > 2 * len(checks):  # the last check has started and not ended
         checks.append({**rows[-1], "holds": False, "reason": f"the part ended during this check: {ended.how}"})
     error = "" if ended.how == "done" else last_lines(ended.output)
-    seconds, cpu_s = perf_counter() - started_at, _children_cpu_s() - cpu_s_before
+    seconds, cpu_s = perf_counter() - started_at, command.children_cpu_s() - cpu_s_before
     return {
         "ended": ended.how, "seconds": round(seconds, 1), "cpu_s": round(cpu_s, 1), "checks": checks, "error": error,
     }  # fmt: skip
-
-
-def _children_cpu_s() -> float:
-    """Return the CPU seconds of all children that have ended, and of theirs."""
-    times = os.times()
-    return times.children_user + times.children_system
 
 
 def _run(part: Sequence[str], limit_s: float) -> _Ended:

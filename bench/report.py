@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bench.harness import command
@@ -28,7 +29,7 @@ from bench.harness.tables import Result, Table, markdown
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_name("results")
 SUMMARY = "summary"
-SUMMARY_RESULTS = {"throughput", "burst", "invariance", "mixed", "chaos"}
+SUMMARY_RESULTS = {"throughput", "burst", "invariance", "mixed", "chaos", "recipe"}
 """Results that the summary needs."""
 BLOCK = re.compile(r"(<!-- numbers: ([\w-]+) -->\n)(.*?)(<!-- /numbers -->)", re.DOTALL)
 
@@ -100,7 +101,8 @@ def summary(results: Mapping[str, Result]) -> str:
     """The README's table: one row per question, with a link to the details."""
     ratios = {kind: f"{row['ratio']:.0f} times" for kind, row in results["throughput"]["kinds"].items()}
     burst, mixed, invariance, chaos = (results[name] for name in ("burst", "mixed", "invariance", "chaos"))
-    loops = mixed["loops"]
+    loops, runs = mixed["loops"], results["recipe"]["runs"]
+    gains = [run["gain"] for run in runs]
     rows = [
         (
             "How fast is it beside a fresh interpreter?",
@@ -134,6 +136,13 @@ def summary(results: Mapping[str, Result]) -> str:
             f"{chaos['calls']:,} calls during {sum(chaos['kills'].values())} kills: {chaos['lost']} lost, "
             f"{chaos['doubled']} doubled, {chaos['mismatched']} mismatched",
             "[kills](docs/benchmarks.md#kills)",
+        ),
+        (
+            "Does a model learn to use the tool?",
+            f"accuracy on {len(runs)} seeds: {fmean(run['stages'][0]['accuracy'] for run in runs):.2f} after SFT, "
+            f"{fmean(run['stages'][-1]['accuracy'] for run in runs):.2f} after RL; gains of {min(gains):.2f} to "
+            f"{max(gains):.2f}",
+            "[recipe](docs/benchmarks.md#the-recipe)",
         ),
     ]
     return f"{markdown([Table(('question', 'measured', 'details'), rows)])}\n"

@@ -100,6 +100,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def children_cpu_s() -> float:
+    """The CPU seconds of all children of this process that have ended, and of theirs."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def progress() -> Progress:
     """Progress bars on stderr, to which tasks are added."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
