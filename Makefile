@@ -90,6 +90,10 @@ $(VLLM_VENV)/.installed:
 test-vllm: $(VENV)/.train runtime $(if $(RSTAR_VLLM_PYTHON),,$(VLLM_VENV)/.installed)  ## the tests on real vLLM servers: 3.7 GB, many minutes
 	RSTAR_VLLM_PYTHON='$(or $(RSTAR_VLLM_PYTHON),$(CURDIR)/$(VLLM_VENV)/bin/python)' $(BIN)/python -m pytest -rs $(VLLM_TESTS)
 
+.PHONY: test-machines
+test-machines: $(VENV)/.dev  ## the server in virtual machines with other kernels, as root: hours (MACHINES=names)
+	$(BIN)/python -m tests.machines $(if $(MACHINES),--machines '$(MACHINES)')
+
 lint: $(VENV)/.dev  ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -72,7 +72,8 @@ class _Describer:
             return self._class(node)
         if isinstance(node, Function):
             return [_signature(name, node), self._described(name, node, ast.get_docstring(node))]
-        return [_code_block(ast.unparse(node)), self._described(name, node, below)]
+        assignment = ast.unparse(node).replace("'", '"')  # as `ruff format` writes it
+        return [_code_block(assignment), self._described(name, node, below)]
 
     def _class(self, cls: ast.ClassDef) -> Iterator[str]:
         members = [item for item in _with_text_below(cls.body) if not _name(item[0]).startswith("_")]

@@ -129,11 +129,11 @@ def compact_heap() -> int:
     the number of huge pages."""
     gc.collect()
     fork_refcounts.immortalize()
+    gc.collect()  # empties the interpreter's free lists, whose objects are scattered
+    _fill_free_memory()  # what is allocated from here on, and freed again, lies behind the heap's end
     blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}  # addresses in units of 2 MiB
     gc.freeze()
     gc.disable()
-    gc.collect()  # empties the interpreter's free lists, whose objects are scattered
-    _fill_free_memory()
     _fill_last_block()
     _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
@@ -152,12 +152,14 @@ def _fill_free_memory() -> None:
         while (block := _libc.malloc(size)) and block < end:
             pass
         _libc.free(block)  # it is behind the end
+    fillers: list = []
+    _fillers.append(fillers)
     for size in range(_MAX_OBJECT_BYTES, 0, -_ALIGNMENT_BYTES):
         kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
         arguments = (size - bytes.__basicsize__,) if kind is bytes else ()
         for _ in range(_MAX_FILLERS):
-            _fillers.append(kind(*arguments))
-            if end <= id(_fillers[-1]) < _libc.sbrk(0):
+            fillers.append(kind(*arguments))
+            if end <= id(fillers[-1]) < _libc.sbrk(0):
                 break
 
 

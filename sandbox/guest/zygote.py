@@ -42,7 +42,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import fork_batch
 import output_files
@@ -379,7 +379,7 @@ class Zygote:
             warm_up_and_serve(descriptors.move_up(sock, _FIRST_FREE_FD), confinement, header)
 
 
-HANDLERS = {
+HANDLERS: dict[str, Callable[..., None]] = {
     "start": Zygote._on_start,
     "cgroup_procs": Zygote._on_cgroup_procs,
     "cgroup_dir": Zygote._on_cgroup_dir,

@@ -111,7 +111,11 @@ class SlotCgroup:
             with suppress(OSError):  # kernels without swap have no such file
                 write_file(f"{self._memory_dir}/{name}", text)
         self._fds: list[int] = []
-        self._peak_fd = self._open(f"{self._memory_dir}/{version.memory_peak_file}", os.O_RDWR)
+        peak_path = f"{self._memory_dir}/{version.memory_peak_file}"
+        try:
+            self._peak_fd = self._open(peak_path, os.O_RDWR)
+        except PermissionError:  # version 2 before Linux 6.12: the file is read-only for all users but root
+            self._peak_fd = self._open(peak_path, os.O_RDONLY)
         self._oom_kills_fd = self._open(f"{self._memory_dir}/{version.oom_kills_file}", os.O_RDONLY)
         self._limit_hits_fd = self._open(f"{self._memory_dir}/{version.limit_hits_file}", os.O_RDONLY)
         self._tasks_fd = self._open(f"{self._pids_dir}/pids.current", os.O_RDONLY)

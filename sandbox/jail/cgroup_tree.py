@@ -29,6 +29,7 @@ import logging
 import os
 import resource
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ FDS_PER_SLOT = 8
 cgroup's `enter_file` and the files of the call."""
 RESERVED_FDS = 256
 """Descriptors that a process needs for all other purposes."""
+SYSTEMCTL_TIMEOUT_S = 10.0
+"""Seconds to wait for the user's systemd, which answers in milliseconds if the machine is not overloaded."""
 MAX_TRIES = 5
 """Maximum number of tries of an operation that other processes can disturb."""
 _V2_CONTROLLERS = {"memory", "pids"}
@@ -296,7 +299,18 @@ def _is_delegated(directory: str) -> bool:
         with suppress(OSError):
             if os.getxattr(directory, name) == b"1":
                 return True
-    return False
+    return f"/user@{os.geteuid()}.service/" in directory and _is_delegated_unit(os.path.basename(directory))
+
+
+def _is_delegated_unit(unit: str) -> bool:
+    """Ask the systemd of this user whether its unit has Delegate=yes. Unlike the systemd of the machine, it sets no
+    attribute on the unit's cgroup."""
+    command = ["systemctl", "--user", "show", "--property=Delegate", "--value", "--", unit]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SYSTEMCTL_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return run.stdout.strip() == "yes"
 
 
 def _create_locked(parent: str) -> tuple[str, int]:

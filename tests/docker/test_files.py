@@ -55,7 +55,7 @@ def test_profile_is_up_to_date() -> None:
     [
         ("unshare", (kernel.CLONE_NEWUSER,)),
         ("unshare", (kernel.CLONE_NEWUSER | userns.JAIL_NAMESPACES,)),
-        ("unshare", (kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS,)),
+        ("unshare", (kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS,)),
         ("clone", (kernel.CLONE_NEWPID | signal.SIGCHLD,)),
         ("mount", (0, 0, 0, kernel.MS_REC | kernel.MS_PRIVATE, 0)),
         ("mount", (0, 0, 0, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID, 0)),

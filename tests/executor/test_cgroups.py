@@ -13,7 +13,7 @@ import pytest
 
 from sandbox.errors import IsolationError
 from sandbox.jail import CgroupTree
-from sandbox.jail.cgroup_tree import PREFIX, own_cgroup_dirs
+from sandbox.jail.cgroup_tree import PREFIX, SERVER_LEAF, own_cgroup_dirs
 from sandbox.types import Status
 from tests.executor.calling import Caller, call, executor, wait_gone
 
@@ -46,7 +46,10 @@ def resettable_peak(with_cgroups: Caller) -> None:
 
 def cgroup_trees_of(pid: int) -> list[Path]:
     """The cgroup trees that an executor has created."""
-    return [path for parent in {*own_cgroup_dirs().values()} for path in Path(parent).glob(f"{PREFIX}{pid}-*")]
+    own = {Path(directory) for directory in own_cgroup_dirs().values()}
+    # In version 2, the executor has moved all processes of its cgroup, this one included, into a leaf.
+    parents = {path.parent if path.name == SERVER_LEAF else path for path in own}
+    return [path for parent in parents for path in parent.glob(f"{PREFIX}{pid}-*")]
 
 
 def max_slot_memory_bytes(pid: int) -> int:

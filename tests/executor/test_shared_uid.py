@@ -1,4 +1,4 @@
-"""Tests of process limits where all calls share one uid, as in the container image.
+"""Tests of limits of processes and of namespaces where all calls share one uid, as in the container image.
 
 One call cannot use up the processes of another call, although the kernel counts processes per uid.
 """
@@ -54,6 +54,33 @@ def ordinary_user() -> Iterator[dict[str, Any]]:
 def caller(ordinary_user: dict[str, Any]) -> Iterator[Caller]:
     with executor(isolation="namespaces", slots=8, long_slots=520, demote_after_ms=20.0, **ordinary_user) as caller:
         yield caller
+
+
+FEW_IPC_NAMESPACES = """
+import os
+from sandbox.jail import kernel
+uid, gid = os.geteuid(), os.getegid()
+maps = {"setgroups": "deny", "gid_map": f"{gid} {gid} 1", "uid_map": f"{uid} {uid} 1"}
+kernel.unshare(kernel.CLONE_NEWUSER)
+for path, text in {**maps, "/proc/sys/user/max_ipc_namespaces": "4"}.items():
+    with open(os.path.join("/proc/self", path), "w") as file: file.write(text)
+kernel.drop_capabilities()
+"""
+"""Code for `executor_after`. The executor's jails and calls together get at most four IPC namespaces at a time."""
+
+
+def test_calls_at_once_need_no_ipc_namespaces_of_their_own(
+    ordinary_user: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before Linux 6.3 the kernel frees one IPC namespace in each RCU grace period, too slowly for a loop of calls.
+
+    The executor starts a call again that the zygote could not start, so the statuses alone show nothing.
+    """
+    server = executor_after(FEW_IPC_NAMESPACES, python=ordinary_user["server"])
+    with executor(isolation="namespaces", slots=12, **{**ordinary_user, "server": server}) as caller:
+        results = caller.run_all([call("import time; time.sleep(1)", timeout_s=60) for _ in range(12)])
+    assert [result.status for result in results] == [Status.OK] * 12
+    assert "could not be started" not in capfd.readouterr().err
 
 
 def test_sleepers_and_fork_bombs_change_no_other_result(caller: Caller) -> None:

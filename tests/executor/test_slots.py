@@ -148,6 +148,27 @@ def test_a_peak_that_cannot_be_reset_is_known_only_for_a_call_that_exceeds_it(
         assert usage.peak_bytes == expected
 
 
+def test_a_peak_that_may_only_be_read_is_known_for_a_call_that_exceeds_it(
+    cgroup_files: FakeCgroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In version 2 before Linux 6.12, an ordinary user may not open the file for writing."""
+    open_file = os.open
+
+    def refuse_writing(path: str, flags: int, mode: int = 0o777) -> int:
+        if path.endswith("memory.max_usage_in_bytes") and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return open_file(path, flags, mode)
+
+    monkeypatch.setattr("os.open", refuse_writing)
+    slots = slots_with_one_used(cgroup_files)
+    slots.set_limits(0, memory_bytes=1, tasks=1)
+    monkeypatch.undo()
+    cgroup_files.write("memory.max_usage_in_bytes", "50")
+    usage = slots.read_usage(0)
+    assert usage is not None
+    assert usage.peak_bytes == 50
+
+
 @pytest.mark.parametrize("missing", ["memory.max_usage_in_bytes", "cpuacct.usage", "memory.failcnt"])
 def test_a_usage_that_the_kernel_does_not_count_is_none(missing: str, tmp_path: Path) -> None:
     slots = slots_with_one_used(FakeCgroup(tmp_path / "0", missing))

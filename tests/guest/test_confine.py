@@ -22,7 +22,7 @@ ALLOW_ALL_FILTER = "BgAAAAAA/38="
 """A seccomp filter of one instruction that allows every system call, in base64."""
 NAMESPACES_PLAN = {
     "pid_namespace": True,
-    "namespaces": 0x08000000,  # CLONE_NEWIPC
+    "namespaces": 0x04000000,  # CLONE_NEWUTS
     "scratch_mount": "/tmp",
     "drop_capabilities": True,
     "no_new_privs": True,

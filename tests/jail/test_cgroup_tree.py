@@ -338,6 +338,27 @@ def test_a_cgroup_that_others_manage_is_left_alone(fake_cgroup: FakeCgroup, monk
     assert fake_cgroup.moved == [10, 11, 12]
 
 
+SYSTEMCTL = """#!/bin/sh
+[ "$*" = "--user show --property=Delegate --value -- own.service" ] && echo {answer}
+"""
+
+
+@pytest.mark.parametrize(("answer", "is_delegated"), [("yes", True), ("no", False)])
+def test_the_systemd_of_a_user_is_asked_whether_a_unit_is_delegated(
+    answer: str, is_delegated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sets no attribute on the cgroup of a unit with Delegate=yes."""
+    program = tmp_path / "systemctl"
+    program.write_text(SYSTEMCTL.format(answer=answer))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    unit = tmp_path / f"user@{os.geteuid()}.service" / "own.service"
+    unit.mkdir(parents=True)
+    assert cgroup_tree._is_delegated(str(unit)) == is_delegated
+    assert not cgroup_tree._is_delegated(str(unit / "other.service"))
+    assert not cgroup_tree._is_delegated(str(tmp_path / "own.service"))
+
+
 def test_missing_controllers_are_named(fake_cgroup: FakeCgroup) -> None:
     (fake_cgroup.parent / "cgroup.controllers").write_text("cpu pids\n")
     with pytest.raises(OSError, match=r"parent has no memory$"):

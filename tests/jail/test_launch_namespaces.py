@@ -157,7 +157,7 @@ def test_zygote_can_confine_a_call(jail_setup: JailSetup) -> None:
 assert libc_call("unshare", {kernel.CLONE_NEWPID}) == "done"
 child = os.fork()
 if child == 0:
-    unshared = libc_call("unshare", {kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS})
+    unshared = libc_call("unshare", {kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS})
     mounted = libc_call("mount", b"call", b"/tmp", b"tmpfs", {kernel.MS_NOSUID | kernel.MS_NODEV}, b"size=1m,mode=0777")
     if {uid_base is not None}:
         os.setgroups([]), os.setresgid(*[{call_uid}] * 3), os.setresuid(*[{call_uid}] * 3)

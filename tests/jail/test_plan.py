@@ -58,7 +58,7 @@ def test_only_level_landlock_has_a_scratch_root(level: Level, scratch_root: str 
 @pytest.mark.parametrize("level", [Level.NSJAIL, Level.NAMESPACES])
 def test_plan_is_json_with_all_steps(level: Level) -> None:
     plan = json.loads(json.dumps(confinement_plan(spec(level, uid_base=RANGE_START, uid_count=2000))))
-    assert plan.pop("namespaces") == kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    assert plan.pop("namespaces") == kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS
     assert b64decode(plan.pop("zygote_filter")) == seccomp.program(seccomp.FilterKind.ZYGOTE)
     assert b64decode(plan.pop("call_filter")) == seccomp.program(seccomp.FilterKind.NAMED_SOCKETS_ON_TOP)
     assert b64decode(plan.pop("loopback_filter")) == seccomp.program(seccomp.FilterKind.LOOPBACK_ON_TOP)

@@ -1,0 +1,173 @@
+"""Writes docs/machines.md from rows.json, which has one row for each machine that was booted.
+
+python -m tests.machines.report --check     # fail if the page is not what the rows say
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROWS = Path(__file__).with_name("rows.json")
+PAGE = Path(__file__).parents[2] / "docs" / "machines.md"
+HEAD = """\
+# Machines
+
+    make test-machines
+
+This boots Debian's kernels in virtual machines, one after another, and tries the server in each of them. The table
+is written from what the machines printed (`tests/machines/rows.json`). Each machine has 2 cores, 2 GB of memory,
+systemd 252 and cgroups of version 2. The host needs root, and Debian's packages debootstrap, e2fsprogs and
+qemu-system-x86.
+
+QEMU emulates the cores, unless `python -m tests.machines --accel kvm` is used. Such a machine shows what works on a
+kernel, and not how fast it is.
+
+"""
+SET_UPS = """
+The set-ups:
+
+| set-up | the server runs |
+|---|---|
+| root | as root, in a unit of systemd with `Delegate=yes` |
+| user | as an ordinary user with subordinate ids, in a unit of the user's own systemd with `Delegate=yes` |
+| root-without-cgroups | as root; the kernel has no memory controller (`cgroup_disable=memory`) |
+| user-without-cgroups | as an ordinary user with subordinate ids, in a cgroup of root |
+
+The columns:
+
+| column | what was run |
+|---|---|
+| level, cgroups | `rstar-sandbox doctor --json` |
+| calls | `bench.chaos` without kills: calls whose results are known beforehand |
+| kills | the same calls while executors, launchers and zygotes are killed: three in about the time of `doctor` |
+| cgroup tests | `tests/executor/test_cgroups.py` and `tests/jail/test_cgroup_tree.py` |
+| invariance | `bench.invariance`: calls that need 0.5 to 2 times their time limit, alone and on an overloaded machine |
+| escape | `tests/escape` at the level |
+| systemd unit | `tests/machines/unit.py`: the unit is started, killed and stopped under load; a call is killed by OOM |
+
+All calls use the standard library only. In each machine a user may have 64 IPC namespaces at a time, so that calls that
+make some would be found: before Linux 6.3 the kernel frees one in each RCU grace period.
+"""
+NOT_RUN = "not run"
+COLUMNS = (
+    "Linux",
+    "set-up",
+    "level",
+    "cgroups",
+    "calls",
+    "kills",
+    "cgroup tests",
+    "invariance",
+    "escape",
+    "systemd unit",
+    "date",
+)
+Row = Mapping[str, Any]
+
+
+def main(argv: list[str]) -> int:
+    text = page(read_rows())
+    if argv == ["--check"]:
+        if PAGE.read_text() == text:
+            return 0
+        print(f"report: {PAGE.name} is not what {ROWS.name} says; run python -m tests.machines.report", file=sys.stderr)
+        return 1
+    PAGE.write_text(text)
+    return 0
+
+
+def read_rows() -> dict[str, Row]:
+    return dict(json.loads(ROWS.read_text()))
+
+
+def write_row(name: str, row: Row) -> None:
+    """Replace one row. Parts that were not run this time keep their results if the kernel is the same."""
+    rows = read_rows() if ROWS.exists() else {}
+    old = {key: part for key, part in rows.get(name, {}).items() if key != "problem"}
+    rows[name] = {**old, **row} if old.get("kernel") == row.get("kernel") else row
+    ordered = sorted(rows.items(), key=lambda item: ([*map(int, item[1]["version"].split("."))], item[1]["set_up"]))
+    ROWS.write_text(json.dumps(dict(ordered), indent=1) + "\n")
+
+
+def page(rows: Mapping[str, Row]) -> str:
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows.values()]
+    found = [f"- {row['version']}, {row['set_up']}: {problem}\n" for row in rows.values() for problem in problems(row)]
+    does_not_hold = "\n## What does not hold\n\n" + ("".join(found) or "Nothing in these rows.\n")
+    return HEAD + "\n".join(lines) + "\n" + does_not_hold + SET_UPS
+
+
+def cells(row: Row) -> list[str]:
+    doctor = row.get("doctor", {})
+    return [
+        row.get("kernel", row["version"]),
+        row["set_up"],
+        doctor.get("level") or NOT_RUN,
+        _cgroups(doctor.get("cgroups", NOT_RUN)),
+        _calls(row.get("mix")),
+        _calls(row.get("kills")),
+        _tests(row.get("cgroups")),
+        _invariance(row.get("invariance")),
+        _tests(row.get("escape")),
+        _tests(row.get("unit")),
+        row.get("date", ""),
+    ]
+
+
+def problems(row: Row) -> Iterator[str]:
+    """Yield a sentence for each thing that does not hold on a machine."""
+    if "problem" in row:
+        yield _one_line(row["problem"])
+    for name, part in row.items():
+        if isinstance(part, Mapping):
+            yield from (f"{name}: {problem}" for problem in _part_problems(part))
+
+
+def _part_problems(part: Row) -> Iterator[str]:
+    if "problem" in part:
+        yield _one_line(part["problem"])
+    if part.get("level", "") is None or part.get("call", "ok") != "ok":
+        yield f"no level: {part['call']}"
+    for name in ("lost", "doubled", "mismatched"):
+        if part.get(name):
+            yield f"{part[name]} calls {name}"
+    for name in ("unavailable", "leftovers", "changed", "misjudged", "failures"):
+        if part.get(name):
+            yield f"{name}: {_one_line(str(part[name]))}"
+
+
+def _one_line(text: str) -> str:
+    return "`" + " ".join(text.replace("`", "'").split())[:500] + "`"
+
+
+def _cgroups(found: str) -> str:
+    return found.partition(", below")[0]
+
+
+def _calls(part: Row | None) -> str:
+    if part is None or "problem" in part:
+        return NOT_RUN
+    wrong = part["lost"] + part["doubled"] + part["mismatched"]
+    kills = f", {part['kills']} kills" if part["kills"] else ""
+    return f"{part['calls']:,}{kills}: {wrong} wrong or lost, {sum(part['unavailable'].values())} unavailable"
+
+
+def _invariance(part: Row | None) -> str:
+    if part is None or "problem" in part:
+        return NOT_RUN
+    return f"{part['calls']} calls: {len(part['changed'])} changed, {len(part['misjudged'])} misjudged"
+
+
+def _tests(part: Row | None) -> str:
+    if part is None or "problem" in part:
+        return NOT_RUN
+    names = ("passed", "failed", "error", "errors", "xfailed", "skipped")
+    return ", ".join(f"{part[name]} {name}" for name in names if part.get(name))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
