@@ -107,7 +107,11 @@ class Confinement:
         self._buffers: list = []  # keeps the memory alive to which the steps point
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
-        self._clone_flags, self._tid_address = _pid_namespace_flags() if self.has_namespaces else (0, 0)
+        self._tid_address = _tid_address() if self.has_namespaces or self.landlock is not None else 0
+        self._clone_flags = CLONE_NEWPID if self.has_namespaces else 0
+        self._clone_flags |= _CLONE_CHILD_SETTID if self._tid_address else 0
+        self.may_have_template = self.has_namespaces or bool(self._tid_address)
+        """Whether machine code may fork the calls. Without a PID namespace, the C library must learn the call's id."""
         self._exit_signal = int(signal.SIGCHLD)
         self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
         self._loopback_filter = _Filter.decode(plan["loopback_filter"], plan["own_pid_offsets"])
@@ -282,16 +286,12 @@ def restrict_zygote(plan: dict) -> None:
         _Filter(base64.b64decode(plan["zygote_filter"]), []).load()
 
 
-def _pid_namespace_flags() -> tuple[int, int]:
-    """Return the flags of a fork into a PID namespace, and the address where the C library keeps the thread's id.
-
-    With CLONE_CHILD_SETTID the kernel writes the child's id to this address. If the kernel cannot return the address
-    (CONFIG_CHECKPOINT_RESTORE is off), the flag is left out and the address is 0.
-    """
+def _tid_address() -> int:
+    """Return the address where the C library keeps the id of this thread. With CLONE_CHILD_SETTID the kernel writes the
+    child's id to it. Return 0 if the kernel does not tell the address (CONFIG_CHECKPOINT_RESTORE is off)."""
     tid = ctypes.c_void_p()
-    if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:
-        return CLONE_NEWPID | _CLONE_CHILD_SETTID, tid.value or 0
-    return CLONE_NEWPID, 0
+    found = system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0
+    return int(tid.value or 0) if found else 0
 
 
 def _mount_options(size_bytes: int, inodes: int, uid: int | None) -> memoryview:

@@ -102,7 +102,7 @@ class Zygote:
     """The loop that receives frames, forks calls and sends their results."""
 
     def __init__(self, sock: socket.socket, confinement: confine.Confinement) -> None:
-        self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
+        self.batch = fork_batch.ForkBatch(use_machine_code=confinement.may_have_template)
         self.reader = frames.FrameReader(sock, self.batch.frame_buffer)
         self.confinement = confinement
         self.writer = frames.FrameWriter(sock)

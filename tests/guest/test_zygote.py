@@ -18,7 +18,7 @@ CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import errno, frames, json, os, protocol, socket, time, types, zygote
 ours, theirs = socket.socketpair()
-confinement = types.SimpleNamespace(has_namespaces=False, landlock=None, scratch_mount="/tmp", cgroup_dir_fds={{}})
+confinement = types.SimpleNamespace(may_have_template=False, landlock=None, scratch_mount="/tmp", cgroup_dir_fds={{}})
 confinement.prepare_slot = confinement.release_slot = lambda slot: None
 subject = zygote.Zygote(theirs, confinement)
 def running_call(pid, run_id, slot=0, started=0.0):
