@@ -1,9 +1,8 @@
 """Confinement: the steps between the fork and the first line of a call's code.
 
 A zygote forks one process per call. The executor sends the zygote a confinement plan. `Confinement` turns the plan into
-one ordered list of system calls for each call. The zygote's `ForkBatch` executes this list: in machine code at the
-levels with namespaces (`nsjail` and `namespaces`), in Python at the levels `landlock` and `none`. At the latter levels,
-`finish` takes the last steps, because they need more than system calls.
+one ordered list of system calls for each call. The zygote's `ForkBatch` executes this list: in machine code, and at
+level `none` in Python. At level `landlock`, `finish` takes the last steps, because they need more than system calls.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report

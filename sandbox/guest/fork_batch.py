@@ -12,9 +12,9 @@ A job is a copy of the call's record (its header and body) and a list of system 
 layout of a job. The zygote writes the jobs to memory that only the zygote and the template have. The calls are children
 of the zygote, not of the template (CLONE_PARENT). The template has the descriptors of the zygote (CLONE_FILES).
 
-Where memory cannot be made executable (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux), and at the isolation
-levels `landlock` and `none`, the zygote itself executes the same jobs in Python, more slowly. The machine code is for
-x86-64, which all levels but `none` require.
+Where memory cannot be made executable (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux), and at level `none`, the
+zygote itself executes the same jobs in Python, more slowly. The machine code is for x86-64, which all levels but `none`
+require.
 """
 
 from __future__ import annotations
