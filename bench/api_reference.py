@@ -223,4 +223,6 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _code_block(text: str) -> str:
-    return f"```python\n{text}\n```"
+    """Return a block of code, with the quotes of this project's style."""
+    quoted = re.sub(r"""'([^'"]*)'""", r'"\1"', text)
+    return f"```python\n{quoted}\n```"
