@@ -1,7 +1,9 @@
-"""Write the reference pages in docs/reference/ from the code: settings, routes, metrics.
+"""Write the reference pages in docs/reference/ from the code: settings, commands, routes, metrics and so on.
 
     python -m bench.reference          # writes the pages
     python -m bench.reference --check  # exits with 1 and names each page that differs from the code
+
+Both exit with 1 and name file and line of a public Python name that has no description (`bench.api_reference`).
 
 No page is written by hand that a program knows. `tests/bench/test_reference.py` holds the pages against the code.
 """
@@ -12,26 +14,26 @@ import argparse
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from bench.api_reference import UndocumentedName, public_names, table
+from bench.error_messages import messages
+from sandbox.commands import main as sandbox_main
 from sandbox.gateway import metrics, routes
 from sandbox.settings.server import ENV_PREFIX, SETTING_GROUPS, SETTINGS, Setting
+from trainer import cli as trainer_cli
 from trainer.config import RunConfig
 from trainer.setting_comments import setting_comments
 
-PAGES = Path(__file__).parents[1] / "docs/reference"
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs/reference"
 NOTICE = "<!-- Written by `python -m bench.reference`. Change the code, not this page. -->"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table. A bar in a cell is escaped."""
-    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def server_settings() -> str:
@@ -156,13 +158,161 @@ def metric_names() -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ApiPage:
+    """A page of the Python API. `sections` maps a heading to the files and names that the section shows."""
+
+    title: str
+    text: str
+    sections: Mapping[str, Mapping[str, str]]
+
+    def markdown(self) -> str:
+        """Return the page. Raises `UndocumentedName`."""
+        parts = [f"# {self.title}", self.text]
+        for heading, names in self.sections.items():
+            parts += [f"## {heading}", *(public_names(ROOT, path, each.split()) for path, each in names.items())]
+        return "\n\n".join(parts)
+
+
+API_PAGES = {
+    "python-client.md": ApiPage(
+        "Python API: clients",
+        "`from sandbox.client import AsyncClient, Client` and so on: the module `sandbox.client` has all names of the "
+        "first two sections. [The Python client](../python.md) explains them with examples. The arguments and results "
+        "are on the page [Python API: types](python-types.md).",
+        {
+            "Clients: `sandbox.client`": {
+                "sandbox/client/clients.py": "AsyncClient Client AnyCall Pair",
+                "sandbox/client/judge.py": "RawProgram",
+            },
+            "Errors: `sandbox.client`": {
+                "sandbox/errors.py": "SandboxError InvalidCall ServiceError Unreachable Overloaded RequestRefused "
+                "TooLarge",
+            },
+            "A server of your own: `sandbox.local`": {"sandbox/local.py": "local_service"},
+            "A tool for a model: `sandbox.tool`": {
+                "sandbox/tool.py": "tool_schema parse_arguments render TOOL_NAMES MAX_RESPONSE_CHARS"
+            },
+            "A tool for TRL: `sandbox.integrations.trl`": {
+                "sandbox/integrations/trl.py": "PythonEnvironment SandboxOutage"
+            },
+        },
+    ),
+    "python-types.md": ApiPage(
+        "Python API: types",
+        "The arguments and results of the [clients](python-client.md): `from sandbox.client import Call, Limits` "
+        "and so on. A name that is not in `sandbox.client` is imported from the module in the heading. All types are "
+        "frozen: `dataclasses.replace` makes a changed copy.",
+        {
+            "Calls: `sandbox.types`": {"sandbox/types.py": "Call Limits Profile Network"},
+            "Results of calls: `sandbox.types`": {
+                "sandbox/types.py": "Result Status CallError Usage UnavailableReason",
+            },
+            "Answer checks: `sandbox.types`": {"sandbox/types.py": "Verdict Outcome Strictness"},
+            "Judged programs: `sandbox.judging.programs`": {
+                "sandbox/judging/programs.py": "JudgedProgram JudgeOutcome JudgedTest"
+            },
+        },
+    ),
+    "python-trainer.md": ApiPage(
+        "Python API: trainer",
+        "What an environment or a reward function of your own uses. [Environments](../environments.md) shows "
+        "[a reward function](../environments.md#a-reward-of-your-own) and "
+        "[an environment](../environments.md#writing-an-environment) with examples.",
+        {
+            "Episodes: `trainer.episodes.episode`": {
+                "trainer/episodes/episode.py": "Problem Episode Turn ToolCall ToolCallStatus StopReason"
+            },
+            "Environments: `trainer.environments.environment`": {
+                "trainer/environments/environment.py": "Environment InitialState EnvironmentFailure"
+            },
+            "The model's tool calls: `trainer.episodes.turn_parser`": {
+                "trainer/episodes/turn_parser.py": "ToolCallRequest"
+            },
+            "Rewards: `trainer.episodes.reward`": {"trainer/episodes/reward.py": "INFRASTRUCTURE_STOPS VerifyOutcome"},
+            "The sandbox: `Environment.services.required_sandbox`": {
+                "trainer/environments/connection.py": "SandboxConnection",
+                "trainer/environments/python_tool.py": "PythonTool",
+                "trainer/environments/answer_check.py": "AnswerChecker",
+                "trainer/environments/program_judge.py": "ProgramJudge",
+            },
+        },
+    ),
+}
+
+
+def commands() -> str:
+    """Return the page of both commands with their subcommands and options."""
+    parts = [
+        "# Commands",
+        "`--help` of a command shows the same. The exit code is 0 if all is well, 1 after a failure, and 2 for a wrong "
+        "command line, unless the command says otherwise.",
+    ]
+    for parser in (sandbox_main._parser(), trainer_cli._parser()):
+        parts += [f"## `{parser.prog}`", parser.description or ""]
+        (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        for name, command in subparsers.choices.items():
+            parts += [f"### `{parser.prog} {name}`", " ".join((command.description or "").split()), *_options(command)]
+    return "\n\n".join(parts)
+
+
+def _options(command: argparse.ArgumentParser) -> Sequence[str]:
+    """Return the table of a command's arguments. Those that are settings of the server are on a page of their own."""
+    actions = [action for action in command._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+    own = [action for action in actions if action.dest not in SETTINGS]
+    formatter = command._get_formatter()
+    rows = [(f"`{_invocation(action)}`", formatter._expand_help(action) if action.help else "") for action in own]
+    parts = [table(("argument", "description"), rows)] if rows else []
+    if len(own) < len(actions):
+        settings = ", ".join(f"`{action.option_strings[0]}`" for action in actions if action.dest in SETTINGS)
+        parts.append(f"Options that are [settings of the server](server-settings.md): {settings}.")
+    return parts
+
+
+def _invocation(action: argparse.Action) -> str:
+    """Return an argument as a user writes it, such as `--out FILE`."""
+    metavar = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    value = "" if action.nargs == 0 else str(metavar)
+    return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+MESSAGE_SECTIONS = {
+    "Settings of the server": ("sandbox/settings",),
+    "Isolation, and the Python of calls": ("sandbox/jail", "sandbox/executor", "sandbox/runtime"),
+    "Commands and clusters": ("sandbox/commands", "sandbox/cluster"),
+    "Requests": ("sandbox/gateway", "sandbox/judging", "sandbox/client"),
+    "The trainer": ("trainer",),
+}
+"""The folders whose messages a section of the page has."""
+
+
+def error_messages() -> str:
+    """Return the page of the error messages, by the part of the project that writes them."""
+    parts = [
+        "# Error messages",
+        "The messages of both commands, of the server's responses and of the Python client. `...` is a part that "
+        "differs from case to case. The beginning of a message names the setting, the file or the field. "
+        "[Troubleshooting](../howto/troubleshooting.md) has the reasons of the most frequent ones.\n\n"
+        "A message of the form `NAME: expected ..., got ...` is about one setting. "
+        "[Settings of the server](server-settings.md) and [settings of the trainer](trainer-settings.md) say what each "
+        "setting expects.",
+    ]
+    for heading, folders in MESSAGE_SECTIONS.items():
+        texts = [text for folder in folders for text in messages(ROOT, folder)]
+        parts += [f"## {heading}", "\n".join(f"- `` {text} ``" if "`" in text else f"- `{text}`" for text in texts)]
+    return "\n\n".join(parts)
+
+
 def pages() -> dict[str, str]:
-    """Return the text of each page by its file name."""
+    """Return the text of each page by its file name. Raises `UndocumentedName`."""
     texts = {
         "server-settings.md": server_settings(),
         "trainer-settings.md": trainer_settings(),
         "routes.md": http_routes(),
         "metrics.md": metric_names(),
+        "commands.md": commands(),
+        "messages.md": error_messages(),
+        **{name: page.markdown() for name, page in API_PAGES.items()},
     }
     return {name: f"{NOTICE}\n\n{text}\n" for name, text in texts.items()}
 
@@ -171,9 +321,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
     arguments = parser.parse_args(argv)
+    try:
+        texts = pages()
+    except UndocumentedName as error:
+        print(error)
+        return 1
     PAGES.mkdir(exist_ok=True)
     different = []
-    for name, text in pages().items():
+    for name, text in texts.items():
         page = PAGES / name
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             different.append(page)

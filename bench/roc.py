@@ -1,7 +1,8 @@
 """Does Resample on Correct (RoC) lead to fewer failing tool calls in correct episodes, without loss of accuracy?
 
     python -m bench.roc [--task costly|free] [--seeds 5] [--steps 30] [--max-turns N] [--arms roc,grpo-g,grpo-2g]
-                        [--folder runs/roc] [--plot F.png] [--json]
+                        [--folder runs/roc] [--json]
+    python -m bench.roc --config configs/smollm2.toml --before-sft --seeds 3 --steps 10 --arms roc,grpo-g
 
 The task `costly` has the generated problems of configs/tiny.toml. On it, an episode with failing calls is less often
 correct. On the task `free` (bench/workloads/ambiguous_problems.py), a failing call costs nearly no reward. This is
@@ -19,8 +20,9 @@ For each seed, the tiny model gets SFT once and is then trained in several ways 
 
 `uniform` keeps the numbers of correct and of wrong episodes that RoC keeps.
 
-All other settings are those of configs/tiny.toml, and all models are evaluated on the same held-out problems. Seeds
-differ in model, problems and sampling. So arms are compared within a seed, and the table has the mean of these
+All other settings are those of configs/tiny.toml, and all models are evaluated on the same held-out problems.
+`--config` replaces these settings and the model. With `--before-sft`, a pretrained model is also evaluated before SFT.
+Seeds differ in model, problems and sampling. So arms are compared within a seed, and the table has the mean of these
 differences and their deviation over seeds. Every arm of every seed is a recipe with its own run folder, so an
 interrupted comparison can be resumed. The whole comparison takes hours on two cores.
 """
@@ -28,6 +30,8 @@ interrupted comparison can be resumed. The whole comparison takes hours on two c
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -43,8 +47,8 @@ from trainer.config import RunConfig, StageConfig
 from trainer.config_loading import load_config
 from trainer.recipe.evaluation import read_outcomes
 from trainer.recipe.evaluation import summarize as summarize_episodes
-from trainer.recipe.phases import RecipeRun
-from trainer.recipe.runner import PhaseFailed, run_recipe
+from trainer.recipe.phases import INITIAL_STAGE, RecipeRun
+from trainer.recipe.runner import NO_PREFLIGHT, PhaseFailed, run_recipe
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.toml"
 GROUP = 8
@@ -56,8 +60,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "uniform": {"samples_per_problem": 2 * GROUP, "kept_per_problem": GROUP, "roc_mode": "uniform"},
 }
 DEFAULT_ARMS = "roc,grpo-g,grpo-2g"
+BEFORE_SFT = "before-sft"
+"""Name of the evaluation of the model before SFT."""
 NAMES = {
-    "sft": "before: SFT",
+    BEFORE_SFT: "before SFT",
+    "sft": "after SFT",
     "roc": "RoC, 2G to G",
     "grpo-g": "GRPO, all of G",
     "grpo-2g": "GRPO, all of 2G",
@@ -118,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=arguments.count, default=5, help="number of seeds, from 0 up (default: 5)")
     parser.add_argument("--steps", type=arguments.count, default=30, help="training steps of RL (default: 30)")
     parser.add_argument("--arms", type=arms, default=arms(DEFAULT_ARMS), help=f"of {','.join(ARMS)}")
+    parser.add_argument("--before-sft", action="store_true", help="also evaluate the model before SFT")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/roc"), help="parent of the run folders (default: runs/roc)"
     )
@@ -173,12 +181,25 @@ def _gate(rows: Sequence[Result]) -> dict[str, Any]:
 
 
 def _run_arms(args: argparse.Namespace, seed: int, sft_run: RecipeRun) -> dict[str, Result]:
-    rows = {"sft": measured(sft_run, "sft")}
+    rows = {}
+    if args.before_sft:
+        rows[BEFORE_SFT] = measured(_evaluate_before_sft(sft_run), BEFORE_SFT)
+    rows["sft"] = measured(sft_run, "sft")
     for arm in args.arms:
         folder = args.folder / f"{arm}{f'-{args.max_turns}-turns' if args.max_turns else ''}-{seed}"
         config = arm_config(_shared_settings(args, seed), arm, sft_run, folder, args.steps, args.max_turns)
         rows[arm] = measured(run_recipe(config, log=_log), STAGE)
     return rows
+
+
+def _evaluate_before_sft(sft_run: RecipeRun) -> RecipeRun:
+    """Evaluate the model from which SFT has started, as a stage of the run."""
+    out = sft_run.stage_dir(BEFORE_SFT) / "eval"
+    arguments = [str(sft_run.dir), "--model", str(sft_run.model_path(sft_run.trained_model(INITIAL_STAGE).model))]
+    command_line = [sys.executable, "-m", "trainer", "eval", *arguments, "--out", str(out), NO_PREFLIGHT]
+    if exit_code := subprocess.run(command_line, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise command.BenchFailed(f"the evaluation before SFT failed with exit code {exit_code}")
+    return sft_run
 
 
 def _requirements(result: Result) -> list[Requirement]:
@@ -254,7 +275,7 @@ def summarize(seeds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
         values = differences(arm, name)
         return {**mean_sd(values), "p": sign_flip_p(values)} if values else None
 
-    others = [arm for arm in arms if "roc" in arms and arm not in ("roc", "sft")]
+    others = [arm for arm in arms if "roc" in arms and arm in ARMS and arm != "roc"]
     return {
         "seeds": len(seeds),
         "names": {arm: NAMES[arm] for arm in arms},
@@ -262,7 +283,7 @@ def summarize(seeds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
         "differences": {arm: {name: compared(arm, name) for name in MEASURES} for arm in others},
         "runs": [{arm: {k: v for k, v in row.items() if k != "curves"} for arm, row in rows.items()} for rows in seeds],
         **{
-            key: {arm: {name: curve(arm, name, value) for name in CURVES} for arm in arms if arm != "sft"}
+            key: {arm: {name: curve(arm, name, value) for name in CURVES} for arm in arms if arm in ARMS}
             for key, value in (("curves", "mean"), ("curve_deviations", "sd"))
         },
     }

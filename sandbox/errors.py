@@ -52,8 +52,9 @@ class NodeError(SandboxError):
 class ServiceError(SandboxError):
     """The client got no result. This error says nothing about the code of the call.
 
-    `results` has an entry for each item of the list that a method got: what it would have returned for the item, or
-    None if no result had arrived. It is empty for methods without a list.
+    - `retry_after_s`: the seconds of the response's `Retry-After`, or None.
+    - `results`: an entry for each item of the list that a method got. It is what the method would have returned for the
+      item, or None if no result had arrived. For methods without a list, `results` is empty.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, results: Sequence[Any] = ()) -> None:
@@ -68,11 +69,11 @@ class ServiceError(SandboxError):
 
 
 class Overloaded(ServiceError):
-    """The server's queue is full (429) or the server is not ready (503)."""
+    """The server's queue is full (429), or the server is not ready (503). Later it may accept the request."""
 
 
 class RequestRefused(ServiceError):
-    """The request is malformed or not allowed (4xx)."""
+    """The request is malformed or not allowed (4xx). Sending it again does not help."""
 
 
 class TooLarge(RequestRefused):

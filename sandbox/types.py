@@ -497,7 +497,7 @@ CALL_FIELDS: dict[str, str] = {
     "stdin_base64": "bytes on standard input as base64 text, instead of stdin",
     "files": "files to create in the scratch directory: relative path to content, which is base64 text, or an object "
     'such as {"text": "a,b"}, or raw bytes in msgpack',
-    "return_files": "relative paths of files to return after the run, or patterns such as *.png and out/**/*.csv",
+    "return_files": "relative paths of files to return after the run, or patterns such as `*.png` and `out/**/*.csv`",
     "limits": "resource limits of the call",
     "echo": "whether to return the value of the last expression, as a notebook does",
     "profile": "profile of the zygote that the call is forked from",
@@ -505,7 +505,7 @@ CALL_FIELDS: dict[str, str] = {
     "priority": "waiting calls with a lower number run first",
     "tenant": "owner of the call; the server divides its slots fairly between tenants",
     "env": "environment variables of the code: name to text",
-    "argv": "arguments of the code: sys.argv is main.py and these",
+    "argv": "arguments of the code: `sys.argv` is `main.py` and these",
     "figures": "whether to return the open figures of matplotlib as figure-1.png, figure-2.png, ...",
     "deadline_s": DEADLINE_RULE.doc,
     "network": "loopback: the code may use TCP and UDP on 127.0.0.1, between its own processes",

@@ -120,6 +120,9 @@ class EnginesConfig:
     vllm_python: str = ""  # a Python that has vLLM, to start servers; if empty, the trainer's Python
     max_num_seqs: PositiveInt = 64  # sequences that one engine runs at once
     max_model_len: Annotated[int, Field(ge=16)] = 16384  # tokens of prompt and response per sequence
+    # Only for kind=local: cpu, cuda, or cuda:N for the GPU with this number; ROCm's are also named cuda. If empty, the
+    # first GPU of hardware.engine_gpus or, without them, of training, and the CPU if training has no GPU.
+    device: str = ""
     weight_sync: Literal["file", "gloo", "nccl"] = "file"  # new weights: a shared folder, TCP, or NCCL/RCCL
     # How new weights are checked: by checksums of tensors (and once by log-probabilities of the sync probe), by the
     # probe at each sync, or not at all. A broadcast (gloo, nccl) compares checksums in any case.
@@ -330,6 +333,15 @@ class RunConfig:
             "of servers that the run starts",
         )
         _require(
+            re.fullmatch(r"(cpu|cuda(:\d+)?)?", engines.device),
+            f"engines.device={engines.device}: expected cpu, cuda or cuda:N with the number of a GPU",
+        )
+        _require(
+            not engines.device or engines.kind == "local",
+            f"engines.device={engines.device}: expected kind=local, got {engines.kind}, whose servers have their own "
+            "devices",
+        )
+        _require(
             not engines.endpoints or engines.kind != "local",
             "engines.endpoints: expected engines.kind=vllm or openai, got local, which runs in this process",
         )
@@ -461,6 +473,13 @@ class RunConfig:
             (not unfit, f"stages {', '.join(unfit)}", online),
         ):
             _require(holds, f"engines.sleep_mode=true, {got}: expected {expected}; or set sleep_mode to false")
+
+    @property
+    def local_device(self) -> str:
+        """torch's name of the local engine's device."""
+        hardware = self.hardware
+        gpu = f"cuda:{hardware.gpus_per_node if hardware.engine_gpus else 0}"
+        return self.engines.device or (gpu if hardware.gpus_per_node else "cpu")
 
     def trainings(self) -> dict[str, SftConfig | StageConfig]:
         """Return the settings of SFT, if there is one, and of the stages, by the names of their tables."""

@@ -1,4 +1,4 @@
-"""The local engine: tokens per second, and its log-probabilities against those of the trainer's model on the device."""
+"""The local engine on the device: tokens per second, and its log-probabilities against those of the trainer's model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checks(settings: Settings) -> Checks:
 
 
 def _measure(settings: Settings, shape: ModelShape, dtype: str) -> Finding:
-    model = random_model(shape, "cpu", dtype)
+    model = random_model(shape, settings.device, dtype)
     folder = settings.path / dtype
     model.config.save_pretrained(folder)  # the probe reads the sizes there
     return asyncio.run(_run(settings, model, folder, dtype))

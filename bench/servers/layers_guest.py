@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before all other imports, as in the real zygote
 
 import os
 import resource
+import signal
 import sys
 import time
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ OUTPUT_BYTES = 1 << 16
 class MeasuringZygote(zygote.Zygote):
     """The real zygote with one more order, `measure`, which `_on_measure` handles."""
 
-    def _on_measure(self, header: dict[str, Any], body: memoryview) -> None:
+    def _on_measure(self, header: dict[str, Any], *_data: memoryview) -> None:
         failed, before_s, cpu = 0, _children_cpu_s(), time.process_time_ns()
         for _ in range(header["calls"]):
             failed += self._run_bare(header["fork"], header["source"])
@@ -49,8 +50,9 @@ class MeasuringZygote(zygote.Zygote):
         if fork == "os.fork":
             pid = os.fork()
         else:
-            number, flags, *rest = self.confinement.fork_step(0)
-            pid = system_calls.invoke(number, flags & ~confine.CLONE_NEWPID, *rest)
+            number, flags, *rest = self.confinement.fork_step(0)  # it forks a call from the template
+            flags = flags & ~(confine.CLONE_NEWPID | confine.CLONE_PARENT) | signal.SIGCHLD
+            pid = system_calls.invoke(number, flags, *rest)
         if pid == 0:
             _bare_child(source, out)
         _, status = os.waitpid(pid, 0)

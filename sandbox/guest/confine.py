@@ -1,9 +1,8 @@
 """Confinement: the steps between the fork and the first line of a call's code.
 
 A zygote forks one process per call. The executor sends the zygote a confinement plan. `Confinement` turns the plan into
-one ordered list of system calls for each call. The zygote's `ForkBatch` executes this list: in machine code at the
-levels with namespaces (`nsjail` and `namespaces`), in Python at the levels `landlock` and `none`. At the latter levels,
-`finish` takes the last steps, because they need more than system calls.
+one ordered list of system calls for each call. The zygote's `ForkBatch` executes this list: in machine code, and at
+level `none` in Python. At level `landlock`, `finish` takes the last steps, because they need more than system calls.
 
     step                                          levels                      why here
     1  dup2 of output, report, input              all                         later failures are written to the report
@@ -15,13 +14,13 @@ levels with namespaces (`nsjail` and `namespaces`), in Python at the levels `lan
        or unshare and loopback; unshare, mount
        of the scratch directory
     7  setgroups, setresgid, setresuid or capset  all but none                drops the privilege
-    8  chdir                                      namespaces, nsjail          only the owner may enter the directory
+    8  chdir, fchdir                              all but landlock            only the owner may enter the directory
     9  setrlimit                                  all                         RLIMIT_NPROC counts the new user
     10 prctl(PR_SET_PDEATHSIG)                    all                         setresuid clears it
     11 setsid                                     landlock                    no signals to the zygote's session
     12 prctl(PR_SET_NO_NEW_PRIVS)                 all but none                required by the filter
     13 seccomp                                    namespaces, nsjail          forbids most of the steps above
-    14 finish: chdir, parent check, seccomp       landlock, none (chdir)      the filter contains the process id
+    14 finish: chdir, parent check, seccomp       landlock                    the filter contains the process id
 
 Invariant: if a step fails, the call's code does not run.
 """
@@ -37,13 +36,14 @@ import resource
 import signal
 import socket
 import struct
-import time
+from time import CLOCK_MONOTONIC
 
-import fork_batch
 import landlock_slots
 import system_calls
+from fork_batch import step
 from system_calls import check
 
+CLONE_PARENT = 0x8000
 _CLONE_CHILD_SETTID = 0x01000000
 _CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
@@ -62,8 +62,7 @@ _LOOPBACK_FD = 9
 """A descriptor that is open in the zygote and that calls do not use. A call with a loopback network closes it. All
 lower ones are open, so the socket that brings the network up then gets this number."""
 _CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-# Offsets of the four parts of a job's data, in words of 8 bytes.
-_TIME_WORD = 0  # a struct timespec, of 2 words
+# Offsets of the other parts of a job's data, in words of 8 bytes. It begins with the time of the fork, of 2 words.
 _RLIMIT_WORD = 2  # four struct rlimit, of 2 words each
 _CLONE_WORD = 10  # a struct clone_args, of 11 words
 _OPTIONS_WORD = 21  # the options of the mount
@@ -107,11 +106,12 @@ class Confinement:
         self._buffers: list = []  # keeps the memory alive to which the steps point
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
-        self._clone_flags, self._tid_address = _pid_namespace_flags() if self.has_namespaces else (0, 0)
-        clone_args = (ctypes.c_uint64 * (_CLONE_ARGS_BYTES // 8))()
-        clone_args[0] = self._clone_flags | _CLONE_INTO_CGROUP
-        clone_args[_CLONE_ARG_CHILD_TID], clone_args[_CLONE_ARG_EXIT_SIGNAL] = self._tid_address, signal.SIGCHLD
-        self._clone_args = list(clone_args)
+        self._tid_address = _tid_address() if self.has_namespaces or self.landlock is not None else 0
+        self._clone_flags = CLONE_NEWPID if self.has_namespaces else 0
+        self._clone_flags |= _CLONE_CHILD_SETTID if self._tid_address else 0
+        self.may_have_template = self.has_namespaces or bool(self._tid_address)
+        """Whether machine code may fork the calls. Without a PID namespace, the C library must learn the call's id."""
+        self._exit_signal = int(signal.SIGCHLD)
         self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
         self._loopback_filter = _Filter.decode(plan["loopback_filter"], plan["own_pid_offsets"])
         self._prepare_steps(plan)
@@ -121,6 +121,12 @@ class Confinement:
         """Prepare this process. Called once in each zygote."""
         if self.landlock is not None:
             self.landlock.become_subreaper()
+
+    def fork_from_template(self, is_template: bool) -> None:
+        """Set whether a template forks the calls (`fork_batch.py`). The calls are children of its parent, the zygote.
+        Then clone3(2) accepts no signal: a call sends the signal that the template sends."""
+        flags, self._exit_signal = (CLONE_PARENT, 0) if is_template else (0, int(signal.SIGCHLD))
+        self._clone_flags = self._clone_flags & ~CLONE_PARENT | flags
 
     def close_cgroup_fds(self) -> None:
         """Close the descriptors of all cgroups."""
@@ -152,31 +158,31 @@ class Confinement:
         one thread.
         """
         if slot in self.cgroup_dir_fds:
-            return _step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
-        return _step(system_calls.CLONE, self._clone_flags | signal.SIGCHLD, 0, 0, self._tid_address)
+            return step(system_calls.CLONE3, data + 8 * _CLONE_WORD, _CLONE_ARGS_BYTES)
+        return step(system_calls.CLONE, self._clone_flags | self._exit_signal, 0, 0, self._tid_address)
 
     def syscall_steps(
-        self, slot: int, call: dict, fds: list[tuple[int, int]], data: int
+        self, slot: int, call: dict, fds: list[tuple[int, int]], directory_fd: int, time: int, data: int
     ) -> tuple[list[int], list[int]]:
-        """Return the steps of a job and its data, both in words of 8 bytes. `data` is the address at which the data
-        will lie.
+        """Return the steps of a job and its data, both in words of 8 bytes. `time` and `data` are the addresses at
+        which the time of the fork and the data will lie.
 
         The first step reads the clock, the second step forks, and the other steps confine the child in the order of the
         table at the top. Each pair in `fds` is a descriptor in the zygote and the descriptor that it becomes in the
-        call.
+        call. `directory_fd` is the descriptor of the call's working directory at level `none`, and -1 at other levels.
         """
         uid = self._uid_base + slot if self._uid_base is not None else None
         steps = [
-            *_step(system_calls.CLOCK_GETTIME, time.CLOCK_MONOTONIC, data + 8 * _TIME_WORD),
+            *step(system_calls.CLOCK_GETTIME, CLOCK_MONOTONIC, time),
             *self.fork_step(data, slot),
         ]
         for fd, number in fds:
-            steps += _step(system_calls.DUP2, fd, number)
+            steps += step(system_calls.DUP2, fd, number)
         if slot not in self.cgroup_dir_fds:
             for fd in self.cgroup_procs_fds.get(slot, ()):
-                steps += _step(system_calls.WRITE, fd, self._zero, 1)
+                steps += step(system_calls.WRITE, fd, self._zero, 1)
         if self.landlock is not None:
-            steps += _step(system_calls.LANDLOCK_RESTRICT_SELF, *self.landlock.ruleset(slot))
+            steps += step(system_calls.LANDLOCK_RESTRICT_SELF, *self.landlock.ruleset(slot))
         if not call["blobs"][1]:
             steps += self._empty_input
         steps += self._signals
@@ -184,34 +190,32 @@ class Confinement:
         steps += self._enter_loopback if has_loopback else self._enter_network(slot)
         steps += self._unshare
         if self.scratch_mount is not None:
-            steps += _step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
+            steps += step(system_calls.MOUNT, *self._mount, data + 8 * _OPTIONS_WORD)
         if uid is not None:
-            steps += _step(system_calls.SETGROUPS, 0, 0)
-            steps += _step(system_calls.SETRESGID, uid, uid, uid)
-            steps += _step(system_calls.SETRESUID, uid, uid, uid)  # uid > 0: this clears all capabilities
+            steps += step(system_calls.SETGROUPS, 0, 0)
+            steps += step(system_calls.SETRESGID, uid, uid, uid)
+            steps += step(system_calls.SETRESUID, uid, uid, uid)  # uid > 0: this clears all capabilities
         else:
             steps += self._drop_capabilities
-        steps += self._enter_scratch
+        steps += step(system_calls.FCHDIR, directory_fd) if directory_fd >= 0 else self._enter_scratch
         for index, name in enumerate(self._rlimit_names):
-            steps += _step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * index))
+            steps += step(system_calls.SETRLIMIT, RLIMITS[name], data + 8 * (_RLIMIT_WORD + 2 * index))
         steps += self._last_steps
         steps += self._load_loopback_filter if has_loopback else self._load_filter
         return steps, self._data(slot, call, uid)
 
-    def finish(self, slot: int, directory: str | None) -> None:
-        """In the child: take the last steps (row 14 of the table). `directory` is the working directory of the call at
-        level `none`. Raises `OSError`."""
+    def finish(self, slot: int) -> None:
+        """In the child: take the last steps (row 14 of the table). Raises `OSError`."""
         if self.landlock is not None:
             self.landlock.exit_if_orphaned()
             directory = os.environ["HOME"] = os.environ["TMPDIR"] = self.landlock.home(slot)
-        if directory is not None:
             os.chdir(directory)
         if self._filter is not None and self._filter.needs_pid:
             self._filter.load_with_pid()
 
     def _prepare_steps(self, plan: dict) -> None:
         """Build the steps that are the same for each call."""
-        step, calls = _step, system_calls
+        calls = system_calls
         home = self._address((plan["scratch_mount"] or "").encode())
         self._zero = self._address(b"0")
         self._empty_input = step(calls.CLOSE, 0) + step(calls.OPEN, self._address(b"/dev/null"), os.O_RDONLY)
@@ -247,17 +251,19 @@ class Confinement:
     def _enter_network(self, slot: int) -> tuple[int, ...]:
         if slot not in self.network_fds:
             return ()
-        return _step(system_calls.SETNS, self.network_fds[slot], _CLONE_NEWNET)
+        return step(system_calls.SETNS, self.network_fds[slot], _CLONE_NEWNET)
 
     def _data(self, slot: int, call: dict, uid: int | None) -> list[int]:
-        """Return the data to which a job's steps point; see `_TIME_WORD` for the layout."""
+        """Return the data to which a job's steps point; see `_RLIMIT_WORD` for the layout."""
         data = [0] * _OPTIONS_WORD
         word = _RLIMIT_WORD
         for name in self._rlimit_names:  # soft and hard limit
             data[word] = data[word + 1] = call[name] + (self.address_space_bytes if name == "memory_bytes" else 0)
             word += 2
         if slot in self.cgroup_dir_fds:
-            data[_CLONE_WORD:_OPTIONS_WORD] = self._clone_args
+            data[_CLONE_WORD] = self._clone_flags | _CLONE_INTO_CGROUP
+            data[_CLONE_WORD + _CLONE_ARG_CHILD_TID] = self._tid_address
+            data[_CLONE_WORD + _CLONE_ARG_EXIT_SIGNAL] = self._exit_signal
             data[_CLONE_WORD + _CLONE_ARG_CGROUP] = self.cgroup_dir_fds[slot]
         if self.scratch_mount is not None:
             data += _mount_options(call["disk_bytes"], self._inodes, uid)
@@ -279,20 +285,12 @@ def restrict_zygote(plan: dict) -> None:
         _Filter(base64.b64decode(plan["zygote_filter"]), []).load()
 
 
-def _pid_namespace_flags() -> tuple[int, int]:
-    """Return the flags of a fork into a PID namespace, and the address where the C library keeps the thread's id.
-
-    With CLONE_CHILD_SETTID the kernel writes the child's id to this address. If the kernel cannot return the address
-    (CONFIG_CHECKPOINT_RESTORE is off), the flag is left out and the address is 0.
-    """
+def _tid_address() -> int:
+    """Return the address where the C library keeps the id of this thread. With CLONE_CHILD_SETTID the kernel writes the
+    child's id to it. Return 0 if the kernel does not tell the address (CONFIG_CHECKPOINT_RESTORE is off)."""
     tid = ctypes.c_void_p()
-    if system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0:
-        return CLONE_NEWPID | _CLONE_CHILD_SETTID, tid.value or 0
-    return CLONE_NEWPID, 0
-
-
-def _step(number: int, *arguments: int) -> tuple[int, ...]:
-    return (number, *arguments, *(0,) * (fork_batch.STEP_WORDS - 1 - len(arguments)))
+    found = system_calls.prctl(system_calls.PR_GET_TID_ADDRESS, ctypes.byref(tid), 0, 0, 0) == 0
+    return int(tid.value or 0) if found else 0
 
 
 def _mount_options(size_bytes: int, inodes: int, uid: int | None) -> memoryview:

@@ -1,27 +1,36 @@
-"""Forks several calls in a row and executes the first steps of each call, in machine code where this is possible.
+"""Forks calls from the template, a copy of the zygote that never runs Python.
 
-This is an optimisation. After a fork, both processes share all memory, and the first write to a page copies the page.
-An interpreter writes to about fifty pages from one fork to the next, so a zygote that forked in Python would copy fifty
-pages for every call. The machine code writes only to a stack, a page of results and the buffer of the child's input.
-docs/architecture.md has the CPU time that it saves.
+This is an optimisation. A fork copies the page table of its parent, which takes 70 ns for each 4 KiB page that the
+parent has written. For a huge page (2 MiB) it takes as long as for one small page. But the first write to a huge page
+that a child shares splits it into 512 small pages. A zygote that serves calls writes all over its heap. So the zygote
+forks the template once, before its first call. The template waits in machine code and forks the calls. It writes only
+to a stack, the private copy of a job and a record, so its heap stays in huge pages.
+docs/architecture.md has the CPU time that this saves.
 
-A job is a copy of the call's input and a list of system calls (steps), which `Confinement.syscall_steps` in
-`confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the layout of a job.
+A job is a copy of the call's record (its header and body) and a list of system calls (steps), which
+`Confinement.syscall_steps` in `confine.py` chooses. `fork_batch.S` is the source of the machine code and documents the
+layout of a job. The zygote writes the jobs to memory that only the zygote and the template have. The calls are children
+of the zygote, not of the template (CLONE_PARENT). The template has the descriptors of the zygote (CLONE_FILES).
 
-Python executes the same jobs, more slowly, where memory cannot be made executable (PR_SET_MDWE, systemd's
-MemoryDenyWriteExecute, SELinux), and at the isolation levels `landlock` and `none`. The machine code is for x86-64,
-which all levels but `none` require.
+Where memory cannot be made executable (PR_SET_MDWE, systemd's MemoryDenyWriteExecute, SELinux), and at level `none`, the
+zygote itself executes the same jobs in Python, more slowly. The machine code is for x86-64, which all levels but `none`
+require.
 """
 
 from __future__ import annotations
 
 import array
 import ctypes
+import marshal
 import mmap
 import os
+import select
+import signal
+import socket
 from collections.abc import Callable
 
 import system_calls
+import wiped_memory
 
 MAX_JOBS = 32
 """Maximum number of jobs in one run."""
@@ -29,110 +38,187 @@ STEP_WORDS = 7
 """Words of a step: the number of the system call and six arguments."""
 DATA_OFFSET = 260
 """Number of words of a job before its data. The steps may point to the data."""
+RECORD_FD = 5
+"""Descriptor of a call from which it reads its record, if the record is larger than `wiped_memory.USUAL_BYTES`."""
 _JOB_WORDS = 320
 """Size of a job. Its data has at most 60 words."""
-_HEADER_WORDS = 5
-"""Number of words of a job before its steps: the result, and the four words of the input copy. If a step fails in a
-child, the address of this step replaces the first word of the input copy, which has been done then."""
+_HEADER_WORDS = 6
+"""Number of words of a job before its steps: the result, the four words of the record's copy, and the size of the
+header in the record. If a step fails in a child, the address of this step replaces the first word of the copy."""
+_FIRST_JOB = 40
+"""Number of words before the jobs. `fork_batch.S` documents them."""
+_SETUP_WORD, _READ_WORD, _COUNT_WORD, _WRITE_WORD, _COPY_WORD = 7, 22, 29, 30, 37
+_COUNT_BYTES = 8
 _END = -1
+_CLONE_FILES = 0x400
 _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
-    "5355415441554989fc4c8d2cf74d39ec744e498b1c24488b7308488b7b10488b"
-    "4b18f3a4488b4b2031c0f3aa488d6bf0e835000000e8300000004885c0740948"
-    "89034983c408ebc548837d38ff7411e8160000004885c079ef48890348896b08"
-    "4c89e0415d415c5d5bc34883c538488b4500488b7d08488b7510488b55184c8b"
-    "55204c8b45284c8b4d300f05c3"
+    "53554154415541564989fc4d8bb42428010000498d6c24c8e8be0000004885c0"
+    "0f85ac00000048837d38ff7416e8a90000004885c079efbf01000000b8e70000"
+    "000f05498d6c2478e88e0000004883f80875e44d8bac24e8000000498d9c2440"
+    "0100004889de4c89f7b940010000f348a5488b7308488b7b10488b4b18f3a448"
+    "8b4b2031c0f3aa498d6ef8e84b000000e8460000004885c0741e4889034881c3"
+    "000a000049ffcd75ba498dac24b8000000e825000000eb8b48837d38ff7411e8"
+    "170000004885c079ef49890649896e0831c0415e415d415c5d5bc34883c53848"
+    "8b4500488b7d08488b7510488b55184c8b55204c8b45284c8b4d300f05c3"
 )
 
 
 class ForkBatch:
-    """Memory for jobs: `add` writes a job, and `run` forks all of them."""
+    """Memory for jobs: `add` writes a job, and `run` forks all of them, from the template once there is one."""
 
     def __init__(self, *, use_machine_code: bool = True) -> None:
-        # The pages are private: what a call writes to them must not reach the zygote or another call.
-        flags, rights = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
-        self._jobs = mmap.mmap(-1, 8 * MAX_JOBS * (_JOB_WORDS + 1), flags, rights)
-        self._base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._jobs))  # also that of the list of jobs
-        self.words = memoryview(self._jobs).cast("q")  # the addresses of the jobs, then the jobs
-        self.data_addresses = [self._base_address + 8 * (_job_word(number) + DATA_OFFSET) for number in range(MAX_JOBS)]
-        """Address of the data of each job."""
-        for number in range(MAX_JOBS):
-            self.words[number] = self._base_address + 8 * _job_word(number)
-        self._own_job = 0
-        # These two functions are public attributes because the warm-up (`fork_warmup.py`) replaces them for a while.
+        self._code = wiped_memory.private_pages(len(_MACHINE_CODE))
+        self._code_address = wiped_memory.address(self._code)
+        self.has_machine_code = use_machine_code and _make_executable(self._code, _MACHINE_CODE)
+        # Without a template, the zygote forks the calls. They inherit private pages, and the buffer for frames is wiped
+        jobs_bytes = 8 * (_FIRST_JOB + MAX_JOBS * _JOB_WORDS)
+        kind, frame_bytes = mmap.MAP_PRIVATE, 0
+        if self.has_machine_code:
+            kind, frame_bytes = mmap.MAP_SHARED, wiped_memory.USUAL_BYTES
+        self._memory = mmap.mmap(-1, jobs_bytes + frame_bytes, kind | mmap.MAP_ANONYMOUS)
+        self.frame_buffer = memoryview(self._memory)[-frame_bytes:] if frame_bytes else wiped_memory.wiped_buffer()
+        """Buffer for the frames that the zygote receives. The template can read it, and no call has it."""
+        self.words = memoryview(self._memory)[:jobs_bytes].cast("q")
+        self._address = wiped_memory.address(self._memory)
+        self.time_addresses = [self._address + 8 * (_job_word(number) + DATA_OFFSET) for number in range(MAX_JOBS)]
+        """Address of the first two words of the data of each job, in which the zygote reads the time of the fork."""
+        self._copy = wiped_memory.private_pages(8 * _JOB_WORDS)
+        self.copy = memoryview(self._copy)[: 8 * _JOB_WORDS].cast("q")
+        """In a call: its job."""
+        self._copy_address = wiped_memory.address(self._copy)
+        self.data_address = self._copy_address + 8 * DATA_OFFSET
+        """Address at which a call has the data of its job."""
+        self._record = wiped_memory.CallRecord()
+        # This function is a public attribute because the warm-up (`fork_warmup.py`) replaces it for a while.
         self.invoke: Callable[..., int] = system_calls.invoke
-        """Function that makes a system call for `execute_in_python`."""
-        self.execute: Callable[[int, int], int] = self.execute_in_python
-        """Function that executes jobs. Its arguments are the address of the list of jobs and the number of jobs. It
-        returns an address in this list: in a child the address of the entry of the child's job, in the parent the
-        address behind the last entry."""
-        self.has_machine_code = False
-        if use_machine_code:
-            self._code = mmap.mmap(-1, mmap.PAGESIZE, flags, rights)
-            self._code[: len(_MACHINE_CODE)] = _MACHINE_CODE
-            code = ctypes.addressof(ctypes.c_char.from_buffer(self._code))
-            if system_calls.mprotect(code, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) == 0:
-                self.has_machine_code = True
-                # CFUNCTYPE would release the GIL around the forks, which writes to memory; PYFUNCTYPE keeps it.
-                self.execute = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)(code)
+        """Function that makes a system call if there is no template."""
+        self._template_fds: tuple[int, ...] = ()  # our end of its socket, the template's end, and its pidfd
+        self._poll = select.poll()
 
-    def add(self, number: int, input_copy: tuple[int, int, int, int], steps: list[int], data: list[int]) -> None:
-        """Write a job. The first step must read the clock into the data, and the second step must fork. `input_copy` is
-        the result of `CallInput.prepare_copy`."""
+    def start_template(self) -> bool:
+        """Fork the template. Return False in the zygote, and True in each call that the template will fork. Raises
+        `OSError`."""
+        ours, theirs = (end.detach() for end in socket.socketpair())
+        words, size = self.words, len(self._memory)
+        count_address = self._address + 8 * _COUNT_WORD
+        for start, *steps in (
+            (0, step(system_calls.CLONE, _CLONE_FILES | signal.SIGCHLD)),
+            (
+                _SETUP_WORD,
+                step(system_calls.PRCTL, system_calls.PR_SET_PDEATHSIG, signal.SIGKILL),
+                step(system_calls.MADVISE, self._address, size, mmap.MADV_DONTFORK),
+                (_END,),
+            ),
+            (_READ_WORD, step(system_calls.READ, theirs, count_address, _COUNT_BYTES)),
+            (_WRITE_WORD, step(system_calls.WRITE, theirs, count_address, _COUNT_BYTES)),
+            (_COPY_WORD, (self._copy_address,)),
+        ):
+            for part in steps:
+                words[start : start + len(part)] = array.array("q", part)
+                start += len(part)
+        # CFUNCTYPE would release the GIL, which writes to memory; PYFUNCTYPE keeps it.
+        start_code = ctypes.PYFUNCTYPE(ctypes.c_long, ctypes.c_size_t)(self._code_address)
+        pid = start_code(self._address)
+        if pid == 0:
+            return True
+        if pid < 0:
+            raise OSError(-pid, f"fork of the template: {os.strerror(-pid)}")
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        self._template_fds = ours, theirs, os.pidfd_open(pid)
+        self._poll.register(ours, select.POLLIN)
+        self._poll.register(self._template_fds[-1], select.POLLIN)
+        return False
+
+    def close(self) -> None:
+        """In a child zygote, which gets a template of its own: close the descriptors."""
+        for fd in self._template_fds:
+            os.close(fd)
+
+    def add(self, number: int, record: memoryview, header_size: int, steps: list[int], data: list[int]) -> None:
+        """Write a job. The first step must read the clock into `time_addresses[number]`, and the second step must fork.
+        `record` is empty if the call reads its record from `RECORD_FD`."""
         start = _job_word(number)
-        job = array.array("q", (0, *input_copy, *steps, _END))
+        job = array.array("q", (0, *self._record.prepare_copy(record), header_size, *steps, _END))
         assert len(job) <= DATA_OFFSET and len(data) <= _JOB_WORDS - DATA_OFFSET
         self.words[start : start + len(job)] = job
         self.words[start + DATA_OFFSET : start + DATA_OFFSET + len(data)] = array.array("q", data)
 
-    def run(self, count: int) -> int | None:
-        """Fork the first `count` jobs. Return None in the parent and the job's number in a child."""
-        number = (int(self.execute(self._base_address, count)) - self._base_address) // 8
-        if number == count:
-            return None
-        self._own_job = _job_word(number)
-        return number
+    def run(self, count: int) -> bool:
+        """Fork the first `count` jobs. Return whether this process is a child, which it is only without a template.
+        Raises `ChildProcessError` if the template has ended."""
+        if not self._template_fds:
+            return self._run_in_python(count)
+        ours = self._template_fds[0]
+        os.write(ours, count.to_bytes(_COUNT_BYTES, "little"))
+        if (ours, select.POLLIN) not in self._poll.poll():
+            raise ChildProcessError("the template has ended")
+        os.read(ours, _COUNT_BYTES)
+        return False
 
-    def execute_in_python(self, list_address: int, count: int) -> int:
-        """Do the same as the machine code (`fork_batch.S`)."""
-        words = self.words
+    def _run_in_python(self, count: int) -> bool:
+        """Do the same as the machine code (`fork_batch.S`). Return whether this process is a child."""
+        words, copy = self.words, self.copy
         for number in range(count):
-            job = (words[number] - list_address) // 8  # index of the job's first word
-            source, target, size, zeros = words[job + 1 : job + _HEADER_WORDS]
+            job = _job_word(number)
+            copy[:] = words[job : job + _JOB_WORDS]
+            source, target, size, zeros = copy[1:5]
             ctypes.memmove(target, source, size)
             ctypes.memset(target + size, 0, zeros)
-            step = job + _HEADER_WORDS
-            self.invoke(*words[step : step + STEP_WORDS])
-            step += STEP_WORDS
-            words[job] = result = self.invoke(*words[step : step + STEP_WORDS])
+            first = _HEADER_WORDS  # word of the next step
+            self.invoke(*copy[first : first + STEP_WORDS])
+            first += STEP_WORDS
+            words[job] = result = self.invoke(*copy[first : first + STEP_WORDS])
             if result != 0:
                 continue
-            step += STEP_WORDS
-            while words[step] != _END:
-                result = self.invoke(*words[step : step + STEP_WORDS])
+            first += STEP_WORDS
+            while copy[first] != _END:
+                result = self.invoke(*copy[first : first + STEP_WORDS])
                 if result < 0:  # for `raise_if_step_failed`
-                    words[job], words[job + 1] = result, list_address + 8 * step
+                    copy[0], copy[1] = result, self._copy_address + 8 * first
                     break
-                step += STEP_WORDS
-            return list_address + 8 * number
-        return list_address + 8 * count
+                first += STEP_WORDS
+            return True
+        return False
 
     def raise_if_step_failed(self) -> None:
         """In a child: raise `OSError` if a step of its job failed."""
-        error, step_address = self.words[self._own_job : self._own_job + 2]
+        error, step_address = self.copy[:2]
         if error:
-            number = self.words[(step_address - self._base_address) // 8]
+            number = self.copy[(step_address - self._copy_address) // 8]
             raise OSError(-error, f"system call {number}: {os.strerror(-error)}")
 
+    def own_call(self) -> tuple[dict, memoryview]:
+        """In a child: return the header and the body of its call."""
+        size, header_size = self.copy[3], self.copy[5]
+        record = self._record.read(size) if size else memoryview(_mapped_file(RECORD_FD))
+        return marshal.loads(record[:header_size]), record[header_size:]
+
     def child_pid(self, number: int) -> int:
-        """In the parent: return the process id of a job's child, or the negative error number of its fork."""
+        """In the zygote: return the process id of a job's child, or the negative error number of its fork."""
         return int(self.words[_job_word(number)])
 
     def forked_at(self, number: int) -> float:
-        """In the parent: return the time of a job's fork on the clock of time.monotonic, in seconds."""
+        """In the zygote: return the time of a job's fork on the clock of time.monotonic, in seconds."""
         start = _job_word(number) + DATA_OFFSET
         return self.words[start] + self.words[start + 1] / 1e9
 
 
+def _make_executable(pages: mmap.mmap, code: bytes) -> bool:
+    """Fill pages with machine code. Return whether they could be made executable."""
+    pages[: len(code)] = code
+    rights = mmap.PROT_READ | mmap.PROT_EXEC
+    return bool(system_calls.mprotect(wiped_memory.address(pages), len(pages), rights) == 0)
+
+
+def _mapped_file(fd: int) -> mmap.mmap:
+    return mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+
+
+def step(number: int, *arguments: int) -> tuple[int, ...]:
+    """Return the words of a step."""
+    return (number, *arguments, *(0,) * (STEP_WORDS - 1 - len(arguments)))
+
+
 def _job_word(number: int) -> int:
-    """Return the first word of a job, counted from the start of the memory, which begins with the list of jobs."""
-    return MAX_JOBS + number * _JOB_WORDS
+    """Return the first word of a job, counted from the start of the memory."""
+    return _FIRST_JOB + number * _JOB_WORDS

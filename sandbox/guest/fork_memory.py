@@ -9,7 +9,8 @@ longer than the rest of a small call.
     function       effect                                          when it is called
     use_one_heap   all memory comes from malloc's heap             when a zygote starts
     remap_code     code in huge pages, two mappings per library    after the zygote has loaded its profile
-    compact_heap   the heap is in huge pages (from Linux 6.1 on)   after `remap_code`
+    compact_heap   the heap has no free memory, is in huge pages   after `remap_code`
+                   (from Linux 6.1 on)
     inherited_kb   measures the memory that a fork shares          last
 """
 
@@ -23,6 +24,9 @@ import os
 import fork_refcounts
 
 _HUGE_BYTES = 2 << 20
+_ALIGNMENT_BYTES, _MAX_OBJECT_BYTES = 16, 512  # of the interpreter's allocator (CPython, Objects/obmalloc.c)
+_MAX_FILLERS = 1 << 14
+"""Maximum number of objects of one size that occupy free memory."""
 _MADV_COLLAPSE = 25
 _MREMAP_MAYMOVE_FIXED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -31,6 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_void_p
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = (ctypes.c_size_t,)
+_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -88,6 +93,7 @@ _CALL_THRESHOLD_BYTES = 4 << 20
 for this."""
 _CHUNK_BYTES = 1 << 16
 _kept_alive: list = []  # all objects of the interpreter's first arenas (`use_one_heap`)
+_fillers: list = []  # objects that occupy free memory (`_fill_free_memory`)
 _remapped: set = set()  # (start, end, rights) of the mappings that `remap_code` has changed
 
 
@@ -123,16 +129,38 @@ def compact_heap() -> int:
     the number of huge pages."""
     gc.collect()
     fork_refcounts.immortalize()
+    gc.collect()  # empties the interpreter's free lists, whose objects are scattered
+    _fill_free_memory()  # what is allocated from here on, and freed again, lies behind the heap's end
     blocks = {id(subject) // _HUGE_BYTES for subject in gc.get_objects()}  # addresses in units of 2 MiB
     gc.freeze()
     gc.disable()
-    gc.collect()  # empties the interpreter's free lists, whose objects are scattered
     _fill_last_block()
     _malloc_trim(0)  # returns the free pages inside the heap to the kernel
     _restore_allocators()
     top = _libc.sbrk(0) // _HUGE_BYTES  # the block in which the heap ends. It stays small pages, so the heap can grow
     blocks |= _resident_blocks_below(top)
     return sum(_collapse(block) for block in blocks if block != top)
+
+
+def _fill_free_memory() -> None:
+    """Allocate the free memory below the end of the heap, so that calls allocate memory behind it.
+
+    Otherwise their objects would lie all over the heap. A call would copy the page of each, and split many huge pages.
+    """
+    end = _libc.sbrk(0)
+    for size in (*(1 << power for power in range(20, 10, -1)), *range(1024, 0, -_ALIGNMENT_BYTES)):
+        while (block := _libc.malloc(size)) and block < end:
+            pass
+        _libc.free(block)  # it is behind the end
+    fillers: list = []
+    _fillers.append(fillers)
+    for size in range(_MAX_OBJECT_BYTES, 0, -_ALIGNMENT_BYTES):
+        kind = {16: object, 32: complex}.get(size, bytes)  # a type whose objects have exactly this size
+        arguments = (size - bytes.__basicsize__,) if kind is bytes else ()
+        for _ in range(_MAX_FILLERS):
+            fillers.append(kind(*arguments))
+            if end <= id(fillers[-1]) < _libc.sbrk(0):
+                break
 
 
 def _fill_last_block() -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import linecache
+import marshal
 import mmap
 import os
 import resource
@@ -76,7 +76,9 @@ def _run(zygote: Zygote, call: dict, script: bytearray) -> bytes:
     """Run a script. Return the header of the `ended` frame that reports its end."""
     main_names, first_path = dict(runner.main_module.__dict__), sys.path[0]
     zygote.confined_flags, zygote.writer = mmap.mmap(-1, mmap.PAGESIZE), frames.FrameWriter(zygote.reader.sock)
-    zygote.on_call({**call, "blobs": [len(script), 0, 0]}, memoryview(script))
+    header = {**call, "blobs": [len(script), 0, 0]}
+    record = memoryview(bytearray(marshal.dumps(header)) + script)
+    zygote.on_call(header, record[-len(script) :], record)
     zygote.fork_pending()
     # As a call does, the script has set its byte in the flags and then unmapped them. `send_ended` reads this byte.
     zygote.confined_flags = mmap.mmap(-1, mmap.PAGESIZE)
@@ -97,14 +99,11 @@ def _stubbed(zygote: Zygote) -> Iterator[None]:
     confinement, batch = zygote.confinement, zygote.batch
     saved: list = [(owner, name, getattr(owner, name)) for owner, name, _ in _STUBS]
     saved += [(zygote, name, getattr(zygote, name)) for name in ("confined_flags", "writer")]
-    saved += [(batch, name, getattr(batch, name)) for name in ("execute", "invoke")]
+    saved.append((batch, "invoke", batch.invoke))
     saved.append((confinement, "landlock", confinement.landlock))
     confinement.landlock = confinement.landlock and _StubLandlock()  # type: ignore[assignment]
     confinement.cgroup_procs_fds[_SLOT], confinement.network_fds[_SLOT] = [-1], -1
     batch.invoke = _fake_invoke
-    if batch.has_machine_code:
-        # The machine code is a callable implemented in C. `functools.partial` makes the Python function one, too.
-        batch.execute = functools.partial(batch.execute_in_python)
     with _process_state_restored():
         try:
             for owner, name, stub in _STUBS:

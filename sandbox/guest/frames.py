@@ -24,16 +24,18 @@ _sendmsg = socket.socket.sendmsg  # kept here because `runner` replaces the meth
 class FrameReader:
     """Reads whole frames from a blocking socket. `fds` holds the received descriptors in order of arrival."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, usual_buffer: memoryview | None = None) -> None:
+        """Create a reader. `usual_buffer` has `USUAL_BYTES`, and holds frames that are not larger."""
         self.sock = sock
         self.fds: list[int] = []
-        self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
+        self._buffer = self._usual_buffer = usual_buffer or wiped_memory.wiped_buffer()
         self._start = self._end = 0  # bounds of the bytes that are received and not returned yet
 
-    def receive(self) -> list[tuple[dict, memoryview]]:
-        """Wait for bytes once. Return the complete frames as (header, body). Raises EOFError if the peer has closed.
+    def receive(self) -> list[tuple[dict, memoryview, memoryview]]:
+        """Wait for bytes once. Return the complete frames as (header, body, record). Raises EOFError if the peer has
+        closed.
 
-        A body is valid until the next `receive`.
+        The record is the encoded header and the body. Both views are valid until the next `receive`.
         """
         self._compact()
         size, ancillary, _flags, _address = self.sock.recvmsg_into([self._buffer[self._end :]], _ANCILLARY_BYTES)
@@ -48,10 +50,14 @@ class FrameReader:
             body = self._start + LENGTHS.size + header_size
             if self._end - body < body_size:
                 break
-            header = marshal.loads(self._buffer[self._start + LENGTHS.size : body])
-            frames.append((header, self._buffer[body : body + body_size]))
+            record = self._buffer[self._start + LENGTHS.size : body + body_size]
+            frames.append((marshal.loads(record[:header_size]), record[header_size:], record))
             self._start = body + body_size
         return frames
+
+    def is_usual(self, record: memoryview) -> bool:
+        """Return whether a record is in the usual buffer. A larger frame has a buffer of its own."""
+        return len(record) <= len(self._usual_buffer) - LENGTHS.size
 
     def _compact(self) -> None:
         """Move the bytes of an incomplete frame to the start of a buffer that can hold the rest of it."""
@@ -59,7 +65,8 @@ class FrameReader:
         if len(received) >= LENGTHS.size:
             size = max(size, LENGTHS.size + sum(LENGTHS.unpack_from(received)))  # of the whole frame
         if len(old) != size:
-            self._buffer = wiped_memory.wiped_buffer(size)
+            is_usual = size == wiped_memory.USUAL_BYTES
+            self._buffer = self._usual_buffer if is_usual else wiped_memory.wiped_buffer(size)
         if self._start or self._buffer is not old:
             self._buffer[: len(received)] = received
             self._start, self._end = 0, len(received)
@@ -70,7 +77,7 @@ class FrameWriter:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
+        self._buffer = wiped_memory.wiped_buffer()
         self._end = 0
 
     def add(self, header: dict, files: list[tuple[int, int]] | tuple = ()) -> None:
@@ -109,7 +116,7 @@ class FrameWriter:
             self._sock.sendall(self._buffer[: self._end])
             self._end = 0
             if len(self._buffer) > wiped_memory.USUAL_BYTES:
-                self._buffer = wiped_memory.wiped_buffer(wiped_memory.USUAL_BYTES)
+                self._buffer = wiped_memory.wiped_buffer()
 
     def first_header(self) -> bytes:
         """Return the header of the first queued frame."""

@@ -17,15 +17,18 @@ import os
 import signal
 import sys
 
+READ = 0
 WRITE = 1
 OPEN = 2
 CLOSE = 3
 SIGPROCMASK = 14
 IOCTL = 16
+MADVISE = 28
 DUP2 = 33
 SOCKET = 41
 CLONE = 56
 CHDIR = 80
+FCHDIR = 81
 SETPGID = 109
 SETSID = 112
 SETGROUPS = 116
@@ -75,6 +78,7 @@ _functions = {
     CLOSE: _libc["close"],
     SIGPROCMASK: _libc["sigprocmask"],
     DUP2: _libc["dup2"],
+    FCHDIR: _libc["fchdir"],
     SETPGID: _libc["setpgid"],
     PRCTL: _libc["prctl"],
     SETRLIMIT: _libc["setrlimit"],

@@ -42,9 +42,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import wiped_memory
 import fork_batch
 import output_files
 import answer_check
@@ -87,6 +86,7 @@ class RunningCall:
         self.fds: list[int] = []
         self.files_fd = -1  # of the returned files; it is also in `fds`
         self.temp_dir: str | None = None
+        self.temp_dir_fd = -1  # it is also in `fds`
 
     def close(self) -> None:
         for fd in self.fds:
@@ -101,13 +101,12 @@ class RunningCall:
 class Zygote:
     """The loop that receives frames, forks calls and sends their results."""
 
-    def __init__(self, reader: frames.FrameReader, confinement: confine.Confinement) -> None:
-        self.reader = reader
+    def __init__(self, sock: socket.socket, confinement: confine.Confinement) -> None:
+        self.batch = fork_batch.ForkBatch(use_machine_code=confinement.may_have_template)
+        self.reader = frames.FrameReader(sock, self.batch.frame_buffer)
         self.confinement = confinement
-        self.input = wiped_memory.CallInput()
-        self.writer = frames.FrameWriter(reader.sock)
-        self.batch = fork_batch.ForkBatch(use_machine_code=confinement.has_namespaces)
-        # Calls that wait for their fork, each with the header of its frame, the result of `_open_files`, and the body
+        self.writer = frames.FrameWriter(sock)
+        # Calls that wait for their fork, each with the header of its frame, the result of `_open_files`, and the record
         self.to_fork: list[tuple[RunningCall, dict, list[tuple[int, int]], memoryview]] = []
         self.running: dict[int, RunningCall] = {}  # by process id
         # Calls whose first process has died, with its wait status and usage. Other processes of these calls may run
@@ -120,7 +119,14 @@ class Zygote:
         self.child_signal_fd = system_calls.open_child_signal_fd()
         self.poll = select.poll()
         self.poll.register(self.child_signal_fd, select.POLLIN)
-        self.poll.register(reader.sock, select.POLLIN)
+        self.poll.register(sock, select.POLLIN)
+
+    def start_template(self) -> None:
+        """Fork the template from which all calls will be forked. Each of these calls continues here and does not
+        return."""
+        self.confinement.fork_from_template(self.batch.has_machine_code)
+        if self.batch.has_machine_code and self.batch.start_template():
+            self._run_child()
 
     def serve(self) -> None:
         """Serve until the executor closes the socket, which raises EOFError."""
@@ -131,10 +137,10 @@ class Zygote:
                 os.read(self.child_signal_fd, 4096)  # empties it
                 self._reap()
             if sock_fd in readable:
-                for header, body in self.reader.receive():
+                for header, body, record in self.reader.receive():
                     if header["op"] != "call":
                         self.fork_pending()
-                    HANDLERS[header["op"]](self, header, body)
+                    HANDLERS[header["op"]](self, header, body, record)
                 self.fork_pending()
             if self.deadlines:
                 self._report_still_running()
@@ -148,28 +154,29 @@ class Zygote:
                 os.kill(running.pid, signal.SIGKILL)
                 running.close()
 
-    def _on_start(self, header: dict, _body: memoryview) -> None:
+    def _on_start(self, header: dict, *_data: memoryview) -> None:
         self.confinement.address_space_bytes = header["address_space_bytes"]
         self.report_after_s = header["report_after_s"]
 
-    def _on_cgroup_procs(self, header: dict, _body: memoryview) -> None:
+    def _on_cgroup_procs(self, header: dict, *_data: memoryview) -> None:
         self.confinement.cgroup_procs_fds.setdefault(header["slot"], []).append(self.reader.fds.pop(0))
 
-    def _on_cgroup_dir(self, header: dict, _body: memoryview) -> None:
+    def _on_cgroup_dir(self, header: dict, *_data: memoryview) -> None:
         self.confinement.cgroup_dir_fds[header["slot"]] = self.reader.fds.pop(0)
 
-    def on_call(self, call: dict, body: memoryview) -> None:
+    def on_call(self, call: dict, body: memoryview, record: memoryview) -> None:
         """Open a call's files. The next `fork_pending` forks the call."""
         running = RunningCall(call)
-        is_large = len(body) > wiped_memory.USUAL_BYTES
-        if is_large or len(self.to_fork) == fork_batch.MAX_JOBS:
+        if len(self.to_fork) == fork_batch.MAX_JOBS:
             self.fork_pending()
         try:
-            self.to_fork.append((running, call, self._open_files(running, call, body), body))
+            fds = self._open_files(running, call, body)
+            if not self.reader.is_usual(record):
+                running.fds.append(output_files.input_file(record))
+                fds.append((running.fds[-1], fork_batch.RECORD_FD))
+            self.to_fork.append((running, call, fds, record))
         except OSError as error:  # out of descriptors, for example: not caused by the code
             self._send_start_failed(running, str(error))
-        if is_large:
-            self.fork_pending()
 
     def _open_files(self, running: RunningCall, call: dict, body: memoryview) -> list[tuple[int, int]]:
         """Open a call's files. Return pairs: a descriptor in the zygote, and the descriptor that it becomes in the
@@ -194,8 +201,9 @@ class Zygote:
             import tempfile  # only at level `none`, since it adds mappings, which every fork copies
 
             running.temp_dir = tempfile.mkdtemp(prefix=CALL_DIR_PREFIX, dir="/tmp")
-            running.fds.append(os.open(running.temp_dir, os.O_RDONLY))
-            fcntl.flock(running.fds[-1], fcntl.LOCK_EX)
+            running.temp_dir_fd = os.open(running.temp_dir, os.O_RDONLY)
+            running.fds.append(running.temp_dir_fd)
+            fcntl.flock(running.temp_dir_fd, fcntl.LOCK_EX)
         self.confined_flags[running.slot] = 0
         return fds
 
@@ -209,12 +217,16 @@ class Zygote:
         if not self.to_fork:
             return
         pending, self.to_fork = self.to_fork, []
-        for number, (running, call, fds, body) in enumerate(pending):
-            job = self.confinement.syscall_steps(running.slot, call, fds, self.batch.data_addresses[number])
-            self.batch.add(number, self.input.prepare_copy(body), *job)
-        own_number = self.batch.run(len(pending))
-        if own_number is not None:  # this process is the child
-            self._run_child(*pending[own_number])
+        for number, (running, call, fds, record) in enumerate(pending):
+            time_address, data_address = self.batch.time_addresses[number], self.batch.data_address
+            steps_and_data = self.confinement.syscall_steps(
+                running.slot, call, fds, running.temp_dir_fd, time_address, data_address
+            )
+            header_size = len(record) - sum(call["blobs"])
+            inherited = record if self.reader.is_usual(record) else record[:0]  # the call reads others from RECORD_FD
+            self.batch.add(number, inherited, header_size, *steps_and_data)
+        if self.batch.run(len(pending)):
+            self._run_child()
         for number, entry in enumerate(pending):
             running, call = entry[:2]
             running.pid = self.batch.child_pid(number)
@@ -226,26 +238,26 @@ class Zygote:
                 self.to_fork.append(entry)  # this machine refuses clone3, so this call is forked again, by clone
             else:
                 self._send_start_failed(running, f"fork: {os.strerror(-running.pid)}")
-        self.input.free_large()
         if self.to_fork:
             self.confinement.cgroup_dir_fds.clear()  # without these descriptors, calls are forked by clone
             self.fork_pending()
 
-    def _run_child(self, running: RunningCall, call: dict, _fds: list, body: memoryview) -> None:
-        """In the child: finish its confinement and run the code. Does not return."""
-        self.input.expose(len(body))
+    def _run_child(self) -> None:
+        """In a call: finish its confinement and run the code. Does not return."""
         try:
             self.batch.raise_if_step_failed()
-            self.confinement.finish(running.slot, running.temp_dir)
+            call, body = self.batch.own_call()
+            slot = call["slot"]
+            self.confinement.finish(slot)
             descriptors.close_from(5 if call["returns_files"] else 4)  # behind the call's last descriptor
         except BaseException as error:
             os.write(runner.REPORT_FD, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         # Set this slot's flag, and unmap the flags before the code runs. Otherwise the code could clear its flag, and
         # the zygote would report that the code of this call has never run.
-        self.confined_flags[running.slot] = _CONFINED
+        self.confined_flags[slot] = _CONFINED
         self.confined_flags.close()
-        runner.run(call, frames.split_blobs(self.input.body, call["blobs"]))
+        runner.run(call, frames.split_blobs(body, call["blobs"]))
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -294,7 +306,7 @@ class Zygote:
         running.close()
         self.confinement.release_slot(running.slot)
 
-    def _on_kill(self, header: dict, _body: memoryview) -> None:
+    def _on_kill(self, header: dict, *_data: memoryview) -> None:
         for running in self.running.values():
             if running.run_id == header["run_id"]:
                 os.kill(running.pid, signal.SIGKILL)
@@ -344,7 +356,7 @@ class Zygote:
             self.writer.send_with_fd({"op": "still_running", "run_id": run_id, "wall_ms": wall_ms}, fd)
             os.close(fd)
 
-    def _on_spawn(self, header: dict, _body: memoryview) -> None:
+    def _on_spawn(self, header: dict, *_data: memoryview) -> None:
         sock = socket.socket(fileno=self.reader.fds.pop(0))
         try:
             is_parent = os.fork() != 0
@@ -358,6 +370,7 @@ class Zygote:
                 running.temp_dir = None
                 running.close()
             self.reader.sock.close()
+            self.batch.close()
             os.close(self.child_signal_fd)
             confinement = self.confinement
             confinement.close_cgroup_fds()
@@ -366,7 +379,7 @@ class Zygote:
             warm_up_and_serve(descriptors.move_up(sock, _FIRST_FREE_FD), confinement, header)
 
 
-HANDLERS = {
+HANDLERS: dict[str, Callable[..., None]] = {
     "start": Zygote._on_start,
     "cgroup_procs": Zygote._on_cgroup_procs,
     "cgroup_dir": Zygote._on_cgroup_dir,
@@ -389,10 +402,11 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     _warm_up(sock, confinement)
     fork_memory.remap_code()
     fork_memory.compact_heap()
-    # The zygote object changes with each call. So it is created after the compaction, outside of the huge pages: a
-    # write to a huge page splits it, and then each fork copies 512 page table entries instead of one.
-    zygote = Zygote(frames.FrameReader(sock), confinement)
+    # Without a template, this process forks the calls. The zygote object changes with each call, so it is created after
+    # the compaction, outside of the huge pages: a write to a huge page that a child shares splits it.
+    zygote = Zygote(sock, confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
+    zygote.start_template()  # the first fork after the compaction: no huge page is split before it
     zygote.inherited_kb = fork_memory.inherited_kb()
     _send_ready(zygote.writer, missing, problems, {})
     try:
@@ -410,7 +424,7 @@ def _send_ready(writer: frames.FrameWriter, missing: list[str], problems: list[s
 
 
 def _warm_up(sock: socket.socket, confinement: confine.Confinement) -> None:
-    zygote = Zygote(frames.FrameReader(sock), confinement)
+    zygote = Zygote(sock, confinement)
     fork_warmup.run_scripts(zygote, 20)
     os.close(zygote.child_signal_fd)
 

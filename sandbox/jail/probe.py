@@ -447,7 +447,7 @@ _LAYERS: tuple[_Layer, ...] = (
     (
         "executable memory",
         _try_executable_memory,
-        "machine code forks batches of calls; else Python does, slower",
+        "machine code forks calls from a template; else Python does, slower",
     ),
     ("Landlock", _try_landlock, "level landlock, for containers without namespaces"),
     ("cgroups", _try_cgroups, "limits and usage of a whole call; without them the executor samples its memory"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,35 @@ def test_differences_are_taken_within_a_seed() -> None:
     assert result["differences"]["grpo-g"]["accuracy"] == {"mean": 0.25, "sd": 0.0707, "p": 0.5}
     assert result["curves"]["roc"]["one_answer"] == [1.0, None]
     assert "RoC less GRPO, all of G" in markdown(roc.tables({"steps": 2, "group": 8, **result}))
+
+
+def test_the_model_before_sft_is_evaluated_on_the_problems_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, commands = sft_run(tmp_path), []
+    run.write_result(Phase("prepare"), TrainResult("/models/smollm2", 0))
+
+    def fake_run(command_line: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command_line[2:])
+        write_outcomes(tmp_path / "stages/before-sft/eval", [episode("p0", 1.0, fails=True)])
+        return SimpleNamespace(returncode=len(commands) - 1)
+
+    monkeypatch.setattr(roc.subprocess, "run", fake_run)
+    measures = roc.measured(roc._evaluate_before_sft(run), roc.BEFORE_SFT)
+    out = str(tmp_path / "stages/before-sft/eval")
+    options = ["--model", "/models/smollm2", "--out", out, "--no-preflight"]
+    assert commands == [["trainer", "eval", str(tmp_path), *options]]
+    assert (measures["accuracy"], measures["tool_error_ratio"], measures["episodes"]) == (1.0, 1.0, 0)
+    with pytest.raises(BenchFailed, match="the evaluation before SFT failed with exit code 1"):
+        roc._evaluate_before_sft(run)
+
+
+def test_only_arms_are_compared_with_roc_and_have_curves() -> None:
+    row = measured_row()
+    result = roc.summarize([{roc.BEFORE_SFT: row, "sft": row, "roc": row, "grpo-g": row}])
+    assert list(result["names"].values()) == ["before SFT", "after SFT", "RoC, 2G to G", "GRPO, all of G"]
+    assert list(result["differences"]) == ["grpo-g"]
+    assert list(result["curves"]) == ["roc", "grpo-g"]
 
 
 def test_the_plot_has_a_curve_for_each_arm(tmp_path: Path) -> None:

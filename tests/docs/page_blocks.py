@@ -46,11 +46,10 @@ class Command:
         line = self.line
         for shown, used in address.items():
             line = line.replace(shown, used)
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", f"exec 2>&1; {line}"],
             cwd=folder,
-            env=environment,
+            env=_environment(),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -58,10 +57,19 @@ class Command:
         assert done.returncode == 0 or self.shows_an_error, f"$ {line}\n{done.stdout}"
         assert self.prints(done.stdout), f"$ {line} printed\n{done.stdout}\ninstead of\n{self.expected_output}"
 
+    def start(self, folder: Path) -> subprocess.Popen[bytes]:
+        """Start a command that ends with ` &` in a folder."""
+        return subprocess.Popen(["bash", "-c", f"exec {self.line.removesuffix(' &')}"], cwd=folder, env=_environment())
+
     def prints(self, output: str) -> bool:
         """Whether the command's output is as the page shows it."""
         pattern = ".*".join(re.escape(part) for part in self.expected_output.rstrip("\n").split("..."))
         return re.fullmatch(pattern, output.rstrip("\n"), re.DOTALL) is not None
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a reader in whose shell the two commands are found."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def read_blocks(page: Path) -> list[WrittenFile | Command]:

@@ -1,4 +1,4 @@
-"""The navigation names each page once, and troubleshooting quotes messages as the code has them."""
+"""The navigation names each page once. Pages quote messages, and name tests, as the code has them."""
 
 from __future__ import annotations
 
@@ -35,3 +35,12 @@ def test_each_message_in_troubleshooting_is_in_the_code() -> None:
 def test_each_reason_of_unavailable_is_in_troubleshooting() -> None:
     page = (ROOT / "docs/howto/troubleshooting.md").read_text(encoding="utf-8")
     assert [reason.value for reason in UnavailableReason if f"| `{reason.value}` |" not in page] == []
+
+
+def test_each_test_that_isolation_names_exists() -> None:
+    page = (ROOT / "docs/isolation.md").read_text(encoding="utf-8")
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", page)
+    assert len(names) > 20
+    assert [name for name in names if f"def {name}(" not in tests] == []
+    assert [path for path in re.findall(r"`(tests/[\w/.]+)`", page) if not (ROOT / path).exists()] == []

@@ -177,7 +177,7 @@ def test_a_cancelled_call_ends_and_frees_its_slot(one_zygote: Caller) -> None:
 def test_a_killed_zygote_costs_its_calls_a_retry(two_zygotes: Caller) -> None:
     _, bystander = start_sleeper(two_zygotes, profile="bare")
     first_zygote = jail_of(two_zygotes)[2]
-    (second_zygote,) = [pid for pid in children(first_zygote) if pid not in call_pids_of(first_zygote)]
+    _template, second_zygote = [pid for pid in children(first_zygote) if pid not in call_pids_of(first_zygote)]
     seq, pid = start_sleeper(two_zygotes, profile="numeric", timeout_s=2.0)
     os.kill(second_zygote, signal.SIGKILL)
     wait_gone([second_zygote, pid])

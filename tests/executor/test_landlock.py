@@ -386,14 +386,13 @@ def test_a_killed_jail_leaves_nothing_and_is_restarted(victim: str, user: str) -
         (launcher,) = jails.children(executor_pid)
         (init,) = jails.children(launcher)
         (zygote,) = jails.children(init)
-        (child_zygote,) = jails.children(zygote)
+        template, child_zygote = jails.children(zygote)
+        not_calls = executor_pid, launcher, init, zygote, template, child_zygote, *jails.children(child_zygote)
         daemon = CODES_THAT_LEAVE_PROCESSES["daemon"] if served.has_uids else ""
         seq, directory = start_sleeper(
             served, f"import os, time\nprint(os.getuid())\n{daemon}\nopen('left', 'w').close()"
         )
-        running = [
-            pid for pid in served.caller.processes() if pid not in (executor_pid, launcher, init, zygote, child_zygote)
-        ]
+        running = [pid for pid in served.caller.processes() if pid not in not_calls]
         assert running
         pid_of = {"launcher": launcher, "init": init, "zygote": zygote, "child zygote": child_zygote}
         for pid in (launcher, init) if victim == "both" else (pid_of[victim],):

@@ -103,7 +103,7 @@ async def test_a_slot_is_free_only_when_the_processes_of_its_call_are_gone(
             submit(1, Call(FORKING_CODE, profile=Profile.NUMERIC))
             while len(call_pids) < PROCESSES:
                 await trio.sleep(0.01)
-                call_pids[:] = tree_pids(zygote.stream.peer_pid)[1:]
+                call_pids[:] = tree_pids(zygote.stream.peer_pid)[2:]  # after zygote and template
             assert zygote.jail_process is not None
             if victim == "call":
                 executor.cancel(1)

@@ -46,7 +46,7 @@ def test_frames_arrive_whole_however_the_stream_is_split(
         reader = guest.frames.FrameReader(guest_sock)
         for start, end in itertools.pairwise(bounds):
             executor_sock.sendall(stream[start:end])
-            for header, body in reader.receive():
+            for header, body, _ in reader.receive():
                 blobs = guest.frames.split_blobs(body, header["blobs"])
                 received.append((header["n"], [bytes(blob) for blob in blobs]))
     assert received == list(enumerate(sent))

@@ -66,7 +66,7 @@ if plan["slot_networks"]: confinement.network_fds[0] = 60
 call = {{**dict.fromkeys(confine.RLIMITS, 1 << 40), "disk_bytes": 1 << 20, "blobs": [1, stdin_bytes, 0]}}
 if plan.get("has_loopback"): call["network"] = "loopback"
 batch = fork_batch.ForkBatch()
-steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
+steps, data = confinement.syscall_steps(0, call, [(30, 1)], -1, batch.time_addresses[0], batch.data_address)
 """
 SYSTEM_CALLS = """
     CLOCK_GETTIME CLONE DUP2 WRITE LANDLOCK_RESTRICT_SELF CLOSE OPEN SIGPROCMASK SETPGID UNSHARE MOUNT SETGROUPS
@@ -161,30 +161,32 @@ def test_a_call_is_confined_in_this_order(plan: dict[str, object], order: list[s
     assert json.loads(_run(PRINT_ORDER, plan, stdin_bytes=1)) == [*FORK, *order_with_input]
 
 
-def test_machine_code_and_python_leave_the_same_process() -> None:
+def test_the_template_and_the_zygote_leave_the_same_process() -> None:
     """The test runs the steps of level `none`, because only these need no privilege. /dev/null replaces the outputs and
     the file of the cgroup."""
     code = """
 call.update(file_bytes=1 << 20, open_files=64)
-steps, data = confinement.syscall_steps(0, call, [(30, 1)], batch.data_addresses[0])
 for fd in (30, 40): os.dup2(os.open(os.devnull, os.O_RDWR), fd)
-def status_after(execute):
-    read_fd, write_fd = os.pipe()
-    os.set_inheritable(write_fd, True)
-    batch.add(0, (0, 0, 0, 0), steps, data)
-    batch.execute = execute
-    if batch.run(1) is not None:
-        batch.raise_if_step_failed()
-        import resource, signal
-        limits = [resource.getrlimit(number) for number in confine.RLIMITS.values()]
-        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1)]
-        state = limits, links, os.getpgid(0) == os.getpid(), list(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        os.write(write_fd, repr(state).encode())
-        os._exit(0)
+read_fd, write_fd = os.pipe()
+def finish():
+    batch.raise_if_step_failed()
+    import resource, signal
+    limits = [resource.getrlimit(number) for number in confine.RLIMITS.values()]
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1)]
+    state = limits, links, os.getpgid(0) == os.getpid(), list(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    os.write(write_fd, repr(state).encode())
+    os._exit(0)
+def status_of_child():
+    steps, data = confinement.syscall_steps(0, call, [(30, 1)], -1, batch.time_addresses[0], batch.data_address)
+    batch.add(0, batch.frame_buffer[:1], 1, steps, data)
+    if batch.run(1): finish()
     os.waitpid(batch.child_pid(0), 0)
     return os.read(read_fd, 4096)
-by_machine_code, by_python = status_after(batch.execute), status_after(batch.execute_in_python)
-limit_is_set = b"1048576" in by_python  # file_bytes
-print(batch.has_machine_code, by_machine_code == by_python, limit_is_set or by_python.decode())
+of_zygote = status_of_child()
+confinement.fork_from_template(True)
+if batch.start_template(): finish()
+of_template = status_of_child()
+limit_is_set = b"1048576" in of_zygote  # file_bytes
+print(of_template == of_zygote, limit_is_set or of_zygote.decode())
 """
-    assert _run(code, NONE_PLAN) == "True True True\n"
+    assert _run(code, NONE_PLAN) == "True True\n"

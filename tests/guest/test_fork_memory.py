@@ -41,6 +41,30 @@ print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_be
         pytest.skip("this kernel or interpreter has no code that fills huge pages")
 
 
+def test_memory_that_is_allocated_after_the_compaction_lies_behind_the_heap() -> None:
+    """Free memory is left by objects of two sizes and by blocks of malloc. A second compaction, as a child zygote does
+    it, leaves no free memory either."""
+    code = """
+fork_memory.use_one_heap()
+import os
+libc, kept = fork_memory._libc, []
+for _ in range(2):
+    scattered = [bytes(size) for size in (100, 400) for _ in range(20_000)]
+    blocks = [libc.malloc(size) for size in (300, 3_000, 30_000) for _ in range(200)]
+    del scattered[::7]
+    kept.append(scattered)
+    for block in blocks[::3]: libc.free(block)
+    end = libc.sbrk(0)
+    fork_memory.compact_heap()
+    later = [id(each) for size in (100, 400) for each in [bytes(size) for _ in range(90)]]
+    later += [libc.malloc(size) for size in (300, 3_000, 30_000)]
+    print(sum(address < end for address in later), flush=True)
+    fork_memory.use_one_heap()
+os._exit(0)
+"""
+    assert _run(code) == "0\n0\n"
+
+
 def test_all_objects_of_a_zygote_are_in_one_heap_of_huge_pages() -> None:
     code = """
 fork_memory.use_one_heap()

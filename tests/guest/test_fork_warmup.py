@@ -29,19 +29,19 @@ PLAN = {
 CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import os, gc, signal, socket
-import confine, fork_warmup, frames, runner, system_calls, zygote
+import confine, fork_warmup, runner, system_calls, zygote
 ours, theirs = socket.socketpair()
 # Occupy the descriptors 0 to 15, of which the scripts of the warm-up use some.
 for fd in range(ours.fileno(), 16): os.dup2(0, fd) if fd not in (ours.fileno(), theirs.fileno()) else None
 confinement = confine.Confinement({{**{PLAN!r}, "pid_namespace": sys.argv[1] == "namespaces"}})
-subject = zygote.Zygote(frames.FrameReader(ours), confinement)
+subject = zygote.Zygote(ours, confinement)
 stdout = sys.stdout
 runner.prepare("/tmp")
 def state():
     fds = [(fd, os.readlink(f"/proc/self/fd/{{fd}}")) for fd in range(40) if os.path.exists(f"/proc/self/fd/{{fd}}")]
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     status = [line for line in open("/proc/self/status") if line.startswith(("Cap", "NoNewPrivs", "Seccomp:", "Uid"))]
-    functions = [os._exit, gc.freeze, gc.enable, system_calls.syscall, subject.batch.execute, subject.batch.invoke]
+    functions = [os._exit, gc.freeze, gc.enable, system_calls.syscall, subject.batch.invoke]
     return [fds, masked, status, functions, os.getcwd(), dict(os.environ), os.getpid(), os.getpgid(0), sys.path,
             gc.isenabled(), sorted(runner.main_module.__dict__), sorted(confinement.cgroup_procs_fds),
             vars(confinement).copy(), subject.running]

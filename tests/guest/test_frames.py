@@ -36,12 +36,11 @@ def _blobs(sizes: tuple[int, ...]) -> list[bytes]:
     return [bytes([ord("A") + number]) * size for number, size in enumerate(sizes)]
 
 
-def _copy(call_input: Any, body: memoryview) -> None:
-    """Copy a body as `fork_batch` does before a fork, and expose the copy as the child does after the fork."""
-    source, target, size, zeros = call_input.prepare_copy(body)
+def _copy(call_record: Any, record: memoryview) -> None:
+    """Copy a record as `fork_batch` does before a fork."""
+    source, target, size, zeros = call_record.prepare_copy(record)
     ctypes.memmove(target, source, size)
     ctypes.memset(target + size, 0, zeros)
-    call_input.expose(size)
 
 
 def test_frames_of_any_size_arrive_whole(guest: Any) -> None:
@@ -52,7 +51,8 @@ def test_frames_of_any_size_arrive_whole(guest: Any) -> None:
         sender.start()
         reader, received = guest.frames.FrameReader(theirs), []
         while len(received) < 2 * len(SIZES):
-            for header, body in reader.receive():
+            for header, body, record in reader.receive():
+                assert bytes(record[len(record) - len(body) :]) == bytes(body)
                 received.append((header, [bytes(blob) for blob in guest.frames.split_blobs(body, header["blobs"])]))
         sender.join()
         ours.close()
@@ -97,23 +97,24 @@ def test_a_file_that_is_too_short_is_filled_with_zeros(guest: Any, tmp_path: Pat
     assert bytes(target) == b"ab\0\0\0 calls"
 
 
-def test_a_fork_inherits_its_own_input_and_zeros_instead_of_all_other_data(guest: Any) -> None:
+def test_a_fork_inherits_its_own_record_and_zeros_instead_of_all_other_data(guest: Any) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reader, writer = guest.frames.FrameReader(theirs), guest.frames.FrameWriter(theirs)
-        call_input = guest.wiped_memory.CallInput()
+        call_record = guest.wiped_memory.CallRecord()
         other, own = b"other " * 100, b"mine"
         ours.sendall(zygote_frames.pack(dict(HEADER), [other]) + zygote_frames.pack(dict(HEADER), [own]))
-        (_, other_body), (_, own_body) = reader.receive()
-        _copy(call_input, other_body)
-        _copy(call_input, own_body)
+        (*_, other_record), (*_, own_record) = reader.receive()
+        _copy(call_record, other_record)
+        _copy(call_record, own_record)
+        own_size = len(own_record)
         writer.add({"op": "secret"})
         read_fd, write_fd = os.pipe()
         child = os.fork()
         if child == 0:
             try:
                 buffers = bytes(reader._buffer) + bytes(writer._buffer)
-                inherited = any(buffers), b"other" in call_input._usual[:], bytes(call_input.body)
+                inherited = any(buffers), b"other" in call_record._pages[:], bytes(call_record.read(own_size))[-4:]
                 os.write(write_fd, b"%d %d %s" % inherited)
             finally:
                 os._exit(0)
@@ -125,14 +126,20 @@ def test_a_fork_inherits_its_own_input_and_zeros_instead_of_all_other_data(guest
         os.close(write_fd)
 
 
-def test_large_input_has_a_buffer_that_is_freed_after_its_fork(guest: Any) -> None:
-    call_input = guest.wiped_memory.CallInput()
-    _copy(call_input, memoryview(bytearray(b"of the call before")))
-    large = bytearray(b"x" * (guest.wiped_memory.USUAL_BYTES + 1))
-    _copy(call_input, memoryview(large))
-    assert bytes(call_input.body) == large
-    assert not any(call_input._usual[:]), "the call must not find the input of the call before"
-    call_input.free_large()
-    assert len(call_input.body) == 0
-    _copy(call_input, memoryview(bytearray(b"small")))
-    assert bytes(call_input.body) == b"small"
+def test_only_a_frame_that_fits_into_the_usual_buffer_is_usual(guest: Any) -> None:
+    """The template of a zygote can read the usual buffer, and no other."""
+    ours, theirs = socket.socketpair()
+    usual = memoryview(bytearray(guest.wiped_memory.USUAL_BYTES))
+    with ours, theirs:
+        reader = guest.frames.FrameReader(theirs, usual)
+        empty = len(zygote_frames.pack(dict(HEADER), [b""]))
+        for size in (10, len(usual) - empty - 20, len(usual), 10):
+            sender = threading.Thread(target=ours.sendall, args=(zygote_frames.pack(dict(HEADER), [b"x" * size]),))
+            sender.start()
+            received: list[Any] = []
+            while not received:
+                received = reader.receive()
+            sender.join()
+            record = received[0][2]
+            in_usual = record.obj is usual.obj
+            assert reader.is_usual(record) == in_usual == (size < len(usual))

@@ -184,4 +184,5 @@ def test_few_slots_keep_their_network_namespaces() -> None:
             for fd in fds:
                 with suppress(FileNotFoundError):  # the descriptor was closed meanwhile
                     links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        assert 1 <= sum(link.startswith("net:") for link in links) <= 64
+        kept = sum(link.startswith("net:") for link in links) / 2  # the zygote and its template have the same
+        assert 1 <= kept <= 64

@@ -18,9 +18,9 @@ CODE = f"""
 import sys; sys.path.insert(0, {str(GUEST)!r})
 import errno, frames, json, os, protocol, socket, time, types, zygote
 ours, theirs = socket.socketpair()
-confinement = types.SimpleNamespace(has_namespaces=False, landlock=None, scratch_mount="/tmp", cgroup_dir_fds={{}})
+confinement = types.SimpleNamespace(may_have_template=False, landlock=None, scratch_mount="/tmp", cgroup_dir_fds={{}})
 confinement.prepare_slot = confinement.release_slot = lambda slot: None
-subject = zygote.Zygote(frames.FrameReader(theirs), confinement)
+subject = zygote.Zygote(theirs, confinement)
 def running_call(pid, run_id, slot=0, started=0.0):
     running = zygote.RunningCall(dict(run_id=run_id, slot=slot, output_bytes=1, return_bytes=1))
     running.pid, running.started = pid, started
@@ -55,9 +55,10 @@ def test_calls_of_a_batch_that_cannot_be_forked_fail_and_the_others_run() -> Non
     """In the first run of the batch, clone3 is refused for call 1. So call 1 is forked again in the second run."""
     code = """
 class Batch:
-    data_addresses, results = [0] * 32, [[1001, -errno.EPERM, -errno.EAGAIN, 1004, -errno.EPERM], [1002]]
+    time_addresses, data_address = [0] * 32, 0
+    results = [[1001, -errno.EPERM, -errno.EAGAIN, 1004, -errno.EPERM], [1002]]
     def add(self, *job): pass
-    def run(self, count): self.pids = self.results.pop(0); assert len(self.pids) == count
+    def run(self, count): self.pids = self.results.pop(0); assert len(self.pids) == count; return False
     def child_pid(self, number): return self.pids[number]
     def forked_at(self, number): return 1.0 + number
 confinement.cgroup_dir_fds[1] = 99
@@ -68,7 +69,8 @@ subject.writer.add = lambda header, files=(): sent.append((header["op"], header[
 for number in range(5):
     sizes = dict(output_bytes=1, return_bytes=0, returns_files=False)
     call = dict(op="call", run_id=number, slot=number, timeout_s=1.0, **sizes)
-    subject.on_call({**call, "blobs": [1, 0, 0]}, memoryview(bytearray(b"x")))
+    record = memoryview(bytearray(b"header and x"))
+    subject.on_call({**call, "blobs": [1, 0, 0]}, record[-1:], record)
 subject.fork_pending()
 print(sorted((pid, running.run_id, running.started) for pid, running in subject.running.items()))
 print(sent, confinement.cgroup_dir_fds)

@@ -205,6 +205,7 @@ def test_a_written_configuration_reads_back_equal(file: Path, tmp_path: Path) ->
         ("engines.args.dtype=half", "engines.args: dtype: expected kind=vllm without endpoints, since these are"),
         ("stages=1", "--set stages: expected a valid dictionary, got '1'"),
         ("engines.endpoints=http://a", "engines.endpoints: expected engines.kind=vllm or openai, got local, which"),
+        ("engines.device=gpu", "engines.device=gpu: expected cpu, cuda or cuda:N with the number of a GPU"),
         (
             "model.attn_implementation=flash_attention_2",
             "model.attn_implementation=flash_attention_2: expected bfloat16 and GPUs, got bfloat16, gpus_per_node=0",
@@ -273,6 +274,28 @@ def test_gpus_that_training_engines_and_launcher_cannot_share_are_refused(
 )
 def test_gpus_that_training_engines_and_launcher_can_share_are_accepted(file: Path, overrides: list[str]) -> None:
     assert load_config(file, {}, ["engines.kind=vllm", "hardware.gpus_per_node=1", *overrides]).stages
+
+
+@pytest.mark.parametrize(
+    ("hardware", "device", "expected"),
+    [
+        ([], "", "cpu"),
+        (["gpus_per_node=2"], "", "cuda:0"),
+        (["gpus_per_node=2", "engine_gpus=1"], "", "cuda:2"),
+        (["gpus_per_node=2"], "cpu", "cpu"),
+        ([], "cuda:1", "cuda:1"),
+    ],
+)
+def test_the_local_engine_runs_where_the_run_has_gpus_for_engines_unless_a_device_is_set(
+    hardware: list[str], device: str, expected: str
+) -> None:
+    config = load_config(None, {}, [*(f"hardware.{setting}" for setting in hardware), f"engines.device={device}"])
+    assert config.local_device == expected
+
+
+def test_a_device_is_refused_for_engines_that_are_servers() -> None:
+    with pytest.raises(ConfigError, match=r"engines\.device=cpu: expected kind=local, got vllm, whose servers have"):
+        load_config(None, {}, ["engines.kind=vllm", "engines.device=cpu"])
 
 
 @pytest.mark.parametrize(
@@ -414,7 +437,7 @@ def test_the_defaults_of_a_stage_are_those_of_the_paper() -> None:
 def test_the_configurations_in_configs_load(file: Path) -> None:
     config = load_config(file, {})
     assert config.sft.data
-    if file.stem in ("qwen3-32b-gaia", "tiny-code"):  # not the paper's recipe of three stages
+    if file.stem in ("qwen3-32b-gaia", "smollm2", "tiny-code"):  # not the paper's recipe of three stages
         return
     assert list(config.stages) == ["rl1", "rl2", "rl3"]
     first, second, third = config.stages.values()

@@ -1,8 +1,9 @@
-"""An engine inside this process: a transformers model that decodes many rows at once, for runs on a CPU.
+"""An engine inside this process: a transformers model that decodes many rows at once, on a CPU or on one GPU.
 
 Invariants:
-- On one machine with a fixed number of threads, equal (weights, ids, seed) give tokens and log-probabilities that are
-  equal bit for bit, whatever else is in the batch. So a resumed run samples what the killed run would have sampled.
+- On a CPU with a fixed number of threads, equal (weights, ids, seed) give tokens and log-probabilities that are equal
+  bit for bit, whatever else is in the batch. So a resumed run samples what the killed run would have sampled. On other
+  devices they are equal except for rounding, since the kernels there depend on the number of rows.
 - Only the engine's own thread touches the model. Callers await futures, from any event loop.
 - The engine owns the model: `load_weights` copies the trainer's weights into it.
 
@@ -50,7 +51,7 @@ from trainer.engines.engine import (
     TurnError,
     Weights,
 )
-from trainer.engines.local_attention import ATTENTION_NAME, Chunk, PrefixCache, SlotCache
+from trainer.engines.local_attention import ATTENTION_NAME, LENGTH_MULTIPLE, Chunk, PrefixCache, SlotCache, round_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,11 +74,12 @@ TOP_P_DISABLED = 2.0
 
 
 class LocalEngine:
-    """Continuous batching over `max_num_seqs` slots of at most `max_model_len` tokens. The constructor starts the
-    engine's thread, and `close` ends it.
+    """Continuous batching over `max_num_seqs` slots of at most `max_model_len` tokens, on the device of the model. The
+    constructor starts the engine's thread, and `close` ends it.
 
     All slots together have at most `max_positions` positions, which take at most `max_cache_bytes`. Requests wait if
-    they would exceed this. The constructor raises `ValueError` if not even one request of `max_model_len` tokens fits.
+    they would exceed this. Devices other than the CPU have fewer slots instead, since their slots take their memory at
+    once. The constructor raises `ValueError` if not even one request of `max_model_len` tokens fits.
     """
 
     def __init__(
@@ -100,11 +102,11 @@ class LocalEngine:
             )
         self.name = name
         self.weight_version = 0
-        self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.computed_positions = 0
         """Positions computed so far, prompts included."""
         self._model = model.eval().requires_grad_(False)
+        self._device = model.device
         self._model.set_attn_implementation(ATTENTION_NAME)
         # One product per row and expert, so a row's result does not depend on the experts of other rows.
         self._model.set_experts_implementation(EXPERTS_NAME)
@@ -117,20 +119,24 @@ class LocalEngine:
         self._max_prompt_rows = MAX_LARGE_ROWS if has_experts else MAX_PROMPT_ROWS
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads()
         position_bytes = _bytes_per_position(model)
-        self.max_positions = int(min(max_num_seqs * max_model_len, max_cache_bytes / position_bytes))
-        if self.max_positions < max_model_len:
+        affordable_positions = max_cache_bytes / position_bytes
+        is_lazy = self._device.type == "cpu"
+        slot_positions = max_model_len if is_lazy else round_up(max_model_len, LENGTH_MULTIPLE)
+        if affordable_positions < slot_positions:
             raise ValueError(
                 f"expected memory for the keys and values of max_model_len={max_model_len} tokens, "
-                f"{max_model_len * position_bytes / 1e9:.1f} GB, got {max_cache_bytes / 1e9:.1f} GB; lower "
+                f"{slot_positions * position_bytes / 1e9:.1f} GB, got {max_cache_bytes / 1e9:.1f} GB; lower "
                 "engines.max_model_len"
             )
+        self.max_num_seqs = max_num_seqs if is_lazy else int(min(max_num_seqs, affordable_positions // slot_positions))
+        self.max_positions = int(min(self.max_num_seqs * max_model_len, affordable_positions))
         query_group_size = model.config.num_attention_heads // model.config.num_key_value_heads
-        self._cache = SlotCache(max_num_seqs, max_model_len, query_group_size)
-        self._reserved_positions = [0] * max_num_seqs
+        self._cache = SlotCache(self.max_num_seqs, max_model_len, query_group_size, self._device)
+        self._reserved_positions = [0] * self.max_num_seqs
         """For each slot, the positions of its longest request so far."""
         self._prefix_cache = PrefixCache(self.max_positions)
         self._running: dict[int, _LocalRequest] = {}
-        self._free_slots = list(range(max_num_seqs))
+        self._free_slots = list(range(self.max_num_seqs))
         self._waiting: deque[_LocalRequest] = deque()
         self._inbox: queue.SimpleQueue[tuple[Future[None], Callable[[], object]]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -315,7 +321,8 @@ class LocalEngine:
         scored_logits = logits_RV[num_sampling:].split([chunk.num_tokens for chunk in scored_chunks])
         for chunk, logits in zip(scored_chunks, scored_logits, strict=True):
             next_ids = self._running[chunk.slot].ids[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
-            logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(next_ids)[:, None])[:, 0].tolist()
+            next_ids = torch.tensor(next_ids, device=self._device)
+            logprobs = logits.log_softmax(-1).gather(-1, next_ids[:, None])[:, 0].tolist()
             self._add_results(chunk.slot, logprobs, [])
 
     def _next_chunks(self) -> tuple[list[Chunk], set[int]]:
@@ -352,10 +359,12 @@ class LocalEngine:
         slot_groups = self._cache.prepare_pass(chunks, self._model.dtype)
         num_unused, num_unused_logits = -len(ids) % self._row_multiple, -len(logits_rows) % self._row_multiple
         inputs = {
-            "input_ids": torch.tensor([[*ids, *[0] * num_unused]]),
+            "input_ids": torch.tensor([[*ids, *[0] * num_unused]], device=self._device),
             "position_ids": pad(self._cache.positions_R, (0, num_unused))[None],
             "attention_mask": UNUSED_MASK,
-            "logits_to_keep": torch.tensor([*logits_rows, *[0] * num_unused_logits], dtype=torch.long),
+            "logits_to_keep": torch.tensor(
+                [*logits_rows, *[0] * num_unused_logits], dtype=torch.long, device=self._device
+            ),
             self._cache_argument: self._cache,
         }
         logits_RV: torch.Tensor = self._model(**inputs, use_cache=True, slot_groups=slot_groups).logits[0]
@@ -425,17 +434,18 @@ def _resolve(future: Future[None], error: Exception | None = None) -> None:
 def _sample_ids(logits_RV: torch.Tensor, requests: Sequence[_LocalRequest]) -> tuple[list[int], list[float]]:
     """Return the next id of each request, and the log-probability of this id."""
     settings = [request.sampling or SamplingParams(1) for request in requests]
-    logits_RV = logits_RV / torch.tensor([sampling.temperature for sampling in settings])[:, None]
+    device = logits_RV.device
+    logits_RV = logits_RV / torch.tensor([sampling.temperature for sampling in settings], device=device)[:, None]
     if any(sampling.top_p < 1 for sampling in settings):
         top_p = [sampling.top_p if sampling.top_p < 1 else TOP_P_DISABLED for sampling in settings]
-        logits_RV = _apply_top_p(logits_RV, torch.tensor(top_p))
+        logits_RV = _apply_top_p(logits_RV, torch.tensor(top_p, device=device))
     logprobs_RV = logits_RV.log_softmax(-1)
     cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
     uniform = [
         _seeded_uniform(sampling.seed or 0, len(request.ids))
         for sampling, request in zip(settings, requests, strict=True)
     ]
-    target_R = torch.tensor(uniform, dtype=torch.double) * cumulative_RV[:, -1]
+    target_R = torch.tensor(uniform, dtype=torch.double, device=device) * cumulative_RV[:, -1]
     ids_R = torch.searchsorted(cumulative_RV, target_R[:, None], right=True)[:, 0]
     # If a logit is NaN, all log-probabilities of its row are NaN, and the sampled id is one past the vocabulary.
     chosen_R = logprobs_RV.gather(-1, ids_R.clamp(max=logprobs_RV.shape[1] - 1)[:, None])[:, 0]

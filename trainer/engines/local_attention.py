@@ -1,7 +1,7 @@
 """Attention and KV caches of `LocalEngine`.
 
-Invariant: the attention of a token has the same bits whatever else the forward pass computes, and however its context
-was divided into forward passes.
+Invariant: on a CPU, the attention of a token has the same bits whatever else the forward pass computes, and however its
+context was divided into forward passes.
 
 Dimensions of tensors: R rows of a pass, N slots, T tokens of each slot, L positions, K key heads, G query heads per key
 head, D head size.
@@ -53,31 +53,33 @@ class _SlotGroup:
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of all slots, each slot at its own position. Per layer: [2, N, K, L, D].
 
-    The kernel gives a page of memory only when it is written, so the cache takes memory for the longest context that
-    each slot has had.
+    On a CPU, the kernel gives a page of memory only when it is written, so the cache takes memory for the longest
+    context that each slot has had. Other devices give the memory of all slots in the first forward pass.
     """
 
-    def __init__(self, num_slots: int, max_length: int, query_group_size: int) -> None:
+    def __init__(self, num_slots: int, max_length: int, query_group_size: int, device: torch.device) -> None:
         super().__init__(layers=[])
-        self._num_slots, self._query_group_size = num_slots, query_group_size
-        self._max_length = _round_up(max_length, LENGTH_MULTIPLE)
+        self._num_slots, self._query_group_size, self._device = num_slots, query_group_size, device
+        self._max_length = round_up(max_length, LENGTH_MULTIPLE)
         self._layers: dict[int, torch.Tensor] = {}
 
     def prepare_pass(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> list[_SlotGroup]:
         """Set the positions that the next pass writes. Its rows are the tokens of `chunks`, which are in the order of
         their slots. Return the groups for `_attend`."""
-        self._slots_R = torch.tensor([chunk.slot for chunk in chunks for _ in range(chunk.num_tokens)])
-        starts = [torch.arange(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
-        self.positions_R = torch.cat(starts)
+        slot_of_row = [chunk.slot for chunk in chunks for _ in range(chunk.num_tokens)]
+        position_of_row = [chunk.start + index for chunk in chunks for index in range(chunk.num_tokens)]
+        self._slots_R = torch.tensor(slot_of_row, device=self._device)
+        self.positions_R = torch.tensor(position_of_row, device=self._device)
         groups, first_row = [], 0
         for members in _group_chunks(chunks):
             rows = slice(first_row, first_row + sum(chunk.num_tokens for chunk in members))
             positions_NT = self.positions_R[rows].view(len(members), -1)
-            length = _round_up(int(positions_NT.max()) + 1, LENGTH_MULTIPLE)
+            length = round_up(max(chunk.start + chunk.num_tokens for chunk in members), LENGTH_MULTIPLE)
             last_positions = positions_NT.repeat_interleave(self._query_group_size, 1)
             last_positions = pad(last_positions, (0, -last_positions.shape[1] % ROW_MULTIPLE))[..., None]
-            is_ahead = torch.arange(length) > last_positions
-            mask = torch.zeros(is_ahead.shape, dtype=dtype).masked_fill_(is_ahead, -torch.inf)[:, None]
+            is_ahead = torch.arange(length, device=self._device) > last_positions
+            mask = torch.zeros(is_ahead.shape, dtype=dtype, device=self._device)
+            mask = mask.masked_fill_(is_ahead, -torch.inf)[:, None]
             slots = slice(members[0].slot, members[-1].slot + 1)
             groups.append(_SlotGroup(slots, rows, length, mask))
             first_row = rows.stop
@@ -91,16 +93,16 @@ class SlotCache(Cache):  # type: ignore[misc]
         if layer_idx not in self._layers:
             _, heads, _, size = key_states.shape
             shape = (2, self._num_slots, heads, self._max_length, size)
-            self._layers[layer_idx] = _lazy_zeros(shape, key_states.dtype)
+            self._layers[layer_idx] = _zeros(shape, key_states.dtype, self._device)
         layer = self._layers[layer_idx]
         for all_states, states in zip(layer, (key_states, value_states), strict=True):
             all_states[self._slots_R, :, self.positions_R] = states[0, :, : len(self._slots_R)].transpose(0, 1)
         return layer[0], layer[1]
 
     def free_memory(self) -> None:
-        """Clear all slots, and give their memory back to the kernel."""
+        """Clear all slots. On a CPU, give their memory back to the kernel."""
         for layer_idx, layer in self._layers.items():
-            self._layers[layer_idx] = _lazy_zeros(layer.shape, layer.dtype)
+            self._layers[layer_idx] = _zeros(layer.shape, layer.dtype, self._device)
 
     def clear(self, slot: int, num_positions: int) -> None:
         for layer in self._layers.values():
@@ -128,13 +130,15 @@ def _group_chunks(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         yield [chunk for _, chunk in members]
 
 
-def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that take no memory until they are written. `torch.zeros` writes them."""
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU they take no memory until they are written; `torch.zeros` writes them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

@@ -34,11 +34,16 @@ class SandboxUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SandboxConnection:
+    """An open connection to the servers, with what environments use of them."""
+
     endpoints: tuple[str, ...]
     """URLs of the servers."""
     python_tool: PythonTool
+    """Runs code."""
     answer_checker: AnswerChecker
+    """Compares answers."""
     program_judge: ProgramJudge
+    """Runs programs against tests."""
 
 
 @asynccontextmanager

@@ -61,12 +61,16 @@ class NoOptions:
 
 
 class Environment(ABC):
-    """The environment of an episode, or of all episodes of a problem. It is created without starting anything."""
+    """The environment of an episode, or of all episodes of a problem. It is created without starting anything.
+
+    A subclass has `reset`, `step` and `score`. It has `close` too if it holds processes or connections.
+    """
 
     is_stateful: bool = False
     """Whether a response or a score depends on earlier actions. If an episode is resumed, a stateful environment is
     reset and the recorded actions are repeated. Other environments are only reset."""
     needs_sandbox: ClassVar[bool] = False
+    """Whether the environment uses `services.required_sandbox`."""
     instructions: ClassVar[str] = ""
     """What the model reads after the problem, for example the form of an answer."""
     options_type: ClassVar[Any] = NoOptions

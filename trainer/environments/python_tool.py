@@ -42,9 +42,9 @@ class PythonTool:
     ) -> ToolCall:
         """Run one tool call. Raises nothing but cancellation.
 
-        `arguments`: a JSON text, or the parsed arguments.
-        `files`: put into the working directory of the code. They must be valid for a `Call`. Their size does not count
-        in `disk_mb`.
+        - `arguments`: a JSON text, or the parsed arguments.
+        - `files`: put into the working directory of the code. They must be valid for a `Call`. Their size does not
+          count in `disk_mb`.
         """
         if name not in TOOL_NAMES:
             response = f"NameError: there is no tool {name!r:.80}; there is {TOOL_NAMES[0]}"

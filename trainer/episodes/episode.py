@@ -26,11 +26,17 @@ class ToolCallStatus(StrEnum):
     """How a tool call ended. All values but `MALFORMED` are the sandbox's statuses."""
 
     OK = "ok"
+    """The tool did what the model asked for."""
     ERROR = "error"
+    """The model's code raised an exception, or the tool reported an error."""
     TIMEOUT = "timeout"
+    """The call exceeded its time limit."""
     MEMORY_LIMIT = "memory_limit"
+    """The call exceeded its memory limit."""
     OUTPUT_LIMIT = "output_limit"
+    """The call printed too much."""
     KILLED = "killed"
+    """A signal ended the process of the call, for example after a crash in C code."""
     UNAVAILABLE = "unavailable"
     """The sandbox failed, not the model's code. The episode ends without a reward."""
     MALFORMED = "malformed"
@@ -65,12 +71,16 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A text with a checkable answer. `source` names its data set."""
+    """A text with a checkable answer."""
 
     id: str
+    """The problem's name. No other problem of the run has it."""
     text: str
+    """What the model is asked."""
     answer: str
+    """The right answer. It may be empty if a reward function scores the episodes."""
     source: str = ""
+    """The name of the problem's data set."""
     environment: str = "python"
     """The name of the environment in which its episodes act (`trainer.environments.registry`)."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -88,11 +98,15 @@ class ToolCall:
     """A tool call and its response. The response is empty for `UNAVAILABLE`, since the model never reads one."""
 
     name: str
+    """The name of the tool."""
     arguments: str | Mapping[str, Any]
     """The parsed arguments. If the call did not parse, its raw text."""
     status: ToolCallStatus
+    """How the call ended."""
     response: str
+    """What the model reads."""
     duration_s: float = 0.0
+    """Seconds that the tool took."""
     is_truncated: bool = False
     """Whether `response` is shorter than the tool's output."""
     error: str = ""
@@ -116,10 +130,15 @@ class Turn:
     """One generation by the model, `response_ids[start:end]` of the episode, and the tool calls in it."""
 
     start: int
+    """The index of the turn's first token in the response."""
     end: int
+    """The index after the turn's last token in the response."""
     text: str
+    """The text of the turn."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """The tool calls of the turn, in order."""
     engine: str = ""
+    """The name of the engine that generated the turn."""
     weight_version: int = 0
     """The version of the weights that sampled the last token of the turn."""
     wait_s: float = 0.0
@@ -138,24 +157,34 @@ class Episode:
     """A file of episodes contains NaN as NaN, since null means that a log-probability is unknown."""
 
     problem: Problem
+    """The problem that the model is to solve."""
     sample: int
     """The index of this episode among those of its problem."""
     prompt_ids: tuple[int, ...] = ()
+    """The tokens before the first turn."""
     response_ids: list[int] = field(default_factory=list)
+    """The tokens of all turns and observations."""
     logprobs: list[float | None] = field(default_factory=list)
+    """The log-probability of each token of the response. It is 0 for the tokens of observations, None if it is unknown,
+    and NaN if the engine returned a number that is not finite."""
     loss_mask: list[int] = field(default_factory=list)
+    """For each token of the response: 1 if the model sampled it, 0 if it belongs to an observation."""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     """Entries `(start, version)`: weights of this version sampled the tokens from index `start` up to the start of the
     next entry."""
     turns: list[Turn] = field(default_factory=list)
+    """The turns of the model, in order."""
     stop_reason: StopReason | None = None
+    """Why the episode ended. None while it runs."""
     answer: str | None = None
     """The content of the last closed box in the last `<answer>` block of the episode. The block may be in any turn. If
     there is none, and the chat format needs no tags, the text of the last turn without its thoughts."""
     answer_blocks: int = 0
     """The number of closed `<answer>` blocks in all turns. Blocks in thoughts do not count."""
     reward: float | None = None
+    """The reward. None if the episode is not scored."""
     duration_s: float = 0.0
+    """Seconds that the episode ran, summed over all its tries."""
     error: str = ""
     """The infrastructure failure behind `StopReason.UNAVAILABLE`, or why a finished episode has no reward."""
     seed: int | None = None
@@ -219,6 +248,7 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
+        """The number of turns."""
         return len(self.turns)
 
     @property
@@ -228,6 +258,7 @@ class Episode:
 
     @property
     def num_failed_tool_calls(self) -> int:
+        """The number of tool calls that count as failed (`ToolCall.has_failed`)."""
         return sum(call.has_failed for turn in self.turns for call in turn.tool_calls)
 
     @property
@@ -240,6 +271,7 @@ class Episode:
 
     @property
     def sampled_tokens(self) -> int:
+        """The number of tokens that the model sampled."""
         return sum(self.loss_mask)
 
     @property

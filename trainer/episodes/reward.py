@@ -24,8 +24,11 @@ class VerifyOutcome(StrEnum):
     """The result of checking an answer. The values are those of the sandbox's `Outcome`."""
 
     EQUIVALENT = "equivalent"
+    """The answer is equal to the right one."""
     NOT_EQUIVALENT = "not_equivalent"
+    """The answer is not shown to be equal to the right one."""
     UNPARSABLE = "unparsable"
+    """One of the two answers could not be read, or the comparison exceeded its limits."""
     UNAVAILABLE = "unavailable"
     """The sandbox failed, so the answer was not checked."""
 

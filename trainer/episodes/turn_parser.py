@@ -36,7 +36,9 @@ class ToolCallRequest:
     """A tool call that parsed. The tool itself checks its name and arguments."""
 
     name: str
+    """The name that the model gave."""
     arguments: str | Mapping[str, Any]
+    """What the model gave as arguments: an object or a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,6 @@ from trainer.episodes.reward import VerifyOutcome
 from trainer.json_files import RecordError, read_json
 from trainer.recipe.phases import DISTRIBUTED_PHASES, Phase, RecipeRun
 from trainer.recipe.resource_plan import (
-    CACHE_MEMORY_SHARE,
     GB,
     LESS_MEMORY_ADVICE,
     disk_bytes,
@@ -114,7 +113,7 @@ def missing(run: RecipeRun, phases: Sequence[Phase]) -> list[str]:
         lines += [*_check_packages(config), *_check_adapter_and_grpo_options(config, phases)]
     if commands & {*SAMPLING_PHASES}:
         _log("engines and the sandbox")
-        lines += [*_check_own_engines(config), *asyncio.run(_check_servers(config))]
+        lines += [*_check_own_engines(config), *_check_local_device(config), *asyncio.run(_check_servers(config))]
     return [" ".join(line.split()) for line in lines]  # an error of a library may have several lines
 
 
@@ -296,29 +295,29 @@ def _check_disk(run: RecipeRun, phases: Sequence[Phase], shape: ModelShape) -> I
 
 
 def _check_memory(config: RunConfig, phases: Sequence[Phase], shape: ModelShape) -> Iterator[str]:
-    hardware, available_gb = config.hardware, 0.0
-    if hardware.gpus_per_node:
+    hardware, available = config.hardware, memory_available()
+    if hardware.gpus_per_node or config.local_device != "cpu":
         import torch
 
         if torch.cuda.is_available():
             gpu_gb = torch.cuda.get_device_properties(0).total_memory / GB
             stated_gb = hardware.gpu_memory_gb or gpu_gb
             config = replace(config, hardware=replace(hardware, gpu_memory_gb=min(stated_gb, gpu_gb)))
-    else:
-        available_gb = memory_available() / GB
-    plan, is_local = resource_plan(config, shape), config.engines.kind == "local"
+    plan = resource_plan(config, shape, available)
     plans, lines = plan.phases(), misfits(config, plan)
+    engine_is_here = config.engines.kind == "local" and config.local_device == "cpu"
     for phase in phases:
         if phase.command not in DISTRIBUTED_PHASES:
             continue
         name = "sft" if phase.command == "sft" else phase.stage
         yield from lines[name]
-        engine_gb = plan.engine_gpu_bytes / GB if is_local and phase.command != "sft" else 0.0
-        needed_gb = plans[name].train_bytes / GB + min(engine_gb, 2 * CACHE_MEMORY_SHARE * available_gb)
-        if not hardware.gpus_per_node and needed_gb > available_gb:
+        needed = 0 if hardware.gpus_per_node else plans[name].train_bytes
+        if engine_is_here and phase.command != "sft":
+            needed += plan.engine_gpu_bytes
+        if needed > available:
             where = name if name == "sft" else f"stages.{name}"
             yield (
-                f"memory: {where}: needs {needed_gb:.1f} GB, but {available_gb:.1f} GB are available here; "
+                f"memory: {where}: needs {needed / GB:.1f} GB, but {available / GB:.1f} GB are available here; "
                 f"{LESS_MEMORY_ADVICE} (rstar-train recipe --dry-run shows the sum)"
             )
 
@@ -350,6 +349,18 @@ def _check_adapter_and_grpo_options(config: RunConfig, phases: Sequence[Phase]) 
             check()
         except ConfigError as error:
             yield str(error)
+
+
+def _check_local_device(config: RunConfig) -> Iterator[str]:
+    """Check that a local engine's device exists, unless it is a GPU that also trains (see `_check_own_engines`)."""
+    if config.engines.kind != "local" or not (config.engines.device or config.hardware.engine_gpus):
+        return
+    from trainer.recipe.rollout_session import find_device
+
+    try:
+        find_device(config)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _check_own_engines(config: RunConfig) -> Iterator[str]:

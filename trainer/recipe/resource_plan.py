@@ -17,6 +17,7 @@ sequences.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -53,8 +54,8 @@ HEAD_BYTES_PER_VALUE = 20
 """Bytes of each value of the model's outputs during the loss: the outputs, their norm, and the gradients."""
 GB = 10**9
 CACHE_MEMORY_SHARE = 0.25
-"""Largest share of the memory that is available at the start of a local engine for the keys and values of its running
-requests. Its prefix cache may take as much again. The rest is for the training."""
+"""Largest share of the memory that is available at the start of a local engine, after its weights are loaded, for the
+keys and values of its running requests. Its prefix cache may take as much again. The rest is for the training."""
 DEFAULT_LORA_RANK = 8
 """The rank of peft's LoRA if `[model.peft]` does not set `r`. Adapters of other kinds are smaller."""
 PROMPT_ALLOWANCE = 1024
@@ -147,7 +148,8 @@ class ResourcePlan:
     weight_bytes: int
     engines: int
     engine_gpu_bytes: int
-    """Bytes that an engine takes on each of its GPUs. For a local engine, bytes of the machine's memory."""
+    """Bytes that an engine takes on each of its GPUs. A local engine takes them on its device, which can be the CPU.
+    They are for its weights, for the keys and values of its running requests, and as many for its prefix cache."""
     kv_tokens: int
     """Tokens in an engine's KV cache."""
     disk_bytes: int
@@ -291,22 +293,31 @@ def disk_bytes(config: RunConfig, shape: ModelShape, num_phases: int) -> int:
     return stored + num_parameters(shape) * (models * weights + synced)
 
 
-def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
-    """Return what `config` needs for a model of `shape`."""
+def resource_plan(config: RunConfig, shape: ModelShape, machine_bytes: float = math.inf) -> ResourcePlan:
+    """Return what `config` needs for a model of `shape`. `machine_bytes`: the memory that is available to a local
+    engine on the CPU."""
     hardware, engines, dtype = config.hardware, config.engines, config.model.dtype
     parameters, gpus = num_parameters(shape), hardware.nodes * hardware.gpus_per_node
     per_token, is_sharded = kv_bytes_per_token(shape, dtype), hardware.sharding == "full"
     is_adapted, shards = bool(config.model.peft), max(1, gpus) if is_sharded else 1
     weight_bytes = parameters * (BYTES[dtype] if is_adapted else TRAIN_BYTES_PER_VALUE) // shards
+    max_num_seqs, shares_gpu = engines.max_num_seqs, not hardware.engine_gpus
     if engines.kind == "local":
-        kv_tokens = engines.max_num_seqs * engines.max_model_len
-        engine_gpu_bytes = kv_tokens * per_token  # a local engine uses the trained weights
+        is_on_cpu = config.local_device == "cpu"
+        shares_gpu = not is_on_cpu and int(config.local_device.partition(":")[2] or 0) < hardware.gpus_per_node
+        device_bytes = machine_bytes if is_on_cpu else hardware.gpu_memory_gb * GB or math.inf
+        engine_weights = parameters * BYTES[dtype]
+        affordable_tokens = CACHE_MEMORY_SHARE * max(0, device_bytes - engine_weights) / per_token
+        if not is_on_cpu:  # the slots of a GPU take their memory at once, so fewer fit
+            max_num_seqs = int(min(max_num_seqs, affordable_tokens // engines.max_model_len))
+        kv_tokens = int(min(max_num_seqs * engines.max_model_len, affordable_tokens))
+        engine_gpu_bytes = engine_weights + 2 * kv_tokens * per_token
     elif engines.kind == "openai":
         kv_tokens = engine_gpu_bytes = 0  # unknown, and not on this run's GPUs
     else:
         engine_gpu_bytes = int(engines.gpu_memory_utilization * hardware.gpu_memory_gb * GB)
         kv_tokens = max(0, engine_gpu_bytes * engines.tensor_parallel_size - parameters * BYTES[dtype]) // per_token
-    shared_bytes = 0 if hardware.engine_gpus else engine_gpu_bytes  # of an engine on the training GPUs
+    shared_bytes = engine_gpu_bytes if shares_gpu else 0  # of an engine on the training GPUs
 
     def memory(settings: SftConfig | StageConfig, tokens: int, engine_gpu_bytes: int) -> tuple[int, float | None]:
         """Return (train_bytes, gpu_share) for passes of `tokens`, beside an engine of `engine_gpu_bytes`."""
@@ -336,7 +347,7 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
             trained_tokens=problems * stage.kept_per_problem * max_tokens,
             train_bytes=train_bytes,
             gpu_share=gpu_share,
-            episodes_per_engine=min(engines.max_num_seqs, kv_tokens // context_tokens),
+            episodes_per_engine=min(max_num_seqs, kv_tokens // context_tokens),
         )
 
     sft = config.sft
@@ -365,7 +376,8 @@ def resource_plan(config: RunConfig, shape: ModelShape) -> ResourcePlan:
 
 def misfits(config: RunConfig, plan: ResourcePlan) -> dict[str, list[str]]:
     """Return, by phase, a line for each thing that does not fit a GPU or an engine of the size in `config`."""
-    is_memory_known = config.engines.kind == "local" or config.hardware.gpu_memory_gb > 0
+    is_local = config.engines.kind == "local"
+    is_memory_known = is_local or config.hardware.gpu_memory_gb > 0
     lines: dict[str, list[str]] = {}
     for name, phase in plan.phases().items():
         where = name if name == "sft" else f"stages.{name}"
@@ -374,11 +386,12 @@ def misfits(config: RunConfig, plan: ResourcePlan) -> dict[str, list[str]]:
             lines[name].append(
                 f"memory: {where}: training and the engine on the same GPU take {phase.gpu_share:.0%} of its "
                 f"{config.hardware.gpu_memory_gb:.0f} GB; {LESS_MEMORY_ADVICE}, or lower "
-                "engines.gpu_memory_utilization"
+                f"engines.{'max_num_seqs' if is_local else 'gpu_memory_utilization'}"
             )
         if is_memory_known and phase.episodes_per_engine == 0:
             lines[name].append(
-                f"memory: {where}: an engine's KV cache holds {plan.kv_tokens} tokens, fewer than one episode; raise "
-                "engines.gpu_memory_utilization or engines.tensor_parallel_size, or lower max_response_tokens"
+                f"memory: {where}: an engine's KV cache holds {plan.kv_tokens} tokens, fewer than one episode; "
+                + ("" if is_local else "raise engines.gpu_memory_utilization or engines.tensor_parallel_size, or ")
+                + f"lower {'engines.max_model_len' if is_local else 'max_response_tokens'}"
             )
     return lines

@@ -13,7 +13,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from sandbox.machine import memory_available
 from trainer.config import ConfigError, EnginesConfig, ModelConfig, RunConfig, SandboxConfig, expand_urls
@@ -124,12 +125,7 @@ async def open_engine_pool(config: RunConfig, model: Path, run_dir: Path) -> Asy
             initial = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         if engines.kind == "local":
             with model_errors_as_config_errors(model):
-                local = LocalEngine(
-                    initial,
-                    max_num_seqs=engines.max_num_seqs,
-                    max_model_len=engines.max_model_len,
-                    max_cache_bytes=CACHE_MEMORY_SHARE * memory_available(),
-                )
+                local = _local_engine(config, initial)
             options: dict[str, Any] = {"transfer": load_by_engine}
             pool_engines: Sequence[LocalEngine | VllmEngine] = [local]
         else:
@@ -196,6 +192,30 @@ def endpoint_settings(engines: EnginesConfig) -> dict[str, Any]:
     names = ("model_name", "prompt_format", "extra_body")
     settings = {f"engines.{name}": getattr(engines, name) for name in names}
     return {**settings, "engines.stop_strings": list(engines.stop_strings)}
+
+
+def find_device(config: RunConfig) -> torch.device:
+    """Return the device of the local engine. Raises `ConfigError` if this machine does not have it."""
+    device = torch.device(config.local_device)
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"engines.device: expected the GPU {device} here, got {count} GPUs; set engines.device to another one of "
+            "them, or to cpu"
+        )
+    return device
+
+
+def _local_engine(config: RunConfig, model: PreTrainedModel) -> LocalEngine:
+    """Start the local engine, which owns `model` from now on. Raises `ConfigError` and `ValueError`."""
+    device = find_device(config)
+    model.to(device)
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_available()
+    return LocalEngine(
+        model,
+        max_num_seqs=config.engines.max_num_seqs,
+        max_model_len=config.engines.max_model_len,
+        max_cache_bytes=CACHE_MEMORY_SHARE * free_bytes,
+    )
 
 
 async def _vllm_engines(

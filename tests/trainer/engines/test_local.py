@@ -7,8 +7,10 @@ import asyncio
 import random
 import resource
 import threading
+import warnings
 from concurrent.futures import Future
 
+import numpy
 import pytest
 
 from tests.trainer.engines.qwen_model import (
@@ -18,11 +20,15 @@ from tests.trainer.engines.qwen_model import (
     make_model,
     trainer_logprobs,
 )
-from trainer.engines.engine import EngineError, Generation, SamplingParams, TurnError
+from trainer.engines.engine import EngineCapacity, EngineError, Generation, SamplingParams, TurnError
 from trainer.engines.local import LocalEngine
 from trainer.engines.local_attention import Chunk
 
 torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
 pytestmark = pytest.mark.asyncio
 
 
@@ -121,6 +127,80 @@ async def test_the_cache_takes_memory_only_for_contexts_that_were_computed():
     await asyncio.gather(*(engine.generate([seed, 2, 3], SamplingParams(100, seed=seed)) for seed in range(64)))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 << 10
     await engine.close()
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises an error for an operation on tensors that are not all on `device`. Copies between devices are allowed, and
+    so are numbers of the CPU (tensors without dimensions), as in torch."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.num_operations = torch.device(device), 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, results)) if isinstance(leaf, torch.Tensor)]
+        devices = {tensor.device for tensor in tensors if tensor.dim()}
+        is_copy = operation in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if not is_copy and devices - {self.device}:
+            raise AssertionError(f"{operation} has tensors on {devices}, not only on {self.device}")
+        self.num_operations += 1
+        return results
+
+
+@pytest.fixture
+def meta_engine_class(monkeypatch):
+    """Return `LocalEngine` with `OneDevice` in its passes. Tensors on `meta` have no values, so all are read as 0. Only
+    tensors of such an engine must be read."""
+
+    def zeros(tensor):
+        return numpy.zeros(tensor.shape, dtype=float if tensor.is_floating_point() else int).tolist()
+
+    class MetaEngine(LocalEngine):
+        num_operations = 0
+
+        def _step(self):
+            with OneDevice("meta") as mode:
+                super()._step()
+            self.num_operations += mode.num_operations
+
+    monkeypatch.setattr(torch.Tensor, "tolist", zeros)
+    return MetaEngine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["qwen3", *EXPERTS_MODELS])
+async def test_all_tensors_of_a_pass_are_on_the_device_of_the_model(meta_engine_class, architecture, dtype):
+    """`meta` is a device without a machine. The engine samples, scores, cuts off the tail of a distribution, continues
+    a cached prefix, and loads weights from the CPU."""
+    model = make_any_model(architecture).to(dtype)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = meta_engine_class(model.to("meta"), max_num_seqs=4, max_model_len=600)
+    prompt = random_prompts(1)[0]
+    requests = [([*prompt, 1, seed], SamplingParams(4, top_p=0.9 if seed else 1.0, seed=seed)) for seed in range(6)]
+    generations = await asyncio.gather(*(engine.generate(*request) for request in requests), engine.logprobs(prompt))
+    computed_before = engine.computed_positions
+    await engine.generate([*prompt, 1, 0, *generations[0].ids], SamplingParams(3, seed=1))
+    assert engine.computed_positions - computed_before == 3, "the prefix was not taken from the cache"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+        await engine.load_weights(weights, 1)
+    assert (await engine.generate(*requests[0])).weight_version == 1
+    tensors = [*engine._cache._layers.values(), *engine._model.parameters(), *engine._model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert engine.num_operations > 1000
+    await engine.close()
+
+
+async def test_on_a_gpu_an_engine_has_the_slots_whose_memory_fits_at_once(meta_engine_class):
+    """Each position takes 1 KiB. A slot has room for a multiple of 512 positions, which is how attention reads it."""
+    engine = meta_engine_class(make_model().to("meta"), max_num_seqs=8, max_model_len=600, max_cache_bytes=3500 << 10)
+    assert (await engine.capacity()) == EngineCapacity(3 * 600, 3)
+    await asyncio.gather(*(engine.generate([seed, *range(9)], SamplingParams(590, seed=seed)) for seed in range(5)))
+    assert sum(layer.nbytes for layer in engine._cache._layers.values()) == 3 * 1024 << 10
+    await engine.close()
+    with pytest.raises(ValueError, match=r"values of max_model_len=600 tokens, .*; lower engines.max_model_len"):
+        meta_engine_class(make_model().to("meta"), max_model_len=600, max_cache_bytes=1023 << 10)
 
 
 async def test_requests_wait_for_memory_and_sample_the_same_tokens():

@@ -317,6 +317,28 @@ def test_a_local_engine_takes_at_most_half_of_the_memory(tmp_path: Path, monkeyp
     assert line.startswith("memory: stages.rl1: needs 8.") and "6.0 GB are available here" in line
 
 
+def test_a_local_engine_on_the_cpu_must_fit_beside_a_training_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the engine take 2.9 GB in bfloat16."""
+    config = _config(tmp_path, "hardware.gpus_per_node=1", "engines.device=cpu")
+    shape = ModelShape(30, 2048, 8192, 9, 3, 49152, tie_word_embeddings=True)
+    monkeypatch.setattr(preflight, "memory_available", lambda: 20 * 10**9)
+    assert [*preflight._check_memory(config, [Phase("grpo", "rl1")], shape)] == []
+    monkeypatch.setattr(preflight, "memory_available", lambda: 2 * 10**9)
+    assert [*preflight._check_memory(config, [Phase("sft", "sft")], shape)] == []
+    lines = preflight._check_memory(config, [Phase("grpo", "rl1")], shape)
+    assert any("stages.rl1: needs " in line and "but 2.0 GB are available here" in line for line in lines)
+
+
+@pytest.mark.parametrize("set", ["engines.device=cuda:16", "hardware.engine_gpus=1"])
+def test_the_gpu_of_a_local_engine_must_exist(tmp_path: Path, set: str) -> None:
+    config = _config(tmp_path, set, "hardware.gpus_per_node=16")
+    (line,) = preflight._check_local_device(config)
+    assert line.startswith("engines.device: expected the GPU cuda:16 here, got ") and "; set engines.device" in line
+    assert [*preflight._check_local_device(_config(tmp_path, "engines.device=cpu"))] == []
+
+
 def test_many_wrong_problems_are_a_few_lines(tmp_path: Path) -> None:
     file = _problems(tmp_path / "problems.jsonl", *({"options": {f"a{n}": 1}} for n in range(9)))
     lines = _missing(_config(tmp_path, f"data.train={file}"), "prepare")

@@ -341,7 +341,47 @@ def test_the_kv_cache_of_a_local_engine_holds_max_num_seqs_sequences_of_maximum_
     )
     run = resource_plan(config, SMALL)
     assert (run.gpus, run.engines, run.kv_tokens) == (0, 1, 8 * 32)
-    assert run.engine_gpu_bytes == 8 * 32 * kv_bytes_per_token(SMALL, "float32")
+    weights = 4 * num_parameters(SMALL)
+    running_and_cached = 2 * 8 * 32 * kv_bytes_per_token(SMALL, "float32")
+    assert run.engine_gpu_bytes == weights + running_and_cached
+
+
+def local_engine_plan(*sets: str, machine_bytes: float = math.inf) -> ResourcePlan:
+    sets = ("engines.kind=local", "engines.gpu_memory_utilization=0.9", *sets)
+    return resource_plan(load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, sets), QWEN25_1B, machine_bytes)
+
+
+def test_a_local_engine_takes_memory_of_the_training_gpu_and_has_the_slots_that_fit_there() -> None:
+    """The GPU has 80 GB. The weights of the engine take 3.1 GB, and its keys and values at most a quarter of the rest,
+    19.2 GB: 41 slots of 16,384 tokens of 28,672 bytes. The prefix cache takes as much again."""
+    plan = local_engine_plan("engines.max_model_len=16384", "engines.max_num_seqs=64")
+    assert plan.kv_bytes_per_token == 28_672
+    assert plan.kv_tokens == 40 * 16_384
+    stage, weights = plan.stages["rl1"], 2 * num_parameters(QWEN25_1B)
+    assert stage.episodes_per_engine == 40
+    assert plan.engine_gpu_bytes == weights + 2 * plan.kv_tokens * plan.kv_bytes_per_token
+    assert stage.gpu_share == pytest.approx((stage.train_bytes + plan.engine_gpu_bytes) / 80e9)
+    assert plan.sft and plan.sft.gpu_share == pytest.approx(plan.sft.train_bytes / 80e9)
+
+
+@pytest.mark.parametrize("set", ["engines.device=cpu", "engines.device=cuda:1", "hardware.engine_gpus=1"])
+def test_a_local_engine_on_another_device_takes_no_memory_of_the_training_gpu(set: str) -> None:
+    stage = local_engine_plan(set).stages["rl1"]
+    assert stage.gpu_share == pytest.approx(stage.train_bytes / 80e9)
+
+
+def test_a_local_engine_on_the_cpu_takes_at_most_half_of_the_memory_that_its_weights_leave() -> None:
+    weights, available = 2 * num_parameters(QWEN25_1B), 10 * GB
+    plan = local_engine_plan("engines.device=cpu", machine_bytes=available)
+    assert plan.engine_gpu_bytes == pytest.approx(weights + (available - weights) / 2, rel=1e-3)
+
+
+def test_the_lines_about_a_local_engine_that_does_not_fit_name_its_own_settings() -> None:
+    sets = ["engines.kind=local", "hardware.gpu_memory_gb=4", "engines.max_model_len=16384"]
+    config = load_config(CONFIGS / "qwen2.5-1.5b-single-gpu.toml", {}, sets)
+    share, cache = misfits(config, resource_plan(config, QWEN25_1B))["rl1"]
+    assert share.endswith("or lower engines.max_num_seqs")
+    assert cache.endswith("holds 0 tokens, fewer than one episode; lower engines.max_model_len")
 
 
 def test_a_shape_is_read_from_the_config_json_of_the_model() -> None:

@@ -25,6 +25,7 @@ from tests.trainer.fake_vllm import FakeVllm  # noqa: E402
 from tests.trainer.recipe.small_runs import STEP_TIMEOUT_S, copy_run, small_config  # noqa: E402
 from tests.trainer.sampling import QUIET_LIBRARIES, model_folder  # noqa: E402
 from trainer import cli  # noqa: E402
+from trainer.config import ConfigError  # noqa: E402
 from trainer.engines.local import LocalEngine  # noqa: E402
 from trainer.environments.python_tool import TOOL_SCHEMA  # noqa: E402
 from trainer.json_files import read_json, write_json  # noqa: E402
@@ -86,6 +87,14 @@ async def test_vllm_servers_load_weights_from_absolute_paths_that_stay_while_the
             assert pool._all_down_timeout_s == 77, "episodes wait for a restart (engines.max_down_s)"
     assert not paths[0].exists()
     await engine.close()
+
+
+@pytest.mark.asyncio
+async def test_a_gpu_that_the_machine_does_not_have_is_refused_before_the_local_engine_starts(tmp_path: Path) -> None:
+    model, config = model_folder(tmp_path / "model"), small_config(tmp_path, "engines.device=cuda:64")
+    with pytest.raises(ConfigError, match=r"engines\.device: expected the GPU cuda:64 here, got \d+ GPUs; set"):
+        async with rollout_session.open_engine_pool(config, model, tmp_path):
+            pass
 
 
 @pytest.mark.parametrize(
