@@ -88,8 +88,7 @@ class CgroupTree:
         self._top_locks: dict[str, int] = {}
         self._cgroups: dict[int, SlotCgroup] = {}
         self.idle: IdleCgroup | None = None
-        self._zygote_uid = -1  # unknown until `allow_clone_into`
-        self._can_clone_into = False
+        self._zygote_uid, self._can_clone_into = -1, False  # until `allow_clone_into`
         try:
             self._version, parents = _find_version()
             for name, parent in parents.items():
@@ -118,21 +117,20 @@ class CgroupTree:
         the file cgroup.procs of two cgroups: of the target, and of the common ancestor of the target and the zygote's
         own cgroup.
         """
-        self._can_clone_into = False
+        self._zygote_uid, self._can_clone_into = -1, False
         if self._version is not V2 or not kernel.has_clone3():
             return
         (top,) = self._top_locks  # version 2 has one hierarchy
         try:
-            self._zygote_uid = uid
             for directory in (top, *(f"{top}/{slot}" for slot in self._cgroups)):
-                self._chown_procs_file(directory)
+                _chown_procs_file(directory, uid)
             os.makedirs(f"{top}/{ZYGOTES_LEAF}", exist_ok=True)
             write_file(f"{top}/{ZYGOTES_LEAF}/{V2.enter_file}", str(pid))
             os.close(kernel.open_detached_mount(f"{top}/0"))  # fails here if the kernel or a container refuses it
         except OSError as error:
             log.info("cannot clone into cgroups, entering them is slower: %s", error)
         else:
-            self._can_clone_into = True
+            self._zygote_uid, self._can_clone_into = uid, True
 
     def open_directories(self, slot: int) -> Iterator[int]:
         """Yield a descriptor of a slot's cgroup for clone3(2), or nothing if zygotes may not use clone3. The caller
@@ -176,12 +174,9 @@ class CgroupTree:
     def _create_slot_cgroup(self, slot: int) -> SlotCgroup:
         for top in self._top_locks:
             os.makedirs(f"{top}/{slot}", exist_ok=True)  # it exists if an earlier try failed half-way
-            if self._zygote_uid >= 0:
-                self._chown_procs_file(f"{top}/{slot}")
+            if self._can_clone_into:
+                _chown_procs_file(f"{top}/{slot}", self._zygote_uid)
         return SlotCgroup(self._version, {name: f"{top}/{slot}" for name, top in self._dirs.items()})
-
-    def _chown_procs_file(self, directory: str) -> None:
-        os.chown(f"{directory}/{V2.enter_file}", self._zygote_uid, -1)
 
 
 class IdleCgroup:
@@ -223,6 +218,10 @@ class IdleCgroup:
         os.close(self._leave_fd)
         _remove(self._dir)
         os.close(self._lock)
+
+
+def _chown_procs_file(directory: str, uid: int) -> None:
+    os.chown(f"{directory}/{V2.enter_file}", uid, -1)
 
 
 def own_cgroup_dirs() -> dict[str, str]:

@@ -420,7 +420,7 @@ _NAMESPACE_LAYERS: tuple[_Layer, ...] = (
     ("PID namespace", _try_pid_namespace, "calls see and signal only their own processes, and end with them"),
     ("mount namespace, tmpfs", _try_tmpfs, "private scratch directories of limited size"),
     ("pivot_root", _try_pivot_root, "none of the host's files inside"),
-    ("IPC namespace", _try_ipc_namespace, "no shared memory between calls"),
+    ("IPC namespace", _try_ipc_namespace, "none of the host's shared memory and message queues inside"),
     ("UTS namespace", _try_uts_namespace, "the host's name stays outside"),
     ("network namespace", _try_net_namespace, "no network"),
     ("capability drop", _try_capability_drop, "calls hold no privilege, even inside"),

@@ -17,7 +17,8 @@ import pytest
 
 from sandbox import machine
 from sandbox.errors import IsolationError
-from sandbox.jail import CgroupTree, cgroup_tree
+from sandbox.jail import CgroupTree, cgroup_tree, kernel
+from sandbox.jail.cgroup import V2
 
 MIB = 1 << 20
 DEADLINE_S = 60
@@ -157,6 +158,32 @@ def test_only_cgroup_procs_files_belong_to_the_zygote(tree: CgroupTree) -> None:
         )
     finally:
         os.close(dir_fd)
+
+
+def test_a_zygote_whose_user_may_not_own_files_enters_each_cgroup_by_its_procs_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary user with subordinate ids may not give files to them. The slots of cgroups that do not exist yet must
+    stay usable."""
+    monkeypatch.setattr(cgroup_tree, "_find_version", lambda: (V2, {"": str(tmp_path)}))
+    monkeypatch.setattr(cgroup_tree, "_enable_controllers", lambda _directory: None)
+    monkeypatch.setattr(kernel, "has_clone3", lambda: True)
+
+    def refuse(path: str, _uid: int, _gid: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", path)
+
+    monkeypatch.setattr(os, "chown", refuse)
+    tree = CgroupTree()
+    (top,) = tree._top_locks
+    tree.allow_clone_into(os.getpid(), 100_000)
+    for slot in (0, 7):
+        Path(top, str(slot)).mkdir(exist_ok=True)
+        Path(top, str(slot), "cgroup.procs").touch()
+        assert not [*tree.open_directories(slot)]
+        (fd,) = tree.open_procs_files(slot)
+        os.close(fd)
+        Path(top, str(slot), "cgroup.procs").unlink()
+    tree.close()
 
 
 def test_number_of_processes_is_limited_for_any_uid(tree: CgroupTree) -> None:
