@@ -49,6 +49,9 @@ The columns:
 | escape | `tests/escape` at the level |
 | systemd unit | `tests/machines/unit.py`: the unit is started, killed and stopped under load; a call is killed by OOM |
 
+`not run`: the machine was booted without this part (`--parts`), or did not come to its end. `skipped`: the kernel, the
+user or the set-up lacks what the tests need.
+
 All calls use the standard library only. In each machine a user may have 64 IPC namespaces at a time, so that calls that
 make some would be found: before Linux 6.3 the kernel frees one in each RCU grace period.
 """
@@ -152,7 +155,7 @@ def _calls(part: Row | None) -> str:
     if part is None or "problem" in part:
         return NOT_RUN
     wrong = part["lost"] + part["doubled"] + part["mismatched"]
-    kills = f", {part['kills']} kills" if part["kills"] else ""
+    kills = f", kills: {part['kills']}" if part["kills"] else ""
     return f"{part['calls']:,}{kills}: {wrong} wrong or lost, {sum(part['unavailable'].values())} unavailable"
 
 
