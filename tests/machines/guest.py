@@ -102,7 +102,10 @@ def mix(_row: Row, calls: int) -> Row:
 
 def kills(row: Row, calls: int) -> Row:
     """Kill processes, with time between two kills for the server to replace what was killed."""
-    return _checked_calls(calls, kill_every_s=max(1, row["doctor"]["seconds"] / 3))
+    result = _checked_calls(calls, kill_every_s=max(1, row["doctor"]["seconds"] / 3))
+    if not result["kills"]:
+        raise ValueError("the calls ended before a process was killed; use more --calls")
+    return result
 
 
 def _checked_calls(calls: int, kill_every_s: float) -> Row:
