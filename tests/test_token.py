@@ -48,6 +48,7 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
         try:
             line = next(line for line in process.stderr if " on http://" in line)
             with Client(line.split(" on ")[1].split()[0], token=TOKEN) as client:
+                assert client.execute("1").status.value == "ok"  # so the template of the zygote exists
                 idle_pids = tree_pids(process.pid)
                 call = pool.submit(client.execute, "import os, time\nprint(os.environ)\ntime.sleep(2)")
                 pids = idle_pids
@@ -63,7 +64,7 @@ def test_token_is_in_no_environment_below_the_server(level: str, source: str, tm
         finally:
             process.kill()
     # The processes are the server, its executor, the launcher, its init (not at level none), the zygote and the call.
-    assert len(pids) == (5 if level == "none" else 6)
+    assert len(pids) == (5 if level == "none" else 7)  # with the template and the call
     server_and_executor = pids[:2]
     assert all(environments[pid] for pid in (pids if os.geteuid() == 0 else server_and_executor)), "not all were read"
     pids_with_token = [

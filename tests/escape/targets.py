@@ -109,6 +109,7 @@ class Target:
         self.level, _, _ = name.partition(" as ")
         self.caller = caller
         self.host = host
+        caller.run("1")  # so the template of the zygote exists
         self.idle_process_count = len(self.processes())
         """Processes of the executor, its jail and its zygotes while no call runs."""
 

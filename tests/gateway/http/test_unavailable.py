@@ -78,6 +78,7 @@ async def test_a_json_response_that_takes_long_begins_with_heartbeats(
             decoded = json.loads(await _read_after_heartbeats(served, response, 3))
         results = decoded["results"] if path == "/v1/batch" else [decoded]
         assert results[0]["status"] == "ok"
+        monkeypatch.undo()  # on a loaded machine, the next response takes longer than the interval of this test
         async with served.http.post(served.url + "/v1/execute", json={"code": "1"}) as response:
             assert not (await response.read()).startswith(b"\n")
 

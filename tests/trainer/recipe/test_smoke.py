@@ -113,19 +113,29 @@ def test_all_phases_of_a_smoke_run_share_one_sandbox(tmp_path: Path, monkeypatch
     assert later == (), "the settings of the folder name a sandbox that has ended"
 
 
+PHASES = """
+import sys
+from trainer.recipe.phases import Phase
+from trainer.recipe.smoke import phase_server
+folder, trainer = sys.argv[1], [sys.executable, "-m", "trainer"]
+unused_lock_fd = 0  # the forks of the server do not use the lock of the run folder
+with phase_server() as run_phase, open(f"{folder}/lock", "w") as lock:
+    print(run_phase(Phase("show"), [*trainer, "--version"], unused_lock_fd), flush=True)
+    print(run_phase(Phase("sft"), [*trainer, "sft", f"{folder}/no.toml"], unused_lock_fd), flush=True)
+    # The command of a launcher (such as torchrun) runs as a new process, which inherits the lock.
+    print(run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()), flush=True)
+"""
+
+
 @pytest.mark.slow
-def test_the_phases_of_a_smoke_run_are_forks_of_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_phases_of_a_smoke_run_are_forks_of_one_process(tmp_path: Path) -> None:
+    """A new interpreter runs the phases, because an interpreter has one such process, which keeps its first output."""
     pytest.importorskip("trl")
-    trainer = [sys.executable, "-m", "trainer"]
-    unused_lock_fd = 0  # the forks of the server do not use the lock of the run folder
-    with phase_server() as run_phase:
-        assert run_phase(Phase("show"), [*trainer, "--version"], unused_lock_fd) == 0
-        assert run_phase(Phase("sft"), [*trainer, "sft", str(tmp_path / "no.toml")], unused_lock_fd) == 2
-        # The command of a launcher (such as torchrun) runs as a new process, which inherits the lock.
-        with (tmp_path / "lock").open("w") as lock:
-            assert run_phase(Phase("grpo"), ["sh", "-c", "exit 3"], lock.fileno()) == 3
-    printed = capfd.readouterr()
-    assert printed.out.startswith("rstar-train ") and "no.toml: cannot be read" in printed.err
+    command = [sys.executable, "-c", PHASES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    version, *exit_codes = done.stdout.splitlines()
+    assert version.startswith("rstar-train ") and exit_codes == ["0", "2", "3"], done
+    assert "no.toml: cannot be read" in done.stderr
 
 
 @pytest.mark.slow
