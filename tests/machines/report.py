@@ -19,15 +19,15 @@ HEAD = """\
     make test-machines
 
 This command boots Debian's kernels in virtual machines, one after another, and tries the server in each of them. Each
-machine prints its results. They are in `tests/machines/rows.json`, from which the table below is generated. Each machine
-has 2 cores, 2 GB of memory, systemd 252 and cgroups of version 2. The host needs root, and Debian's packages debootstrap,
-e2fsprogs and qemu-system-x86.
+machine prints its results. They are in `tests/machines/rows.json`, from which the table below is generated. Each
+machine has 2 cores, 2 GB of memory, systemd 252 and cgroups of version 2. The host needs root, and Debian's packages
+debootstrap, e2fsprogs and qemu-system-x86.
 
 QEMU emulates the cores, so the machines show what works on a kernel, but not how fast it is. With
 `python -m tests.machines --accel kvm` the machines use the cores of the host.
 
-How to read a cell: `400: 0 wrong or lost, 0 unavailable` means that 400 calls were sent. None of them had a wrong result or
-none at all, and none was answered with the status `unavailable`.
+How to read a cell: `400: 0 wrong or lost, 0 unavailable` means that 400 calls were sent. None of them had a wrong
+result or none at all, and none was answered with the status `unavailable`.
 
 """
 SET_UPS = """
