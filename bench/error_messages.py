@@ -1,7 +1,7 @@
 """The error messages of both packages, as the code has them, for a page that a reader searches by a message.
 
 A message is the text argument of an error that is raised, or of `_require`. Parts that are computed become `...`.
-Messages without enough text of their own, such as `...: expected ..., got ...`, are left out.
+A message is left out if it has too little fixed text, such as `...: expected ..., got ...`.
 """
 
 from __future__ import annotations

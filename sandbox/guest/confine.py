@@ -94,7 +94,6 @@ class Confinement:
         """Descriptors of `cgroup.procs` files, by slot. A process enters a cgroup by writing to its file."""
         self.cgroup_dir_fds: dict[int, int] = {}
         """Descriptors of version 2 cgroups, by slot. clone3(2) can fork into such a cgroup (Linux 5.7)."""
-        self.has_namespaces: bool = plan["pid_namespace"]
         self.has_slot_networks: bool = plan["slot_networks"]
         self.network_fds: dict[int, int] = {}
         """Descriptors of the network namespaces, by slot. The calls of a slot use its namespace one after another,
@@ -106,10 +105,11 @@ class Confinement:
         self._buffers: list = []  # keeps the memory alive to which the steps point
         if plan["clear_bounding_set"]:
             _drop_bounding_set()
-        self._tid_address = _tid_address() if self.has_namespaces or self.landlock is not None else 0
-        self._clone_flags = CLONE_NEWPID if self.has_namespaces else 0
+        has_namespaces: bool = plan["pid_namespace"]
+        self._tid_address = _tid_address() if has_namespaces or self.landlock is not None else 0
+        self._clone_flags = CLONE_NEWPID if has_namespaces else 0
         self._clone_flags |= _CLONE_CHILD_SETTID if self._tid_address else 0
-        self.may_have_template = self.has_namespaces or bool(self._tid_address)
+        self.may_have_template = has_namespaces or bool(self._tid_address)
         """Whether machine code may fork the calls. Without a PID namespace, the C library must learn the call's id."""
         self._exit_signal = int(signal.SIGCHLD)
         self._filter = _Filter.decode(plan["call_filter"], plan["own_pid_offsets"])
@@ -122,11 +122,11 @@ class Confinement:
         if self.landlock is not None:
             self.landlock.become_subreaper()
 
-    def fork_from_template(self, is_template: bool) -> None:
-        """Set whether a template forks the calls (`fork_batch.py`). The calls are children of its parent, the zygote.
-        Then clone3(2) accepts no signal: a call sends the signal that the template sends."""
-        flags, self._exit_signal = (CLONE_PARENT, 0) if is_template else (0, int(signal.SIGCHLD))
-        self._clone_flags = self._clone_flags & ~CLONE_PARENT | flags
+    def fork_from_template(self) -> None:
+        """Let a template fork the calls (`fork_batch.py`). The calls are children of its parent, the zygote. Then
+        clone3(2) accepts no signal: at its end a call sends the signal that the template would send."""
+        self._clone_flags |= CLONE_PARENT
+        self._exit_signal = 0
 
     def close_cgroup_fds(self) -> None:
         """Close the descriptors of all cgroups."""

@@ -64,7 +64,7 @@ _MACHINE_CODE = bytes.fromhex(  # printed by `make machine-code`
 
 
 class ForkBatch:
-    """Memory for jobs: `add` writes a job, and `run` forks all of them, from the template once there is one."""
+    """Jobs of calls in memory. `add` writes a job, and `run` forks all jobs. If there is a template, it forks them."""
 
     def __init__(self, *, use_machine_code: bool = True) -> None:
         self._code = wiped_memory.private_pages(len(_MACHINE_CODE))
@@ -215,7 +215,7 @@ def _mapped_file(fd: int) -> mmap.mmap:
 
 
 def step(number: int, *arguments: int) -> tuple[int, ...]:
-    """Return the words of a step."""
+    """Return a step: the number of a system call and its arguments, filled up with zeros."""
     return (number, *arguments, *(0,) * (STEP_WORDS - 1 - len(arguments)))
 
 

@@ -145,7 +145,8 @@ def compact_heap() -> int:
 def _fill_free_memory() -> None:
     """Allocate the free memory below the end of the heap, so that calls allocate memory behind it.
 
-    Otherwise their objects would lie all over the heap. A call would copy the page of each, and split many huge pages.
+    Otherwise the objects of a call would lie in all parts of the heap. The call would then copy the page of each object
+    and split many huge pages.
     """
     end = _libc.sbrk(0)
     for size in (*(1 << power for power in range(20, 10, -1)), *range(1024, 0, -_ALIGNMENT_BYTES)):

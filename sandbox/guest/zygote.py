@@ -156,9 +156,10 @@ class Zygote:
     def _start_template(self) -> None:
         """Fork the template from which all calls will be forked. Each of these calls continues here and does not
         return."""
-        self.confinement.fork_from_template(self.batch.has_machine_code)
-        if self.batch.has_machine_code and self.batch.start_template():
-            self._run_child()
+        if self.batch.has_machine_code:
+            self.confinement.fork_from_template()
+            if self.batch.start_template():
+                self._run_child()
 
     def _on_cgroup_procs(self, header: dict, *_data: memoryview) -> None:
         self.confinement.cgroup_procs_fds.setdefault(header["slot"], []).append(self.reader.fds.pop(0))

@@ -74,7 +74,7 @@ def test_calls_at_once_need_no_ipc_namespaces_of_their_own(
 ) -> None:
     """Before Linux 6.3 the kernel frees one IPC namespace in each RCU grace period, too slowly for a loop of calls.
 
-    The executor starts a call again that the zygote could not start, so the statuses alone show nothing.
+    If a zygote cannot start a call, the executor starts the call again. So the statuses alone show nothing.
     """
     server = executor_after(FEW_IPC_NAMESPACES, python=ordinary_user["server"])
     with executor(isolation="namespaces", slots=12, **{**ordinary_user, "server": server}) as caller:

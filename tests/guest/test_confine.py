@@ -183,7 +183,7 @@ def status_of_child():
     os.waitpid(batch.child_pid(0), 0)
     return os.read(read_fd, 4096)
 of_zygote = status_of_child()
-confinement.fork_from_template(True)
+confinement.fork_from_template()
 if batch.start_template(): finish()
 of_template = status_of_child()
 limit_is_set = b"1048576" in of_zygote  # file_bytes

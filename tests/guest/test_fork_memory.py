@@ -42,8 +42,8 @@ print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_be
 
 
 def test_memory_that_is_allocated_after_the_compaction_lies_behind_the_heap() -> None:
-    """Free memory is left by objects of two sizes and by blocks of malloc. A second compaction, as a child zygote does
-    it, leaves no free memory either."""
+    """Objects of two sizes and blocks of malloc leave free memory behind. A child zygote compacts its heap a second time,
+    and that leaves no free memory either."""
     code = """
 fork_memory.use_one_heap()
 import os

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness import arguments
 from tests.machines import guest, image, report
 
 MACHINES = {f"{version}-{set_up}": (version, set_up) for version in image.KERNEL_RELEASES for set_up in guest.SET_UPS}
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/machines"), help="directory for images, 5 GB")
     parser.add_argument("--machines", type=_names_of(MACHINES), default=[*MACHINES], metavar="NAMES")
     parser.add_argument("--parts", type=_names_of(guest.PARTS), default=[*guest.PARTS], metavar="NAMES")
-    parser.add_argument("--calls", type=int, default=2000, help="calls of the mix (default: 2000)")
+    parser.add_argument("--calls", type=arguments.count, default=2000, help="calls of the mix (default: 2000)")
     parser.add_argument("--accel", default=EMULATION, help="kvm where this host has it (default: emulated cores)")
     parser.add_argument("--timeout-s", type=float, default=7200, help="seconds for one machine (default: 7200)")
     args = parser.parse_args(argv)
@@ -79,8 +80,9 @@ def boot(log: Path, disk: Path, kernel: Path, options: str, accel: str, timeout_
         try:
             problem = f"QEMU ended with {status}" if (status := qemu.wait(timeout_s)) else ""
         except subprocess.TimeoutExpired:
-            qemu.kill()
             problem = f"no end after {timeout_s:g} s"
+        finally:
+            qemu.kill()  # no effect on a process that has ended
     rows = [line for line in output.read_text(errors="replace").splitlines() if line.startswith(guest.ROW)]
     row = dict(json.loads(rows[-1].removeprefix(guest.ROW))) if rows else {}
     if not rows:

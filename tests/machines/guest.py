@@ -37,8 +37,8 @@ SET_UPS: Mapping[str, Sequence[str]] = {
 systemd."""
 KERNEL_OPTIONS = {"root-without-cgroups": "cgroup_disable=memory"}
 IPC_NAMESPACES = 64
-"""IPC namespaces that a user may have at a time. Before Linux 6.3 the kernel frees them slowly, so calls must not make
-any. With the usual limit of some thousands, only many calls would show that they do."""
+"""Maximum number of IPC namespaces of a user at one time. Before Linux 6.3 the kernel frees them slowly, so calls must
+not make any. With the usual limit of some thousands, only many calls would show that they do."""
 PART_TIMEOUT_S = 3600
 MAX_TEXT_CHARS = 500
 PATIENT_BENCH = """
