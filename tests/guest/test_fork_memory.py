@@ -42,7 +42,7 @@ print(huge_pages, work() == result, min(faults() for _ in range(5)) <= faults_be
 
 
 def test_memory_that_is_allocated_after_the_compaction_lies_behind_the_heap() -> None:
-    """Objects of two sizes and blocks of malloc leave free memory behind. A child zygote compacts its heap a second time,
+    """Objects of two sizes and blocks of malloc leave free memory. A child zygote compacts its heap a second time,
     and that leaves no free memory either."""
     code = """
 fork_memory.use_one_heap()
