@@ -102,4 +102,8 @@ def _names_of(known: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("machines: interrupted; rows of the finished machines are kept", file=sys.stderr)
+        sys.exit(130)
