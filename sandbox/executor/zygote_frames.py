@@ -20,7 +20,7 @@ from sandbox.errors import ProtocolError
 from sandbox.guest.protocol import ENDED, ENDED_KIND, LENGTHS, STDERR_TRUNCATED, STDOUT_TRUNCATED
 
 MAX_HEADER_BYTES = 1 << 20
-"""Maximum size of a header. The longest header, `ready`, has some hundred names of modules."""
+"""Maximum size of a header. The longest header, `loaded`, has some hundred names of modules."""
 _MAX_TEXT_CHARS = 300
 _MAX_NUMBER = 1e15
 """Numbers have to be smaller than this. So they are finite, and their sums and products are finite too."""

@@ -296,14 +296,9 @@ class ZygotePool:
                 nursery.cancel_scope.cancel()
 
     async def _handshake(self, zygote: Zygote) -> None:
-        """Wait for the frame `ready`, read the memory of the zygote from /proc, and answer with `start`."""
-        frames = await zygote.receive()
-        if not frames:
-            raise NodeError("it closed its socket before it was ready")
-        header = frames[0][0]
-        if header["op"] != "ready" or len(frames) > 1:
-            op = zygote_frames.get_text(header, "op")
-            raise ProtocolError(f"expected one frame, ready; got {op!r} and {len(frames) - 1} more")
+        """Wait for the frame `loaded`, read the memory of the zygote from /proc, answer with `start`, and wait for the
+        frame `ready`."""
+        header = await _receive_one(zygote, "loaded")
         zygote.modules = frozenset(zygote_frames.get_texts(header, "modules"))
         zygote.python = zygote_frames.get_text(header, "python")
         zygote.missing_modules = zygote_frames.get_texts(header, "missing")
@@ -326,6 +321,7 @@ class ZygotePool:
             elif self._spec.level is not jail.Level.NONE:
                 zygote.jail_exited = self._watch_jail_init(pid)
         zygote.send({"op": "start", "address_space_bytes": mapped_bytes, "report_after_s": self._report_after_s})
+        await _receive_one(zygote, "ready")
 
     def _handle_frame(self, zygote: Zygote, header: Header, blobs: list[bytes]) -> None:
         run_id: object = header.get("run_id")
@@ -435,6 +431,19 @@ class ZygotePool:
         exited = trio.Event()
         self._nursery.start_soon(_wait_for_exit, pidfd, exited)
         return exited
+
+
+async def _receive_one(zygote: Zygote, expected_op: str) -> Header:
+    """Return the header of the next frame of a zygote that has not been ready yet. Raises `NodeError` if the zygote
+    ends, and `ProtocolError` if it sends anything else."""
+    frames = await zygote.receive()
+    if not frames:
+        raise NodeError("it closed its socket before it was ready")
+    header = frames[0][0]
+    if header["op"] != expected_op or len(frames) > 1:
+        op = zygote_frames.get_text(header, "op")
+        raise ProtocolError(f"expected one frame, {expected_op}; got {op!r} and {len(frames) - 1} more")
+    return header
 
 
 async def _wait_for_exit(pidfd: int, exited: trio.Event) -> None:

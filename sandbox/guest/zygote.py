@@ -6,9 +6,9 @@ executor decides about time limits. A call runs in a slot, which is a numbered s
 A profile is the set of modules that a zygote imports before it forks calls.
 
     frames received                               frames sent
-    configure {plan, profile}            first    ready {python, modules, missing, problems}
+    configure {plan, profile}            first    loaded {python, modules, missing, problems}
                                                       with {refused} if the zygote cannot use the profile; it exits
-    start {address_space_bytes, report_after_s}
+    start {address_space_bytes, report_after_s}   ready {}: the zygote has started all its processes
     cgroup_procs {slot} + descriptor              (a process writes to it to enter the slot's cgroup)
     cgroup_dir {slot} + descriptor                (the zygote forks into this cgroup by clone3(2))
     call {run_id, slot, ...}                      ended {run_id, exit_code, signal, ...}
@@ -152,6 +152,8 @@ class Zygote:
         self.report_after_s = header["report_after_s"]
         self._start_template()  # only now: the executor has moved this process to the cgroup for zygotes
         self.inherited_kb = fork_memory.inherited_kb()
+        self.writer.add({"op": "ready"})
+        self.writer.flush()
 
     def _start_template(self) -> None:
         """Fork the template from which all calls will be forked. Each of these calls continues here and does not
@@ -399,7 +401,7 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     fork_memory.use_one_heap()
     missing, problems, refused = profiles.load_from(header)
     if refused:
-        _send_ready(frames.FrameWriter(sock), [], [], {"refused": refused})
+        _send_loaded(frames.FrameWriter(sock), [], [], {"refused": refused})
         raise EOFError
     runner.keep_originals()
     _warm_up(sock, confinement)
@@ -410,7 +412,7 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
     zygote = Zygote(sock, confinement)
     fork_warmup.run_scripts(zygote, 2)  # refill the interpreter's caches, which the compaction emptied
     # This process forks nothing before the template. So no huge page of the template is split.
-    _send_ready(zygote.writer, missing, problems, {})
+    _send_loaded(zygote.writer, missing, problems, {})
     try:
         zygote.serve()
     except (EOFError, ConnectionError):
@@ -418,10 +420,10 @@ def warm_up_and_serve(sock: socket.socket, confinement: confine.Confinement, hea
         raise
 
 
-def _send_ready(writer: frames.FrameWriter, missing: list[str], problems: list[str], more: dict) -> None:
+def _send_loaded(writer: frames.FrameWriter, missing: list[str], problems: list[str], more: dict) -> None:
     modules = sorted({name.partition(".")[0] for name in sys.modules})
-    ready = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
-    writer.add({"op": "ready", **ready, **more})
+    loaded = {"python": sys.version.split()[0], "modules": modules, "missing": missing, "problems": problems}
+    writer.add({"op": "loaded", **loaded, **more})
     writer.flush()
 
 
@@ -462,7 +464,7 @@ def main() -> None:
         received: list = []
         while not received:
             received = reader.receive()
-        header = received[0][0]  # configure; the executor sends nothing else before `ready`
+        header = received[0][0]  # configure; the executor sends nothing else before `loaded`
         del reader, received
         confinement = confine.Confinement(header["plan"])
         confine.restrict_zygote(header["plan"])
