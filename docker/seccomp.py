@@ -24,9 +24,10 @@ _SERVER_CALLS = """
     memfd_create sendfile
     seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
     capset setresuid setresgid setgroups flock
+    setpriority sched_setscheduler
 """
 """System calls that the server makes to serve HTTP, to pass descriptors, to create memory files for output, to set the
-filters and uids of calls, and to lock what it removes at its next start."""
+filters and uids of calls, to lock what it removes at its next start, and to lower the CPU priority of long calls."""
 _RUNTIME_CALLS = "setuid setgid"
 """System calls of the container runtime, which loads the profile before it changes to the container's uid."""
 

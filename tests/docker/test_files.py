@@ -66,6 +66,8 @@ def test_profile_is_up_to_date() -> None:
         ("socket", (socket.AF_INET, socket.SOCK_STREAM, 0)),
         ("socket", (socket.AF_NETLINK, socket.SOCK_RAW, 0)),  # NETLINK_ROUTE
         ("memfd_create", (0, 0)),
+        ("setpriority", (0, 0, 7)),
+        ("sched_setscheduler", (0, 5, 0)),
     ],
 )
 def test_profile_allows_the_system_calls_of_the_server(syscall: str, arguments: tuple[int, ...]) -> None:

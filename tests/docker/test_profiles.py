@@ -113,6 +113,13 @@ def test_level_runs_under_the_profile(level: str, tmp_path: Path) -> None:
     check_calls_run(PROFILE, level, tmp_path)
 
 
+def test_the_priority_of_long_calls_can_be_lowered_under_the_profile(tmp_path: Path) -> None:
+    code = "from sandbox.jail.probe import probe_layers; print(probe_layers(['priorities'])[0].ok)"
+    argv = [*argv_under(json.loads(PROFILE.read_text()), tmp_path), "-c", code]
+    run = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    assert run.stdout == "True\n"
+
+
 def test_level_landlock_runs_under_the_engines_default_profile(tmp_path: Path) -> None:
     default = next(filter(os.path.isfile, DEFAULT_PROFILES), None)
     if default is None:

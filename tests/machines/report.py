@@ -114,12 +114,12 @@ def cells(row: Row) -> list[str]:
         row["set_up"],
         doctor.get("level") or NOT_RUN,
         _cgroups(doctor.get("cgroups", NOT_RUN)),
-        _calls(row.get("mix")),
-        _calls(row.get("kills")),
-        _tests(row.get("cgroups")),
+        calls_cell(row.get("mix")),
+        calls_cell(row.get("kills")),
+        tests_cell(row.get("cgroups")),
         _invariance(row.get("invariance")),
-        _tests(row.get("escape")),
-        _tests(row.get("unit")),
+        tests_cell(row.get("escape")),
+        tests_cell(row.get("unit")),
         row.get("date", ""),
     ]
 
@@ -154,7 +154,7 @@ def _cgroups(found: str) -> str:
     return found.partition(", below")[0]
 
 
-def _calls(part: Row | None) -> str:
+def calls_cell(part: Row | None) -> str:
     if part is None or "problem" in part:
         return NOT_RUN
     wrong = part["lost"] + part["doubled"] + part["mismatched"]
@@ -168,7 +168,7 @@ def _invariance(part: Row | None) -> str:
     return f"{part['calls']} calls: {len(part['changed'])} changed, {len(part['misjudged'])} misjudged"
 
 
-def _tests(part: Row | None) -> str:
+def tests_cell(part: Row | None) -> str:
     if part is None or "problem" in part:
         return NOT_RUN
     names = ("passed", "failed", "error", "errors", "xfailed", "skipped")

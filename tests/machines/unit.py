@@ -7,24 +7,18 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandbox.client import Client, ServiceError
+from sandbox.client import ServiceError
 from sandbox.types import Status
+from tests.machines import load
 
 SERVICE = "rstar-sandbox.service"
 UNIT = Path(__file__).parents[2] / "docker" / SERVICE
 HOME = Path("/var/lib/rstar-sandbox")
 SETTINGS = Path("/etc/rstar-sandbox")
-TOKEN = "machine"
-URL = "http://127.0.0.1:8642"
-WAIT_S = 600
-"""Seconds to wait for the server, since the cores of a machine may be emulated."""
 MEMORY_BOMB = {"code": "held = bytearray(b'x') * (900 << 20)\nprint(len(held))", "limits": {"memory_mb": 64}}
 CHILDREN_BOMB = {
     "code": "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        held = bytearray(b'x') * (40 << 20)\n"
@@ -32,7 +26,6 @@ CHILDREN_BOMB = {
     "limits": {"memory_mb": 64, "timeout_s": 300},
 }
 """Each process is within the limit and all together are not, so the kernel kills the call in its cgroup."""
-SLEEP = {"code": "import time; time.sleep(2); print('slept')", "limits": {"timeout_s": 300}}
 
 
 def try_unit() -> dict[str, Any]:
@@ -47,7 +40,7 @@ def _install() -> None:
     subprocess.run(["useradd", "--system", "--create-home", f"--home-dir={HOME}", "rstar-sandbox"], check=True)
     (HOME / "runtime").symlink_to("/opt/runtime")
     SETTINGS.mkdir()
-    (SETTINGS / "token").write_text(TOKEN)
+    (SETTINGS / "token").write_text(load.TOKEN)
     (SETTINGS / "serve.toml").write_text('profiles = ["bare"]\n')
     shutil.copy(UNIT, "/etc/systemd/system")
     _systemctl("daemon-reload")
@@ -55,17 +48,13 @@ def _install() -> None:
 
 def _start() -> str:
     _systemctl("start", SERVICE)
-    _wait_until_ready()
-    with _client() as client:
-        results = client.run_batch([{"code": f"print({n})"} for n in range(20)])
-    wrong = [result for n, result in enumerate(results) if result.stdout != f"{n}\n"]
-    return f"wrong results: {wrong}" if wrong else ""
+    return load.answer()
 
 
 def _exceed_memory() -> str:
     """The kernel's OOM killer ends the call, and systemd lets the server run on."""
     pid = _main_pid()
-    with _client() as client:
+    with load.client() as client:
         results = client.run_batch([MEMORY_BOMB, CHILDREN_BOMB, {"code": "print(1)"}])
     statuses = [result.status for result in results]
     if statuses[1:] != [Status.MEMORY_LIMIT, Status.OK] or statuses[0] not in (Status.MEMORY_LIMIT, Status.ERROR):
@@ -78,26 +67,13 @@ def _exceed_memory() -> str:
 def _kill() -> str:
     pid = _main_pid()
     os.kill(pid, signal.SIGKILL)
-    _wait(lambda: _main_pid() not in (0, pid))
-    _wait_until_ready()
-    with _client() as client:
-        return "" if client.execute("print(1)").stdout == "1\n" else "no result after the restart"
+    load.wait(lambda: _main_pid() not in (0, pid))
+    return load.answer()
 
 
 def _stop_under_load() -> str:
-    """Each call gets its result, or the server refuses it: no result is lost."""
-    with _client() as client:
-        running = [client.submit(SLEEP) for _ in range(8)]
-        _wait(lambda: _running_calls() == len(running))
-        _systemctl("stop", SERVICE)
-        statuses: Counter[str] = Counter()
-        for result in running:
-            try:
-                statuses[result.result().status] += 1
-            except ServiceError as error:
-                statuses[type(error).__name__] += 1
-    if statuses != {Status.OK: len(running)}:
-        return f"statuses: {dict(statuses)}"
+    if problem := load.stop(lambda: _systemctl("stop", SERVICE)):
+        return problem
     state = _systemctl("show", "--property=Result", "--value", SERVICE)
     if state != "success":
         return f"systemd's result is {state}"
@@ -119,33 +95,6 @@ def _tried(step: Callable[[], str]) -> str:
     except (OSError, ServiceError, TimeoutError, subprocess.SubprocessError) as error:
         journal = subprocess.run(["journalctl", "-u", SERVICE, "-n", "8", "-o", "cat"], capture_output=True, text=True)
         return f"{type(error).__name__}: {error}; {journal.stdout}"
-
-
-def _client() -> Client:
-    return Client(URL, token=TOKEN)
-
-
-def _running_calls() -> int:
-    request = urllib.request.Request(f"{URL}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        metrics = str(response.read(), "utf-8")
-    return sum(map(int, re.findall(r"^rstar_sandbox_executor_running\{.*\} (\d+)\.0$", metrics, re.MULTILINE)))
-
-
-def _wait_until_ready() -> None:
-    def is_ready() -> bool:
-        with _client() as client:
-            return client.ready()
-
-    _wait(is_ready)
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > give_up_at:
-            raise TimeoutError(f"not within {WAIT_S} s")
-        time.sleep(0.5)
 
 
 def _main_pid() -> int:

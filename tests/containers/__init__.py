@@ -1,0 +1,1 @@
+"""Containers with other users, seccomp profiles and limits. `docker/test` tries the server in each."""
