@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter, gt
-from typing import Annotated, Any, Literal, Self, TypedDict, cast, overload
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict, cast, overload
 
 from sandbox import dataclass_codec
 from sandbox.errors import InvalidCall
@@ -314,6 +314,8 @@ class EncodedCall(TypedDict, total=False):
     """Whether the call compiles its code and does not run it. It returns the compiled code as a file."""
     reserved: bool
     """Whether the call gets a reserved place: the executor accepts it in addition to its window (`sandbox.wire`)."""
+    session: Mapping[str, Any]
+    """What the call is to do with a session (`executor/session.py` has the fields)."""
 
 
 class EncodedError(TypedDict):
@@ -352,6 +354,17 @@ class EncodedResult(TypedDict):
     attempts: int
     clamped: Mapping[str, float]
     missing_files: list[str]
+    session: NotRequired[EncodedSession]
+    """Only in the result of a cell of a session."""
+
+
+class EncodedSession(TypedDict):
+    """`SessionState` in msgpack form."""
+
+    head: int
+    states: list[int]
+    committed: bool
+    lost: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +471,10 @@ class UnavailableReason(DocumentedEnum):
     RESULTS_UNREAD = "ResultsUnread", "Results waited too long for the client to read them."
     RESULT_TOO_LARGE = "ResultTooLarge", "The result is too large for a frame between the server's processes."
     STARVED = "Starved", "The call got too little of a core on an overloaded machine."
+    SESSION_GONE = (
+        "SessionGone",
+        "The session of the cell has ended, with all its states. Open another session; nothing is run again by itself.",
+    )
 
     @property
     def is_retryable(self) -> bool:

@@ -202,6 +202,14 @@ LOOPBACK_SOCKETS: Mapping[str, SyscallRule] = {
 # (landlock(7), "Current limitations"). With namespaces, all file systems that calls share are read-only.
 _ATTRIBUTES = "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr"
 
+# The cells of a session are forked from its states, which are children of its keeper (`guest/session.py`). So are the
+# cells, by CLONE_PARENT. A cell may not signal process groups and all processes at once (negative numbers), because the
+# states have its uid.
+SESSION_RULES: Mapping[str, SyscallRule] = {
+    "clone": (ArgumentCheck(0, (0,), mask=_NAMESPACES),),
+    "kill": (ArgumentCheck(0, (), maximum=0x7FFFFFFF),),
+}
+
 OWN_PID = 0x7FFFFFFF
 """Placeholder in a rule for the pid of the process that loads the filter. The guest replaces it (`own_pid_offsets`)."""
 _CLONE_THREAD = 0x10000
@@ -232,6 +240,8 @@ class FilterKind(StrEnum):
     """Like `CALL_ON_TOP`, for a call whose network namespace no other call shares."""
     LOOPBACK_ON_TOP = "loopback on top"
     """Like `NAMED_SOCKETS_ON_TOP`, for a call that also has a loopback network."""
+    SESSION_ON_TOP = "session on top"
+    """Like `CALL_ON_TOP`, for the cells of a session."""
     OWN_UID = "own uid"
     """For a call in the container's namespaces, with a uid that no other process has."""
     SHARED_UID = "shared uid"
@@ -242,6 +252,7 @@ ON_TOP: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.CALL_ON_TOP: {},
     FilterKind.NAMED_SOCKETS_ON_TOP: NAMED_SOCKETS,
     FilterKind.LOOPBACK_ON_TOP: LOOPBACK_SOCKETS,
+    FilterKind.SESSION_ON_TOP: SESSION_RULES,
 }
 """Kinds of filters that a call adds to the zygote's filter, and for each kind the rules that differ from
 `CALL_POLICY`."""
@@ -249,8 +260,8 @@ POLICY_OF: Mapping[FilterKind, Mapping[str, SyscallRule]] = {
     FilterKind.NAMESPACED: CALL_POLICY,
     FilterKind.ZYGOTE: {**CALL_POLICY, **dict.fromkeys(_SETUP_CALLS.split(), ALLOW)},
     **{
-        kind: {name: {**CALL_POLICY, **sockets}.get(name, EPERM) for name in _SETUP_CALLS.split()}
-        for kind, sockets in ON_TOP.items()
+        kind: {name: {**CALL_POLICY, **rules}.get(name, EPERM) for name in (*_SETUP_CALLS.split(), *rules)}
+        for kind, rules in ON_TOP.items()
     },
     FilterKind.OWN_UID: {**CALL_POLICY, **dict.fromkeys(_ATTRIBUTES.split(), EPERM)},
     FilterKind.SHARED_UID: {
