@@ -21,10 +21,11 @@ HEAD = """\
 This command boots Debian's kernels in virtual machines, one after another, and tries the server in each of them. Each
 machine prints its results. They are in `tests/machines/rows.json`, from which the table below is generated. Each
 machine has 2 cores, 2 GB of memory, systemd 252 and cgroups of version 2. The host needs root, and Debian's packages
-debootstrap, e2fsprogs and qemu-system-x86.
+debootstrap, e2fsprogs and qemu-system-x86. For the machines with a processor of 64-bit ARM (`arm64`) it needs
+qemu-system-arm, qemu-user-static and binfmt-support.
 
 QEMU emulates the cores, so the machines show what works on a kernel, but not how fast it is. With
-`python -m tests.machines --accel kvm` the machines use the cores of the host.
+`python -m tests.machines --accel kvm` the machines use the cores of the host, which must be of the same architecture.
 
 How to read a cell: `400: 0 wrong or lost, 0 unavailable` means that 400 calls were sent. None of them had a wrong
 result or none at all, and none was answered with the status `unavailable`.
@@ -95,8 +96,13 @@ def write_row(name: str, row: Row) -> None:
     rows = read_rows() if ROWS.exists() else {}
     old = {key: part for key, part in rows.get(name, {}).items() if key != "problem"}
     rows[name] = {**old, **row} if old.get("kernel") == row.get("kernel") else row
-    ordered = sorted(rows.items(), key=lambda item: ([*map(int, item[1]["version"].split("."))], item[1]["set_up"]))
+    ordered = sorted(rows.items(), key=lambda item: (*_order(item[1]["version"]), item[1]["set_up"]))
     ROWS.write_text(json.dumps(dict(ordered), indent=1) + "\n")
+
+
+def _order(version: str) -> tuple[str, list[int]]:
+    number, _, architecture = version.partition("-")
+    return architecture, [*map(int, number.split("."))]
 
 
 def page(rows: Mapping[str, Row]) -> str:
