@@ -50,14 +50,15 @@ The columns:
 | kills | the same calls while executors, launchers and zygotes are killed: three in about the time of `doctor` |
 | cgroup tests | `tests/executor/test_cgroups.py` and `tests/jail/test_cgroup_tree.py` |
 | invariance | `bench.invariance`: calls that need 0.5 to 2 times their time limit, alone and on an overloaded machine |
+| agreement | `bench.agreement`: results of the server and of fresh interpreters, for calls of which most import SymPy |
 | escape | `tests/escape` at the level |
 | systemd unit | `tests/machines/unit.py`: the unit is started, killed and stopped under load; a call is killed by OOM |
 
 `not run`: the machine was booted without this part (`--parts`), or did not come to its end. `skipped`: the kernel, the
 user or the set-up lacks what the tests need.
 
-All calls use the standard library only. In each machine a user may have 64 IPC namespaces at a time, so that calls that
-make some would be found: before Linux 6.3 the kernel frees one in each RCU grace period.
+The calls use the standard library only, except for agreement. In each machine a user may have 64 IPC namespaces at a
+time, so that calls that make some would be found: before Linux 6.3 the kernel frees one in each RCU grace period.
 """
 NOT_RUN = "not run"
 COLUMNS = (
@@ -69,6 +70,7 @@ COLUMNS = (
     "kills",
     "cgroup tests",
     "invariance",
+    "agreement",
     "escape",
     "systemd unit",
     "date",
@@ -124,6 +126,7 @@ def cells(row: Row) -> list[str]:
         _calls(row.get("kills")),
         _tests(row.get("cgroups")),
         _invariance(row.get("invariance")),
+        _agreement(row.get("agreement")),
         _tests(row.get("escape")),
         _tests(row.get("unit")),
         row.get("date", ""),
@@ -147,7 +150,7 @@ def _part_problems(part: Row) -> Iterator[str]:
     for name in ("lost", "doubled", "mismatched"):
         if part.get(name):
             yield f"{part[name]} calls {name}"
-    for name in ("unavailable", "leftovers", "changed", "misjudged", "failures"):
+    for name in ("unavailable", "leftovers", "changed", "misjudged", "differences", "failures"):
         if part.get(name):
             yield f"{name}: {_one_line(str(part[name]))}"
 
@@ -172,6 +175,12 @@ def _invariance(part: Row | None) -> str:
     if part is None or "problem" in part:
         return NOT_RUN
     return f"{part['calls']} calls: {len(part['changed'])} changed, {len(part['misjudged'])} misjudged"
+
+
+def _agreement(part: Row | None) -> str:
+    if part is None or "problem" in part:
+        return NOT_RUN
+    return f"{part['calls']} calls: {len(part['differences'])} different, {part['unstable']} without a single result"
 
 
 def _tests(part: Row | None) -> str:
