@@ -136,6 +136,10 @@ def cgroups(_row: Row, _calls: int) -> Row:
     return _tests("tests/executor/test_cgroups.py", "tests/jail/test_cgroup_tree.py")
 
 
+def jail(_row: Row, _calls: int) -> Row:
+    return _tests("tests/jail", "tests/guest/test_fork_batch.py", "tests/guest/test_confine.py")
+
+
 def unit(_row: Row, _calls: int) -> Row:
     return try_unit() if os.geteuid() == 0 else {"skipped": len(STEPS), "failures": []}
 
@@ -145,6 +149,7 @@ PARTS: Mapping[str, Callable[[Row, int], Row]] = {
     "mix": mix,
     "kills": kills,
     "cgroups": cgroups,
+    "jail": jail,
     "unit": unit,
     "escape": escape,
     "invariance": invariance,

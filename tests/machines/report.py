@@ -49,6 +49,7 @@ The columns:
 | calls | `bench.chaos` without kills: calls whose results are known beforehand |
 | kills | the same calls while executors, launchers and zygotes are killed: three in about the time of `doctor` |
 | cgroup tests | `tests/executor/test_cgroups.py` and `tests/jail/test_cgroup_tree.py` |
+| jail tests | `tests/jail`, `tests/guest/test_fork_batch.py` and `tests/guest/test_confine.py` |
 | invariance | `bench.invariance`: calls that need 0.5 to 2 times their time limit, alone and on an overloaded machine |
 | agreement | `bench.agreement`: results of the server and of fresh interpreters, for calls of which most import SymPy |
 | escape | `tests/escape` at the level |
@@ -69,6 +70,7 @@ COLUMNS = (
     "calls",
     "kills",
     "cgroup tests",
+    "jail tests",
     "invariance",
     "agreement",
     "escape",
@@ -125,6 +127,7 @@ def cells(row: Row) -> list[str]:
         _calls(row.get("mix")),
         _calls(row.get("kills")),
         _tests(row.get("cgroups")),
+        _tests(row.get("jail")),
         _invariance(row.get("invariance")),
         _agreement(row.get("agreement")),
         _tests(row.get("escape")),
