@@ -25,7 +25,10 @@ debootstrap, e2fsprogs and qemu-system-x86. For the machines with a processor of
 qemu-system-arm, qemu-user-static and binfmt-support.
 
 QEMU emulates the cores, so the machines show what works on a kernel, but not how fast it is. With
-`python -m tests.machines --accel kvm` the machines use the cores of the host, which must be of the same architecture.
+`python -m tests.machines --accel kvm` the machines of `amd64` use the cores of the host.
+
+The machines of `arm64` show nothing about the caches of a real processor, because QEMU emulates none. On a host with an
+x86 processor they also show nothing about the weaker memory order of ARM.
 
 How to read a cell: `400: 0 wrong or lost, 0 unavailable` means that 400 calls were sent. None of them had a wrong
 result or none at all, and none was answered with the status `unavailable`.
