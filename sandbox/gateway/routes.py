@@ -198,6 +198,9 @@ _RESULTS = {**dict.fromkeys(BODY_TYPES, "Results"), NDJSON: "Line", MSGPACK_STRE
 _VERDICTS = dict.fromkeys(BODY_TYPES, "Verdicts")
 
 _AFTER = {"after": "only steps after this number"}
+_METRICS_EXAMPLE = PrometheusText(lambda: [("calls_waiting", {}, 0.0)]).render().decode()
+_OPENAPI_EXAMPLE = {"openapi": "3.1.0", "paths": {"/health": {"get": {"summary": "Is the server alive?"}}}}
+"""A part of the document. The whole document cannot contain itself."""
 
 ROUTES: tuple[Route, ...] = (
     Route(
@@ -240,7 +243,15 @@ ROUTES: tuple[Route, ...] = (
     *(replace(route, group="SandboxFusion") for route in sandbox_fusion.ROUTES),
     Route("GET", "/health", health, "Is the server alive?", {JSON: "State"}, error_statuses=(403, 503)),
     Route("GET", "/ready", ready, "Does the server accept calls?", {JSON: "Ready"}, error_statuses=(403, 503)),
-    Route("GET", "/metrics", prometheus, "Metrics for Prometheus", {"text/plain": None}, error_statuses=(401, 403)),
+    Route(
+        "GET",
+        "/metrics",
+        prometheus,
+        "Metrics for Prometheus",
+        {"text/plain": None},
+        error_statuses=(401, 403),
+        response_examples={"text/plain": _METRICS_EXAMPLE},
+    ),
     Route(
         "GET",
         "/v1/stats",
@@ -250,7 +261,15 @@ ROUTES: tuple[Route, ...] = (
         error_statuses=(400, 401, 403, 503),
         query=_AFTER,
     ),
-    Route("GET", "/openapi.json", openapi, "This description", {JSON: None}, error_statuses=(401, 403)),
+    Route(
+        "GET",
+        "/openapi.json",
+        openapi,
+        "This description",
+        {JSON: None},
+        error_statuses=(401, 403),
+        response_examples={JSON: _OPENAPI_EXAMPLE},
+    ),
     Route("GET", "/docs", docs, "This description as a page", {"text/html": None}, error_statuses=(403,)),
     Route("GET", "/", dashboard, "The dashboard", {"text/html": None}, error_statuses=(403,)),
 )
